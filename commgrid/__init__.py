@@ -1,0 +1,89 @@
+"""commgrid: the process-group grid of a Megatron-style training job.
+
+A job calls `commgrid.initialize(dp=…, tp=…, pp=…)` once; from then on every communicator
+that any form of parallelism needs exists and is found by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from commgrid.errors import (
+    CommGridError,
+    GridDestroyedError,
+    GridExistsError,
+    GridMismatchError,
+    GridNotInitializedError,
+    NotInGridError,
+    NotInGroupError,
+    PeerFailedError,
+    PeerTimeoutError,
+    ShapeError,
+    SpecError,
+    UnknownGroupError,
+)
+from commgrid.layout import RankLayout
+from commgrid.plan import GroupPlan
+from commgrid.spec import GridSpec
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+    from commgrid.registry import (
+        destroy,
+        get_grid,
+        get_group,
+        initialize,
+        is_initialized,
+        shutdown,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommGridError",
+    "GridDestroyedError",
+    "GridExistsError",
+    "GridMismatchError",
+    "GridNotInitializedError",
+    "GridSpec",
+    "GroupPlan",
+    "HyperCommGrid",
+    "NotInGridError",
+    "NotInGroupError",
+    "PeerFailedError",
+    "PeerTimeoutError",
+    "RankLayout",
+    "ShapeError",
+    "SpecError",
+    "UnknownGroupError",
+    "destroy",
+    "get_grid",
+    "get_group",
+    "initialize",
+    "is_initialized",
+    "shutdown",
+]
+
+# These import torch, which planning on a laptop does not need; they load when first asked for.
+_LIVE = {
+    "HyperCommGrid": "commgrid.grid",
+    "destroy": "commgrid.registry",
+    "get_grid": "commgrid.registry",
+    "get_group": "commgrid.registry",
+    "initialize": "commgrid.registry",
+    "is_initialized": "commgrid.registry",
+    "shutdown": "commgrid.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LIVE:
+        raise AttributeError(f"module 'commgrid' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LIVE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LIVE})

@@ -1,0 +1,267 @@
+"""The one place that starts and stops torch.distributed and makes and destroys its groups.
+
+torch's public `new_group` names a group by counters of the process and, where WORLD is
+bound to a device, splits WORLD, which every rank has to take part in. A grid's groups
+are created by their members alone, under names that the members agree on, so creation
+goes through the function beneath it. Everything that is not public torch stands here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from commgrid.errors import PeerTimeoutError, SpecError
+from commgrid.groups import GroupOptions
+from commgrid.launch import Launch
+
+FAKE = "fake"
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed is up."""
+    return dist.is_available() and bool(dist.is_initialized())
+
+
+def world_rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def world_backend() -> str:
+    """WORLD's backend as it was given: `gloo`, `cpu:gloo,cuda:nccl`, `fake`, …"""
+    backend: str = c10d._world.pg_map[c10d._get_default_group()][0]
+    return backend
+
+
+def world_store() -> Any:
+    """The store that WORLD met at."""
+    return c10d._get_default_store()
+
+
+def default_backend() -> str:
+    """What commgrid starts torch.distributed with: gloo, and NCCL beside it where CUDA is."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def connect_store(launch: Launch, timeout: float) -> Any:
+    """The store that all ranks of a launch share; a world of one keeps its own.
+
+    Raises:
+        PeerTimeoutError: nobody serves it within `timeout` seconds; names its address.
+    """
+    if launch.address is None:
+        return HashStore()
+    try:
+        store = TCPStore(
+            launch.address,
+            launch.port,
+            is_master=launch.hosts_store,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        where = f"{launch.address}:{launch.port}"
+        if launch.hosts_store:
+            raise PeerTimeoutError(f"cannot serve the store at {where}: {error}") from error
+        raise PeerTimeoutError(
+            f"nobody serves the store at {where} within startup_timeout={timeout:g} s; is rank "
+            "0's process, or the launcher there, running and reachable?"
+        ) from error
+    # A launcher that restarts its workers keeps the store, with the keys of the attempt before.
+    return PrefixStore(f"commgrid/attempt_{launch.attempt}", store)
+
+
+def start_world(launch: Launch, store: Any, incarnation: int, backend: str) -> None:
+    """Starts torch.distributed on a store, with keys that no earlier start has used."""
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"world/{incarnation}", store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+    )
+
+
+def stop_world() -> None:
+    """Ends torch.distributed if it is up."""
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def create_group(
+    name: str,
+    description: str,
+    ranks: Sequence[int],
+    *,
+    backend: str | None,
+    options: GroupOptions,
+    timeout: float | None,
+    startup_timeout: float,
+) -> dist.ProcessGroup:
+    """A process group of `ranks`, created by them alone.
+
+    Args:
+        name: what the members meet under; used for no other group of this store.
+        description: what torch's logs and flight recorder call it.
+        ranks: global ranks, ascending, this process's among them.
+        backend: None takes WORLD's.
+        options: what the groups table says of it; its backend and timeout go first.
+        timeout: seconds a collective may take; None takes torch's default.
+        startup_timeout: seconds that meeting the others may take.
+
+    Raises:
+        SpecError: a backend or an NCCL option that this torch does not have.
+    """
+    world = c10d._get_default_group()
+    members = list(ranks)
+    chosen = world_backend()
+    if chosen != FAKE:
+        chosen = options.backend or backend or chosen
+    parsed = _parse_backend(chosen)
+    seconds = timeout if options.timeout is None else options.timeout
+    limit = c10d._get_default_timeout(parsed) if seconds is None else timedelta(seconds=seconds)
+    with _unbound(world):
+        made, _ = c10d._new_process_group_helper(
+            len(members),
+            members.index(dist.get_rank()),
+            members,
+            parsed,
+            world_store(),
+            c10d.GroupName(name),
+            backend_options=_nccl_options(chosen, options),
+            # gloo connects while it is created; a member that never comes must not hold
+            # the others for as long as a collective may take.
+            timeout=timedelta(seconds=startup_timeout) if "gloo" in chosen else limit,
+            group_desc=description,
+        )
+    group: dist.ProcessGroup = made
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
+    if "gloo" in chosen:
+        c10d._set_pg_timeout(limit, group)
+    return group
+
+
+def _parse_backend(backend: str) -> Any:
+    try:
+        parsed = c10d.Backend(backend)
+        wanted = set(c10d.BackendConfig(parsed).get_device_backend_map().values())
+    except (ValueError, AssertionError, KeyError) as error:
+        raise SpecError(f"backend={backend!r}: torch does not know it ({error})") from error
+    if "nccl" in wanted and not dist.is_nccl_available():
+        raise SpecError(f"backend={backend!r}: this torch was built without NCCL; use gloo")
+    return parsed
+
+
+def _nccl_options(backend: str, options: GroupOptions) -> Any:
+    """torch's options for NCCL; None where the group has no NCCL or nothing is asked of it."""
+    if not options.nccl or not dist.is_nccl_available() or backend in (FAKE, "gloo"):
+        return None
+    made = dist.ProcessGroupNCCL.Options()
+    for key, value in options.nccl:
+        target = made if key == "is_high_priority_stream" else made.config
+        if not hasattr(target, key):
+            raise SpecError(f"nccl.{key}: the NCCL of torch {torch.__version__} does not have it")
+        setattr(target, key, value)
+    return made
+
+
+@contextmanager
+def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
+    """WORLD without its device: bound to one, torch makes a new group by splitting WORLD,
+    which waits for ranks that are not in the group and connects at once."""
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroys a group if torch still knows it (whoever ended WORLD has destroyed it too)."""
+    if is_initialized() and group in c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group."""
+    return is_initialized() and group in c10d._world.pg_map
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The backend a group was made with, as a string."""
+    backend: str = c10d._world.pg_map[group][0]
+    return str(backend)
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """A device of this process for each backend of the group: where its tensors may live."""
+    found: dict[str, torch.device] = {}
+    for pair in c10d._world.pg_backend_config[group].split(","):
+        kind, _, backend = pair.partition(":")
+        if kind == "cpu":
+            found[backend] = torch.device("cpu")
+        elif kind == "cuda" and torch.cuda.is_available():
+            found.setdefault(backend, torch.device("cuda", torch.cuda.current_device()))
+    return list(found.values())
+
+
+def is_connected(group: dist.ProcessGroup) -> bool:
+    """Whether the members' network connections exist already."""
+    if group.size() == 1 or backend_of(group) == FAKE:
+        return False
+    for device in devices_of(group):
+        backend = group._get_backend(device)
+        connected = getattr(backend, "_is_initialized", None)
+        if connected is not None and not connected():
+            return False
+    return True
+
+
+def gather_ranks(
+    group: dist.ProcessGroup, device: torch.device
+) -> tuple[dist.Work, list[torch.Tensor]]:
+    """Starts the exchange of the members' global ranks over a group."""
+    mine = torch.tensor([dist.get_rank()], dtype=torch.int64, device=device)
+    heard = [torch.full_like(mine, -1) for _ in range(group.size())]
+    work = dist.all_gather(heard, mine, group=group, async_op=True)
+    assert work is not None  # only non-members get None
+    return work, heard
+
+
+def environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def group_count() -> int:
+    """How many process groups this process has, WORLD among them."""
+    return len(c10d._world.pg_map)
+
+
+def destroy_all(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroys groups in reverse order of creation, every one even if one of them fails."""
+    failed: list[Exception] = []
+    for group in reversed(list(groups)):
+        try:
+            destroy_group(group)
+        except RuntimeError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]

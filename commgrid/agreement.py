@@ -1,0 +1,267 @@
+"""Every rank holds the same description, or every rank says who differs or is missing.
+
+Ranks that want to make one thing together meet at the store. The first to come
+leaves its document, the others compare theirs with it, the last one to come writes the
+verdict that all of them read. In the good case a rank makes a fixed number of store
+calls however many ranks there are; only when something is wrong does one look at every
+rank to name the ones it is about.
+
+A meeting is one *incarnation*, and each good one gets a number that no other meeting at
+this store has, so whatever is named after it never meets its predecessor.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
+
+_DIFFERS = 1 << 32  # added to the count of arrivals by a rank whose document differs
+_LINGER_SECONDS = 2.0
+
+
+class Store(Protocol):
+    """What is used of a `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, value: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+
+class Meeting:
+    """The ranks of one grid at the store, from comparing documents to being ready.
+
+    Args:
+        store: shared by all ranks of the world.
+        name: what they meet for, the grid's name.
+        rank: this process's global rank.
+        ranks: the ranks that should come.
+        document: plain values, equal on all of them.
+        deadline: `time.monotonic()` until which to wait.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        rank: int,
+        ranks: range,
+        document: Mapping[str, Any],
+        deadline: float,
+    ) -> None:
+        self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
+        self._deadline = deadline
+        # Grids on separate ranks may share a name: they have different first ranks.
+        self._room = f"{name}@{ranks[0]}"
+        text = json.dumps({**document, "ranks": [ranks.start, ranks.stop, ranks.step]})
+        self.incarnation = self._guarded(lambda: self._compare(text))
+
+    # -- the steps ----------------------------------------------------------------------
+
+    def _compare(self, document: str) -> int:
+        """Six store calls: which incarnation, whose document, a mark, the count, the verdict."""
+        number = self._store.compare_set(f"{self._room}/current", "", "0").decode()
+        self._base = f"{self._room}/{number}"
+        first = self._store.compare_set(f"{self._base}/document", "", document).decode()
+        differs = first != document
+        self._mark("compare", document if differs else "")
+        expected = len(range(*json.loads(first)["ranks"]))
+        arrived = self._store.add(f"{self._base}/arrived", 1 + differs * _DIFFERS)
+        if arrived % _DIFFERS >= expected:
+            if arrived >= _DIFFERS:
+                self._conclude("compare", self._mismatch(first))
+            else:
+                made = self._store.add("incarnations", 1)
+                self._conclude("compare", {"kind": "agreed", "incarnation": made})
+        return int(self._await_verdict("compare", first)["incarnation"])
+
+    def meet(self, phase: str) -> None:
+        """Returns when every rank has come to this phase; four store calls.
+
+        Raises:
+            PeerTimeoutError: a rank did not; it is named.
+            PeerFailedError: a rank said so by `fail`.
+        """
+        self._guarded(lambda: self._meet(phase))
+
+    def _meet(self, phase: str) -> None:
+        self._mark(phase, "")
+        if self._store.add(f"{self._base}/{phase}", 1) == len(self._ranks):
+            self._conclude(phase, {"kind": "agreed"})
+        self._await_verdict(phase, "")
+
+    def fail(self, phase: str, error: BaseException) -> None:
+        """Tells the ranks that wait for this one in `phase` why it will not come."""
+        text = f"{type(error).__name__}: {error}"
+        try:
+            self._conclude(phase, {"kind": "failed", "rank": self._rank, "error": text})
+            self._leave()
+        except RuntimeError:
+            pass  # the store is gone, and with it everybody who could be told
+
+    def told(self, phase: str) -> CommGridError | None:
+        """The error that another rank's `fail` means here, if there has been one; never waits."""
+        key = f"{self._base}/{phase}/verdict"
+        try:
+            verdict = json.loads(self._store.get(key)) if self._store.check([key]) else None
+        except RuntimeError:
+            return None
+        return self._error(verdict) if verdict and verdict["kind"] != "agreed" else None
+
+    def remaining(self) -> float:
+        """Seconds until the deadline, never less than a moment."""
+        return max(self._deadline - time.monotonic(), 0.01)
+
+    # -- the store ----------------------------------------------------------------------
+
+    def _mark(self, phase: str, document: str) -> None:
+        mark = {"at": self._base, "phase": phase, "document": document}
+        self._store.set(f"{self._name}/rank/{self._rank}", json.dumps(mark))
+
+    def _read_mark(self, rank: int) -> dict[str, str]:
+        key = f"{self._name}/rank/{rank}"
+        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else {}
+
+    def _conclude(self, phase: str, verdict: dict[str, Any]) -> None:
+        """Writes the verdict of a phase, unless another rank has written one."""
+        if phase == "compare" or verdict["kind"] != "agreed":
+            # The next meeting must start afresh before anyone learns that this one is over.
+            number = int(self._base.rpartition("/")[2])
+            self._store.compare_set(f"{self._room}/current", str(number), str(number + 1))
+        self._store.compare_set(f"{self._base}/{phase}/verdict", "", json.dumps(verdict))
+
+    def _await_verdict(self, phase: str, first: str) -> dict[str, Any]:
+        key = f"{self._base}/{phase}/verdict"
+        try:
+            self._store.wait([key], timedelta(seconds=self.remaining()))
+        except RuntimeError:
+            if time.monotonic() < self._deadline - 0.05:
+                raise  # not a timeout: the store is gone
+            self._conclude(phase, self._absence(phase, first))
+        verdict: dict[str, Any] = json.loads(self._store.get(key))
+        if verdict["kind"] != "agreed":
+            self._leave()
+            raise self._error(verdict)
+        return verdict
+
+    def _leave(self) -> None:
+        """Lets everyone read a bad verdict before rank 0, whose process often serves the store,
+        raises and takes the store away."""
+        waiting = self._store.add(f"{self._base}/left", 1)
+        present = self._store.add(f"{self._base}/arrived", 0) % _DIFFERS
+        until = time.monotonic() + _LINGER_SECONDS
+        while self._rank == 0 and waiting < present and time.monotonic() < until:
+            time.sleep(0.01)
+            waiting = self._store.add(f"{self._base}/left", 0)
+
+    def _guarded(self, step: Any) -> Any:
+        try:
+            return step()
+        except CommGridError:
+            raise
+        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError among them
+            raise PeerTimeoutError(
+                f"grid {self._name!r}: the store of torch.distributed stopped answering "
+                f"({str(error).splitlines()[0]}); has the process that serves it, usually rank 0 "
+                "or the launcher, ended?"
+            ) from error
+
+    # -- what went wrong ----------------------------------------------------------------
+
+    def _mismatch(self, first: str) -> dict[str, Any]:
+        """A verdict with every document and the ranks that hold it."""
+        holders: dict[str, list[int]] = {}
+        for rank in self._everyone(first):
+            mark = self._read_mark(rank)
+            if mark.get("at") == self._base:
+                holders.setdefault(mark["document"] or first, []).append(rank)
+            elif mark and not self._store.check([f"{mark['at']}/compare/verdict"]):
+                document = mark["document"] or self._store.get(f"{mark['at']}/document").decode()
+                holders.setdefault(document, []).append(rank)
+        return {"kind": "mismatch", "holders": list(holders.items())}
+
+    def _everyone(self, first: str) -> list[int]:
+        """The ranks that any document seen here speaks of."""
+        spans = [self._ranks, range(*json.loads(first)["ranks"])] if first else [self._ranks]
+        return sorted({rank for span in spans for rank in span} | {self._rank})
+
+    def _absence(self, phase: str, first: str) -> dict[str, Any]:
+        """The verdict when time is up: who is missing, or waits for somebody else."""
+        if phase == "compare":
+            found = self._mismatch(first)
+            if len(found["holders"]) > 1:
+                return found
+        arrived: list[int] = []
+        missing: list[int] = []
+        for rank in self._everyone(first):
+            mark = self._read_mark(rank)
+            here = mark.get("at") == self._base and mark.get("phase") in (phase, "ready")
+            (arrived if here else missing).append(rank)
+        return {"kind": "absent", "phase": phase, "missing": missing, "arrived": arrived}
+
+    def _error(self, verdict: dict[str, Any]) -> CommGridError:
+        name = f"grid {self._name!r}"
+        if verdict["kind"] == "failed":
+            return PeerFailedError(f"{name}: rank {verdict['rank']} failed: {verdict['error']}")
+        if verdict["kind"] == "mismatch":
+            return GridMismatchError(f"{name}: {describe_mismatch(verdict['holders'])}")
+        missing, arrived = describe_ranks(verdict["missing"]), describe_ranks(verdict["arrived"])
+        if self._rank in verdict["missing"]:
+            return PeerTimeoutError(
+                f"{name}: {missing} came too late; {arrived} had given up waiting"
+            )
+        did = "arrive" if verdict["phase"] == "compare" else f"get as far as {verdict['phase']!r}"
+        return PeerTimeoutError(
+            f"{name}: {missing} did not {did} within startup_timeout ({arrived} did); is every "
+            "process running, and does each call initialize with this name and these ranks?"
+        )
+
+
+def describe_ranks(ranks: list[int]) -> str:
+    """Ranks in words, runs joined.
+
+    >>> describe_ranks([0, 1, 2, 4]), describe_ranks([3]), describe_ranks([])
+    ('ranks 0-2, 4', 'rank 3', 'no rank')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    listed = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else "no rank"
+
+
+def describe_mismatch(holders: list[tuple[str, list[int]]]) -> str:
+    """Which keys differ, and who says what, the few named before the many."""
+    flat = [(_flatten(json.loads(document)), ranks) for document, ranks in holders]
+    keys = dict.fromkeys(key for document, _ in flat for key in document)
+    parts = []
+    for key in keys:
+        said: dict[str, list[int]] = {}
+        for document, ranks in flat:
+            said.setdefault(repr(document.get(key, "not given")), []).extend(ranks)
+        if len(said) > 1:
+            fewest_first = sorted(said.items(), key=lambda item: len(item[1]))
+            listed = " and ".join(f"{value} on {describe_ranks(r)}" for value, r in fewest_first)
+            parts.append(f"{key} is {listed}")
+    return f"ranks disagree: {'; '.join(parts)}; give every rank the same"
+
+
+def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            flat.update(_flatten(item, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = item
+    return flat

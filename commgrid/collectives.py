@@ -1,0 +1,274 @@
+"""Collectives and their differentiable pairs along a named group.
+
+Plain collectives return new tensors and leave their inputs alone. The pairs are each
+other's backward:
+
+| function | forward | backward |
+|---|---|---|
+| `copy_to_group` | identity | all-reduce |
+| `reduce_from_group` | all-reduce | identity |
+| `scatter_to_group` | own slice of a dim | all-gather |
+| `gather_from_group` | all-gather along a dim | own slice |
+| `reduce_scatter_to_group` | reduce-scatter along a dim | all-gather |
+| `all_gather_from_group` | all-gather along a dim | reduce-scatter |
+
+`copy_to` and `reduce_from` are the f and g of Megatron-LM (arXiv 1909.08053, section 3),
+the last pair the ḡ and g of its sequence parallelism (arXiv 2205.05198, section 4.2.2).
+`gather_from` expects the same gradient on every rank, `all_gather_from` a part of it on
+each. A group of one rank communicates nothing, and the pairs then return their input.
+
+Every function takes `group`, a name or a `ProcessGroup` or a layer's `GroupRef`, and
+`grid`, where to look the name up (None: the registry's default grid).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid.errors import ShapeError
+from commgrid.group_ref import GroupRef
+from commgrid.registry import get_grid
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+Group = str | ProcessGroup | GroupRef
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # gloo has no AVG: summed, then divided
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+# torch 2.13 renames these two and warns of the old names; 2.11 has only the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def resolve(group: Group, grid: HyperCommGrid | None = None) -> ProcessGroup:
+    """The communicator that `group` means."""
+    if isinstance(group, str):
+        return (grid or get_grid()).get_group(group)
+    return group.group if isinstance(group, GroupRef) else group
+
+
+def all_reduce(
+    tensor: Tensor, group: Group = "tp", *, op: str = "sum", grid: HyperCommGrid | None = None
+) -> Tensor:
+    """The elementwise `op` (sum, avg, max, min, prod) over the group, of the same shape."""
+    members = resolve(group, grid)
+    if op not in _OPS:
+        raise ShapeError(f"op={op!r}: expected one of {', '.join(_OPS)}")
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    if members.size() > 1:
+        dist.all_reduce(total, _OPS[op], members)
+    return total / members.size() if op == "avg" else total
+
+
+def all_gather(
+    tensor: Tensor, group: Group = "tp", *, dim: int = 0, grid: HyperCommGrid | None = None
+) -> Tensor:
+    """Every rank's tensor, all of one shape, joined along `dim` in group order."""
+    members = resolve(group, grid)
+    return _gather(tensor, members, dim) if members.size() > 1 else tensor.clone()
+
+
+def reduce_scatter(
+    tensor: Tensor, group: Group = "tp", *, dim: int = 0, grid: HyperCommGrid | None = None
+) -> Tensor:
+    """This rank's slice along `dim` of the sum over the group.
+
+    Raises:
+        ShapeError: the group's size does not divide the dim.
+    """
+    members = resolve(group, grid)
+    return _reduce_scatter(tensor, members, dim) if members.size() > 1 else tensor.clone()
+
+
+def all_to_all(
+    tensor: Tensor,
+    group: Group = "ep",
+    *,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+    grid: HyperCommGrid | None = None,
+) -> Tensor:
+    """Slices of dim 0, the i-th to the group's i-th rank, received ones joined in group order.
+
+    Args:
+        send: how many rows go to each rank; None: equal shares.
+        receive: how many rows come from each rank; None: equal shares.
+
+    Raises:
+        ShapeError: the rows do not add up, or cannot be shared equally.
+    """
+    members = resolve(group, grid)
+    if send is None:
+        _share(tensor, members, 0)
+    elif len(send) != members.size() or sum(send) != tensor.shape[0]:
+        raise ShapeError(
+            f"send={list(send)} does not share the {tensor.shape[0]} rows of shape "
+            f"{tuple(tensor.shape)} among the {members.size()} ranks of {_name(members)}"
+        )
+    if members.size() == 1:
+        return tensor.clone()
+    rows = tensor.shape[0] if receive is None else sum(receive)
+    received = tensor.new_empty((rows, *tensor.shape[1:]))
+    dist.all_to_all_single(
+        received,
+        tensor.contiguous(),
+        None if receive is None else list(receive),
+        None if send is None else list(send),
+        group=members,
+    )
+    return received
+
+
+def broadcast(
+    tensor: Tensor, group: Group = "tp", *, source: int = 0, grid: HyperCommGrid | None = None
+) -> Tensor:
+    """The tensor of the group's rank number `source` (its position in the group, not global)."""
+    members = resolve(group, grid)
+    if not 0 <= source < members.size():
+        raise ShapeError(f"source={source} is outside {_name(members)} of {members.size()} ranks")
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    if members.size() > 1:
+        dist.broadcast(copy, group=members, group_src=source)
+    return copy
+
+
+def barrier(group: Group = "tp", *, grid: HyperCommGrid | None = None) -> None:
+    """Returns when every rank of the group has called it."""
+    members = resolve(group, grid)
+    if members.size() > 1:
+        devices = [torch.cuda.current_device()] if "nccl" in dist.get_backend(members) else None
+        dist.barrier(members, device_ids=devices)
+
+
+# -- differentiable pairs ---------------------------------------------------------------
+
+
+def copy_to_group(
+    tensor: Tensor, group: Group = "tp", *, grid: HyperCommGrid | None = None
+) -> Tensor:
+    """The tensor itself; its gradients are summed over the group."""
+    return _apply(tensor, _same, _sum, group, grid)
+
+
+def reduce_from_group(
+    tensor: Tensor, group: Group = "tp", *, grid: HyperCommGrid | None = None
+) -> Tensor:
+    """The sum over the group; the gradient passes through."""
+    return _apply(tensor, _sum, _same, group, grid)
+
+
+def scatter_to_group(
+    tensor: Tensor, group: Group = "tp", *, dim: int = -1, grid: HyperCommGrid | None = None
+) -> Tensor:
+    """This rank's slice along `dim`; the slices' gradients are gathered."""
+    return _apply(tensor, _slice, _gather, group, grid, dim)
+
+
+def gather_from_group(
+    tensor: Tensor, group: Group = "tp", *, dim: int = -1, grid: HyperCommGrid | None = None
+) -> Tensor:
+    """All slices joined along `dim`; this rank's slice of the gradient comes back."""
+    return _apply(tensor, _gather, _slice, group, grid, dim)
+
+
+def reduce_scatter_to_group(
+    tensor: Tensor, group: Group = "tp", *, dim: int = 0, grid: HyperCommGrid | None = None
+) -> Tensor:
+    """This rank's slice along `dim` of the sum; the slices' gradients are gathered."""
+    return _apply(tensor, _reduce_scatter, _gather, group, grid, dim)
+
+
+def all_gather_from_group(
+    tensor: Tensor, group: Group = "tp", *, dim: int = 0, grid: HyperCommGrid | None = None
+) -> Tensor:
+    """All slices joined along `dim`; the gradients are summed and this rank's slice comes back."""
+    return _apply(tensor, _gather, _reduce_scatter, group, grid, dim)
+
+
+Step = Callable[[Tensor, ProcessGroup, int], Tensor]
+
+
+class _Pair(torch.autograd.Function):
+    """One step forward, its partner backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, step: Step, partner: Step, group: ProcessGroup, dim: int
+    ) -> Tensor:
+        ctx.partner, ctx.group, ctx.dim = partner, group, dim
+        return step(tensor, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.partner(gradient, ctx.group, ctx.dim), None, None, None, None
+
+
+def _apply(
+    tensor: Tensor,
+    step: Step,
+    partner: Step,
+    group: Group,
+    grid: HyperCommGrid | None,
+    dim: int = 0,
+) -> Tensor:
+    members = resolve(group, grid)
+    if members.size() == 1:
+        return tensor
+    made: Tensor = _Pair.apply(tensor, step, partner, members, dim)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _same(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _slice(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    share = _share(tensor, group, dim)
+    return tensor.narrow(dim, group.rank() * share, share).contiguous()
+
+
+def _gather(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    parts = tensor.new_empty((group.size(), *tensor.shape))
+    _all_gather_single(parts.flatten(0, 1) if tensor.dim() else parts, tensor.contiguous(), group)
+    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+
+
+def _reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    share = _share(tensor, group, dim)
+    parts = tensor if dim == 0 else torch.cat(torch.split(tensor, share, dim))
+    summed = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
+    _reduce_scatter_single(summed, parts.contiguous(), group=group)
+    return summed
+
+
+def _share(tensor: Tensor, group: ProcessGroup, dim: int) -> int:
+    """How much of `dim` each rank gets."""
+    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % group.size():
+        raise ShapeError(
+            f"dim {dim} of a tensor of shape {tuple(tensor.shape)} cannot be shared equally among "
+            f"the {group.size()} ranks of {_name(group)}"
+        )
+    return tensor.shape[dim] // group.size()
+
+
+def _name(group: ProcessGroup) -> str:
+    return f"group {group.group_desc!r}"

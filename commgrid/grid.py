@@ -1,0 +1,429 @@
+"""HyperCommGrid: runs a plan once, then answers by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from commgrid import _dist
+from commgrid.agreement import Meeting
+from commgrid.communicator import Communicator, check_all, exchange_ranks
+from commgrid.errors import (
+    CommGridError,
+    GridDestroyedError,
+    GridNotInitializedError,
+    NotInGroupError,
+    PeerTimeoutError,
+    SpecError,
+    UnknownGroupError,
+)
+from commgrid.layout import RankLayout
+from commgrid.plan import GroupPlan, Ranks
+from commgrid.spec import GridSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from commgrid.communicator import CheckReport
+
+Seconds = float | timedelta
+
+
+def as_seconds(key: str, value: Seconds | None) -> float | None:
+    """A duration given as seconds or timedelta, in seconds."""
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float)
+                                or not seconds > 0):  # fmt: skip
+        raise CommGridError(f"{key}={value!r}: expected seconds above 0, or a timedelta")
+    return None if seconds is None else float(seconds)
+
+
+class HyperCommGrid:
+    """The live communicators of one grid, on a torch.distributed that is up.
+
+    Made on every rank of the grid at once; returns when all of them have all their
+    communicators. `commgrid.initialize` makes one and registers it under its name.
+
+    Args:
+        spec: a GridSpec, or the YAML path or dict of one; its -1 is filled from WORLD.
+        name: what it is called in messages, and part of what its communicators meet under.
+        backend: of every communicator that the groups table gives none; None takes WORLD's.
+        timeout: how long a collective may take, in seconds or as timedelta; None: torch's default.
+        startup_timeout: how long starting may take in all, likewise.
+
+    Raises:
+        SpecError: the spec does not fit the world.
+        NotInGridError: this rank is not one of the grid's.
+        GridNotInitializedError: torch.distributed is not up.
+        GridMismatchError: ranks were given different specs, or a communicator has other members.
+        PeerTimeoutError: a rank did not come in time.
+        PeerFailedError: a rank came and failed.
+    """
+
+    def __init__(
+        self,
+        spec: GridSpec | str | Path | Mapping[str, Any],
+        *,
+        name: str = "default",
+        backend: str | None = None,
+        timeout: Seconds | None = None,
+        startup_timeout: Seconds = 60.0,
+    ) -> None:
+        limit = as_seconds("timeout", timeout)
+        startup = as_seconds("startup_timeout", startup_timeout) or 0.0
+        if not _dist.is_initialized():
+            raise GridNotInitializedError(
+                "torch.distributed is not up; commgrid.initialize starts it, HyperCommGrid does not"
+            )
+        deadline = time.monotonic() + startup
+        self._name = name
+        self._rank = _dist.world_rank()
+        self._spec = GridSpec.from_config(spec).resolve(_dist.world_size())
+        self._plan = GroupPlan.for_rank(self._spec, self._rank)
+        self._layouts = {r.name: self._spec.layout(r.name) for r in self._spec.regions}
+        self._destroyed = False
+        self._communicators: list[Communicator] = []
+        # What get_group reads; emptied by destroy, so that a look-up needs no check.
+        self._groups: dict[str, ProcessGroup] = {}
+        self._positions: dict[str, int] = {}
+        self._around: dict[tuple[str, int], int] = {}
+        document = {"spec": self._spec.to_dict(), "backend": backend, "timeout": limit}
+        self._start(document, backend, limit, deadline)
+
+    # -- starting and ending ------------------------------------------------------------
+
+    def _start(
+        self, document: Mapping[str, Any], backend: str | None, limit: float | None, deadline: float
+    ) -> None:
+        """Agree, create, connect; on any failure nothing that was made stays."""
+        if _dist.world_backend() == _dist.FAKE:
+            self._create(uuid4().hex, backend, limit, deadline)
+            return
+        meeting = Meeting(
+            _dist.world_store(),
+            name=self._name,
+            rank=self._rank,
+            ranks=self._spec.rank_range,
+            document=document,
+            deadline=deadline,
+        )
+        phase = "created"
+        try:
+            self._create(str(meeting.incarnation), backend, limit, deadline)
+            meeting.meet(phase)
+            phase = "ready"
+            exchange_ranks([c for c in self._communicators if c.planned.connect], meeting)
+            meeting.meet(phase)
+        except BaseException as error:
+            self.destroy()
+            told = meeting.told(phase)  # another rank's failure is why this one failed
+            meeting.fail(phase, error)
+            if told is not None and not isinstance(error, type(told)):
+                raise told from error
+            raise
+
+    def _create(
+        self, incarnation: str, backend: str | None, limit: float | None, deadline: float
+    ) -> None:
+        for planned in self._plan.communicators:
+            started = time.perf_counter()
+            try:
+                group = _dist.create_group(
+                    f"commgrid/{self._name}/{incarnation}/{planned.name}/{planned.members}",
+                    ",".join(planned.names),
+                    planned.members,
+                    backend=backend,
+                    options=planned.options,
+                    timeout=limit,
+                    startup_timeout=max(deadline - time.monotonic(), 0.01),
+                )
+            except RuntimeError as error:  # what gloo and NCCL raise when a peer does not come
+                raise PeerTimeoutError(
+                    f"grid {self._name!r}: communicator {planned.name!r} could not be created "
+                    f"within startup_timeout ({str(error).splitlines()[0]})"
+                ) from error
+            made = Communicator(planned, group, time.perf_counter() - started)
+            self._communicators.append(made)
+            position = planned.members.index(self._rank)
+            for name in planned.names:
+                self._groups[name] = group
+                self._positions[name] = position
+
+    def destroy(self) -> None:
+        """Destroys the grid's communicators; nothing else, and not twice."""
+        self._destroyed = True
+        self._groups.clear()
+        self._positions.clear()
+        self._around.clear()
+        made, self._communicators = self._communicators, []
+        _dist.destroy_all([communicator.group for communicator in made])
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether `destroy` was called."""
+        return self._destroyed
+
+    # -- what it is ---------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name it was given."""
+        return self._name
+
+    @property
+    def spec(self) -> GridSpec:
+        """The resolved spec."""
+        return self._spec
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the grid."""
+        return self._spec.world_size
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis to size, fastest-varying first, of every region."""
+        return {axis: n for layout in self._layouts.values() for axis, n in layout.shape.items()}
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Axis to this rank's index, of every region."""
+        found: dict[str, int] = {}
+        for layout in self._layouts.values():
+            found.update(layout.coordinate(self._rank))
+        return found
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Every created name, in creation order, also of groups this rank is not in."""
+        return tuple(self._plan.created)
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """The distinct communicators of this rank, in creation order."""
+        return tuple(self._communicators)
+
+    # -- looking up ---------------------------------------------------------------------
+
+    def get_group(self, *names: str) -> ProcessGroup:
+        """The communicator of a group, by name or by axes in any order.
+
+        Args:
+            *names: one name, or several axes: `get_group("dp_cp")`, `get_group("cp", "dp")`.
+
+        Raises:
+            UnknownGroupError: no group has this name, or it was not created.
+            NotInGroupError: this rank is not in it.
+            GridDestroyedError: the grid was destroyed.
+        """
+        try:
+            return self._groups[names[0] if len(names) == 1 else "_".join(names)]
+        except KeyError:
+            pass
+        name = self._resolve(names)
+        if name not in self._groups:
+            self._explain_missing(name)
+        spelled = "_".join(names)
+        if spelled:
+            self._groups[spelled] = self._groups[name]
+        return self._groups[name]
+
+    def _resolve(self, names: tuple[str, ...]) -> str:
+        """The canonical name; several names are joined, none means the whole grid."""
+        if self._destroyed:
+            raise GridDestroyedError(
+                f"grid {self._name!r} was destroyed; call commgrid.initialize again"
+            )
+        return self._spec.resolve_name(*names)
+
+    def _explain_missing(self, name: str) -> None:
+        if name not in self._plan.created:
+            raise UnknownGroupError(
+                f"group {name!r} of grid {self._name!r} was not created; add it to create="
+            )
+        definition = self._spec.definitions[name]
+        members = definition.ranks(self._layouts[definition.region], self._rank)
+        raise NotInGroupError(
+            f"rank {self._rank} is not in group {name!r}, which here has ranks "
+            f"{tuple(members)}; ask grid.is_member({name!r}) first"
+        )
+
+    def is_member(self, *names: str) -> bool:
+        """Whether this rank is in the group."""
+        return self._rank in self._members(*names)
+
+    def _members(self, *names: str) -> Ranks:
+        """The group that goes with this rank; after a pick the rank may not be in it."""
+        definition = self._spec.definitions[self._resolve(names)]
+        return definition.ranks(self._layouts[definition.region], self._rank)
+
+    def size(self, *names: str) -> int:
+        """The number of ranks in the group; without a name, in the grid."""
+        return len(self._members(*names))
+
+    def get_local_rank(self, *names: str) -> int:
+        """This rank's position in the group (DeviceMesh's name for the group rank).
+
+        Raises:
+            NotInGroupError: this rank is not in it.
+        """
+        try:
+            return self._positions[names[0] if len(names) == 1 else "_".join(names)]
+        except KeyError:
+            pass
+        members = self._members(*names)
+        if self._rank not in members:
+            self._explain_missing(self._resolve(names))
+        return self._positions.setdefault("_".join(names), members.index(self._rank))
+
+    def get_ranks(self, *names: str) -> tuple[int, ...]:
+        """The global ranks of this rank's group, ascending.
+
+        Raises:
+            NotInGroupError: this rank is not in it.
+        """
+        members = self._members(*names)
+        if self._rank not in members:
+            self._explain_missing(self._resolve(names))
+        return tuple(members)
+
+    def get_all_ranks(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of that name over the whole grid, ordered by first rank."""
+        definition = self._spec.definitions[self._resolve(names)]
+        layout = self._layouts[definition.region]
+        found = dict.fromkeys(tuple(definition.ranks(layout, rank)) for rank in layout.ranks)
+        return tuple(sorted(found))
+
+    # -- around a ring ------------------------------------------------------------------
+
+    def next_rank(self, *names: str) -> int:
+        """The global rank after this one in the group; the first after the last."""
+        return self._step("_".join(names), 1)
+
+    def prev_rank(self, *names: str) -> int:
+        """The global rank before this one in the group; the last before the first."""
+        return self._step("_".join(names), -1)
+
+    def _step(self, name: str, by: int) -> int:
+        try:
+            return self._around[name, by]
+        except KeyError:
+            pass
+        ranks = self._members(name)
+        position = self.get_local_rank(name)
+        return self._around.setdefault((name, by), ranks[(position + by) % len(ranks)])
+
+    def is_first(self, *names: str) -> bool:
+        """Whether this rank is the first of its group."""
+        return self.get_local_rank(*names) == 0
+
+    def is_last(self, *names: str) -> bool:
+        """Whether this rank is the last of its group."""
+        return self.get_local_rank(*names) == self.size(*names) - 1
+
+    # -- parts and proof ----------------------------------------------------------------
+
+    def select(self, **fixed: int) -> SubGrid:
+        """The sub-grid in which the given axes have the given index.
+
+        Args:
+            **fixed: axes of one region and their index: `select(dp=2)`.
+
+        Raises:
+            SpecError: an unknown axis, an index outside it, or axes of two regions.
+        """
+        self._resolve(())
+        layouts = [lay for lay in self._layouts.values() if set(fixed) <= set(lay.shape)]
+        if not layouts:
+            known = " | ".join(", ".join(layout.shape) for layout in self._layouts.values())
+            raise SpecError(
+                f"select({', '.join(fixed)}): no region has all of these axes; the regions have "
+                f"{known}"
+            )
+        return SubGrid(self, [layout.select(**fixed) for layout in layouts], fixed)
+
+    def check(self, timeout: Seconds = 60.0) -> CheckReport:
+        """Runs an all-gather on every communicator, in order, on all ranks of the grid at once.
+
+        Args:
+            timeout: how long each may take.
+
+        Raises:
+            GridMismatchError: a communicator that has other members than planned.
+            PeerTimeoutError: one on which a member did not answer.
+        """
+        self._resolve(())
+        return check_all(self._rank, self._communicators, as_seconds("timeout", timeout) or 0.0)
+
+    def __repr__(self) -> str:
+        shape = " ".join(f"{axis}={size}" for axis, size in self.shape.items())
+        state = ", destroyed" if self._destroyed else ""
+        return f"HyperCommGrid({self._name!r}, {shape}, rank {self._rank}{state})"
+
+
+class SubGrid:
+    """Part of a grid: some axes fixed, the others as they are.
+
+    Its groups are the grid's own communicators; on ranks outside it there are none.
+    """
+
+    def __init__(
+        self, grid: HyperCommGrid, layouts: list[RankLayout], fixed: Mapping[str, int]
+    ) -> None:
+        self._grid = grid
+        self._fixed = ", ".join(f"{axis}={index}" for axis, index in fixed.items())
+        self._layouts = layouts
+
+    @property
+    def layout(self) -> RankLayout:
+        """The remaining axes, of the first region that has the fixed ones."""
+        return self._layouts[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks in it."""
+        return tuple(self.layout.ranks)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Remaining axis to size, fastest-varying first."""
+        return self.layout.shape
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process's rank is in it."""
+        return self._grid.rank in self.layout.ranks
+
+    def get_group(self, *names: str) -> ProcessGroup:
+        """The grid's communicator of remaining axes.
+
+        Raises:
+            UnknownGroupError: a name that uses a fixed axis, or that the grid does not know.
+            NotInGroupError: this rank is not in the sub-grid.
+        """
+        name = self._grid.spec.resolve_name(*names)
+        axes = self._grid.spec.definitions[name].axes
+        if not any(set(axes) <= set(layout.shape) for layout in self._layouts):
+            known = " | ".join(", ".join(layout.shape) for layout in self._layouts)
+            raise UnknownGroupError(
+                f"group {name!r} runs along an axis that is fixed here ({self._fixed}); the "
+                f"remaining axes are {known}"
+            )
+        if not self.is_member:
+            raise NotInGroupError(
+                f"rank {self._grid.rank} is not in this sub-grid, which has "
+                f"{self.layout.ranks.describe()}"
+            )
+        return self._grid.get_group(name)
+
+    def __repr__(self) -> str:
+        return f"SubGrid({self._fixed}; {self.layout.ranks.describe()})"

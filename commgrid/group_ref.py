@@ -1,0 +1,97 @@
+"""GroupRef: a group as layers keep it, by name, so that they copy, pickle and outlive a grid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import ProcessGroup
+
+from commgrid.errors import CommGridError, GridNotInitializedError, ShapeError
+from commgrid.registry import get_grid
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+
+class GroupRef:
+    """The communicator that a name means, found once and found again when its grid is gone.
+
+    Args:
+        group: a group name, or a bare ProcessGroup.
+        grid: the grid to look in; None: the default one of the registry.
+        owner: whom messages speak of, such as `ColumnParallelLinear(64, 256)`.
+
+    Raises:
+        UnknownGroupError, NotInGroupError, GridNotInitializedError: the look-up failed.
+    """
+
+    def __init__(
+        self, group: str | ProcessGroup, grid: HyperCommGrid | None = None, owner: str = ""
+    ) -> None:
+        self.owner = owner
+        self._bare: ProcessGroup | None = None
+        self._table: dict[str, ProcessGroup] = {}
+        if isinstance(group, str):
+            grid = grid or get_grid()
+            self.name, self.grid_name = group, grid.name
+            self._read(grid)
+        else:
+            self.name, self.grid_name = group.group_desc, ""
+            self._bare = group
+        self.size = self.group.size()
+
+    def _read(self, grid: HyperCommGrid) -> None:
+        grid.get_group(self.name)  # raises here rather than at first use
+        self._table = grid._groups
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The live communicator.
+
+        Raises:
+            GridNotInitializedError: the grid was destroyed, and no other has its name.
+            ShapeError: a new grid of its name has this group in another size.
+        """
+        found = self._bare or self._table.get(self.name)
+        return found if found is not None else self._find_again()
+
+    def _find_again(self) -> ProcessGroup:
+        who = f"{self.owner}: " if self.owner else ""
+        try:
+            self._read(get_grid(self.grid_name))
+        except GridNotInitializedError as error:
+            raise GridNotInitializedError(
+                f"{who}its group {self.name!r} is gone with grid {self.grid_name!r}; {error}"
+            ) from error
+        found = self._table[self.name]
+        if found.size() != self.size:
+            self._table = {}
+            raise ShapeError(
+                f"{who}made for group {self.name!r} of {self.size} ranks, but grid "
+                f"{self.grid_name!r} now has it with {found.size()}; build the layer again"
+            )
+        return found
+
+    @property
+    def rank(self) -> int:
+        """This process's position in the group."""
+        return self.group.rank()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupRef:
+        copied = object.__new__(GroupRef)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._bare is not None:
+            raise CommGridError(
+                f"{self.owner or 'this layer'} was given a bare ProcessGroup ({self.name}), which "
+                "cannot be pickled; give it the group's name instead"
+            )
+        return {**self.__dict__, "_table": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{self.name!r} ({self.size} ranks)"

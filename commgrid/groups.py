@@ -1,0 +1,313 @@
+"""The groups table: what each group name means, before any rank or torch comes into it.
+
+A spec's regions name every combination of their axes; the groups table adds other
+names, own communicators, picks, splits and options. `GroupEntry` is one row as the
+user wrote it, `GroupDef` what a name finally means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.layout import RankLayout, RankSet
+from commgrid.names import nearest
+
+NCCL_OPTIONS = {
+    "is_high_priority_stream": bool,
+    "blocking": int,
+    "cga_cluster_size": int,
+    "collnet_enable": int,
+    "comm_name": str,
+    "cta_policy": int,
+    "max_ctas": int,
+    "min_ctas": int,
+    "net_name": str,
+    "nvls_ctas": int,
+    "split_share": int,
+    "traffic_class": int,
+}
+"""Fields of torch's `ProcessGroupNCCL.Options` and its `config`, with their types."""
+
+_ENTRY_KEYS = ("of", "own", "pick", "split", "backend", "timeout", "nccl")
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What a communicator is created with; None and () leave the grid's own choice.
+
+    Args:
+        backend: as `torch.distributed.new_group` takes it: `nccl`, `cpu:gloo,cuda:nccl`.
+        timeout: seconds a collective may take.
+        nccl: pairs of an `NCCL_OPTIONS` key and its value, sorted.
+    """
+
+    backend: str | None = None
+    timeout: float | None = None
+    nccl: tuple[tuple[str, int | bool | str], ...] = ()
+
+    def over(self, base: GroupOptions) -> GroupOptions:
+        """These options, with those of `base` where these say nothing."""
+        return GroupOptions(
+            backend=self.backend or base.backend,
+            timeout=base.timeout if self.timeout is None else self.timeout,
+            nccl=tuple(sorted({**dict(base.nccl), **dict(self.nccl)}.items())),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys a groups entry has for these options."""
+        given = {"backend": self.backend, "timeout": self.timeout, "nccl": dict(self.nccl) or None}
+        return {key: value for key, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class GroupEntry:
+    """One row of the groups table.
+
+    Args:
+        name: the row's key.
+        of: the group it is made from; None where the row only sets options.
+        own: True gives it a communicator of its own.
+        pick: members by position, integers or `first` and `last`; the others are not in it.
+        split: part names and sizes, slowest first; one size may be -1.
+        options: see `GroupOptions`.
+    """
+
+    name: str
+    of: str | None = None
+    own: bool = False
+    pick: tuple[int | str, ...] | None = None
+    split: tuple[tuple[str, int], ...] | None = None
+    options: GroupOptions = field(default_factory=GroupOptions)
+
+    @classmethod
+    def parse(cls, name: object, value: object) -> GroupEntry:
+        """A row from YAML or a dict: a string (another name), or a mapping of `_ENTRY_KEYS`."""
+        if not isinstance(name, str) or not name.isidentifier():
+            raise SpecError(f"groups.{name}: expected a name such as dp_cp_ag as the key")
+        if isinstance(value, str):
+            value = {"of": value}
+        if not isinstance(value, Mapping):
+            raise SpecError(
+                f"groups.{name}={value!r}: expected the name of a group, or a mapping with "
+                f"some of {', '.join(_ENTRY_KEYS)}"
+            )
+        for key in value:
+            if key not in _ENTRY_KEYS:
+                raise SpecError(
+                    f"groups.{name}.{key}: unknown key, expected some of "
+                    f"{', '.join(_ENTRY_KEYS)}{nearest(str(key), _ENTRY_KEYS)}"
+                )
+        of, own = value.get("of"), value.get("own", False)
+        if of is not None and not isinstance(of, str):
+            raise SpecError(f"groups.{name}.of={of!r}: expected the name of a group")
+        if not isinstance(own, bool):
+            raise SpecError(f"groups.{name}.own={own!r}: expected true or false")
+        pick, split = _parse_pick(name, value.get("pick")), _parse_split(name, value.get("split"))
+        if of is None and (own or pick or split):
+            raise SpecError(f"groups.{name}: own, pick and split need `of`, the group they act on")
+        if pick and split:
+            raise SpecError(f"groups.{name}: pick and split exclude each other; write two entries")
+        return cls(name, of, own, pick, split, _parse_options(name, value))
+
+    def to_dict(self) -> str | dict[str, Any]:
+        """The row as `parse` takes it."""
+        given: dict[str, Any] = {} if self.of is None else {"of": self.of}
+        if self.own:
+            given["own"] = True
+        if self.pick is not None:
+            given["pick"] = list(self.pick)
+        if self.split is not None:
+            given["split"] = dict(self.split)
+        given.update(self.options.to_dict())
+        return given["of"] if list(given) == ["of"] else given
+
+
+def _parse_pick(name: str, value: object) -> tuple[int | str, ...] | None:
+    if value is None:
+        return None
+    items = list(value) if isinstance(value, list | tuple) else []
+    whole = all(item in ("first", "last") or type(item) is int for item in items)
+    if not items or not whole or len(set(items)) < len(items):
+        raise SpecError(
+            f"groups.{name}.pick={value!r}: expected a list of different positions, "
+            "each first, last or an integer from 0"
+        )
+    return tuple(items)
+
+
+def _parse_split(name: str, value: object) -> tuple[tuple[str, int], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not value:
+        raise SpecError(f"groups.{name}.split={value!r}: expected a mapping of part names to sizes")
+    for part, size in value.items():
+        if not isinstance(part, str) or not part.isidentifier():
+            raise SpecError(f"groups.{name}.split: {part!r} is not a name for a part")
+        if type(size) is not int or not (size > 0 or size == -1):
+            raise SpecError(
+                f"groups.{name}.split.{part}={size!r}: expected a positive integer, or -1"
+            )
+    if list(value.values()).count(-1) > 1:
+        raise SpecError(f"groups.{name}.split: only one part can be -1")
+    return tuple(value.items())
+
+
+def _parse_options(name: str, value: Mapping[str, Any]) -> GroupOptions:
+    backend, timeout = value.get("backend"), value.get("timeout")
+    nccl = value.get("nccl", {})
+    if backend is not None and not isinstance(backend, str):
+        raise SpecError(f"groups.{name}.backend={backend!r}: expected a string such as nccl")
+    if timeout is not None and (type(timeout) not in (int, float) or not timeout > 0):
+        raise SpecError(f"groups.{name}.timeout={timeout!r}: expected seconds above 0")
+    if not isinstance(nccl, Mapping):
+        raise SpecError(f"groups.{name}.nccl={nccl!r}: expected a mapping of NCCL options")
+    for key, given in nccl.items():
+        if key not in NCCL_OPTIONS:
+            raise SpecError(
+                f"groups.{name}.nccl.{key}: unknown option, expected some of "
+                f"{', '.join(NCCL_OPTIONS)}{nearest(str(key), NCCL_OPTIONS)}"
+            )
+        if type(given) is not NCCL_OPTIONS[key]:
+            expected = NCCL_OPTIONS[key].__name__
+            raise SpecError(f"groups.{name}.nccl.{key}={given!r}: expected {expected}")
+    timeout = None if timeout is None else float(timeout)
+    return GroupOptions(backend, timeout, tuple(sorted(nccl.items())))
+
+
+@dataclass(frozen=True)
+class GroupDef:
+    """What one group name means.
+
+    Args:
+        name: the canonical name, or the groups table's.
+        region: the region whose layout its axes belong to.
+        axes: the axes it runs along, slowest-varying first.
+        pick: positions of the members within the axes' group, as the table gives them.
+        part: the (size, stride) in positions of a split's part.
+        own: the name under which it has a communicator of its own, else None.
+        options: what its communicator is created with.
+        same_as: the group this is merely another name of.
+    """
+
+    name: str
+    region: str
+    axes: tuple[str, ...]
+    pick: tuple[int | str, ...] | None = None
+    part: tuple[int, int] | None = None
+    own: str | None = None
+    options: GroupOptions = field(default_factory=GroupOptions)
+    same_as: str | None = None
+
+    def positions(self, size: int) -> tuple[int, ...] | None:
+        """The picked positions within a group of `size`, ascending; None: all of them."""
+        if self.pick is None:
+            return None
+        named = {"first": 0, "last": size - 1}
+        return tuple(sorted({named[p] if isinstance(p, str) else p for p in self.pick}))
+
+    def ranks(self, layout: RankLayout, rank: int) -> RankSet | tuple[int, ...]:
+        """The group that goes with `rank`; after a pick `rank` itself may not be in it."""
+        whole = layout.group(rank, *self.axes)
+        picked = self.positions(len(whole))
+        if picked is not None:
+            return RankSet.of(whole[position] for position in picked)
+        if self.part is not None:
+            size, stride = self.part
+            position = whole.index(rank)
+            first = position - position // stride % size * stride
+            return RankSet.of(whole[first + i * stride] for i in range(size))
+        return whole
+
+    def size(self, sizes: Mapping[str, int]) -> int:
+        """The number of members, given the sizes of the region's axes."""
+        whole = math.prod(sizes[axis] for axis in self.axes)
+        picked = self.positions(whole)
+        if picked is not None:
+            return len(picked)
+        return whole if self.part is None else self.part[0]
+
+    def key(self, share: str, layout: RankLayout, rank: int) -> tuple[object, ...]:
+        """Names with equal keys share one communicator.
+
+        The key tells the same names apart on every member of a group, so all of them
+        agree who shares. `share="none"` leaves only mere aliases equal; `"region"` drops
+        axes of size 1; `"all"` looks at nothing but the ranks.
+        """
+        if share == "none":
+            return (self.own or self.same_as or self.name,)
+        if share == "all":
+            return (self.own, self.options, self.ranks(layout, rank))
+        sizes = layout.shape
+        axes = tuple(axis for axis in self.axes if sizes[axis] > 1)
+        whole = math.prod(sizes[axis] for axis in axes)
+        picked, part = (self.positions(whole) if whole > 1 else None), self.part
+        if part is not None and part[0] in (1, whole):
+            axes, part = (axes if part[0] > 1 else ()), None
+        return (self.own, self.options, self.region, axes, picked, part)
+
+    def with_entry(self, entry: GroupEntry, size: int | None) -> GroupDef:
+        """The group that a row without split makes of this one of `size` (None: not known yet).
+
+        Raises:
+            SpecError: a pick outside `size`, or this is itself a pick or part.
+        """
+        if entry.pick is not None and (self.pick or self.part):
+            raise SpecError(
+                f"groups.{entry.name}: {entry.of!r} is itself a pick or a part; "
+                "pick from a combination of axes"
+            )
+        for position in entry.pick or ():
+            if size is not None and isinstance(position, int) and not 0 <= position < size:
+                raise SpecError(
+                    f"groups.{entry.name}.pick: position {position} is outside "
+                    f"{entry.of!r} of size {size} (positions 0 to {size - 1})"
+                )
+        alias = not entry.own and entry.pick is None and entry.options == GroupOptions()
+        return replace(
+            self,
+            name=entry.name,
+            pick=entry.pick or self.pick,
+            own=entry.name if entry.own else self.own,
+            options=entry.options.over(self.options),
+            same_as=(self.same_as or self.name) if alias else None,
+        )
+
+    def split(self, entry: GroupEntry, size: int | None) -> list[GroupDef]:
+        """The groups that a row with a split makes of this one of `size` (None: not known yet).
+
+        Raises:
+            SpecError: the parts do not multiply to `size`, or this is itself a pick or part.
+        """
+        assert entry.split is not None
+        if self.pick or self.part:
+            raise SpecError(
+                f"groups.{entry.name}: {entry.of!r} is itself a pick or a part; "
+                "split a combination of axes"
+            )
+        parts = dict(entry.split)
+        if size is not None:
+            parts = _fill(entry, parts, size)
+        made, stride = [], 1
+        for part, extent in reversed(parts.items()):
+            own = part if entry.own else self.own
+            options = entry.options.over(self.options)
+            made.append(
+                replace(self, name=part, part=(extent, stride), own=own, options=options,
+                        same_as=None)
+            )  # fmt: skip
+            stride *= extent
+        return made[::-1]
+
+
+def _fill(entry: GroupEntry, parts: dict[str, int], size: int) -> dict[str, int]:
+    known = math.prod(extent for extent in parts.values() if extent > 0)
+    given = "·".join(f"{part}={extent}" for part, extent in parts.items())
+    if size % known or (-1 not in parts.values() and known != size):
+        raise SpecError(
+            f"groups.{entry.name}.split: {given} does not make {entry.of!r}, which has size {size}"
+        )
+    return {part: extent if extent > 0 else size // known for part, extent in parts.items()}

@@ -1,0 +1,74 @@
+"""How groups are spelled: axis names joined by `_`, in any order, always meaning one thing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+
+Words = Mapping[str, tuple[str, ...]]
+"""What may stand between underscores: a word (an axis, or `dp` for its parts) to its axes."""
+
+
+def canonical(axes: Iterable[str], order: tuple[str, ...]) -> str:
+    """The name that lists `axes` slowest-varying first.
+
+    >>> canonical({"cp", "dp"}, order=("tp", "cp", "dp", "pp"))
+    'dp_cp'
+    """
+    return "_".join(sorted(axes, key=order.index, reverse=True))
+
+
+def parse(name: str, words: Words) -> frozenset[str] | None:
+    """The axes a name spells, or None if it spells none.
+
+    >>> sorted(parse("cp_dp_shard", {a: (a,) for a in ("cp", "dp_shard", "dp_replicate")}))
+    ['cp', 'dp_shard']
+    """
+    return next(iter(_readings(tuple(name.split("_")), words, frozenset())), None)
+
+
+def _readings(
+    tokens: tuple[str, ...], words: Words, used: frozenset[str]
+) -> Iterator[frozenset[str]]:
+    if not tokens:
+        yield used
+    for word, axes in words.items():
+        spelled = tuple(word.split("_"))
+        if tokens[: len(spelled)] == spelled and used.isdisjoint(axes):
+            yield from _readings(tokens[len(spelled) :], words, used | set(axes))
+
+
+def ambiguity(words: Words) -> tuple[str, frozenset[str], frozenset[str]] | None:
+    """A name that spells two different sets of axes, if there is one.
+
+    Grows two spellings side by side, always the shorter one, until they meet; only
+    words that contain an underscore can ever make them meet.
+
+    >>> ambiguity({"a": ("a",), "b": ("b",), "a_b": ("a_b",)})[0]
+    'a_b'
+    """
+    spelled = {word: tuple(word.split("_")) for word in words}
+    State = tuple[tuple[str, ...], tuple[str, ...], frozenset[str], frozenset[str]]
+    start: State = ((), (), frozenset(), frozenset())
+    stack = [start]
+    while stack:
+        shorter, longer, used, other = stack.pop()
+        if shorter and shorter == longer:
+            if used != other:
+                return "_".join(shorter), used, other
+            continue
+        for word, axes in words.items():
+            grown = shorter + spelled[word]
+            common = min(len(grown), len(longer))
+            if grown[:common] != longer[:common] or not used.isdisjoint(axes):
+                continue
+            now = used | set(axes)
+            first, second = sorted([(grown, now), (longer, other)], key=lambda side: len(side[0]))
+            stack.append((first[0], second[0], first[1], second[1]))
+    return None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known word most like this one, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

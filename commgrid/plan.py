@@ -1,0 +1,143 @@
+"""GroupPlan: the groups one rank is in, and the communicators it will hold, in order.
+
+A plan is a few integers per group name, whatever the size of the world. All members
+of a communicator list it at the same place relative to the others they share, so
+running down the list cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from commgrid.errors import NotInGridError, SpecError
+from commgrid.groups import GroupDef, GroupOptions
+from commgrid.layout import RankSet
+from commgrid.spec import GridSpec
+
+Ranks = RankSet | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlannedCommunicator:
+    """One communicator and all names it answers to.
+
+    Args:
+        names: in creation order; the first is the one it meets under.
+        members: the ranks in it, ascending.
+        options: what it is created with.
+        connect: whether it connects during start-up (one of size 1 never does).
+    """
+
+    names: tuple[str, ...]
+    members: Ranks
+    options: GroupOptions
+    connect: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members as global ranks."""
+        return tuple(self.members)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+class RankGroups(Mapping[str, tuple[int, ...]]):
+    """Group name to global ranks, each tuple made when asked for."""
+
+    def __init__(self, members: Mapping[str, Ranks]) -> None:
+        self._members = members
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return tuple(self._members[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What one rank has to create.
+
+    Args:
+        spec: a resolved spec.
+        rank: the global rank.
+
+    Example:
+        >>> spec = GridSpec.build(tp=2, pp=2).resolve(world_size=8)
+        >>> plan = GroupPlan.for_rank(spec, rank=5)
+        >>> plan.groups["tp"], plan.groups["pp"]
+        ((4, 5), (1, 5))
+        >>> [c.name for c in plan.communicators if c.connect]
+        ['tp', 'dp', 'pp']
+    """
+
+    spec: GridSpec
+    rank: int
+
+    @classmethod
+    def for_rank(cls, spec: GridSpec, rank: int) -> GroupPlan:
+        """The plan of one rank.
+
+        Raises:
+            SpecError: the spec has open sizes; `resolve` it first.
+            NotInGridError: the rank is not one of the grid's.
+        """
+        if not spec.is_resolved:
+            raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
+        if rank not in spec.rank_range:
+            held = spec.layout("dense").ranks.describe()
+            raise NotInGridError(f"rank {rank} is not in this grid, which covers {held}")
+        return cls(spec, rank)
+
+    @cached_property
+    def members(self) -> dict[str, Ranks]:
+        """Every created group this rank is in, with its ranks unexpanded."""
+        layouts = {region.name: self.spec.layout(region.name) for region in self.spec.regions}
+        found = {
+            name: definition.ranks(layouts[definition.region], self.rank)
+            for name, definition in self.created.items()
+        }
+        return {name: ranks for name, ranks in found.items() if self.rank in ranks}
+
+    @property
+    def groups(self) -> RankGroups:
+        """Every created group this rank is in: name to its global ranks, ascending."""
+        return RankGroups(self.members)
+
+    @cached_property
+    def created(self) -> dict[str, GroupDef]:
+        """The names that are created on any rank, with their meaning."""
+        names = self.spec.created_names
+        return {name: d for name, d in self.spec.definitions.items() if name in names}
+
+    @cached_property
+    def communicators(self) -> tuple[PlannedCommunicator, ...]:
+        """The distinct communicators this rank holds, in creation order."""
+        spec = self.spec
+        layouts = {region.name: spec.layout(region.name) for region in spec.regions}
+        names: dict[tuple[object, ...], list[str]] = {}
+        for name in self.members:
+            definition = self.created[name]
+            key = definition.key(spec.share, layouts[definition.region], self.rank)
+            names.setdefault(key, []).append(name)
+        return tuple(
+            PlannedCommunicator(
+                names=tuple(shared),
+                members=self.members[shared[0]],
+                options=self.created[shared[0]].options,
+                connect=len(self.members[shared[0]]) > 1
+                and not spec.connecting_names.isdisjoint(shared),
+            )
+            for shared in names.values()
+        )

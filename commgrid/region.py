@@ -1,0 +1,276 @@
+"""Region: one factorisation of a grid's ranks into axes, with its sizes and their order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.names import nearest
+
+STANDARD = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "dp", "pp")
+"""Megatron's default order, with the parts that may stand in for dp."""
+
+Size = int | str
+
+
+@dataclass(frozen=True)
+class Region:
+    """Axes that together factor the grid's ranks, fastest-varying first.
+
+    Args:
+        name: `dense`, `expert`, or the spec's own.
+        sizes: axis and size; -1 is filled by `resolve`, a dense axis's name takes its size.
+        inherited: axis and the dense axis its size came from, for messages.
+    """
+
+    name: str
+    sizes: tuple[tuple[str, Size], ...]
+    inherited: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.sizes)
+
+    @property
+    def numbers(self) -> tuple[tuple[str, int], ...]:
+        """Axis and size, with -1 for every size that is not known yet."""
+        return tuple((axis, size if isinstance(size, int) else -1) for axis, size in self.sizes)
+
+    @property
+    def is_resolved(self) -> bool:
+        return all(size > 0 for _, size in self.numbers)
+
+    @property
+    def product(self) -> int:
+        return math.prod(size for _, size in self.numbers)
+
+    def resolve(self, count: int, dense: Mapping[str, int]) -> Region:
+        """The region over `count` ranks, its -1 filled and its borrowed sizes looked up.
+
+        Raises:
+            SpecError: the sizes do not make `count`; it prints the equation and what would.
+        """
+        borrowed = tuple((axis, size) for axis, size in self.sizes if isinstance(size, str))
+        inherited = self.inherited + borrowed
+        sizes = {axis: dense[s] if isinstance(s, str) else s for axis, s in self.sizes}
+        known = math.prod(size for size in sizes.values() if size > 0)
+        filled = next((axis for axis, size in sizes.items() if size < 0), None)
+        if count % known if filled else count != known:
+            raise SpecError(_misfit(self.name, sizes, dict(inherited), count, filled))
+        if filled:
+            sizes[filled] = count // known
+        return Region(self.name, tuple(sizes.items()), inherited)
+
+
+def _misfit(
+    name: str, sizes: dict[str, int], inherited: dict[str, str], count: int, filled: str | None
+) -> str:
+    """Why the sizes do not make `count`: the equation, the remainder, and what would fit."""
+    fixed = {axis: size for axis, size in sizes.items() if size > 0}
+    known = math.prod(fixed.values())
+    terms = " · ".join(
+        f"{axis}={size}" + (f" (inherited from {inherited[axis]})" if axis in inherited else "")
+        for axis, size in fixed.items()
+    )
+    where = "axes" if name == "dense" else f"region {name}"
+    text = f"{where}: {terms} = {known} "
+    if filled:
+        text += f"does not divide {count} ranks, so {filled}=-1 cannot be filled"
+    else:
+        text += f"is not the {count} ranks there are"
+    text += f"; {count} = {count // known}·{known} + {count % known}"
+    fits = []
+    for axis, size in fixed.items():
+        rest = known // size
+        if filled:
+            good = [s for s in range(1, count // rest + 1) if count % (rest * s) == 0]
+        else:
+            good = [count // rest] if count % rest == 0 else []
+        below = [s for s in good if s < size][-1:]
+        above = [s for s in good if s > size][:1]
+        fits += [f"{inherited.get(axis, axis)}={s}" for s in below + above]
+    ranks = sorted({max(1, count // known) * known, -(-count // known) * known})
+    fits.append(f"{' or '.join(map(str, ranks if filled else [known]))} ranks")
+    return f"{text}; nearest that fit: {', '.join(fits)}"
+
+
+def check_size(key: str, value: object, names: Iterable[str] = ()) -> Size:
+    """The size itself, if it is one: a positive integer, -1, or one of `names`."""
+    if type(value) is int and (value > 0 or value == -1):
+        return value
+    if isinstance(value, str) and value in names:
+        return value
+    also = f", or one of {', '.join(names)}" if names else ""
+    hint = ""
+    if isinstance(value, float | str) and not isinstance(value, bool):
+        digits = str(value).removesuffix(".0")
+        hint = f"; write {digits}" if digits.isdigit() and int(digits) > 0 else ""
+    raise SpecError(f"{key}={value!r}: expected a positive integer, or -1 to fill it{also}{hint}")
+
+
+def parse_order(key: str, order: object, known: Iterable[str]) -> list[str]:
+    """The axes of an order string such as `tp-cp-ep-dp-pp`, fastest-varying first.
+
+    Raises:
+        SpecError: not such a string, or an axis that is unknown or doubled.
+    """
+    example = "expected axes fastest first, dash-joined, such as tp-cp-ep-dp-pp"
+    if not isinstance(order, str) or not order:
+        raise SpecError(f"{key}={order!r}: {example}")
+    axes, known = order.split("-"), list(known)
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise SpecError(f"{key}={order!r}: axis {axis!r} is there twice; name it once")
+        if axis not in known:
+            raise SpecError(
+                f"{key}={order!r}: unknown axis {axis!r}, the axes are "
+                f"{', '.join(known)}{nearest(axis, known)}"
+            )
+    return axes
+
+
+def make_region(
+    name: str,
+    sizes: Mapping[Any, object],
+    order: Sequence[str] | None,
+    *,
+    prefix: str,
+    order_key: str = "order",
+    dense: Sequence[str] = (),
+) -> Region:
+    """A region with checked sizes in order.
+
+    Args:
+        sizes: axis to size, as given.
+        order: axes fastest first; axes of size 1 may be missing. None: Megatron's order.
+        prefix: what the sizes' keys begin with in messages (`axes.`).
+        dense: axes whose name may stand for a size.
+
+    Raises:
+        SpecError: a name that is no identifier, a size that is none, two -1, an axis of
+            size above 1 that order does not have.
+    """
+    checked: dict[str, Size] = {}
+    for axis, size in sizes.items():
+        if not isinstance(axis, str) or not axis.isidentifier():
+            raise SpecError(f"{prefix}{axis}: an axis needs a name of letters, digits and _")
+        checked[axis] = check_size(f"{prefix}{axis}", size, dense)
+    checked = _stand_in_for_dp(checked, prefix)
+    filled = [axis for axis, size in checked.items() if size == -1]
+    if len(filled) > 1:
+        both = " and ".join(f"{prefix}{axis}=-1" for axis in filled)
+        raise SpecError(f"{both}: only one size can be filled; give numbers for the others")
+    places = _place(list(order) if order is not None else [], checked)
+    for axis in places:
+        if order is None and axis not in STANDARD:
+            raise SpecError(f"{order_key}: missing; needed to place axis {axis!r}")
+        if order is not None and checked[axis] != 1 and axis not in _expand(order, checked):
+            given = "-".join(order)
+            raise SpecError(
+                f"{order_key}={given!r}: axis {axis!r} is missing, its size is {checked[axis]}; "
+                f"add it, or give {prefix}{axis}=1"
+            )
+    return Region(name, tuple((axis, checked[axis]) for axis in places))
+
+
+def _expand(order: Iterable[str], sizes: Mapping[str, Size]) -> list[str]:
+    """The order with dp replaced by the parts that stand in for it, the shard fastest."""
+    parts = [a for a in ("dp_shard", "dp_replicate") if a in sizes and a not in list(order)]
+    return [a for axis in order for a in (parts if axis == "dp" and parts else [axis])]
+
+
+def _place(order: list[str], sizes: Mapping[str, Size]) -> list[str]:
+    """All axes in order; missing ones go behind the axis they follow in Megatron's order."""
+    places = _expand(order, sizes)
+    for axis in [*STANDARD, *(a for a in sizes if a not in STANDARD)]:
+        if axis in sizes and axis not in places:
+            before = STANDARD[: STANDARD.index(axis)] if axis in STANDARD else tuple(places)
+            places.insert(
+                max((places.index(b) + 1 for b in before if b in places), default=0), axis
+            )
+    return places
+
+
+def _stand_in_for_dp(sizes: dict[str, Size], prefix: str) -> dict[str, Size]:
+    """Sizes in which dp_replicate and dp_shard, where one is given, replace dp."""
+    shard, replicate = sizes.get("dp_shard"), sizes.get("dp_replicate")
+    if shard is None and replicate is None:
+        return sizes
+    whole = sizes.pop("dp", -1)
+    other = -1 if -1 not in (shard, replicate) else 1
+    parts: dict[str, Size] = {
+        "dp_shard": other if shard is None else shard,
+        "dp_replicate": other if replicate is None else replicate,
+    }
+    if isinstance(whole, int) and whole != -1:
+        known = math.prod(s for s in parts.values() if isinstance(s, int) and s > 0)
+        if whole % known or (-1 not in parts.values() and known != whole):
+            given = " · ".join(f"{prefix}{axis}={size}" for axis, size in parts.items())
+            raise SpecError(f"{given} does not make {prefix}dp={whole}; leave dp out, or fix one")
+        parts = {a: whole // known if s == -1 else s for a, s in parts.items()}
+    return {**sizes, **parts}
+
+
+def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) -> Region:
+    """Megatron's expert region: tp becomes etp, dp becomes edp, the rest but pp folds into edp."""
+    sizes: dict[str, object] = {
+        "etp": "tp" if etp is None else etp,
+        "ep": ep,
+        "edp": -1,
+        "pp": "pp",
+    }
+    check_size("ep", ep)
+    if ep == -1 or etp == -1:
+        raise SpecError(
+            f"ep={ep}, etp={etp}: -1 cannot be filled here, edp already fills the expert region"
+        )
+    renamed = {"tp": "etp", "dp": "edp", "dp_shard": "edp", "dp_replicate": "edp"}
+    axes: list[str] = []
+    for axis in _place(
+        [a for a in order if a in (*STANDARD, *dense.axes)], {**dict(dense.sizes), "ep": 1}
+    ):
+        name = renamed.get(axis, axis)
+        if name in sizes and name not in axes:
+            axes.append(name)
+    made = make_region("expert", sizes, axes, prefix="", dense=("tp", "pp"))
+    return Region(made.name, made.sizes, (("etp", "tp"),) if etp is None else ())
+
+
+def dense_from(sizes: object, order: object) -> Region:
+    """The dense region of a dict; one that has any of Megatron's axes has all of them."""
+    if not isinstance(sizes, Mapping) or not sizes:
+        raise SpecError(f"axes={sizes!r}: expected a mapping of axis names to sizes")
+    given = dict(sizes)
+    if set(given) & set(STANDARD):
+        listed = order.split("-") if isinstance(order, str) else ["dp"]
+        if not set(given) & {"dp", "dp_shard", "dp_replicate"}:
+            given["dp"] = -1 if "dp" in listed else 1
+        given = {"tp": 1, "cp": 1, **given, **({} if "pp" in given else {"pp": 1})}
+    axes = None if order is None else parse_order("order", order, [*given, "dp"])
+    return make_region("dense", given, axes, prefix="axes.")
+
+
+def region_from(name: object, entry: object, dense: tuple[str, ...]) -> Region:
+    """A further region of a dict."""
+    where = f"regions.{name}"
+    if name == "dense":
+        raise SpecError(f"{where}: the dense region is given by `axes`; choose another name")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise SpecError(f"{where}: a region needs a name of letters, digits and _")
+    if not isinstance(entry, Mapping):
+        raise SpecError(f"{where}={entry!r}: expected a mapping of axes and order")
+    for key in entry:
+        if key not in ("axes", "order"):
+            raise SpecError(
+                f"{where}.{key}: unknown key, expected axes and order"
+                f"{nearest(str(key), ('axes', 'order'))}"
+            )
+    sizes, order = entry.get("axes"), entry.get("order")
+    if not isinstance(sizes, Mapping) or not sizes:
+        raise SpecError(f"{where}.axes={sizes!r}: expected a mapping of axis names to sizes")
+    key = f"{where}.order"
+    axes = list(sizes) if order is None else parse_order(key, order, sizes)
+    return make_region(name, sizes, axes, prefix=f"{where}.axes.", order_key=key, dense=dense)

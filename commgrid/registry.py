@@ -1,0 +1,277 @@
+"""The process's named grids: the one piece of module state there is."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commgrid import _dist
+from commgrid.agreement import Meeting
+from commgrid.errors import (
+    GridExistsError,
+    GridNotInitializedError,
+    SpecError,
+)
+from commgrid.grid import HyperCommGrid, Seconds, as_seconds
+from commgrid.launch import Launch
+from commgrid.spec import DEFAULT_ORDER, GridSpec, as_range
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_LAST_RANK_SECONDS = 5.0
+
+
+class Registry:
+    """Grids by name, and the torch.distributed that commgrid started for them, if it did."""
+
+    def __init__(self) -> None:
+        self.grids: dict[str, HyperCommGrid] = {}
+        # Grid name to its table of groups: what get_group reads.
+        self.tables: dict[str, dict[str, ProcessGroup]] = {}
+        self.launch: Launch | None = None
+        # Kept until the process ends: a launcher's store cannot be served a second time.
+        self.store: Any = None
+        self.started_world = False
+
+    def add(self, grid: HyperCommGrid) -> None:
+        """Registers a live grid under its name."""
+        self.grids[grid.name] = grid
+        self.tables[grid.name] = grid._groups
+
+    def find(self, name: str) -> HyperCommGrid | None:
+        """The live grid of this name; forgets one that was destroyed behind our back."""
+        grid = self.grids.get(name)
+        if grid is None:
+            return None
+        if not grid.is_destroyed and all(_dist.is_alive(c.group) for c in grid.communicators[:1]):
+            return grid
+        grid.destroy()
+        self.grids.pop(name, None)
+        self.tables.pop(name, None)
+        return None
+
+    def start_world(self, backend: str | None, deadline: float) -> None:
+        """Starts torch.distributed from the launcher's variables, once all ranks are there."""
+        launch = Launch.from_environment(_dist.environment())
+        if self.store is None or launch != self.launch:
+            self.store = _dist.connect_store(launch, max(deadline - time.monotonic(), 0.01))
+            self.launch = launch
+            atexit.register(self.leave)
+        chosen = backend or _dist.default_backend()
+        meeting = Meeting(
+            self.store,
+            name="WORLD",
+            rank=launch.rank,
+            ranks=range(launch.world_size),
+            document={"world_size": launch.world_size, "backend": chosen},
+            deadline=deadline,
+        )
+        try:
+            _dist.start_world(launch, self.store, meeting.incarnation, chosen)
+        except BaseException as error:
+            meeting.fail("created", error)
+            raise
+        self.started_world = True
+
+    def stop_world(self) -> None:
+        """Ends the torch.distributed that commgrid started."""
+        if self.started_world:
+            self.started_world = False
+            _dist.stop_world()
+
+    def leave(self) -> None:
+        """At exit: ends everything; the rank that serves the store waits for the others a little,
+        since they may still be reading from it."""
+        shutdown()
+        launch, store = self.launch, self.store
+        if launch is None or launch.world_size == 1:
+            return
+        try:
+            left = store.add("left", 1)
+            until = time.monotonic() + _LAST_RANK_SECONDS
+            while launch.hosts_store and left < launch.world_size and time.monotonic() < until:
+                time.sleep(0.02)
+                left = store.add("left", 0)
+        except RuntimeError:
+            pass  # the store has gone first
+
+
+_registry = Registry()
+
+
+def initialize(
+    *,
+    dp: int = -1,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    order: str = DEFAULT_ORDER,
+    create: str | Sequence[str] = "all",
+    connect: str | Sequence[str] = "axes",
+    share: str = "region",
+    groups: Mapping[str, Any] | None = None,
+    ranks: range | Sequence[int] | None = None,
+    backend: str | None = None,
+    timeout: Seconds | None = None,
+    startup_timeout: Seconds = 60.0,
+    config: str | Path | Mapping[str, Any] | GridSpec | None = None,
+    name: str = "default",
+    **axes: int,
+) -> HyperCommGrid:
+    """Creates a grid on all its ranks and registers it; starts torch.distributed if nobody has.
+
+    Every rank of the grid calls it with the same arguments; it returns when all of them
+    have all their communicators.
+
+    Args:
+        dp, tp, pp, cp: sizes of the dense axes; one -1 is filled from the number of ranks.
+        ep, etp: expert and expert tensor parallel sizes; they make the expert region.
+        order: axes fastest-varying first, as Megatron spells it.
+        create: `"all"` combinations of axes, or a list of names.
+        connect: which communicators connect now: `"axes"` (single axes and the groups
+            table), `"all"`, `"none"` or a list of names; the rest do at first use.
+        share: which equal rank sets may be one communicator: `"region"`, `"all"`, `"none"`.
+        groups: the groups table, as in YAML.
+        ranks: the evenly spaced global ranks this grid covers; None: all of WORLD.
+        backend: None takes WORLD's; where commgrid starts torch.distributed,
+            `cpu:gloo,cuda:nccl`, or gloo without CUDA.
+        timeout: of collectives, seconds or timedelta; None: torch's default.
+        startup_timeout: how long this call may take, likewise.
+        config: a YAML path, dict or GridSpec, instead of everything from dp to groups.
+        name: the name to register the grid under.
+        **axes: sizes of further axes, named in `order`; `dp_replicate` and `dp_shard`
+            stand in for dp.
+
+    Returns:
+        The grid, which `get_grid(name)` returns from now on.
+
+    Raises:
+        GridExistsError: a grid of this name is alive.
+        SpecError, NotInGridError, GridMismatchError, PeerTimeoutError, PeerFailedError:
+            see `HyperCommGrid`.
+
+    Example:
+        >>> grid = initialize(name="docs")     # in a bare process: a world of one
+        >>> grid.get_ranks("dp_cp")
+        (0,)
+        >>> destroy("docs")
+    """
+    deadline = time.monotonic() + (as_seconds("startup_timeout", startup_timeout) or 0.0)
+    as_seconds("timeout", timeout)
+    if _registry.find(name) is not None:
+        raise GridExistsError(
+            f"grid {name!r} is alive already; commgrid.destroy({name!r}) first, or give another "
+            "name="
+        )
+    sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, **axes}
+    rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups}
+    if config is None:
+        spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
+    else:
+        spec = _from_config(config, {**sizes, **rest}, ranks)
+    starts_world = not _dist.is_initialized()
+    if starts_world:
+        # A spec that cannot fit is this rank's own error, before it meets anybody.
+        spec.resolve(Launch.from_environment(_dist.environment()).world_size)
+        _registry.start_world(backend, deadline)
+    try:
+        grid = HyperCommGrid(
+            spec,
+            name=name,
+            backend=backend,
+            timeout=timeout,
+            startup_timeout=max(deadline - time.monotonic(), 0.01),
+        )
+    except BaseException:
+        if starts_world:
+            _registry.stop_world()
+        raise
+    _registry.add(grid)
+    return grid
+
+
+_DEFAULTS: dict[str, Any] = {
+    "dp": -1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "order": DEFAULT_ORDER,
+    "create": "all", "connect": "axes", "share": "region", "groups": None,
+}  # fmt: skip
+
+
+def _from_config(
+    config: str | Path | Mapping[str, Any] | GridSpec,
+    given: Mapping[str, Any],
+    ranks: range | Sequence[int] | None,
+) -> GridSpec:
+    """The config's spec; anything else that describes a grid beside it is an error."""
+    beside = [k for k, v in given.items() if k not in _DEFAULTS or v != _DEFAULTS[k]]
+    if beside:
+        raise SpecError(
+            f"{', '.join(f'{key}={given[key]!r}' for key in beside)} beside config=: the config "
+            "describes the whole grid; put these into it, or leave config out"
+        )
+    spec = GridSpec.from_config(config)
+    return spec if ranks is None else replace(spec, ranks=as_range(ranks))
+
+
+def get_grid(name: str = "default") -> HyperCommGrid:
+    """The grid registered under a name.
+
+    Raises:
+        GridNotInitializedError: there is none, or none any more.
+    """
+    grid = _registry.find(name)
+    if grid is None:
+        others = ", ".join(repr(other) for other in _registry.grids)
+        raise GridNotInitializedError(
+            f"there is no grid {name!r}; call commgrid.initialize() first"
+            + (f" (alive: {others})" if others else "")
+        )
+    return grid
+
+
+def is_initialized(name: str = "default") -> bool:
+    """Whether a grid of this name is alive."""
+    return _registry.find(name) is not None
+
+
+def get_group(name: str, grid: str = "default") -> ProcessGroup:
+    """The communicator of a group, by name, from the registry: one dictionary access after another.
+
+    Args:
+        name: a group name, axes in any order: `"tp"`, `"dp_cp"`.
+        grid: the grid's name.
+
+    Raises:
+        GridNotInitializedError: there is no such grid.
+        UnknownGroupError, NotInGroupError: see `HyperCommGrid.get_group`.
+    """
+    try:
+        return _registry_tables[grid][name]
+    except KeyError:
+        return get_grid(grid).get_group(name)
+
+
+_registry_tables = _registry.tables
+
+
+def destroy(name: str | None = None) -> None:
+    """Destroys one grid, or all; torch.distributed stays up. Destroying nothing is fine."""
+    for each in list(_registry.grids) if name is None else [name]:
+        grid = _registry.grids.pop(each, None)
+        _registry.tables.pop(each, None)
+        if grid is not None:
+            grid.destroy()
+
+
+def shutdown() -> None:
+    """Destroys all grids, and ends torch.distributed where commgrid started it; runs at exit."""
+    try:
+        destroy()
+    finally:
+        _registry.stop_world()

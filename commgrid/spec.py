@@ -1,0 +1,420 @@
+"""GridSpec: the axes, regions and groups of a grid, as numbers and names.
+
+A spec is frozen and knows no ranks beyond their range; `resolve` fills what was left
+open. It reads and writes dicts and YAML, imports no torch, and raises `SpecError`
+naming the key, the value and a fix before anything of it becomes a communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from commgrid import names
+from commgrid.errors import SpecError, UnknownGroupError
+from commgrid.group_table import define_groups, find_name
+from commgrid.groups import GroupDef, GroupEntry
+from commgrid.layout import RankLayout
+from commgrid.region import (
+    STANDARD,
+    Region,
+    dense_from,
+    expert_region,
+    make_region,
+    parse_order,
+    region_from,
+)
+from commgrid.yaml_io import load_yaml
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+SHARE_CHOICES = ("region", "all", "none")
+CONNECT_CHOICES = ("axes", "all", "none")
+_KEYS = ("axes", "order", "regions", "create", "connect", "share", "groups", "ranks")
+
+
+@dataclass(frozen=True)
+class GridSpec:
+    """A grid described: what there is to create, before any of it exists.
+
+    Build one with `build`, `from_dict` or `from_yaml`, fix its size with `resolve`.
+
+    Args:
+        regions: the dense region first.
+        create: `"all"`, or the names to create (the groups table's are created too).
+        connect: `"axes"`, `"all"`, `"none"`, or the names that connect during start-up.
+        share: `"region"`, `"all"` or `"none"`: which equal rank sets may share.
+        groups: the rows of the groups table.
+        ranks: the global ranks, in steps; None: from 0.
+
+    Example:
+        >>> spec = GridSpec.build(tp=2, pp=2, dp=-1).resolve(world_size=16)
+        >>> spec.shape
+        {'tp': 2, 'cp': 1, 'dp': 4, 'pp': 2}
+        >>> spec.layout("dense").groups("pp")[0][:]
+        (0, 8)
+    """
+
+    regions: tuple[Region, ...]
+    create: str | tuple[str, ...] = "all"
+    connect: str | tuple[str, ...] = "axes"
+    share: str = "region"
+    groups: tuple[GroupEntry, ...] = ()
+    ranks: range | None = None
+
+    def __post_init__(self) -> None:
+        found = names.ambiguity(self.words)
+        if found:
+            name, one, other = found
+            raise SpecError(
+                f"group name {name!r} would mean both {_axes(one)} and {_axes(other)}; "
+                "rename one of these axes"
+            )
+        self._check_choice("share", SHARE_CHOICES, ())
+        self._check_regions_agree()
+        known = tuple(self.definitions)
+        object.__setattr__(self, "create", self._check_choice("create", ("all",), known))
+        object.__setattr__(self, "connect", self._check_choice("connect", CONNECT_CHOICES, known))
+
+    # -- making one ---------------------------------------------------------------------
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        dp: int = -1,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        order: str = DEFAULT_ORDER,
+        create: str | Sequence[str] = "all",
+        connect: str | Sequence[str] = "axes",
+        share: str = "region",
+        groups: Mapping[str, Any] | None = None,
+        ranks: range | Sequence[int] | None = None,
+        **axes: int,
+    ) -> GridSpec:
+        """A spec from sizes, as `commgrid.initialize` takes them.
+
+        The expert region exists when `ep` is above 1 or `etp` is given; its axes are
+        the dense ones with tp replaced by etp, dp by edp, and everything else but pp
+        folded into edp, as in Megatron-core's `parallel_state`.
+
+        Args:
+            dp, tp, pp, cp: sizes of the dense axes; one -1 is filled by `resolve`.
+            ep, etp: expert and expert tensor parallel sizes; etp None means tp.
+            order: axes fastest-varying first; axes of size 1 may be left out.
+            create, connect, share, groups, ranks: see `GridSpec`.
+            **axes: sizes of further axes, named in `order`; `dp_replicate` and
+                `dp_shard` stand in for dp.
+
+        Raises:
+            SpecError: naming the key that is wrong.
+        """
+        sizes: dict[str, object] = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, **axes}
+        placed = parse_order("order", order, [*sizes, "ep"])
+        if "ep" not in placed and ep != 1:
+            raise SpecError(
+                f"order={order!r}: axis 'ep' is missing, its size is {ep}; "
+                f"add it, as in {DEFAULT_ORDER}"
+            )
+        dense = make_region("dense", sizes, [a for a in placed if a != "ep"], prefix="")
+        regions = [dense]
+        if etp is not None or ep != 1:
+            regions.append(expert_region(dense, placed, ep, etp))
+        return cls._assemble(regions, create, connect, share, groups, ranks)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> GridSpec:
+        """A spec from the mapping that YAML holds; see DESIGN's example or `to_dict`.
+
+        Raises:
+            SpecError: an unknown or missing key, or a value that does not fit.
+        """
+        if not isinstance(config, Mapping):
+            raise SpecError(f"config: expected a mapping, got {type(config).__name__}")
+        for key in config:
+            if key not in _KEYS:
+                hint = names.nearest(str(key), _KEYS)
+                if key in (*STANDARD, "etp", "edp"):
+                    hint = f"; sizes go under axes, as axes: {{{key}: {config[key]}}}"
+                raise SpecError(f"{key}: unknown key, expected some of {', '.join(_KEYS)}{hint}")
+        if "axes" not in config:
+            raise SpecError("axes: missing; expected a mapping of axis names to sizes")
+        regions = [dense_from(config["axes"], config.get("order"))]
+        given = {} if config.get("regions") is None else config["regions"]
+        if not isinstance(given, Mapping):
+            raise SpecError(f"regions={given!r}: expected a mapping of region names")
+        for name, entry in given.items():
+            regions.append(region_from(name, entry, regions[0].axes))
+        rest = {key: config[key] for key in _KEYS[3:] if config.get(key) is not None}
+        return cls._assemble(regions, **rest)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> GridSpec:
+        """A spec from a YAML file, safely loaded.
+
+        Raises:
+            SpecError: the file is not there, not YAML, not a mapping, or describes no grid.
+        """
+        try:
+            return cls.from_dict(load_yaml(Path(path)))
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_config(cls, config: str | Path | Mapping[str, Any] | GridSpec) -> GridSpec:
+        """A spec from whatever `initialize(config=…)` takes: YAML path, dict or GridSpec."""
+        if isinstance(config, GridSpec):
+            return config
+        if isinstance(config, str | Path):
+            return cls.from_yaml(config)
+        return cls.from_dict(config)
+
+    @classmethod
+    def _assemble(
+        cls,
+        regions: Sequence[Region],
+        create: str | Sequence[str] = "all",
+        connect: str | Sequence[str] = "axes",
+        share: str = "region",
+        groups: Mapping[str, Any] | None = None,
+        ranks: range | Sequence[int] | Mapping[str, int] | None = None,
+    ) -> GridSpec:
+        if groups is not None and not isinstance(groups, Mapping):
+            raise SpecError(f"groups={groups!r}: expected a mapping of group names")
+        return cls(
+            regions=tuple(regions),
+            create=create if isinstance(create, str) else tuple(create),
+            connect=connect if isinstance(connect, str) else tuple(connect),
+            share=share,
+            groups=tuple(GroupEntry.parse(name, row) for name, row in (groups or {}).items()),
+            ranks=None if ranks is None else as_range(ranks),
+        )
+
+    # -- reading it ---------------------------------------------------------------------
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether every size is a number."""
+        return all(region.is_resolved for region in self.regions)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis to size of the dense region, fastest-varying first; -1 where open."""
+        return dict(self.regions[0].numbers)
+
+    @property
+    def order(self) -> str:
+        """The dense axes fastest-varying first, dash-joined."""
+        return "-".join(self.regions[0].axes)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the grid; needs a resolved spec."""
+        return self.regions[0].product
+
+    @property
+    def rank_range(self) -> range:
+        """The global ranks of the grid; needs a resolved spec."""
+        return range(self.world_size) if self.ranks is None else self.ranks
+
+    @cached_property
+    def words(self) -> dict[str, tuple[str, ...]]:
+        """What group names are made of: every axis, and `dp` where its two parts stand in."""
+        words: dict[str, tuple[str, ...]] = {
+            axis: (axis,) for region in self.regions for axis in region.axes
+        }
+        if "dp_replicate" in words and "dp_shard" in words:
+            words["dp"] = ("dp_replicate", "dp_shard")
+        return words
+
+    @cached_property
+    def definitions(self) -> dict[str, GroupDef]:
+        """Every group name and what it means, in creation order: combinations, then the table."""
+        sizes = {r.name: dict(r.numbers) for r in self.regions} if self.is_resolved else None
+        return define_groups({r.name: r.axes for r in self.regions}, sizes, self.groups, self.words)
+
+    @cached_property
+    def table_names(self) -> tuple[str, ...]:
+        """The names that the groups table adds or sets options on."""
+        made = [part for e in self.groups for part in dict(e.split or {e.name: 0})]
+        return tuple(find_name(n, self.definitions, self.words) or n for n in made)
+
+    @cached_property
+    def created_names(self) -> frozenset[str]:
+        """The names that `create` asks for, all of the groups table among them."""
+        if self.create == "all":
+            return frozenset(self.definitions)
+        wanted = {*self.create, *self.table_names}
+        wanted |= {self.definitions[name].same_as or name for name in wanted}
+        return frozenset(n for n, d in self.definitions.items() if wanted & {n, d.same_as})
+
+    @cached_property
+    def connecting_names(self) -> frozenset[str]:
+        """The names that `connect` asks to connect during start-up."""
+        if self.connect == "all":
+            return frozenset(self.definitions)
+        if self.connect == "axes":
+            axes = (axis for region in self.regions for axis in region.axes)
+            return frozenset((*axes, *self.table_names))
+        return frozenset() if self.connect == "none" else frozenset(self.connect)
+
+    def resolve_name(self, *spelled: str) -> str:
+        """The canonical name for a name in any spelling, or for several axes or names.
+
+        >>> GridSpec.build().resolve_name("cp", "dp")
+        'dp_cp'
+
+        Raises:
+            UnknownGroupError: listing the known names and the nearest.
+        """
+        name = "_".join(spelled) or names.canonical(self.regions[0].axes, self.regions[0].axes)
+        found = find_name(name, self.definitions, self.words)
+        if found is None:
+            known = list(self.definitions)
+            raise UnknownGroupError(
+                f"no group is named {name!r}{names.nearest(name, known)} (there are "
+                f"{', '.join(known)})"
+            )
+        return found
+
+    def layout(self, region: str) -> RankLayout:
+        """The ranks of a resolved spec under a region's axes."""
+        found = next(r for r in self.regions if r.name == region)
+        ranks = self.rank_range
+        return RankLayout.from_sizes(dict(found.numbers), offset=ranks.start, stride=ranks.step)
+
+    # -- fixing its size ----------------------------------------------------------------
+
+    def resolve(
+        self, world_size: int | None = None, ranks: range | Sequence[int] | None = None
+    ) -> GridSpec:
+        """The same spec with every size a number.
+
+        Args:
+            world_size: how many ranks there are; None where `ranks` says it.
+            ranks: the ranks this grid covers, evenly spaced; None: all of the world.
+
+        Raises:
+            SpecError: the sizes do not make the number of ranks.
+        """
+        covered = self.ranks if ranks is None else as_range(ranks)
+        if covered is None:
+            if world_size is None:
+                raise SpecError("resolve needs world_size or ranks")
+            if type(world_size) is not int or world_size < 1:
+                raise SpecError(f"world_size={world_size!r}: expected a positive integer")
+            covered = range(world_size)
+        elif world_size is not None and covered[-1] >= world_size:
+            raise SpecError(
+                f"ranks={_span(covered)}: the world has only ranks 0 to {world_size - 1}"
+            )
+        dense = self.regions[0].resolve(len(covered), {})
+        rest = [r.resolve(len(covered), dict(dense.numbers)) for r in self.regions[1:]]
+        whole = None if covered == range(len(covered)) else covered
+        return replace(self, regions=(dense, *rest), ranks=whole)
+
+    # -- writing it ---------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mapping that `from_dict` reads back to an equal spec."""
+        dense, *others = self.regions
+        made: dict[str, Any] = {"axes": dict(dense.sizes), "order": "-".join(dense.axes)}
+        if others:
+            made["regions"] = {
+                r.name: {"axes": dict(r.sizes), "order": "-".join(r.axes)} for r in others
+            }
+        for key in ("create", "connect"):
+            value = getattr(self, key)
+            made[key] = value if isinstance(value, str) else list(value)
+        made["share"] = self.share
+        if self.groups:
+            made["groups"] = {entry.name: entry.to_dict() for entry in self.groups}
+        if self.ranks is not None:
+            ranks = self.ranks
+            made["ranks"] = {"start": ranks.start, "stop": ranks.stop, "step": ranks.step}
+        return made
+
+    def to_yaml(self) -> str:
+        """The spec as YAML text that `from_yaml` reads back."""
+        import yaml
+
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None))
+
+    # -- checking it --------------------------------------------------------------------
+
+    def _check_choice(
+        self, key: str, choices: tuple[str, ...], known: Iterable[str]
+    ) -> str | tuple[str, ...]:
+        value: str | tuple[str, ...] = getattr(self, key)
+        if isinstance(value, tuple) and known:
+            for name in value:
+                if (
+                    not isinstance(name, str)
+                    or find_name(name, self.definitions, self.words) is None
+                ):
+                    raise SpecError(
+                        f"{key}: no group is named {name!r}{names.nearest(str(name), known)}"
+                    )
+            return tuple(find_name(name, self.definitions, self.words) or "" for name in value)
+        if value not in choices:
+            listed = f"{', '.join(choices)}{', or a list of group names' if known else ''}"
+            raise SpecError(
+                f"{key}={value!r}: expected {listed}{names.nearest(str(value), choices)}"
+            )
+        return value
+
+    def _check_regions_agree(self) -> None:
+        """An axis of two regions must mean the same groups in both."""
+        if not self.is_resolved:
+            return
+        first: dict[str, Region] = {}
+        start = self.rank_range[0]
+        for region in self.regions:
+            for axis in region.axes:
+                known = first.setdefault(axis, region)
+                # Both layouts start at the same rank without gaps, so if the axis has the same
+                # group there it has the same size and stride, hence the same groups everywhere.
+                ours = self.layout(known.name).group(start, axis)
+                theirs = self.layout(region.name).group(start, axis)
+                if ours != theirs:
+                    raise SpecError(
+                        f"order: {axis} groups differ between regions: rank {start} has {axis} "
+                        f"group {ours[:]} in {known.name} and {theirs[:]} in {region.name}; put "
+                        f"{axis} last in both orders, or give the axes before it equal products"
+                    )
+
+
+def as_range(ranks: range | Sequence[int] | Mapping[str, int]) -> range:
+    """Evenly spaced ranks, given as such or as YAML's {start, stop, step}, as a range.
+
+    Raises:
+        SpecError: empty, negative, repeated, falling or unevenly spaced ranks.
+    """
+    if isinstance(ranks, Mapping):
+        span = [ranks.get("start", 0), ranks.get("stop", 0), ranks.get("step", 1)]
+        if set(ranks) - {"start", "stop", "step"} or any(type(n) is not int for n in span):
+            raise SpecError(f"ranks={dict(ranks)!r}: expected integers as start, stop and step")
+        ranks = range(*span) if span[2] else ()
+    whole = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks[:2])
+    step = ranks[1] - ranks[0] if whole and len(ranks) > 1 else 1
+    if not whole or not ranks or ranks[0] < 0 or step < 1:
+        raise SpecError(f"ranks={ranks!r}: expected rising ranks from 0 on, such as range(4, 8)")
+    made = range(ranks[0], ranks[-1] + 1, step)
+    if not isinstance(ranks, range) and list(made) != list(ranks):
+        raise SpecError(f"ranks={ranks!r}: expected evenly spaced ranks, such as range(0, 8, 2)")
+    return made
+
+
+def _span(ranks: range) -> str:
+    every = "" if ranks.step == 1 else f" in steps of {ranks.step}"
+    return f"{ranks[0]} to {ranks[-1]}{every}"
+
+
+def _axes(axes: Iterable[str]) -> str:
+    return " × ".join(sorted(axes))

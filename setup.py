@@ -1,0 +1,32 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+
+setup(
+    name="commgrid",
+    version="0.1.0",
+    description="The process-group grid of a Megatron-style training job",
+    long_description=README,
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(
+        include=["commgrid", "commgrid.*", "megatron_adapter", "megatron_adapter.*"]
+    ),
+    package_data={"commgrid": ["py.typed"], "megatron_adapter": ["py.typed"]},
+    install_requires=["torch>=2.11,<2.14", "pyyaml"],
+    extras_require={
+        "interop": ["transformers"],
+        "test": [
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "ruff==0.17.5",
+            "mypy==2.4.1",
+            "types-PyYAML",
+            "megatron-core==0.16.1",
+        ],
+    },
+    entry_points={"console_scripts": ["commgrid = commgrid.cli:main"]},
+)

@@ -1,0 +1,179 @@
+"""Runs a function on N ranks: forked processes, a timeout for all of them, every traceback.
+
+Ranks are forked from a parent that has torch imported, which takes a fraction of what
+spawning takes; with CUDA they are spawned, since CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_SECONDS = 10.0  # what the others get to end by themselves once one rank has failed
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised, died or did not end in time; carries what each of them said."""
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    init: str | None = "gloo",
+    launcher: str | None = None,
+    per_rank: Sequence[tuple[Any, ...]] | None = None,
+    environ: Mapping[str, str] | None = None,
+    absent: Sequence[int] = (),
+    timeout: float = 90.0,
+    method: str = "fork",
+) -> list[Any]:
+    """Calls `function(*args)` on every rank and returns what each returned, by rank.
+
+    Args:
+        function: takes `args`, and after them the rank's entry of `per_rank`.
+        world_size: number of ranks.
+        init: the backend torch.distributed is started with, over a file; None: not started.
+        launcher: "torchrun" or "slurm" sets the variables these set, on a free port.
+        environ: further variables for every rank.
+        absent: ranks that are never started; their result is None.
+        timeout: seconds until all of them are killed.
+        method: "fork", or "spawn" where the function uses CUDA.
+
+    Raises:
+        RanksFailed: with the traceback of every rank that did not return.
+    """
+    context = multiprocessing.get_context(method)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        port = free_port()
+        children = {}
+        for rank in range(world_size):
+            if rank in absent:
+                continue
+            variables = {**_launcher_variables(launcher, rank, world_size, port), **(environ or {})}
+            extra = per_rank[rank] if per_rank is not None else ()
+            job = (function, (*args, *extra), rank, world_size, folder, init, variables)
+            children[rank] = context.Process(target=_child, args=job, daemon=False)
+            with warnings.catch_warnings():  # Python 3.12 warns of fork beside torch's threads
+                warnings.simplefilter("ignore", DeprecationWarning)
+                children[rank].start()
+        _wait(children, timeout)
+        return _collect(children, world_size, Path(folder), timeout)
+
+
+def _launcher_variables(
+    launcher: str | None, rank: int, world_size: int, port: int
+) -> dict[str, str]:
+    if launcher is None:
+        return {}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if launcher == "slurm":
+        return {
+            **address,
+            "SLURM_PROCID": str(rank),
+            "SLURM_NTASKS": str(world_size),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_JOB_ID": "1",
+            "SLURM_JOB_NODELIST": "localhost",
+        }
+    assert launcher == "torchrun", launcher
+    return {
+        **address,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+
+
+def _child(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    folder: str,
+    init: str | None,
+    variables: Mapping[str, str],
+) -> None:
+    torch.set_num_threads(1)  # a forked child hangs in a parent's OpenMP threads otherwise
+    out = Path(folder) / str(rank)
+    stacks = open(out.with_suffix(".stacks"), "w")  # noqa: SIM115 -- faulthandler keeps it
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ.update(variables)
+    try:
+        if init is not None:
+            store = dist.FileStore(f"{folder}/store", world_size)
+            dist.init_process_group(init, store=store, rank=rank, world_size=world_size)
+        result = ("ok", function(*args))
+    except BaseException:
+        result = ("error", traceback.format_exc())
+    partial = out.with_suffix(".partial")
+    partial.write_bytes(pickle.dumps(result))
+    partial.rename(out.with_suffix(".result"))
+    if result[0] == "error":
+        os._exit(1)
+    if init is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _wait(children: Mapping[int, Any], timeout: float) -> None:
+    """Until all have ended; once one has failed the others get a grace, then all are killed."""
+    until = time.monotonic() + timeout
+    failed = False
+    while time.monotonic() < until and any(child.is_alive() for child in children.values()):
+        if not failed and any(child.exitcode not in (None, 0) for child in children.values()):
+            failed = True
+            until = min(until, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.005)
+    late = [child for child in children.values() if child.is_alive()]
+    for child in late:
+        os.kill(child.pid, signal.SIGUSR1)  # writes down where it hangs
+    if late:
+        time.sleep(0.3)
+    for child in late:
+        child.kill()
+    for child in children.values():
+        child.join()
+
+
+def _collect(
+    children: Mapping[int, Any], world_size: int, folder: Path, timeout: float
+) -> list[Any]:
+    results: list[Any] = [None] * world_size
+    failures = []
+    for rank, child in children.items():
+        path = folder / f"{rank}.result"
+        kind, value = pickle.loads(path.read_bytes()) if path.exists() else ("lost", "")
+        if kind == "ok" and child.exitcode == 0:
+            results[rank] = value
+            continue
+        stacks = folder / f"{rank}.stacks"
+        where = stacks.read_text() if stacks.exists() else ""
+        how = f"exit code {child.exitcode}, timeout {timeout:g} s"
+        failures.append(f"--- rank {rank} ({how})\n{value if kind == 'error' else ''}{where}")
+    if failures:
+        raise RanksFailed(
+            "\n".join([f"{len(failures)} of {len(children)} ranks failed", *failures])
+        )
+    return results
