@@ -9,6 +9,8 @@ goes through the function beneath it. Everything that is not public torch stands
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.errors import PeerTimeoutError, SpecError
 from commgrid.groups import GroupOptions
 from commgrid.launch import Launch
+from commgrid.names import nearest
 
 FAKE = "fake"
 
@@ -63,25 +66,41 @@ def connect_store(launch: Launch, timeout: float) -> Any:
     """
     if launch.address is None:
         return HashStore()
+    deadline = time.monotonic() + timeout
+    if not launch.hosts_store and not _is_served(launch.address, launch.port, deadline):
+        raise PeerTimeoutError(
+            f"nobody serves the store at {launch.address}:{launch.port} within "
+            f"startup_timeout={timeout:.0f} s; is rank 0's process, or the launcher there, "
+            "running and reachable?"
+        )
     try:
         store = TCPStore(
             launch.address,
             launch.port,
             is_master=launch.hosts_store,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=max(deadline - time.monotonic(), 1)),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except RuntimeError as error:
-        where = f"{launch.address}:{launch.port}"
-        if launch.hosts_store:
-            raise PeerTimeoutError(f"cannot serve the store at {where}: {error}") from error
         raise PeerTimeoutError(
-            f"nobody serves the store at {where} within startup_timeout={timeout:g} s; is rank "
-            "0's process, or the launcher there, running and reachable?"
+            f"the store at {launch.address}:{launch.port} cannot be "
+            f"{'served' if launch.hosts_store else 'reached'}: {str(error).splitlines()[0]}"
         ) from error
     # A launcher that restarts its workers keeps the store, with the keys of the attempt before.
     return PrefixStore(f"commgrid/attempt_{launch.attempt}", store)
+
+
+def _is_served(address: str, port: int, deadline: float) -> bool:
+    """Waits until something listens there; torch's own client keeps trying past its timeout."""
+    while True:
+        try:
+            socket.create_connection((address, port), max(deadline - time.monotonic(), 0.1)).close()
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
 
 
 def start_world(launch: Launch, store: Any, incarnation: int, backend: str) -> None:
@@ -124,14 +143,14 @@ def create_group(
         startup_timeout: seconds that meeting the others may take.
 
     Raises:
-        SpecError: a backend or an NCCL option that this torch does not have.
+        SpecError: an NCCL option that this torch does not have.
     """
     world = c10d._get_default_group()
     members = list(ranks)
     chosen = world_backend()
     if chosen != FAKE:
         chosen = options.backend or backend or chosen
-    parsed = _parse_backend(chosen)
+    parsed = c10d.Backend(chosen)
     seconds = timeout if options.timeout is None else options.timeout
     limit = c10d._get_default_timeout(parsed) if seconds is None else timedelta(seconds=seconds)
     with _unbound(world):
@@ -155,15 +174,18 @@ def create_group(
     return group
 
 
-def _parse_backend(backend: str) -> Any:
-    try:
-        parsed = c10d.Backend(backend)
-        wanted = set(c10d.BackendConfig(parsed).get_device_backend_map().values())
-    except (ValueError, AssertionError, KeyError) as error:
-        raise SpecError(f"backend={backend!r}: torch does not know it ({error})") from error
-    if "nccl" in wanted and not dist.is_nccl_available():
-        raise SpecError(f"backend={backend!r}: this torch was built without NCCL; use gloo")
-    return parsed
+def check_backend(key: str, backend: str | None) -> None:
+    """Raises SpecError where `backend` is none of this torch's (`gloo`, `cpu:gloo,cuda:nccl`)."""
+    known = c10d.Backend.backend_list
+    for pair in (backend or "gloo").split(","):
+        name = pair.rpartition(":")[2].lower()
+        if name not in known or name == "undefined":
+            raise SpecError(
+                f"{key}={backend!r}: torch has no backend {name!r}, it has "
+                f"{', '.join(k for k in known if k != 'undefined')}{nearest(name, known)}"
+            )
+        if name == "nccl" and not dist.is_nccl_available():
+            raise SpecError(f"{key}={backend!r}: this torch was built without NCCL; use gloo")
 
 
 def _nccl_options(backend: str, options: GroupOptions) -> Any:

@@ -73,11 +73,11 @@ class Meeting:
         first = self._store.compare_set(f"{self._base}/document", "", document).decode()
         differs = first != document
         self._mark("compare", document if differs else "")
-        expected = len(range(*json.loads(first)["ranks"]))
+        expected = max(len(self._ranks), len(range(*json.loads(first)["ranks"])))
         arrived = self._store.add(f"{self._base}/arrived", 1 + differs * _DIFFERS)
         if arrived % _DIFFERS >= expected:
             if arrived >= _DIFFERS:
-                self._conclude("compare", self._mismatch(first))
+                self._conclude_everywhere(self._mismatch(first))
             else:
                 made = self._store.add("incarnations", 1)
                 self._conclude("compare", {"kind": "agreed", "incarnation": made})
@@ -109,12 +109,11 @@ class Meeting:
 
     def told(self, phase: str) -> CommGridError | None:
         """The error that another rank's `fail` means here, if there has been one; never waits."""
-        key = f"{self._base}/{phase}/verdict"
         try:
-            verdict = json.loads(self._store.get(key)) if self._store.check([key]) else None
+            verdict = self._verdict(self._base, phase)
         except RuntimeError:
             return None
-        return self._error(verdict) if verdict and verdict["kind"] != "agreed" else None
+        return self._error(verdict) if verdict.get("kind", "agreed") != "agreed" else None
 
     def remaining(self) -> float:
         """Seconds until the deadline, never less than a moment."""
@@ -130,13 +129,25 @@ class Meeting:
         key = f"{self._name}/rank/{rank}"
         return dict(json.loads(self._store.get(key))) if self._store.check([key]) else {}
 
-    def _conclude(self, phase: str, verdict: dict[str, Any]) -> None:
+    def _verdict(self, base: str, phase: str = "compare") -> dict[str, Any]:
+        """The verdict of a meeting's phase, empty while there is none."""
+        key = f"{base}/{phase}/verdict"
+        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else {}
+
+    def _conclude(self, phase: str, verdict: dict[str, Any], base: str = "") -> None:
         """Writes the verdict of a phase, unless another rank has written one."""
-        if phase == "compare" or verdict["kind"] != "agreed":
+        base = base or self._base
+        if phase == "compare":
             # The next meeting must start afresh before anyone learns that this one is over.
-            number = int(self._base.rpartition("/")[2])
-            self._store.compare_set(f"{self._room}/current", str(number), str(number + 1))
-        self._store.compare_set(f"{self._base}/{phase}/verdict", "", json.dumps(verdict))
+            room, _, number = base.rpartition("/")
+            self._store.compare_set(f"{room}/current", number, str(int(number) + 1))
+        self._store.compare_set(f"{base}/{phase}/verdict", "", json.dumps(verdict))
+
+    def _conclude_everywhere(self, verdict: dict[str, Any], phase: str = "compare") -> None:
+        """The same, also for ranks of this meeting that wait in another one by mistake."""
+        for base in verdict.get("elsewhere", ()):
+            self._conclude(phase, verdict, base)
+        self._conclude(phase, verdict)
 
     def _await_verdict(self, phase: str, first: str) -> dict[str, Any]:
         key = f"{self._base}/{phase}/verdict"
@@ -145,7 +156,7 @@ class Meeting:
         except RuntimeError:
             if time.monotonic() < self._deadline - 0.05:
                 raise  # not a timeout: the store is gone
-            self._conclude(phase, self._absence(phase, first))
+            self._conclude_everywhere(self._absence(phase, first), phase)
         verdict: dict[str, Any] = json.loads(self._store.get(key))
         if verdict["kind"] != "agreed":
             self._leave()
@@ -155,12 +166,13 @@ class Meeting:
     def _leave(self) -> None:
         """Lets everyone read a bad verdict before rank 0, whose process often serves the store,
         raises and takes the store away."""
-        waiting = self._store.add(f"{self._base}/left", 1)
-        present = self._store.add(f"{self._base}/arrived", 0) % _DIFFERS
-        until = time.monotonic() + _LINGER_SECONDS
-        while self._rank == 0 and waiting < present and time.monotonic() < until:
-            time.sleep(0.01)
-            waiting = self._store.add(f"{self._base}/left", 0)
+        left = self._store.add(f"{self._base}/left", 1)  # the last call that most ranks make
+        if self._rank == 0:
+            present = self._store.add(f"{self._base}/arrived", 0) % _DIFFERS
+            until = time.monotonic() + _LINGER_SECONDS
+            while left < present and time.monotonic() < until:
+                time.sleep(0.01)
+                left = self._store.add(f"{self._base}/left", 0)
 
     def _guarded(self, step: Any) -> Any:
         try:
@@ -177,16 +189,28 @@ class Meeting:
     # -- what went wrong ----------------------------------------------------------------
 
     def _mismatch(self, first: str) -> dict[str, Any]:
-        """A verdict with every document and the ranks that hold it."""
+        """A verdict with every document and the ranks that hold it, and the meetings of this name
+        that some of them wait in because their ranks begin with another one."""
         holders: dict[str, list[int]] = {}
+        elsewhere: set[str] = set()
         for rank in self._everyone(first):
             mark = self._read_mark(rank)
-            if mark.get("at") == self._base:
-                holders.setdefault(mark["document"] or first, []).append(rank)
-            elif mark and not self._store.check([f"{mark['at']}/compare/verdict"]):
-                document = mark["document"] or self._store.get(f"{mark['at']}/document").decode()
-                holders.setdefault(document, []).append(rank)
-        return {"kind": "mismatch", "holders": list(holders.items())}
+            if not mark:
+                continue
+            if mark["at"] != self._base:
+                verdict = self._verdict(mark["at"])
+                if any(self._rank in ranks for _, ranks in verdict.get("holders", ())):
+                    return verdict  # reached there at this moment, about this meeting
+                if verdict:
+                    continue  # of a meeting that is over
+                elsewhere.add(mark["at"])
+            document = mark["document"] or self._store.get(f"{mark['at']}/document").decode()
+            holders.setdefault(document, []).append(rank)
+        return {
+            "kind": "mismatch",
+            "holders": list(holders.items()),
+            "elsewhere": sorted(elsewhere),
+        }
 
     def _everyone(self, first: str) -> list[int]:
         """The ranks that any document seen here speaks of."""

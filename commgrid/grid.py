@@ -85,6 +85,11 @@ class HyperCommGrid:
         self._spec = GridSpec.from_config(spec).resolve(_dist.world_size())
         self._plan = GroupPlan.for_rank(self._spec, self._rank)
         self._layouts = {r.name: self._spec.layout(r.name) for r in self._spec.regions}
+        if _dist.world_backend() != _dist.FAKE:
+            _dist.check_backend("backend", backend)
+            for definition in self._plan.created.values():
+                key = f"groups.{definition.name}.backend"
+                _dist.check_backend(key, definition.options.backend)
         self._destroyed = False
         self._communicators: list[Communicator] = []
         # What get_group reads; emptied by destroy, so that a look-up needs no check.
@@ -122,7 +127,7 @@ class HyperCommGrid:
             self.destroy()
             told = meeting.told(phase)  # another rank's failure is why this one failed
             meeting.fail(phase, error)
-            if told is not None and not isinstance(error, type(told)):
+            if told is not None and isinstance(error, PeerTimeoutError):
                 raise told from error
             raise
 

@@ -70,5 +70,5 @@ def ambiguity(words: Words) -> tuple[str, frozenset[str], frozenset[str]] | None
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the known word most like this one, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

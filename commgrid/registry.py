@@ -57,12 +57,13 @@ class Registry:
 
     def start_world(self, backend: str | None, deadline: float) -> None:
         """Starts torch.distributed from the launcher's variables, once all ranks are there."""
+        chosen = backend or _dist.default_backend()
+        _dist.check_backend("backend", chosen)
         launch = Launch.from_environment(_dist.environment())
         if self.store is None or launch != self.launch:
             self.store = _dist.connect_store(launch, max(deadline - time.monotonic(), 0.01))
             self.launch = launch
             atexit.register(self.leave)
-        chosen = backend or _dist.default_backend()
         meeting = Meeting(
             self.store,
             name="WORLD",

@@ -80,6 +80,13 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=0.02)
 
 
+class Head(nn.Linear):
+    """nn.Linear with GPT-2's initial scale."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
 class GPT(nn.Module):
     """GPT-2's shape over bytes; embeddings, norms and the head are equal on all ranks."""
 
@@ -92,7 +99,7 @@ class GPT(nn.Module):
             Block(hidden, args.heads, args.layers, dtype) for _ in range(args.layers)
         )
         self.norm = nn.LayerNorm(hidden, dtype=dtype)
-        self.head = nn.Linear(hidden, VOCABULARY, bias=False, dtype=dtype)
+        self.head = Head(hidden, VOCABULARY, bias=False, dtype=dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -109,13 +116,18 @@ def weights(layers: int = 0) -> partial[Tensor]:
 # -- the data ---------------------------------------------------------------------------
 
 
-def read_text(path: str | None) -> Tensor:
+def read_text(path: str | None, seq_len: int) -> Tensor:
     """The training text as bytes: a file, or Python's documentation topics."""
     if path is None:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         raw = "\n".join(topics[key] for key in sorted(topics)).encode()
     else:
-        raw = Path(path).read_bytes()
+        try:
+            raw = Path(path).read_bytes()
+        except OSError as error:
+            raise SystemExit(f"--data {path}: {error}") from error
+    if len(raw) < seq_len + 2:
+        raise SystemExit(f"--data {path}: {len(raw)} bytes are less than --seq-len + 2")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
@@ -137,9 +149,7 @@ def train(args: argparse.Namespace) -> None:
     if main_rank:
         print(grid, f"on {device.type}", flush=True)
 
-    text = read_text(args.data)
-    if len(text) <= args.seq_len + 1:
-        raise SystemExit(f"--data {args.data}: {len(text)} bytes are less than --seq-len + 2")
+    text = read_text(args.data, args.seq_len)
     model = GPT(args)
     initialize_parameters(model, args.seed)
     model.to(device)
@@ -147,7 +157,8 @@ def train(args: argparse.Namespace) -> None:
 
     share = args.batch_size // grid.size("dp")
     mine = slice(grid.get_local_rank("dp") * share, (grid.get_local_rank("dp") + 1) * share)
-    metrics = Path(args.metrics).open("w") if args.metrics and main_rank else None
+    if args.metrics and main_rank:
+        Path(args.metrics).write_text("")
     for step in range(1, args.steps + 1):
         started = time.perf_counter()
         for parameters in optimizer.param_groups:
@@ -165,12 +176,11 @@ def train(args: argparse.Namespace) -> None:
         speed = args.batch_size * args.seq_len / (time.perf_counter() - started)
         if main_rank:
             print(f"step {step:4}  loss {whole_loss:.4f}  {speed:,.0f} tokens/s", flush=True)
-        if metrics is not None:
+        if args.metrics and main_rank:
             row = {"step": step, "loss": whole_loss, "grad_norm": norm.item(),
                    "tokens_per_s": speed}  # fmt: skip
-            print(json.dumps(row), file=metrics, flush=True)
-    if metrics is not None:
-        metrics.close()
+            with Path(args.metrics).open("a") as lines:
+                print(json.dumps(row), file=lines)
     sample = generate(model, args, device)
     if main_rank:
         print(f"--- a sample\n{sample}")
@@ -178,7 +188,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def generate(model: GPT, args: argparse.Namespace, device: torch.device, length: int = 200) -> str:
+def generate(model: GPT, args: argparse.Namespace, device: torch.device, length: int = 120) -> str:
     """Text sampled from the model; every rank takes part, and draws the same bytes."""
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.tensor([list(b"The ")], device=device)

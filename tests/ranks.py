@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it at their first step: once here, not once in each rank
 import torch.distributed as dist
 
 GRACE_SECONDS = 10.0  # what the others get to end by themselves once one rank has failed

@@ -1,0 +1,10 @@
+"""Megatron-core, to compare with; importing it makes torch and others warn, which is theirs."""
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.parallel_state import RankGenerator
+
+__all__ = ["RankGenerator", "parallel_state"]

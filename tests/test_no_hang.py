@@ -1,0 +1,209 @@
+"""One of 8 ranks is different, or missing: every other rank says so in time, none hangs."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import commgrid
+from commgrid import CommGridError, GridMismatchError, PeerTimeoutError
+from tests.ranks import run_on_ranks
+
+STARTUP = 4.0
+ODD = {"first": 0, "middle": 3, "last": 7}
+
+
+def attempt(usual: dict[str, Any], odd: dict[str, Any], odd_rank: int, rank: int) -> Any:
+    """What initialize raises on this rank: type, message, seconds."""
+    arguments = {"startup_timeout": STARTUP, **(odd if rank == odd_rank else usual)}
+    started = time.monotonic()
+    try:
+        commgrid.initialize(**arguments)
+    except CommGridError as error:
+        took = time.monotonic() - started
+        assert not commgrid.is_initialized()
+        return type(error), str(error), took
+    raise AssertionError(f"rank {rank} came up")
+
+
+def outcomes(usual: dict[str, Any], odd: dict[str, Any], odd_rank: int, **how: Any) -> list[Any]:
+    ranks = [(rank,) for rank in range(8)]
+    found = run_on_ranks(
+        attempt, 8, usual, odd, odd_rank, per_rank=ranks, timeout=STARTUP + 20, **how
+    )
+    assert all(outcome is None or outcome[2] < STARTUP + 1 for outcome in found)
+    return found
+
+
+UP: dict[str, dict[str, Any]] = {
+    "up": {"init": "gloo"},
+    "down": {"init": None, "launcher": "torchrun"},
+}
+YAML = {"axes": {"tp": 2, "dp": -1}}
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "tp": ({"tp": 2}, {"tp": 4}, r"spec\.axes\.tp is 4 on rank {odd} and 2 on ranks"),
+    "order": (
+        {"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "order": "tp-cp-ep-pp-dp"},
+        r"spec\.order is 'tp-cp-pp-dp' on rank {odd} and 'tp-cp-dp-pp' on ranks",
+    ),
+    "yaml": (
+        {"config": YAML}, {"config": {**YAML, "groups": {"ag": "dp"}}},
+        r"spec\.groups\.ag is 'dp' on rank {odd} and 'not given' on ranks",
+    ),
+    "timeout": (
+        {"tp": 2}, {"tp": 2, "timeout": 5},
+        r"timeout is 5.0 on rank {odd} and None on ranks",
+    ),
+    "backend": ({}, {"backend": "cpu:gloo"}, r"backend is 'cpu:gloo' on rank {odd} and"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("up", UP)
+@pytest.mark.parametrize("which", DIFFERENT)
+def test_a_rank_that_was_given_something_else(which: str, up: str) -> None:
+    usual, odd, said = DIFFERENT[which]
+    for odd_rank in ODD.values():
+        for kind, message, took in outcomes(usual, odd, odd_rank, **UP[up]):
+            assert kind is GridMismatchError
+            assert took < STARTUP  # a disagreement needs no waiting
+            _assert_matches(said.replace("{odd}", str(odd_rank)), message)
+
+
+def _assert_matches(pattern: str, message: str) -> None:
+    assert re.search(pattern, message), message
+
+
+@pytest.mark.parametrize("odd_rank", ODD.values(), ids=ODD)
+def test_a_rank_whose_grid_covers_fewer_ranks(odd_rank: int) -> None:
+    fewer = {"ranks": range(4) if odd_rank < 4 else range(4, 8)}
+    for kind, message, _ in outcomes({}, fewer, odd_rank):
+        assert kind is GridMismatchError
+        _assert_matches(rf"ranks is \[\d, \d, 1\] on rank {odd_rank} and \[0, 8, 1\] on", message)
+
+
+def in_smaller_world(odd_rank: int, rank: int) -> Any:
+    if rank == odd_rank:
+        os.environ["WORLD_SIZE"] = "4"
+    return attempt({}, {}, odd_rank, rank)
+
+
+@pytest.mark.parametrize("odd_rank", [0, 3])
+def test_a_rank_that_was_told_a_smaller_world(odd_rank: int) -> None:
+    ranks = [(rank,) for rank in range(8)]
+    found = run_on_ranks(
+        in_smaller_world, 8, odd_rank, per_rank=ranks, init=None, launcher="torchrun", timeout=30
+    )
+    for kind, message, took in found:
+        assert kind is GridMismatchError
+        assert took < STARTUP + 1
+        _assert_matches(rf"world_size is 4 on rank {odd_rank} and 8 on ranks", message)
+
+
+def absent(odd_rank: int, rank: int) -> Any:
+    return None if rank == odd_rank else attempt({"tp": 2}, {}, -1, rank)
+
+
+@pytest.mark.parametrize("odd_rank", ODD.values(), ids=ODD)
+def test_a_rank_that_never_comes_although_torch_distributed_is_up(odd_rank: int) -> None:
+    ranks = [(rank,) for rank in range(8)]
+    found = run_on_ranks(wait_for_others(absent), 8, odd_rank, per_rank=ranks, timeout=40)
+    check_absent(found, odd_rank)
+
+
+def wait_for_others(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps the absent rank's process alive, so that it is silence and not a closed socket."""
+
+    def waiting(odd_rank: int, rank: int) -> Any:
+        outcome = function(odd_rank, rank)
+        if rank == odd_rank:
+            time.sleep(STARTUP + 1)
+        return outcome
+
+    return waiting
+
+
+def check_absent(found: list[Any], odd_rank: int) -> None:
+    for rank, outcome in enumerate(found):
+        if rank == odd_rank:
+            assert outcome is None
+            continue
+        kind, message, took = outcome
+        assert kind is PeerTimeoutError
+        assert STARTUP - 1 < took < STARTUP + 1
+        _assert_matches(
+            rf": rank {odd_rank} did not arrive within startup_timeout \(ranks ", message
+        )
+
+
+@pytest.mark.parametrize("odd_rank", [3, 7], ids=["middle", "last"])
+def test_a_process_that_is_never_started(odd_rank: int) -> None:
+    ranks = [(rank,) for rank in range(8)]
+    found = run_on_ranks(
+        absent, 8, -1, per_rank=ranks, init=None, launcher="torchrun", absent=[odd_rank], timeout=40
+    )
+    check_absent(found, odd_rank)
+
+
+def test_the_process_that_serves_the_store_is_never_started() -> None:
+    """Nobody is there to ask who is missing: the error names the address instead."""
+    ranks = [(rank,) for rank in range(8)]
+    found = run_on_ranks(
+        absent, 8, -1, per_rank=ranks, init=None, launcher="torchrun", absent=[0], timeout=40
+    )
+    for kind, message, took in found[1:]:
+        assert kind is PeerTimeoutError
+        assert took < STARTUP + 2
+        _assert_matches(
+            r"nobody serves the store at 127\.0\.0\.1:\d+ within startup_timeout", message
+        )
+
+
+def late(rank: int) -> Any:
+    if rank == 3:
+        time.sleep(STARTUP + 1)  # when the others have given up, and are about to try again
+    else:
+        kind, message, _ = attempt({"tp": 2}, {}, -1, rank)
+        assert (kind, "rank 3 did not arrive" in message) == (PeerTimeoutError, True)
+        time.sleep(2)
+    return commgrid.initialize(tp=2).get_ranks("tp")
+
+
+def test_a_failed_attempt_does_not_spoil_the_next() -> None:
+    found = run_on_ranks(late, 4, per_rank=[(rank,) for rank in range(4)], timeout=40)
+    assert found == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
+def fails_half_way(rank: int) -> Any:
+    """Rank 2 fails at its third communicator; nobody keeps a group, and WORLD still works."""
+    from commgrid import _dist
+
+    before = _dist.group_count()
+    create = _dist.create_group
+    made = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if rank == 2 and len(made) == 2:
+            raise RuntimeError("injected")
+        made.append(create(*args, **kwargs))
+        return made[-1]
+
+    _dist.create_group = failing
+    outcome = attempt({"tp": 2, "pp": 2}, {}, -1, rank)
+    _dist.create_group = create
+    assert _dist.group_count() == before
+    dist.barrier()
+    grid = commgrid.initialize(tp=2, pp=2)
+    grid.check()
+    return outcome
+
+
+def test_an_initialize_that_fails_half_way_leaves_nothing() -> None:
+    ranks = [(rank,) for rank in range(8)]
+    for kind, message, took in run_on_ranks(fails_half_way, 8, per_rank=ranks, timeout=60):
+        assert issubclass(kind, CommGridError)
+        assert "injected" in message, message
+        assert took < STARTUP + 1
