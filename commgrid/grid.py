@@ -219,36 +219,36 @@ class HyperCommGrid:
 
     # -- looking up ---------------------------------------------------------------------
 
-    def get_group(self, *names: str) -> ProcessGroup:
+    def get_group(self, name: str = "", *more: str) -> ProcessGroup:
         """The communicator of a group, by name or by axes in any order.
 
         Args:
-            *names: one name, or several axes: `get_group("dp_cp")`, `get_group("cp", "dp")`.
+            name: a name, such as `dp_cp`, or the first of several axes; none: the whole grid.
+            *more: further axes: `get_group("cp", "dp")`.
 
         Raises:
             UnknownGroupError: no group has this name, or it was not created.
             NotInGroupError: this rank is not in it.
             GridDestroyedError: the grid was destroyed.
         """
+        if more:
+            name = "_".join((name, *more))
         try:
-            return self._groups[names[0] if len(names) == 1 else "_".join(names)]
+            return self._groups[name]
         except KeyError:
             pass
-        name = self._resolve(names)
-        if name not in self._groups:
-            self._explain_missing(name)
-        spelled = "_".join(names)
-        if spelled:
-            self._groups[spelled] = self._groups[name]
-        return self._groups[name]
+        canonical = self._resolve(name)
+        if canonical not in self._groups:
+            self._explain_missing(canonical)
+        return self._groups.setdefault(name, self._groups[canonical])
 
-    def _resolve(self, names: tuple[str, ...]) -> str:
-        """The canonical name; several names are joined, none means the whole grid."""
+    def _resolve(self, name: str) -> str:
+        """The canonical name; the empty one means the whole grid."""
         if self._destroyed:
             raise GridDestroyedError(
                 f"grid {self._name!r} was destroyed; call commgrid.initialize again"
             )
-        return self._spec.resolve_name(*names)
+        return self._spec.resolve_name(name) if name else self._spec.resolve_name()
 
     def _explain_missing(self, name: str) -> None:
         if name not in self._plan.created:
@@ -268,7 +268,7 @@ class HyperCommGrid:
 
     def _members(self, *names: str) -> Ranks:
         """The group that goes with this rank; after a pick the rank may not be in it."""
-        definition = self._spec.definitions[self._resolve(names)]
+        definition = self._spec.definitions[self._resolve("_".join(names))]
         return definition.ranks(self._layouts[definition.region], self._rank)
 
     def size(self, *names: str) -> int:
@@ -287,7 +287,7 @@ class HyperCommGrid:
             pass
         members = self._members(*names)
         if self._rank not in members:
-            self._explain_missing(self._resolve(names))
+            self._explain_missing(self._resolve("_".join(names)))
         return self._positions.setdefault("_".join(names), members.index(self._rank))
 
     def get_ranks(self, *names: str) -> tuple[int, ...]:
@@ -298,12 +298,12 @@ class HyperCommGrid:
         """
         members = self._members(*names)
         if self._rank not in members:
-            self._explain_missing(self._resolve(names))
+            self._explain_missing(self._resolve("_".join(names)))
         return tuple(members)
 
     def get_all_ranks(self, *names: str) -> tuple[tuple[int, ...], ...]:
         """All groups of that name over the whole grid, ordered by first rank."""
-        definition = self._spec.definitions[self._resolve(names)]
+        definition = self._spec.definitions[self._resolve("_".join(names))]
         layout = self._layouts[definition.region]
         found = dict.fromkeys(tuple(definition.ranks(layout, rank)) for rank in layout.ranks)
         return tuple(sorted(found))
@@ -346,7 +346,7 @@ class HyperCommGrid:
         Raises:
             SpecError: an unknown axis, an index outside it, or axes of two regions.
         """
-        self._resolve(())
+        self._resolve("")
         layouts = [lay for lay in self._layouts.values() if set(fixed) <= set(lay.shape)]
         if not layouts:
             known = " | ".join(", ".join(layout.shape) for layout in self._layouts.values())
@@ -366,7 +366,7 @@ class HyperCommGrid:
             GridMismatchError: a communicator that has other members than planned.
             PeerTimeoutError: one on which a member did not answer.
         """
-        self._resolve(())
+        self._resolve("")
         return check_all(self._rank, self._communicators, as_seconds("timeout", timeout) or 0.0)
 
     def __repr__(self) -> str:

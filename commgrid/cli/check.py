@@ -1,0 +1,54 @@
+"""`commgrid check`: starts the grid under a launcher and tries every communicator."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from commgrid.cli.grid_options import add_grid_options, read_spec
+
+_EXAMPLES = """examples:
+  torchrun --standalone --nproc-per-node 8 -m commgrid check --tp 2 --pp 2
+  srun python -m commgrid check grid.yaml --backend nccl --json
+
+Every rank starts the grid, gathers its peers' ranks over each communicator and compares
+them with the plan. Exit status 0: all good; 2: wrong input, a rank that did not come, or
+a communicator with other members, which the message names.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check", help="under torchrun or srun: start the grid and try every communicator",
+        description="Starts the grid on real ranks and runs a collective on every communicator.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_grid_options(parser, world_size=False)
+    parser.add_argument("--backend", help="gloo, nccl, … (default: NCCL where there is CUDA)")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S",
+        help="seconds for start-up, and for each communicator (default 60)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from commgrid.registry import initialize, shutdown  # torch, which the other commands do without
+
+    grid = initialize(
+        config=read_spec(args), backend=args.backend, startup_timeout=args.timeout, name="check"
+    )
+    try:
+        report = grid.check(timeout=args.timeout)
+        if grid.rank == grid.get_ranks()[0]:
+            rows = [
+                {"names": list(names), "size": size, "seconds": seconds}
+                for names, size, seconds in report.rows
+            ]
+            found = {"world_size": grid.world_size, "ok": True, "rank": grid.rank, "rows": rows}
+            print(json.dumps(found) if args.json else f"{grid}\n{report}")
+    finally:
+        shutdown()
+    return 0

@@ -1,0 +1,87 @@
+"""How every command is told of a grid: a YAML file, or sizes as flags."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.spec import CONNECT_CHOICES, DEFAULT_ORDER, SHARE_CHOICES, GridSpec
+
+_SIZES = {
+    "dp": "data parallel; what the others leave, unless given",
+    "tp": "tensor parallel",
+    "pp": "pipeline parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel; above 1 it makes the expert region",
+    "etp": "expert tensor parallel (default: tp)",
+    "dp_replicate": "HSDP's replicas; stands in for dp together with --dp-shard",
+    "dp_shard": "HSDP's shards",
+}
+
+
+def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True) -> None:
+    """Adds the grid's flags."""
+    grid = parser.add_argument_group("grid", "a YAML file, or sizes; one size may be -1")
+    grid.add_argument("yaml", nargs="?", metavar="GRID.yaml", help="a spec, see the README")
+    for name, meaning in _SIZES.items():
+        flag = f"--{name.replace('_', '-')}"
+        grid.add_argument(flag, dest=name, metavar="N", help=meaning)
+    grid.add_argument(
+        "--axis", action="append", default=[], metavar="NAME=N", help="a further axis, in --order"
+    )
+    grid.add_argument("--order", help=f"axes, fastest first (default {DEFAULT_ORDER})")
+    grid.add_argument("--create", metavar="NAMES", help="all, or names with commas")
+    grid.add_argument(
+        "--connect",
+        metavar="NAMES",
+        help=f"{', '.join(CONNECT_CHOICES)}, or names with commas",
+    )
+    grid.add_argument("--share", help=f"{', '.join(SHARE_CHOICES)} (default region)")
+    if world_size:
+        grid.add_argument("--world-size", metavar="N", help="number of ranks, one per device")
+
+
+def read_spec(args: argparse.Namespace) -> GridSpec:
+    """The spec that the flags describe, its sizes perhaps still open.
+
+    Raises:
+        SpecError: naming the flag or the file's key.
+    """
+    sizes: dict[str, Any] = {
+        name: _number(name, getattr(args, name)) for name in _SIZES if getattr(args, name)
+    }
+    for given in args.axis:
+        name, _, size = given.partition("=")
+        if not size:
+            raise SpecError(f"--axis {given}: expected NAME=N, such as --axis node=4")
+        sizes[name] = _number(f"axis {name}", size)
+    rest: dict[str, Any] = {k: getattr(args, k) for k in ("order", "share") if getattr(args, k)}
+    for key, words in (("create", ("all",)), ("connect", CONNECT_CHOICES)):
+        value = getattr(args, key)
+        if value:
+            rest[key] = value if value in words else value.split(",")
+    if args.yaml is None:
+        return GridSpec.build(**sizes, **rest)
+    if sizes or rest:
+        beside = ", ".join(f"--{key.replace('_', '-')}" for key in (*sizes, *rest))
+        raise SpecError(f"{beside} beside {args.yaml}: the file describes the whole grid")
+    return GridSpec.from_yaml(args.yaml)
+
+
+def resolve(spec: GridSpec, world_size: str | None) -> GridSpec:
+    """The spec over `--world-size` ranks; without it, over those that its sizes make."""
+    if world_size is not None:
+        return spec.resolve(_number("world_size", world_size))
+    if spec.ranks is not None:
+        return spec.resolve()
+    if min(spec.shape.values()) < 1:
+        raise SpecError("--world-size: needed, since the grid has a size to fill (dp is -1)")
+    return spec.resolve(spec.world_size)
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise SpecError(f"--{name.replace('_', '-')} {text}: expected a whole number") from None

@@ -1,0 +1,148 @@
+"""`commgrid plan`: what groups a grid has, and what starting it will cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from typing import Any
+
+from commgrid.cli.grid_options import add_grid_options, read_spec, resolve
+from commgrid.plan import GroupPlan
+from commgrid.spec import GridSpec
+
+NCCL_GB = (0.4, 0.7)
+"""Device memory reported for one connected NCCL communicator: 388 MiB to 688 MB on A100."""
+
+_EXAMPLES = """examples:
+  commgrid plan --tp 8 --pp 4 --world-size 1024
+  commgrid plan --tp 4 --ep 8 --etp 1 --world-size 64 --share all
+  commgrid plan grid.yaml --world-size 64 --json
+
+Nothing is started and torch is not needed: any number of ranks plans in milliseconds.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan", help="groups, sizes, communicators, and what start-up will cost",
+        description="Shows the groups of a grid, the communicators one rank holds, and their cost.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_grid_options(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    spec = resolve(read_spec(args), args.world_size)
+    plan = GroupPlan.for_rank(spec, spec.rank_range[0])
+    print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
+    return 0
+
+
+def as_json(plan: GroupPlan) -> dict[str, Any]:
+    """The plan for machines; `ranks` are those of the grid's first rank."""
+    spec = plan.spec
+    sizes = _group_sizes(spec)
+    held, connecting = _counts(spec)
+    return {
+        "world_size": spec.world_size,
+        "spec": spec.to_dict(),
+        "groups": {
+            name: {"size": size, "count": _group_count(spec, name, size)}
+            for name, size in sizes.items()
+        },
+        "communicators": [
+            {"names": list(c.names), "size": c.size, "connect": c.connect,
+             "options": c.options.to_dict()}
+            for c in plan.communicators
+        ],
+        "per_rank": {"communicators": held, "connect": connecting},
+        "nccl_gb": [connecting * gb for gb in NCCL_GB],
+        "savings": [
+            {"change": change, "communicators": fewer, "connect": connects}
+            for change, fewer, connects in _savings(spec)
+        ],
+    }  # fmt: skip
+
+
+def as_text(plan: GroupPlan) -> str:
+    """The plan as a table a person reads, with the cost below it."""
+    spec = plan.spec
+    lines = [f"{spec.world_size:,} ranks"]
+    for region in spec.regions:
+        axes = " · ".join(f"{axis} {size}" for axis, size in region.numbers)
+        lines.append(f"  {region.name:7} {axes}   (fastest first)")
+    lines += ["", f"  {'size':>7} {'groups':>8}  {'starts':<9} names of one communicator"]
+    small = [c for c in plan.communicators if c.size == 1]
+    for communicator in plan.communicators:
+        if communicator.size > 1:
+            count = _group_count(spec, communicator.name, communicator.size)
+            when = "connects" if communicator.connect else "first use"
+            names = ", ".join(communicator.names)
+            lines.append(f"  {communicator.size:7,} {count:8,}  {when:<9} {names}")
+    if small:
+        names = ", ".join(name for c in small for name in c.names)
+        lines.append(f"  {1:7} {spec.world_size:8,}  {'never':<9} {names}")
+    return "\n".join([*lines, "", *_cost(spec)])
+
+
+def _cost(spec: GridSpec) -> list[str]:
+    held, connecting = _counts(spec)
+    low, high = (connecting * gb for gb in NCCL_GB)
+    lines = [
+        "Start-up, per rank:",
+        f"  {held} communicators, {connecting} of which connect (create={_show(spec.create)}, "
+        f"connect={_show(spec.connect)}, share={spec.share})",
+        f"  over NCCL about {low:.1f} to {high:.1f} GB of device memory ({NCCL_GB[0]} to "
+        f"{NCCL_GB[1]} GB each has been reported), and as much again for each that connects later",
+    ]
+    savings = _savings(spec)
+    if not savings:
+        return [*lines, "  no other create, connect or share would save anything"]
+    change, fewer, connects = savings[0]
+    saved = (connecting - connects) * NCCL_GB[0], (connecting - connects) * NCCL_GB[1]
+    memory = f", {saved[0]:.1f} to {saved[1]:.1f} GB less at start" if saved[1] > 0 else ""
+    return [*lines, f"  {change} saves most: {fewer} communicators, {connects} connect{memory}"]
+
+
+def _show(choice: str | tuple[str, ...]) -> str:
+    return choice if isinstance(choice, str) else ",".join(choice)
+
+
+def _counts(spec: GridSpec) -> tuple[int, int]:
+    """Communicators of the rank that holds most (the first is in every pick), and connecting."""
+    plan = GroupPlan.for_rank(spec, spec.rank_range[0])
+    return len(plan.communicators), sum(c.connect for c in plan.communicators)
+
+
+def _savings(spec: GridSpec) -> list[tuple[str, int, int]]:
+    """Changes of create, connect and share that save something, most first, with their counts."""
+    axes = tuple(axis for region in spec.regions for axis in region.axes)
+    other: dict[str, GridSpec] = {
+        "connect=none": replace(spec, connect="none"),
+        "share=all": replace(spec, share="all"),
+        "create=" + ",".join(dict.fromkeys(axes)): replace(spec, create=tuple(dict.fromkeys(axes))),
+    }
+    held, connecting = _counts(spec)
+    counted = [(change, *_counts(tried)) for change, tried in other.items()]
+    better = [row for row in counted if row[1] < held or row[2] < connecting]
+    return sorted(better, key=lambda row: (row[2], row[1]))
+
+
+def _group_sizes(spec: GridSpec) -> dict[str, int]:
+    shapes = {region.name: dict(region.numbers) for region in spec.regions}
+    return {
+        name: definition.size(shapes[definition.region])
+        for name, definition in spec.definitions.items()
+        if name in spec.created_names
+    }
+
+
+def _group_count(spec: GridSpec, name: str, size: int) -> int:
+    """How many groups of this name there are; a pick leaves some ranks out."""
+    definition = spec.definitions[name]
+    shape = dict(next(r for r in spec.regions if r.name == definition.region).numbers)
+    whole = replace(definition, pick=None).size(shape)
+    return spec.world_size // (whole if definition.pick else size)

@@ -1,0 +1,131 @@
+"""Initialize and destroy without end: files, threads, memory and WORLD stay as they were."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import commgrid
+from commgrid import _dist
+from tests.ranks import run_on_ranks
+
+CYCLES = 200
+EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
+
+
+def usage() -> tuple[int, int, float]:
+    """Open files, threads, resident MiB of this process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    mebibytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mebibytes
+
+
+def cycle() -> None:
+    grid = commgrid.initialize(tp=2, pp=2, groups=EMBEDDING)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=grid.get_group("pp_tp"))
+    assert tensor.item() == 4
+    commgrid.destroy()
+
+
+def many(cycles: int) -> list[tuple[int, int, float]]:
+    for _ in range(20):  # until allocators and torch's own caches have settled
+        cycle()
+    seen = [usage()]
+    for done in range(1, cycles + 1):
+        cycle()
+        if done % 50 == 0:
+            seen.append(usage())
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == dist.get_world_size()
+    assert _dist.group_count() == 1
+    return seen
+
+
+def check_flat(seen: list[tuple[int, int, float]]) -> None:
+    files, threads, memory = zip(*seen, strict=True)
+    # A socket or thread may be on its way out while it is counted; one leaked a cycle would be 200.
+    assert max(files) - files[0] <= 4, files
+    assert max(threads) - threads[0] <= 4, threads
+    # The store itself remembers a few keys a cycle (torch's and ours): kilobytes, not megabytes.
+    assert memory[-1] - memory[0] < 16, memory
+
+
+def test_200_cycles_over_a_world_that_is_up() -> None:
+    for seen in run_on_ranks(many, 4, CYCLES, timeout=240):
+        check_flat(seen)
+
+
+def test_200_cycles_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "cycles.py"
+    script.write_text(
+        "import torch, commgrid\n"
+        "torch.set_num_threads(1)\n"
+        "from tests.test_leaks import CYCLES, check_flat, many\n"
+        "check_flat(many(CYCLES))\n"
+        "print('flat')\n"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
+         str(script)],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("flat") == 4
+
+
+def test_shutdown_and_start_again() -> None:
+    def restarts() -> list[Any]:
+        seen = []
+        for done in range(30):
+            cycle()
+            commgrid.shutdown()
+            assert not dist.is_initialized()
+            if done in (9, 29):
+                seen.append(usage())
+        return seen
+
+    for seen in run_on_ranks(restarts, 4, init=None, launcher="torchrun", timeout=120):
+        check_flat(seen)
+
+
+def test_an_old_handle_that_somebody_keeps_costs_only_itself() -> None:
+    def holding() -> list[Any]:
+        kept = commgrid.initialize(tp=2).get_group("tp")
+        commgrid.destroy()
+        assert _dist.group_count() == 1
+        assert not _dist.is_alive(kept)
+        seen = []
+        for done in range(30):
+            cycle()
+            if done in (9, 29):
+                seen.append(usage())
+        return seen
+
+    for seen in run_on_ranks(holding, 4):
+        check_flat(seen)
+
+
+def test_a_grid_owns_only_what_it_made() -> None:
+    def owning() -> None:
+        mine = dist.new_group([0, 1])
+        commgrid.initialize(tp=2)
+        commgrid.destroy()
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=mine)
+        assert tensor.item() == 2
+        # Whoever ends WORLD ends the grid's groups with it; the grid takes that without complaint.
+        grid = commgrid.initialize(tp=2)
+        dist.destroy_process_group()
+        grid.destroy()
+        assert not commgrid.is_initialized()
+
+    run_on_ranks(owning, 2)
