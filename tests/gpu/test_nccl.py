@@ -1,0 +1,155 @@
+"""Grids over NCCL: on as many GPUs as there are, several ranks a GPU where ranks outnumber them."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import commgrid
+from commgrid import HyperCommGrid
+from tests.examples.test_train_gpt import SMALL, run
+from tests.ranks import run_on_ranks
+
+MIB = 2**20
+
+
+def on_gpus(
+    function: Any, world: int, *args: Any, bound: bool = False, timeout: float = 240
+) -> list[Any]:
+    """Spawned ranks with a device and a NCCL_HOSTID each, and WORLD over NCCL."""
+    ranks = [(rank,) for rank in range(world)]
+    return run_on_ranks(
+        _with_world, world, function, bound, args, per_rank=ranks, init=None,
+        launcher="torchrun", method="spawn", timeout=240,
+    )  # fmt: skip
+
+
+def _with_world(function: Any, bound: bool, args: tuple[Any, ...], rank: int) -> Any:
+    take_device(rank)
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device if bound else None)
+    found = function(*args)
+    commgrid.shutdown()
+    return found
+
+
+def take_device(rank: int) -> None:
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def check_sums(grid: HyperCommGrid) -> None:
+    for communicator in grid.communicators:
+        tensor = torch.tensor([2.0**grid.rank], device="cuda")
+        dist.all_reduce(tensor, group=communicator.group)
+        assert tensor.item() == sum(2.0**rank for rank in communicator.ranks)
+
+
+def created() -> list[tuple[str, int, bool]]:
+    grid = commgrid.initialize(tp=2, pp=2)
+    connected = [(c.names[0], len(c.ranks), c.is_connected) for c in grid.communicators]
+    check_sums(grid)
+    grid.check()
+    assert all(c.is_connected for c in grid.communicators if len(c.ranks) > 1)
+    return connected
+
+
+def test_what_connect_names_is_connected_and_the_rest_is_not() -> None:
+    for bound in (False, True):
+        for connected in on_gpus(created, 4, bound=bound):
+            for name, size, is_connected in connected:
+                assert is_connected == (name in ("tp", "pp") and size > 1), (bound, name)
+
+
+def memory() -> dict[str, float]:
+    """MiB of device memory that each step takes, from the driver's own count."""
+
+    def used() -> float:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / MIB
+
+    torch.ones(1, device="cuda")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    dist.barrier(device_ids=[torch.cuda.current_device()])
+    start = used()
+    grid = commgrid.initialize(tp=1, create=["cp", "pp"], connect="all")
+    alone = used()
+    assert {c.is_connected for c in grid.communicators} == {False}
+    return {"groups of one": alone - start}
+
+
+def test_a_group_of_one_costs_no_device_memory() -> None:
+    for found in on_gpus(memory, 2):
+        assert found["groups of one"] < 1.0
+
+
+def options() -> None:
+    groups = {
+        "dp": {"timeout": 77, "nccl": {"max_ctas": 4, "is_high_priority_stream": True}},
+        "ag": {"of": "dp", "own": True},
+    }
+    grid = commgrid.initialize(groups=groups, timeout=timedelta(seconds=91))
+    for name, seconds, ctas in (("dp", 77, 4), ("ag", 77, 4), ("dp_tp", 91, None)):
+        made = grid.get_group(name)._get_backend(torch.device("cuda")).options
+        assert made._timeout == timedelta(seconds=seconds)
+        if ctas is not None:
+            assert made.config.max_ctas == ctas
+            assert made.is_high_priority_stream
+    check_sums(grid)
+
+
+def test_options_and_timeouts_reach_nccl() -> None:
+    on_gpus(options, 2)
+
+
+def trained(path: str, rank: int) -> None:
+    take_device(rank)
+    run([*SMALL, "--tp", "2", "--steps", "20", "--dtype", "bf16", "--metrics", path])
+
+
+def test_train_gpt_in_bf16(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run_on_ranks(
+        trained, 4, str(path), per_rank=[(rank,) for rank in range(4)], init=None,
+        launcher="torchrun", method="spawn", timeout=400,
+    )  # fmt: skip
+    losses = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.5
+
+
+def over_gloo() -> None:
+    """Where NCCL cannot have several ranks on one GPU, gloo carries CUDA tensors."""
+    grid = commgrid.initialize(tp=2, backend="gloo", name="gloo")
+    check_sums(grid)
+
+
+def test_cuda_tensors_over_gloo() -> None:
+    on_gpus(over_gloo, 4)
+
+
+def repeated() -> float:
+    before = None
+    for done in range(10):
+        check_sums(commgrid.initialize(tp=2, connect="all"))
+        commgrid.destroy()
+        if done == 2:
+            torch.cuda.synchronize()
+            before = torch.cuda.mem_get_info()[0]
+    torch.cuda.synchronize()
+    assert before is not None
+    return (before - torch.cuda.mem_get_info()[0]) / MIB
+
+
+def test_destroy_gives_device_memory_back() -> None:
+    # All ranks share the counter where they share the GPU; a communicator is hundreds of MiB.
+    for leaked in on_gpus(repeated, 2):
+        assert leaked < 100

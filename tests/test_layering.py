@@ -1,0 +1,98 @@
+"""Data flows down one list: a file imports only from rows above its own."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Rows of the design, top to bottom; files of one row do not import each other.
+ROWS = [
+    ["errors"],
+    ["names", "yaml_io", "launch", "layout"],
+    ["groups", "region"],
+    ["group_table"],
+    ["spec"],
+    ["plan"],
+    ["_dist", "agreement"],
+    ["communicator"],
+    ["grid"],
+    ["registry"],
+    ["group_ref"],
+    ["collectives"],
+    ["tensor_parallel.init"],
+    ["tensor_parallel.linear"],
+    ["tensor_parallel"],
+    ["data_parallel.gradients"],
+    ["data_parallel"],
+    ["cli.grid_options"],
+    ["cli.plan", "cli.explain", "cli.check"],
+    ["cli"],
+    ["__main__"],
+]
+PURE = 6  # rows that import neither torch nor anything below them
+ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT / "commgrid").with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(path: Path) -> list[str]:
+    """Absolute names of the modules a file imports when it runs, TYPE_CHECKING blocks aside."""
+    tree = ast.parse(path.read_text())
+    typed = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for statement in block.body
+        for node in ast.walk(statement)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in typed:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}".removeprefix("commgrid.")
+                found.append(f"commgrid.{inner}" if inner in ROW_OF else node.module or "")
+    return found
+
+
+FILES = sorted((ROOT / "commgrid").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_imports_point_up_the_list(path: Path) -> None:
+    name = module(path)
+    if name == "":
+        return  # the public names, from everywhere
+    assert name in ROW_OF, f"{path} has no place in the list; give it one in {Path(__file__).name}"
+    for imported in imports(path):
+        inner = imported.removeprefix("commgrid.")
+        if imported.startswith("commgrid.") and inner in ROW_OF:
+            assert ROW_OF[inner] < ROW_OF[name], f"{name} imports {inner}, which is not above it"
+        if ROW_OF[name] < PURE:
+            assert not imported.startswith("torch"), f"{name} is pure and imports {imported}"
+
+
+def test_only_dist_creates_and_destroys_groups() -> None:
+    makers = {
+        "new_group",
+        "init_process_group",
+        "destroy_process_group",
+        "_new_process_group_helper",
+    }
+    for path in FILES:
+        if path.name == "_dist.py":
+            continue
+        used = {
+            node.attr for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+        }  # fmt: skip
+        assert not used & makers, f"{path} calls {used & makers}, which is _dist.py's alone"

@@ -1,0 +1,87 @@
+"""What the house keeps to: ruff, strict mypy, and a README whose examples run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ruff", "check", "."),
+        ("ruff", "format", "--check", "."),
+        ("mypy", "--strict", "commgrid", "megatron_adapter"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_tools_pass(command: tuple[str, ...]) -> None:
+    done = run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_readme_python_runs(tmp_path: Path) -> None:
+    """All blocks in order, as one program in a bare process."""
+    assert BLOCKS
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(BLOCKS))
+    (tmp_path / "grid.yaml").write_text(re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)[0])
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each `$ commgrid …` of the README with the output printed below it."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL):
+        for part in block.split("$ ")[1:]:
+            command, _, printed = part.partition("\n")
+            if command.startswith("commgrid "):
+                found.append((command, printed))
+    return found
+
+
+@pytest.mark.parametrize(("command", "printed"), commands())
+def test_readme_commands_print_what_it_says(command: str, printed: str) -> None:
+    done = run(*command.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip() == printed.rstrip()
+
+
+def test_readme_names_the_two_commands() -> None:
+    for command in (
+        "pip install -e . && torchrun --standalone --nproc-per-node 8 examples/train_gpt.py "
+        "--config examples/configs/gpt_tp2_dp4.yaml",
+        'pip install -e ".[test]" && pytest',
+    ):
+        assert command in README
+
+
+def test_version_is_said_once() -> None:
+    import commgrid
+
+    assert f'version="{commgrid.__version__}"' in (ROOT / "setup.py").read_text()
+    assert f"## {commgrid.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_megatron_names_table() -> None:
+    done = run("megatron_adapter", "names")
+    assert done.returncode == 0, done.stderr
+    assert "get_data_parallel_group(with_context_parallel=True)" in done.stdout
+    assert run("megatron_adapter", "name").returncode == 2
