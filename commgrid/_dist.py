@@ -103,16 +103,32 @@ def _is_served(address: str, port: int, deadline: float) -> bool:
             time.sleep(0.05)
 
 
-def start_world(launch: Launch, store: Any, incarnation: int, backend: str) -> None:
-    """Starts torch.distributed on a store, with keys that no earlier start has used."""
+def start_world(
+    launch: Launch, store: Any, incarnation: int, backend: str, startup_timeout: float
+) -> None:
+    """Starts torch.distributed on a store, with keys that no earlier start has used.
+
+    Raises:
+        PeerTimeoutError: the ranks could not connect within `startup_timeout` seconds.
+    """
     if torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"world/{incarnation}", store),
-        rank=launch.rank,
-        world_size=launch.world_size,
-    )
+    limit = c10d._get_default_timeout(c10d.Backend(backend))
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"world/{incarnation}", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=startup_timeout) if "gloo" in backend else limit,
+        )
+    except RuntimeError as error:
+        raise PeerTimeoutError(
+            f"torch.distributed could not be started within startup_timeout "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    if "gloo" in backend:
+        c10d._set_pg_timeout(limit)
 
 
 def stop_world() -> None:

@@ -22,6 +22,7 @@ from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, P
 
 _DIFFERS = 1 << 32  # added to the count of arrivals by a rank whose document differs
 _LINGER_SECONDS = 2.0
+_SLICE_SECONDS = 2.0
 
 
 class Store(Protocol):
@@ -151,12 +152,18 @@ class Meeting:
 
     def _await_verdict(self, phase: str, first: str) -> dict[str, Any]:
         key = f"{self._base}/{phase}/verdict"
-        try:
-            self._store.wait([key], timedelta(seconds=self.remaining()))
-        except RuntimeError:
-            if time.monotonic() < self._deadline - 0.05:
-                raise  # not a timeout: the store is gone
-            self._conclude_everywhere(self._absence(phase, first), phase)
+        while True:
+            # In slices, since nothing interrupts torch's wait, not even Ctrl-C.
+            slice_ends = time.monotonic() + min(self.remaining(), _SLICE_SECONDS)
+            try:
+                self._store.wait([key], timedelta(seconds=slice_ends - time.monotonic()))
+                break
+            except RuntimeError:
+                if time.monotonic() < slice_ends - 0.05:
+                    raise  # not a timeout: the store is gone
+            if time.monotonic() >= self._deadline:
+                self._conclude_everywhere(self._absence(phase, first), phase)
+                break
         verdict: dict[str, Any] = json.loads(self._store.get(key))
         if verdict["kind"] != "agreed":
             self._leave()

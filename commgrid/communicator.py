@@ -56,7 +56,7 @@ class Communicator:
         return _dist.backend_of(self.group)
 
     @property
-    def is_connected(self) -> bool:
+    def connected(self) -> bool:
         """Whether the members' connections exist: gloo's from creation, NCCL's from first use."""
         return _dist.is_connected(self.group)
 

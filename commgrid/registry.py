@@ -18,6 +18,7 @@ from commgrid.errors import (
 )
 from commgrid.grid import HyperCommGrid, Seconds, as_seconds
 from commgrid.launch import Launch
+from commgrid.plan import GroupPlan
 from commgrid.spec import DEFAULT_ORDER, GridSpec, as_range
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Registry:
             deadline=deadline,
         )
         try:
-            _dist.start_world(launch, self.store, meeting.incarnation, chosen)
+            _dist.start_world(launch, self.store, meeting.incarnation, chosen, meeting.remaining())
         except BaseException as error:
             meeting.fail("created", error)
             raise
@@ -180,7 +181,8 @@ def initialize(
     starts_world = not _dist.is_initialized()
     if starts_world:
         # A spec that cannot fit is this rank's own error, before it meets anybody.
-        spec.resolve(Launch.from_environment(_dist.environment()).world_size)
+        launch = Launch.from_environment(_dist.environment())
+        GroupPlan.for_rank(spec.resolve(launch.world_size), launch.rank)
         _registry.start_world(backend, deadline)
     try:
         grid = HyperCommGrid(

@@ -205,8 +205,8 @@ class GridSpec:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Axis to size of the dense region, fastest-varying first; -1 where open."""
-        return dict(self.regions[0].numbers)
+        """Axis to size, fastest-varying first, of every region; -1 where open."""
+        return {axis: size for region in self.regions for axis, size in region.numbers}
 
     @property
     def order(self) -> str:

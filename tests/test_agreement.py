@@ -72,8 +72,7 @@ def all_phases(rank: int, store: CountingStore, world: int) -> int:
 def test_calls_do_not_grow_with_the_world(world: int) -> None:
     calls = on_threads(world, lambda rank, store: all_phases(rank, store, world))
     assert max(calls) <= 20
-    # Whoever comes last writes the verdict of each phase; everyone else makes the same calls.
-    assert Counter(calls).most_common(1)[0][0] == 14
+    assert min(calls) == 14  # and whoever comes last in a phase writes its verdict
 
 
 def test_every_meeting_gets_a_number_of_its_own() -> None:

@@ -1,5 +1,6 @@
 """Live grids on gloo ranks: what the contract says of each call."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -203,7 +204,7 @@ def fake_world(world: int, rank: int) -> int:
     assert grid.get_group("tp") is not again.get_group("tp")
     assert grid.get_ranks("tp") == tuple(dist.get_process_group_ranks(grid.get_group("tp")))
     assert {c.backend for c in grid.communicators} == {"fake"}
-    assert not any(c.is_connected for c in grid.communicators)
+    assert not any(c.connected for c in grid.communicators)
     grid.check()
     count = len(grid.communicators)
     commgrid.destroy()
@@ -248,7 +249,7 @@ def test_several_grids_live_side_by_side() -> None:
 
 def same_name() -> None:
     """Grids on separate ranks may even have one name: they never meet."""
-    low = dist.get_rank() < 4
+    low = (dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])) < 4
     for _ in range(3):
         grid = commgrid.initialize(tp=2 if low else 4, ranks=range(4) if low else range(4, 8))
         check_sums(grid)
@@ -257,6 +258,21 @@ def same_name() -> None:
 
 def test_grids_on_separate_ranks_may_share_a_name() -> None:
     run_on_ranks(same_name, 8)
+
+
+def test_two_grids_that_together_start_torch_distributed() -> None:
+    run_on_ranks(same_name, 8, init=None, launcher="torchrun")
+
+
+def test_a_rank_outside_the_grid_is_told_before_anything_starts() -> None:
+    def outside(rank: int) -> None:
+        if rank == 3:
+            with pytest.raises(NotInGridError, match="rank 3 is not in this grid"):
+                commgrid.initialize(ranks=range(3))
+        assert not dist.is_initialized()
+
+    ranks = [(rank,) for rank in range(4)]
+    run_on_ranks(outside, 4, per_rank=ranks, init=None, launcher="torchrun")
 
 
 def test_a_spec_can_carry_its_ranks() -> None:
@@ -292,7 +308,7 @@ def options() -> None:
         assert communicator.group.group_desc == ",".join(communicator.names)
         assert communicator.seconds_to_create > 0
         seconds[communicator.names[0]] = communicator.seconds_to_connect
-        assert communicator.is_connected == (len(communicator.ranks) > 1)
+        assert communicator.connected == (len(communicator.ranks) > 1)
     assert seconds["dp"] is not None
     assert seconds["dp_tp"] is None
     assert grid.get_group("ag") is not grid.get_group("dp")

@@ -32,8 +32,9 @@ def test_the_example_of_the_contract(tmp_path: Path) -> None:
     spec = GridSpec.from_yaml(path)
     assert not spec.is_resolved
     resolved = spec.resolve(world_size=32)
-    assert resolved.shape == {"tp": 4, "cp": 2, "dp": 2, "pp": 2}
+    assert dict(resolved.regions[0].numbers) == {"tp": 4, "cp": 2, "dp": 2, "pp": 2}
     assert dict(resolved.regions[1].numbers) == {"etp": 1, "ep": 8, "edp": 2, "pp": 2}
+    assert resolved.shape == {"tp": 4, "cp": 2, "dp": 2, "pp": 2, "etp": 1, "ep": 8, "edp": 2}
     assert resolved.table_names == (
         "fsdp", "dp_cp", "dp_cp_ag", "embedding", "cp_ring", "cp_a2a",
     )  # fmt: skip

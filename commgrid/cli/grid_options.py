@@ -75,7 +75,7 @@ def resolve(spec: GridSpec, world_size: str | None) -> GridSpec:
         return spec.resolve(_number("world_size", world_size))
     if spec.ranks is not None:
         return spec.resolve()
-    if min(spec.shape.values()) < 1:
+    if not spec.regions[0].is_resolved:
         raise SpecError("--world-size: needed, since the grid has a size to fill (dp is -1)")
     return spec.resolve(spec.world_size)
 

@@ -54,10 +54,10 @@ def check_sums(grid: HyperCommGrid) -> None:
 
 def created() -> list[tuple[str, int, bool]]:
     grid = commgrid.initialize(tp=2, pp=2)
-    connected = [(c.names[0], len(c.ranks), c.is_connected) for c in grid.communicators]
+    connected = [(c.names[0], len(c.ranks), c.connected) for c in grid.communicators]
     check_sums(grid)
     grid.check()
-    assert all(c.is_connected for c in grid.communicators if len(c.ranks) > 1)
+    assert all(c.connected for c in grid.communicators if len(c.ranks) > 1)
     return connected
 
 
@@ -82,7 +82,7 @@ def memory() -> dict[str, float]:
     start = used()
     grid = commgrid.initialize(tp=1, create=["cp", "pp"], connect="all")
     alone = used()
-    assert {c.is_connected for c in grid.communicators} == {False}
+    assert {c.connected for c in grid.communicators} == {False}
     return {"groups of one": alone - start}
 
 
