@@ -68,7 +68,7 @@ def all_phases(rank: int, store: CountingStore, world: int) -> int:
     return sum(store.calls.values())
 
 
-@pytest.mark.parametrize("world", [2, 8, 64])
+@pytest.mark.parametrize("world", [4, 64])  # above the three phases: some rank is never last
 def test_calls_do_not_grow_with_the_world(world: int) -> None:
     calls = on_threads(world, lambda rank, store: all_phases(rank, store, world))
     assert max(calls) <= 20
