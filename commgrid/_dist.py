@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from commgrid.errors import PeerTimeoutError, SpecError
+from commgrid.errors import CommGridError, PeerTimeoutError, SpecError
 from commgrid.groups import GroupOptions
 from commgrid.launch import Launch
 from commgrid.names import nearest
@@ -78,7 +78,8 @@ def connect_store(launch: Launch, timeout: float) -> Any:
             launch.address,
             launch.port,
             is_master=launch.hosts_store,
-            timeout=timedelta(seconds=max(deadline - time.monotonic(), 1)),
+            # torch's client may take twice what it is given.
+            timeout=timedelta(seconds=max((deadline - time.monotonic()) / 2, 1)),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -94,13 +95,17 @@ def connect_store(launch: Launch, timeout: float) -> Any:
 def _is_served(address: str, port: int, deadline: float) -> bool:
     """Waits until something listens there; torch's own client keeps trying past its timeout."""
     while True:
+        patience = max(deadline - time.monotonic(), 0.1)
         try:
-            socket.create_connection((address, port), max(deadline - time.monotonic(), 0.1)).close()
-            return True
+            with socket.create_connection((address, port), patience) as probe:
+                # Trying a port nobody listens on, a socket can get that very port and meet itself.
+                if probe.getsockname() != probe.getpeername():
+                    return True
         except OSError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
 
 
 def start_world(
@@ -123,10 +128,7 @@ def start_world(
             timeout=timedelta(seconds=startup_timeout) if "gloo" in backend else limit,
         )
     except RuntimeError as error:
-        raise PeerTimeoutError(
-            f"torch.distributed could not be started within startup_timeout "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+        raise as_peer_error("torch.distributed cannot be started", error) from error
     if "gloo" in backend:
         c10d._set_pg_timeout(limit)
 
@@ -190,18 +192,33 @@ def create_group(
     return group
 
 
+def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
+    """What torch's error while meeting peers means: that one did not come, or something else."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    words = ("timeout", "timed out", "connect", "reset by peer", "closed by peer")
+    if isinstance(error, CommGridError):
+        return error
+    if any(word in text.lower() for word in words):
+        return PeerTimeoutError(f"{what}: a member did not answer in time ({text})")
+    return CommGridError(f"{what}: {text}")
+
+
 def check_backend(key: str, backend: str | None) -> None:
     """Raises SpecError where `backend` is none of this torch's (`gloo`, `cpu:gloo,cuda:nccl`)."""
-    known = c10d.Backend.backend_list
+    # MPI makes groups of all ranks only, and fake stands for a whole world or not at all.
+    known = [name for name in c10d.Backend.backend_list if name not in ("undefined", "mpi", FAKE)]
     for pair in (backend or "gloo").split(","):
         name = pair.rpartition(":")[2].lower()
-        if name not in known or name == "undefined":
+        if name not in known:
             raise SpecError(
-                f"{key}={backend!r}: torch has no backend {name!r}, it has "
-                f"{', '.join(k for k in known if k != 'undefined')}{nearest(name, known)}"
+                f"{key}={backend!r}: there is no backend {name!r} for a grid; expected one of "
+                f"{', '.join(known)}, or as cpu:gloo,cuda:nccl{nearest(name, known)}"
             )
         if name == "nccl" and not dist.is_nccl_available():
             raise SpecError(f"{key}={backend!r}: this torch was built without NCCL; use gloo")
+    devices = [pair.partition(":")[0] for pair in (backend or "").split(",") if ":" in pair]
+    if len(set(devices)) < len(devices) or not set(devices) <= {"cpu", "cuda", "xpu"}:
+        raise SpecError(f"{key}={backend!r}: expected each device once, as in cpu:gloo,cuda:nccl")
 
 
 def _nccl_options(backend: str, options: GroupOptions) -> Any:

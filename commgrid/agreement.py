@@ -23,6 +23,7 @@ from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, P
 _DIFFERS = 1 << 32  # added to the count of arrivals by a rank whose document differs
 _LINGER_SECONDS = 2.0
 _SLICE_SECONDS = 2.0
+_EXAMINER_SECONDS = 10.0
 
 
 class Store(Protocol):
@@ -60,10 +61,19 @@ class Meeting:
     ) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._deadline = deadline
+        # What is kept back from waiting on a peer, to find out afterwards whom it was about.
+        self._margin = min(1.0, max(deadline - time.monotonic(), 0.0) / 4)
+        self._left = False
         # Grids on separate ranks may share a name: they have different first ranks.
-        self._room = f"{name}@{ranks[0]}"
+        self._room, self._base = f"{name}@{ranks[0]}", ""
         text = json.dumps({**document, "ranks": [ranks.start, ranks.stop, ranks.step]})
-        self.incarnation = self._guarded(lambda: self._compare(text))
+        try:
+            self.incarnation = int(self._guarded(lambda: self._compare(text)))
+        except CommGridError:
+            raise
+        except BaseException as error:  # Ctrl-C: counted as present, this rank must say it is not
+            self.give_up("compare", error)
+            raise
 
     # -- the steps ----------------------------------------------------------------------
 
@@ -82,14 +92,18 @@ class Meeting:
             else:
                 made = self._store.add("incarnations", 1)
                 self._conclude("compare", {"kind": "agreed", "incarnation": made})
-        return int(self._await_verdict("compare", first)["incarnation"])
+        verdict = self._await_verdict("compare", first)
+        if differs:  # ranks of a smaller grid agreed before this one was counted
+            holders = [(first, list(range(*json.loads(first)["ranks"]))), (document, [self._rank])]
+            raise self._error({"kind": "mismatch", "holders": holders})
+        return int(verdict["incarnation"])
 
     def meet(self, phase: str) -> None:
         """Returns when every rank has come to this phase; four store calls.
 
         Raises:
             PeerTimeoutError: a rank did not; it is named.
-            PeerFailedError: a rank said so by `fail`.
+            PeerFailedError: a rank said so by `give_up`.
         """
         self._guarded(lambda: self._meet(phase))
 
@@ -99,22 +113,40 @@ class Meeting:
             self._conclude(phase, {"kind": "agreed"})
         self._await_verdict(phase, "")
 
-    def fail(self, phase: str, error: BaseException) -> None:
-        """Tells the ranks that wait for this one in `phase` why it will not come."""
-        text = f"{type(error).__name__}: {error}"
-        try:
-            self._conclude(phase, {"kind": "failed", "rank": self._rank, "error": text})
-            self._leave()
-        except RuntimeError:
-            pass  # the store is gone, and with it everybody who could be told
+    def give_up(self, phase: str, error: BaseException) -> BaseException:
+        """Tells the ranks that wait in `phase` why this one will not come.
 
-    def told(self, phase: str) -> CommGridError | None:
-        """The error that another rank's `fail` means here, if there has been one; never waits."""
+        Returns:
+            The error that says best what happened: another rank's failure or absence
+            where this rank's own timeout is a consequence of it, else `error` itself.
+        """
+        if self._left or not self._base:
+            return error
         try:
             verdict = self._verdict(self._base, phase)
+            if not verdict:
+                verdict = self._blame(phase, error)
+                self._conclude(phase, verdict)
+                verdict = self._verdict(self._base, phase)
+            self._leave(verdict)
         except RuntimeError:
-            return None
-        return self._error(verdict) if verdict.get("kind", "agreed") != "agreed" else None
+            return error  # the store is gone, and with it everybody who could be told
+        consequence = isinstance(error, PeerTimeoutError) and verdict.get("rank") != self._rank
+        return self._error(verdict) if consequence else error
+
+    def _blame(self, phase: str, error: BaseException) -> dict[str, Any]:
+        """A verdict about this rank; where it was kept waiting, about those who kept it."""
+        if isinstance(error, PeerTimeoutError):
+            self._mark(phase, "")
+            time.sleep(self._margin / 2)  # the others were kept as long, and mark themselves now
+            verdict = self._absence(phase, "")
+            if verdict["missing"]:
+                return verdict
+        return {"kind": "failed", "rank": self._rank, "error": f"{type(error).__name__}: {error}"}
+
+    def patience(self) -> float:
+        """Seconds to wait for peers outside a meeting; leaves time to name who did not come."""
+        return max(self.remaining() - self._margin, 0.01)
 
     def remaining(self) -> float:
         """Seconds until the deadline, never less than a moment."""
@@ -146,36 +178,48 @@ class Meeting:
 
     def _conclude_everywhere(self, verdict: dict[str, Any], phase: str = "compare") -> None:
         """The same, also for ranks of this meeting that wait in another one by mistake."""
-        for base in verdict.get("elsewhere", ()):
+        for base in verdict.get("meetings", [self._base]):
             self._conclude(phase, verdict, base)
-        self._conclude(phase, verdict)
 
     def _await_verdict(self, phase: str, first: str) -> dict[str, Any]:
-        key = f"{self._base}/{phase}/verdict"
-        while True:
-            # In slices, since nothing interrupts torch's wait, not even Ctrl-C.
-            slice_ends = time.monotonic() + min(self.remaining(), _SLICE_SECONDS)
-            try:
-                self._store.wait([key], timedelta(seconds=slice_ends - time.monotonic()))
-                break
-            except RuntimeError:
-                if time.monotonic() < slice_ends - 0.05:
-                    raise  # not a timeout: the store is gone
-            if time.monotonic() >= self._deadline:
+        if not self._wait(phase, self.remaining()):
+            # One rank looks who is missing; the others need not all ask the store about everyone.
+            examiner = self._store.add(f"{self._base}/{phase}/examiner", 1) == 1
+            if examiner or not self._wait(phase, _EXAMINER_SECONDS):
                 self._conclude_everywhere(self._absence(phase, first), phase)
-                break
-        verdict: dict[str, Any] = json.loads(self._store.get(key))
+        verdict: dict[str, Any] = json.loads(self._store.get(f"{self._base}/{phase}/verdict"))
         if verdict["kind"] != "agreed":
-            self._leave()
+            self._leave(verdict)
             raise self._error(verdict)
         return verdict
 
-    def _leave(self) -> None:
+    def _wait(self, phase: str, seconds: float) -> bool:
+        """Whether there is a verdict within so many seconds."""
+        until = time.monotonic() + seconds
+        while True:
+            # In slices, since nothing interrupts torch's wait, not even Ctrl-C.
+            slice_ends = min(until, time.monotonic() + _SLICE_SECONDS)
+            left = max(slice_ends - time.monotonic(), 0.01)
+            try:
+                self._store.wait([f"{self._base}/{phase}/verdict"], timedelta(seconds=left))
+                return True
+            except RuntimeError:
+                if time.monotonic() < slice_ends - 0.05:
+                    raise  # not a timeout: the store is gone
+            if time.monotonic() >= until - 0.05:
+                return False
+
+    def _leave(self, verdict: Mapping[str, Any]) -> None:
         """Lets everyone read a bad verdict before rank 0, whose process often serves the store,
         raises and takes the store away."""
+        if self._left:
+            return
+        self._left = True
         left = self._store.add(f"{self._base}/left", 1)  # the last call that most ranks make
         if self._rank == 0:
             present = self._store.add(f"{self._base}/arrived", 0) % _DIFFERS
+            if verdict.get("phase", "compare") != "compare":
+                present -= len(verdict["missing"])  # they came once, and will not read this
             until = time.monotonic() + _LINGER_SECONDS
             while left < present and time.monotonic() < until:
                 time.sleep(0.01)
@@ -199,24 +243,24 @@ class Meeting:
         """A verdict with every document and the ranks that hold it, and the meetings of this name
         that some of them wait in because their ranks begin with another one."""
         holders: dict[str, list[int]] = {}
-        elsewhere: set[str] = set()
+        meetings = {self._base}
         for rank in self._everyone(first):
             mark = self._read_mark(rank)
             if not mark:
                 continue
             if mark["at"] != self._base:
                 verdict = self._verdict(mark["at"])
-                if any(self._rank in ranks for _, ranks in verdict.get("holders", ())):
-                    return verdict  # reached there at this moment, about this meeting
+                if self._base in verdict.get("meetings", ()):
+                    return verdict  # reached there at this moment, about this meeting too
                 if verdict:
                     continue  # of a meeting that is over
-                elsewhere.add(mark["at"])
+                meetings.add(mark["at"])
             document = mark["document"] or self._store.get(f"{mark['at']}/document").decode()
             holders.setdefault(document, []).append(rank)
         return {
             "kind": "mismatch",
             "holders": list(holders.items()),
-            "elsewhere": sorted(elsewhere),
+            "meetings": sorted(meetings),
         }
 
     def _everyone(self, first: str) -> list[int]:
@@ -285,7 +329,9 @@ def describe_mismatch(holders: list[tuple[str, list[int]]]) -> str:
             fewest_first = sorted(said.items(), key=lambda item: len(item[1]))
             listed = " and ".join(f"{value} on {describe_ranks(r)}" for value, r in fewest_first)
             parts.append(f"{key} is {listed}")
-    return f"ranks disagree: {'; '.join(parts)}; give every rank the same"
+    # Nothing differs but the order, which is the order in which groups are created.
+    text = "; ".join(parts) or "the rows of groups come in different orders"
+    return f"ranks disagree: {text}; give every rank the same"
 
 
 def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -76,8 +76,12 @@ def all_reduce(
 def all_gather(
     tensor: Tensor, group: Group = "tp", *, dim: int = 0, grid: HyperCommGrid | None = None
 ) -> Tensor:
-    """Every rank's tensor, all of one shape, joined along `dim` in group order."""
+    """Every rank's tensor, all of one shape, joined along `dim` in group order.
+
+    Scalars, of shape (), are joined to a vector.
+    """
     members = resolve(group, grid)
+    tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     return _gather(tensor, members, dim) if members.size() > 1 else tensor.clone()
 
 
@@ -248,7 +252,7 @@ def _slice(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 def _gather(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     parts = tensor.new_empty((group.size(), *tensor.shape))
-    _all_gather_single(parts.flatten(0, 1) if tensor.dim() else parts, tensor.contiguous(), group)
+    _all_gather_single(parts.flatten(0, 1), tensor.contiguous(), group)
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
 
 

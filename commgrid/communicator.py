@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from commgrid import _dist
-from commgrid.errors import GridMismatchError, PeerTimeoutError
+from commgrid.errors import GridMismatchError
 from commgrid.groups import GroupOptions
 from commgrid.plan import PlannedCommunicator
 
@@ -81,7 +81,7 @@ class CheckReport:
 def exchange_ranks(communicators: Sequence[Communicator], meeting: Meeting) -> None:
     """Connects communicators by exchanging their members' ranks, and compares with the plan."""
     for communicator in communicators:
-        communicator.seconds_to_connect = verify(communicator, meeting.remaining())
+        communicator.seconds_to_connect = verify(communicator, meeting.patience())
 
 
 def check_all(rank: int, communicators: Iterable[Communicator], timeout: float) -> CheckReport:
@@ -106,10 +106,8 @@ def verify(communicator: Communicator, timeout: float) -> float:
             work.wait(timedelta(seconds=timeout))
             ranks = tuple(int(rank) for rank in heard)
         except RuntimeError as error:
-            raise PeerTimeoutError(
-                f"{communicator.describe()}: a member did not answer within {timeout:.1f} s "
-                f"on {device.type} ({str(error).splitlines()[0]})"
-            ) from error
+            what = f"{communicator.describe()}: the exchange of ranks on {device.type} failed"
+            raise _dist.as_peer_error(what, error) from error
         if ranks != communicator.ranks:
             raise GridMismatchError(
                 f"{communicator.describe()} answered with ranks {_short(ranks)}; two groups "

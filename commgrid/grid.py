@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,9 @@ from commgrid import _dist
 from commgrid.agreement import Meeting
 from commgrid.communicator import Communicator, check_all, exchange_ranks
 from commgrid.errors import (
-    CommGridError,
     GridDestroyedError,
     GridNotInitializedError,
     NotInGroupError,
-    PeerTimeoutError,
     SpecError,
     UnknownGroupError,
 )
@@ -33,13 +32,16 @@ if TYPE_CHECKING:
 Seconds = float | timedelta
 
 
-def as_seconds(key: str, value: Seconds | None) -> float | None:
-    """A duration given as seconds or timedelta, in seconds."""
+def as_seconds(key: str, value: Seconds) -> float:
+    """A duration given as seconds or timedelta, in seconds.
+
+    Raises:
+        SpecError: not above 0, endless, or no duration.
+    """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float)
-                                or not seconds > 0):  # fmt: skip
-        raise CommGridError(f"{key}={value!r}: expected seconds above 0, or a timedelta")
-    return None if seconds is None else float(seconds)
+    if type(seconds) not in (int, float) or not 0 < seconds < 1e9:
+        raise SpecError(f"{key}={value!r}: expected seconds above 0, or a timedelta")
+    return float(seconds)
 
 
 class HyperCommGrid:
@@ -73,8 +75,8 @@ class HyperCommGrid:
         timeout: Seconds | None = None,
         startup_timeout: Seconds = 60.0,
     ) -> None:
-        limit = as_seconds("timeout", timeout)
-        startup = as_seconds("startup_timeout", startup_timeout) or 0.0
+        limit = None if timeout is None else as_seconds("timeout", timeout)
+        startup = as_seconds("startup_timeout", startup_timeout)
         if not _dist.is_initialized():
             raise GridNotInitializedError(
                 "torch.distributed is not up; commgrid.initialize starts it, HyperCommGrid does not"
@@ -106,7 +108,7 @@ class HyperCommGrid:
     ) -> None:
         """Agree, create, connect; on any failure nothing that was made stays."""
         if _dist.world_backend() == _dist.FAKE:
-            self._create(uuid4().hex, backend, limit, deadline)
+            self._create(uuid4().hex, backend, limit, lambda: 60.0)
             return
         meeting = Meeting(
             _dist.world_store(),
@@ -118,21 +120,25 @@ class HyperCommGrid:
         )
         phase = "created"
         try:
-            self._create(str(meeting.incarnation), backend, limit, deadline)
+            self._create(str(meeting.incarnation), backend, limit, meeting.patience)
             meeting.meet(phase)
             phase = "ready"
             exchange_ranks([c for c in self._communicators if c.planned.connect], meeting)
             meeting.meet(phase)
         except BaseException as error:
-            self.destroy()
-            told = meeting.told(phase)  # another rank's failure is why this one failed
-            meeting.fail(phase, error)
-            if told is not None and isinstance(error, PeerTimeoutError):
-                raise told from error
+            cause = meeting.give_up(phase, error)
+            with suppress(RuntimeError):
+                self.destroy()
+            if cause is not error:
+                raise cause from error
             raise
 
     def _create(
-        self, incarnation: str, backend: str | None, limit: float | None, deadline: float
+        self,
+        incarnation: str,
+        backend: str | None,
+        limit: float | None,
+        patience: Callable[[], float],
     ) -> None:
         for planned in self._plan.communicators:
             started = time.perf_counter()
@@ -144,13 +150,11 @@ class HyperCommGrid:
                     backend=backend,
                     options=planned.options,
                     timeout=limit,
-                    startup_timeout=max(deadline - time.monotonic(), 0.01),
+                    startup_timeout=patience(),
                 )
-            except RuntimeError as error:  # what gloo and NCCL raise when a peer does not come
-                raise PeerTimeoutError(
-                    f"grid {self._name!r}: communicator {planned.name!r} could not be created "
-                    f"within startup_timeout ({str(error).splitlines()[0]})"
-                ) from error
+            except RuntimeError as error:
+                what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
+                raise _dist.as_peer_error(what, error) from error
             made = Communicator(planned, group, time.perf_counter() - started)
             self._communicators.append(made)
             position = planned.members.index(self._rank)
@@ -263,8 +267,15 @@ class HyperCommGrid:
         )
 
     def is_member(self, *names: str) -> bool:
-        """Whether this rank is in the group."""
-        return self._rank in self._members(*names)
+        """Whether this rank is in the group, so that `get_group` would find it.
+
+        Raises:
+            UnknownGroupError: no group has this name, or it was not created.
+        """
+        name = self._resolve("_".join(names))
+        if name not in self._plan.created:
+            self._explain_missing(name)
+        return name in self._plan.members
 
     def _members(self, *names: str) -> Ranks:
         """The group that goes with this rank; after a pick the rank may not be in it."""
@@ -347,6 +358,9 @@ class HyperCommGrid:
             SpecError: an unknown axis, an index outside it, or axes of two regions.
         """
         self._resolve("")
+        if "dp" in fixed and len(self._spec.words["dp"]) > 1:  # HSDP: the name of both its parts
+            replica, shard = divmod(fixed.pop("dp"), self.shape["dp_shard"])
+            fixed |= {"dp_replicate": replica, "dp_shard": shard}
         layouts = [lay for lay in self._layouts.values() if set(fixed) <= set(lay.shape)]
         if not layouts:
             known = " | ".join(", ".join(layout.shape) for layout in self._layouts.values())
@@ -367,7 +381,7 @@ class HyperCommGrid:
             PeerTimeoutError: one on which a member did not answer.
         """
         self._resolve("")
-        return check_all(self._rank, self._communicators, as_seconds("timeout", timeout) or 0.0)
+        return check_all(self._rank, self._communicators, as_seconds("timeout", timeout))
 
     def __repr__(self) -> str:
         shape = " ".join(f"{axis}={size}" for axis, size in self.shape.items())
@@ -409,13 +423,13 @@ class SubGrid:
         return self._grid.rank in self.layout.ranks
 
     def get_group(self, *names: str) -> ProcessGroup:
-        """The grid's communicator of remaining axes.
+        """The grid's communicator of remaining axes; without a name, of all of them.
 
         Raises:
             UnknownGroupError: a name that uses a fixed axis, or that the grid does not know.
             NotInGroupError: this rank is not in the sub-grid.
         """
-        name = self._grid.spec.resolve_name(*names)
+        name = self._grid.spec.resolve_name(*(names or self.layout.shape))
         axes = self._grid.spec.definitions[name].axes
         if not any(set(axes) <= set(layout.shape) for layout in self._layouts):
             known = " | ".join(", ".join(layout.shape) for layout in self._layouts)

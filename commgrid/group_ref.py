@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import CommGridError, GridNotInitializedError, ShapeError
-from commgrid.registry import get_grid
+from commgrid.registry import get_grid, is_initialized
 
 if TYPE_CHECKING:
     from commgrid.grid import HyperCommGrid
@@ -30,10 +30,12 @@ class GroupRef:
     ) -> None:
         self.owner = owner
         self._bare: ProcessGroup | None = None
+        self._registered = False
         self._table: dict[str, ProcessGroup] = {}
         if isinstance(group, str):
             grid = grid or get_grid()
             self.name, self.grid_name = group, grid.name
+            self._registered = is_initialized(grid.name) and get_grid(grid.name) is grid
             self._read(grid)
         else:
             self.name, self.grid_name = group.group_desc, ""
@@ -58,6 +60,8 @@ class GroupRef:
     def _find_again(self) -> ProcessGroup:
         who = f"{self.owner}: " if self.owner else ""
         try:
+            if not self._registered:
+                raise GridNotInitializedError("the grid was destroyed and never registered")
             self._read(get_grid(self.grid_name))
         except GridNotInitializedError as error:
             raise GridNotInitializedError(
@@ -87,6 +91,11 @@ class GroupRef:
             raise CommGridError(
                 f"{self.owner or 'this layer'} was given a bare ProcessGroup ({self.name}), which "
                 "cannot be pickled; give it the group's name instead"
+            )
+        if not self._registered:
+            raise CommGridError(
+                f"{self.owner or 'this layer'} belongs to a grid {self.grid_name!r} that is not in "
+                "the registry, where it would look for its group again; use commgrid.initialize"
             )
         return {**self.__dict__, "_table": {}}
 

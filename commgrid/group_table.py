@@ -46,7 +46,8 @@ def define_groups(
                     f"groups.{entry.name}: no group has this name; give `of`, the group it is "
                     f"made from{names.nearest(entry.name, found)}"
                 )
-            found[target] = replace(found[target], options=entry.options)
+            options = entry.options.over(found[target].options)  # of one group in two spellings
+            found[target] = replace(found[target], options=options)
     found.update(_umbrella(found, words))
     _add_entries(found, [entry for entry in entries if entry.of is not None], sizes, words)
     return found

@@ -161,7 +161,7 @@ def _parse_options(name: str, value: Mapping[str, Any]) -> GroupOptions:
     nccl = value.get("nccl", {})
     if backend is not None and not isinstance(backend, str):
         raise SpecError(f"groups.{name}.backend={backend!r}: expected a string such as nccl")
-    if timeout is not None and (type(timeout) not in (int, float) or not timeout > 0):
+    if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < 1e9):
         raise SpecError(f"groups.{name}.timeout={timeout!r}: expected seconds above 0")
     if not isinstance(nccl, Mapping):
         raise SpecError(f"groups.{name}.nccl={nccl!r}: expected a mapping of NCCL options")
@@ -238,7 +238,7 @@ class GroupDef:
         axes of size 1; `"all"` looks at nothing but the ranks.
         """
         if share == "none":
-            return (self.own or self.same_as or self.name,)
+            return (self.same_as or self.name,)
         if share == "all":
             return (self.own, self.options, self.ranks(layout, rank))
         sizes = layout.shape

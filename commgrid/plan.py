@@ -131,6 +131,9 @@ class GroupPlan:
             definition = self.created[name]
             key = definition.key(spec.share, layouts[definition.region], self.rank)
             names.setdefault(key, []).append(name)
+        for shared in names.values():  # whatever shares must be one and the same thing
+            assert len({self.members[name] for name in shared}) == 1, shared
+            assert len({self.created[name].options for name in shared}) == 1, shared
         return tuple(
             PlannedCommunicator(
                 names=tuple(shared),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from commgrid.errors import (
 )
 from commgrid.grid import HyperCommGrid, Seconds, as_seconds
 from commgrid.launch import Launch
+from commgrid.names import nearest
 from commgrid.plan import GroupPlan
 from commgrid.spec import DEFAULT_ORDER, GridSpec, as_range
 
@@ -74,9 +76,14 @@ class Registry:
             deadline=deadline,
         )
         try:
-            _dist.start_world(launch, self.store, meeting.incarnation, chosen, meeting.remaining())
+            _dist.start_world(launch, self.store, meeting.incarnation, chosen, meeting.patience())
+            meeting.meet("created")
         except BaseException as error:
-            meeting.fail("created", error)
+            cause = meeting.give_up("created", error)
+            with suppress(RuntimeError):
+                _dist.stop_world()
+            if cause is not error:
+                raise cause from error
             raise
         self.started_world = True
 
@@ -141,7 +148,9 @@ def initialize(
             table), `"all"`, `"none"` or a list of names; the rest do at first use.
         share: which equal rank sets may be one communicator: `"region"`, `"all"`, `"none"`.
         groups: the groups table, as in YAML.
-        ranks: the evenly spaced global ranks this grid covers; None: all of WORLD.
+        ranks: the evenly spaced global ranks this grid covers; None: all of WORLD. Where
+            commgrid starts torch.distributed, every rank of WORLD calls initialize, each for
+            the grid it is in.
         backend: None takes WORLD's; where commgrid starts torch.distributed,
             `cpu:gloo,cuda:nccl`, or gloo without CUDA.
         timeout: of collectives, seconds or timedelta; None: torch's default.
@@ -163,10 +172,11 @@ def initialize(
         >>> grid = initialize(name="docs")     # in a bare process: a world of one
         >>> grid.get_ranks("dp_cp")
         (0,)
-        >>> destroy("docs")
+        >>> shutdown()
     """
-    deadline = time.monotonic() + (as_seconds("startup_timeout", startup_timeout) or 0.0)
-    as_seconds("timeout", timeout)
+    deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
+    if timeout is not None:
+        as_seconds("timeout", timeout)
     if _registry.find(name) is not None:
         raise GridExistsError(
             f"grid {name!r} is alive already; commgrid.destroy({name!r}) first, or give another "
@@ -174,6 +184,11 @@ def initialize(
         )
     sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, **axes}
     rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups}
+    for axis in axes.keys() - {*str(order).split("-"), "dp_replicate", "dp_shard"}:
+        raise SpecError(
+            f"{axis}={axes[axis]!r}: neither an argument of initialize nor an axis of "
+            f"order={order!r}{nearest(axis, _ARGUMENTS)}"
+        )
     if config is None:
         spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
     else:
@@ -204,6 +219,8 @@ _DEFAULTS: dict[str, Any] = {
     "dp": -1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "order": DEFAULT_ORDER,
     "create": "all", "connect": "axes", "share": "region", "groups": None,
 }  # fmt: skip
+_ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
+              "startup_timeout", "config", "name")  # fmt: skip
 
 
 def _from_config(

@@ -77,6 +77,14 @@ class GridSpec:
         known = tuple(self.definitions)
         object.__setattr__(self, "create", self._check_choice("create", ("all",), known))
         object.__setattr__(self, "connect", self._check_choice("connect", CONNECT_CHOICES, known))
+        for name in () if isinstance(self.connect, str) else self.connect:
+            if name not in self.created_names:
+                raise SpecError(f"connect: group {name!r} is not created; add it to create")
+        if self.is_resolved and len(self.rank_range) != self.world_size:
+            raise SpecError(
+                f"ranks={_span(self.rank_range)}: {len(self.rank_range)} ranks, but the sizes make "
+                f"{self.world_size}"
+            )
 
     # -- making one ---------------------------------------------------------------------
 
@@ -179,8 +187,8 @@ class GridSpec:
     def _assemble(
         cls,
         regions: Sequence[Region],
-        create: str | Sequence[str] = "all",
-        connect: str | Sequence[str] = "axes",
+        create: Any = "all",
+        connect: Any = "axes",
         share: str = "region",
         groups: Mapping[str, Any] | None = None,
         ranks: range | Sequence[int] | Mapping[str, int] | None = None,
@@ -189,8 +197,8 @@ class GridSpec:
             raise SpecError(f"groups={groups!r}: expected a mapping of group names")
         return cls(
             regions=tuple(regions),
-            create=create if isinstance(create, str) else tuple(create),
-            connect=connect if isinstance(connect, str) else tuple(connect),
+            create=tuple(create) if isinstance(create, list | tuple) else create,
+            connect=tuple(connect) if isinstance(connect, list | tuple) else connect,
             share=share,
             groups=tuple(GroupEntry.parse(name, row) for name, row in (groups or {}).items()),
             ranks=None if ranks is None else as_range(ranks),
@@ -316,8 +324,8 @@ class GridSpec:
             )
         dense = self.regions[0].resolve(len(covered), {})
         rest = [r.resolve(len(covered), dict(dense.numbers)) for r in self.regions[1:]]
-        whole = None if covered == range(len(covered)) else covered
-        return replace(self, regions=(dense, *rest), ranks=whole)
+        everyone = ranks is None and self.ranks is None
+        return replace(self, regions=(dense, *rest), ranks=None if everyone else covered)
 
     # -- writing it ---------------------------------------------------------------------
 
@@ -401,7 +409,9 @@ def as_range(ranks: range | Sequence[int] | Mapping[str, int]) -> range:
         if set(ranks) - {"start", "stop", "step"} or any(type(n) is not int for n in span):
             raise SpecError(f"ranks={dict(ranks)!r}: expected integers as start, stop and step")
         ranks = range(*span) if span[2] else ()
-    whole = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks[:2])
+    whole = isinstance(ranks, range) or (
+        isinstance(ranks, list | tuple) and all(type(rank) is int for rank in ranks)
+    )
     step = ranks[1] - ranks[0] if whole and len(ranks) > 1 else 1
     if not whole or not ranks or ranks[0] < 0 or step < 1:
         raise SpecError(f"ranks={ranks!r}: expected rising ranks from 0 on, such as range(4, 8)")

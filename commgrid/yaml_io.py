@@ -16,6 +16,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise SpecError(f"line {key.start_mark.line + 1}: a key must be a name")
             if key.value in seen:
                 line = key.start_mark.line + 1
                 raise SpecError(f"line {line}: key {key.value!r} is given twice; keep one")

@@ -127,7 +127,8 @@ def read_text(path: str | None, seq_len: int) -> Tensor:
         except OSError as error:
             raise SystemExit(f"--data {path}: {error}") from error
     if len(raw) < seq_len + 2:
-        raise SystemExit(f"--data {path}: {len(raw)} bytes are less than --seq-len + 2")
+        source = f"--data {path}" if path else "the default text"
+        raise SystemExit(f"{source}: {len(raw)} bytes are less than --seq-len + 2 = {seq_len + 2}")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
@@ -217,23 +218,35 @@ def check(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
         raise SystemExit(f"--hidden {args.hidden} is not a multiple of --heads {args.heads}")
 
 
+def positive(text: str) -> int:
+    """argparse's type of a count or size."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return int(text)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML with any of these flags, as batch_size: 32")
-    add("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
+    add("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
     add("--dp", type=int, default=-1, help="data-parallel size (default: what the ranks leave)")
-    add("--steps", type=int, default=200, help="optimizer steps (default 200)")
+    add("--steps", type=positive, default=200, help="optimizer steps (default 200)")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (default 0)")
-    add("--batch-size", type=int, default=16, help="sequences a step, over all ranks (default 16)")
-    add("--seq-len", type=int, default=64, help="bytes a sequence (default 64)")
-    add("--layers", type=int, default=4, help="transformer blocks (default 4)")
-    add("--hidden", type=int, default=128, help="model width (default 128)")
-    add("--heads", type=int, default=8, help="attention heads (default 8)")
+    add(
+        "--batch-size",
+        type=positive,
+        default=16,
+        help="sequences a step, in all (default 16)",
+    )
+    add("--seq-len", type=positive, default=64, help="bytes a sequence (default 64)")
+    add("--layers", type=positive, default=4, help="transformer blocks (default 4)")
+    add("--hidden", type=positive, default=128, help="model width (default 128)")
+    add("--heads", type=positive, default=8, help="attention heads (default 8)")
     add("--lr", type=float, default=2e-3, help="AdamW's learning rate (default 2e-3)")
-    add("--warmup", type=int, default=20, help="steps over which it rises (default 20)")
+    add("--warmup", type=positive, default=20, help="steps over which it rises (default 20)")
     add("--dtype", choices=list(DTYPES), default="fp32", help="of weights (default fp32)")
     add("--data", metavar="FILE", help="text to train on (default: Python's documentation)")
     add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss, grad_norm, …")
@@ -256,11 +269,11 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if key not in known or key in ("config", "help"):
             parser.error(f"--config {path}: unknown key {key!r}{nearest(str(key), known)}")
         action = known[key]
-        kind = action.type or str
-        fits = isinstance(value, int | float) if kind is float else type(value) is kind
-        if not fits or (action.choices and value not in action.choices):
-            wanted = action.choices or getattr(kind, "__name__", kind)
-            parser.error(f"--config {path}: {key}: {value!r}: expected {wanted}")
+        try:
+            # As if it had been typed; YAML reads 2e-3 as a string, and so does the command line.
+            given[key] = parser._get_values(action, [str(value)])
+        except argparse.ArgumentError as error:
+            parser.error(f"--config {path}: {key}: {value!r}: {error.message}")
     return given
 
 

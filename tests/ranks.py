@@ -6,10 +6,12 @@ spawning takes; with CUDA they are spawned, since CUDA does not survive a fork.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
@@ -32,10 +34,12 @@ class RanksFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on loopback that nobody listens on, below those the kernel gives to clients."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port between 20000 and 32000")
 
 
 def run_on_ranks(

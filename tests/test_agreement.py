@@ -102,7 +102,7 @@ def test_a_failure_wakes_those_who_wait() -> None:
     def failing(rank: int, store: CountingStore) -> float:
         made = meeting(store, rank, 4)
         if rank == 2:
-            made.fail("created", ValueError("out of sockets"))
+            made.give_up("created", ValueError("out of sockets"))
             return 0.0
         made.meet("created")
         raise AssertionError("not reached")
@@ -144,3 +144,25 @@ def test_descriptions() -> None:
         "ranks disagree: a.b is 1 on rank 0 and 2 on ranks 1-2; "
         "c is 'not given' on rank 0 and 3 on ranks 1-2; give every rank the same"
     )
+
+
+def test_an_old_mismatch_is_not_reported_for_a_new_absence() -> None:
+    def again(rank: int, store: CountingStore) -> list[str]:
+        with pytest.raises(GridMismatchError):
+            meeting(store, rank, 3, tp=1 if rank < 2 else 2)
+        if rank == 2:
+            return []
+        with pytest.raises(PeerTimeoutError, match="rank 2 did not arrive") as caught:
+            meeting(store, rank, 3, seconds=1.0, tp=1)
+        return [str(caught.value)]
+
+    assert all(isinstance(found, list) for found in on_threads(3, again))
+
+
+def test_rows_in_another_order_are_said_to_be() -> None:
+    def ordered(rank: int, store: CountingStore) -> Meeting:
+        groups = {"a": "tp", "b": "dp"} if rank else {"b": "dp", "a": "tp"}
+        return meeting(store, rank, 2, groups=groups)
+
+    for error in on_threads(2, ordered):
+        assert "the rows of groups come in different orders" in str(error)

@@ -182,6 +182,21 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: dictionary(ranks={"from": 4}),
         r"ranks=\{'from': 4\}: expected integers",
     ),
+    "ranks no numbers": (lambda: build(ranks=[0, 1, "a"]), r"ranks=\[0, 1, 'a'\]: expected"),  # type: ignore[list-item]
+    "ranks do not match": (
+        lambda: GridSpec.from_dict({"axes": {"tp": 2, "dp": 2}, "ranks": {"stop": 8}}),
+        r"ranks=0 to 7: 8 ranks, but the sizes make 4",
+    ),
+    "create nothing": (lambda: build(create=None), r"create=None: expected all, or a list"),  # type: ignore[arg-type]
+    "create number": (lambda: dictionary(create=5), r"create=5: expected all, or a list"),
+    "connect what is not created": (
+        lambda: build(create=["tp"], connect=["dp"]),
+        r"connect: group 'dp' is not created",
+    ),
+    "timeout without end": (
+        lambda: table(dp={"timeout": float("inf")}),
+        r"groups\.dp\.timeout=inf: expected seconds",
+    ),
     "world_size": (lambda: build().resolve(0), r"world_size=0: expected a positive integer"),
     "plan of an open spec": (lambda: GroupPlan.for_rank(build(), 0), r"open sizes \(-1\); call"),
 }
@@ -199,6 +214,7 @@ YAML: Mapping[str, tuple[str, str]] = {
     "not yaml": ("axes: {tp: 2", "not plain YAML"),
     "a list": ("- tp", "expected a mapping such as .* found list"),
     "nothing": ("", "found nothing"),
+    "key no name": ("? [tp, cp]\n: 2", "line 1: a key must be a name"),
     "key twice": ("axes: {tp: 2, tp: 4}", "line 1: key 'tp' is given twice"),
     "unknown key": ("axis: {tp: 2}", "axis: unknown key.*did you mean 'axes'"),
 }

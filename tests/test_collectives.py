@@ -56,6 +56,9 @@ def plain() -> None:
     for source in range(4):
         assert torch.equal(broadcast(mine, "tp", source=source), every[source])
     barrier("tp")
+    scalars = all_gather(torch.tensor(float(me)), "tp")
+    assert torch.equal(scalars, torch.arange(4.0))
+    assert all_gather(torch.tensor(1.0), "pp").shape == (1,)
     # A transposed view is no contiguous memory; a group of one communicates nothing.
     torch.testing.assert_close(all_reduce(mine.t(), grid.get_group("tp")), stacked.sum(0).t())
     for alone in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast):

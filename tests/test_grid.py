@@ -142,6 +142,9 @@ def test_get_before_initialize() -> None:
         ({"config": {"axes": {"dp": 1}}, "dp_shard": 2}, r"dp_shard=2 beside config"),
         ({"config": "nowhere.yaml"}, r"nowhere\.yaml: there is no such file"),
         ({"tp": 2}, r"tp=2 · cp=1 · pp=1 = 2 does not divide 1 ranks"),
+        ({"timout": 3}, r"timout=3: neither an argument .*did you mean 'timeout'\?"),
+        ({"startup_timeout": None}, r"startup_timeout=None: expected seconds above 0"),
+        ({"startup_timeout": float("inf")}, r"startup_timeout=inf: expected seconds"),
         ({"timeout": -1}, r"timeout=-1: expected seconds above 0"),
         ({"startup_timeout": "60"}, r"startup_timeout='60': expected seconds"),
     ],
@@ -325,8 +328,11 @@ def test_options_reach_torch_and_world_keeps_its_own() -> None:
 
 def test_an_unknown_backend_is_named() -> None:
     def wrong() -> None:
-        with pytest.raises(SpecError, match=r"backend='glo': torch has no .*did you mean 'gloo'\?"):
+        with pytest.raises(SpecError, match=r"backend='glo': there is no .*did you mean 'gloo'\?"):
             commgrid.initialize(backend="glo")
+        for backend in ("mpi", "fake", "gpu:gloo", "cpu:gloo,cpu:gloo"):
+            with pytest.raises(SpecError, match=rf"backend='{backend}': "):
+                commgrid.initialize(backend=backend)
         with pytest.raises(SpecError, match=r"groups\.dp\.backend='nccl': .*without NCCL"):
             commgrid.initialize(groups={"dp": {"backend": "nccl"}})
         assert not commgrid.is_initialized()
@@ -348,6 +354,35 @@ def bound() -> None:
 
 def test_world_bound_to_a_device() -> None:
     run_on_ranks(bound, 4)
+
+
+def test_hsdp_live() -> None:
+    def hsdp() -> None:
+        grid = commgrid.initialize(tp=2, dp_replicate=2)
+        check_sums(grid)
+        assert grid.get_group("dp") is grid.get_group("dp_shard", "dp_replicate")
+        assert grid.size("dp") == 4
+        for dp in range(4):
+            assert grid.select(dp=dp).ranks == (2 * dp, 2 * dp + 1)
+        assert grid.select(dp_shard=1).ranks == (2, 3, 6, 7)
+        part = grid.select(tp=0)
+        if part.is_member:
+            assert part.get_group() is grid.get_group("dp")
+
+    run_on_ranks(hsdp, 8)
+
+
+def test_only_what_create_lists_exists() -> None:
+    def some() -> None:
+        grid = commgrid.initialize(tp=2, create=["dp_cp", "tp"], connect=["tp"])
+        assert set(grid.group_names) == {"tp", "dp_cp"}
+        assert grid.size("dp") == 2  # arithmetic knows every name
+        for call in (grid.get_group, grid.is_member):
+            with pytest.raises(UnknownGroupError, match="was not created; add it to create="):
+                call("dp")
+        check_sums(grid)
+
+    run_on_ranks(some, 4)
 
 
 def test_share_all_holds_one_communicator_a_rank_set() -> None:

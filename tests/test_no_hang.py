@@ -207,3 +207,55 @@ def test_an_initialize_that_fails_half_way_leaves_nothing() -> None:
         assert issubclass(kind, CommGridError)
         assert "injected" in message, message
         assert took < STARTUP + 1
+
+
+def lost(rank: int) -> Any:
+    """Rank 3 falls silent after all have agreed, while groups are being made."""
+    from commgrid import _dist
+
+    create = _dist.create_group
+
+    def creating(*args: Any, **kwargs: Any) -> Any:
+        if rank == 3:
+            time.sleep(STARTUP + 3)
+            raise KeyboardInterrupt
+        return create(*args, **kwargs)
+
+    _dist.create_group = creating
+    try:
+        return attempt({"tp": 2}, {}, -1, rank)
+    except KeyboardInterrupt:
+        return None
+
+
+def test_a_rank_that_is_lost_half_way_is_the_one_that_is_named() -> None:
+    found = run_on_ranks(lost, 4, per_rank=[(rank,) for rank in range(4)], timeout=40)
+    assert found[3] is None
+    for kind, message, took in found[:3]:
+        assert kind is PeerTimeoutError
+        _assert_matches(r": rank 3 did not get as far as 'created' within startup_timeout", message)
+        assert took < STARTUP + 1.5
+
+
+def interrupted(rank: int) -> Any:
+    """Ctrl-C while waiting, then a second try: the rank is not counted twice."""
+    from commgrid import agreement
+
+    if rank == 0:
+        wait = agreement.Meeting._wait
+
+        def pressed(*args: Any) -> bool:
+            agreement.Meeting._wait = wait  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        agreement.Meeting._wait = pressed  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            commgrid.initialize(tp=2)
+    else:
+        time.sleep(0.5)  # while rank 0 has given up and tries again
+    return commgrid.initialize(tp=2, startup_timeout=10).get_ranks("tp")
+
+
+def test_ctrl_c_and_a_second_try() -> None:
+    found = run_on_ranks(interrupted, 2, per_rank=[(0,), (1,)], timeout=40)
+    assert found == [(0, 1), (0, 1)]

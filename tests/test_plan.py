@@ -347,3 +347,26 @@ def _seconds(call: object) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
+
+
+@pytest.mark.parametrize("share", ["region", "all", "none"])
+def test_rows_made_of_an_own_group_have_their_own_ranks_and_options(share: str) -> None:
+    groups = {
+        "a": {"of": "pp", "own": True}, "alias": "a", "ends": {"of": "a", "pick": [0, "last"]},
+        "halves": {"of": "a", "split": {"x": 2, "y": 2}}, "slow": {"of": "a", "timeout": 5},
+    }  # fmt: skip
+    spec = GridSpec.build(pp=4, share=share, groups=groups).resolve(4)
+    plan = GroupPlan.for_rank(spec, 0)
+    by_name = {name: c for c in plan.communicators for name in c.names}
+    assert by_name["alias"] is by_name["a"]
+    assert by_name["ends"].ranks == (0, 3)
+    assert by_name["x"].ranks == (0, 2)
+    assert by_name["y"].ranks == (0, 1)
+    assert by_name["slow"].options.timeout == 5.0
+    check_whole(spec)
+
+
+def test_a_spec_of_some_ranks_resolves_to_itself() -> None:
+    spec = GridSpec.build(tp=2, ranks=range(4)).resolve(8)
+    assert spec.resolve(8) == spec == GridSpec.from_dict(spec.to_dict())
+    assert spec.rank_range == range(4)

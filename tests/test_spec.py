@@ -49,7 +49,7 @@ def specs() -> list[GridSpec]:
         GridSpec.build(tp=2, ep=4),
         GridSpec.build(tp=2, ep=4, etp=1, share="all", connect="none"),
         GridSpec.build(tp=2, ep=4).resolve(8),
-        GridSpec.build(dp_replicate=2, tp=2, connect=["dp", "tp"], create=["dp_cp", "tp"]),
+        GridSpec.build(dp_replicate=2, tp=2, connect=["dp_cp"], create=["dp_cp", "tp"]),
         GridSpec.build(tp=2).resolve(ranks=range(8, 24, 2)),
         GridSpec.build(x=3, y=2, dp=2, order="x-y-dp"),
         GridSpec.from_dict({"axes": {"node": 2, "gpu": -1}, "order": "gpu-node"}),

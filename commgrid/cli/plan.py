@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from commgrid.cli.grid_options import add_grid_options, read_spec, resolve
-from commgrid.plan import GroupPlan
+from commgrid.plan import GroupPlan, PlannedCommunicator
 from commgrid.spec import GridSpec
 
 NCCL_GB = (0.4, 0.7)
@@ -36,14 +36,12 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     spec = resolve(read_spec(args), args.world_size)
-    plan = GroupPlan.for_rank(spec, spec.rank_range[0])
-    print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
+    print(json.dumps(as_json(spec), indent=2) if args.json else as_text(spec))
     return 0
 
 
-def as_json(plan: GroupPlan) -> dict[str, Any]:
-    """The plan for machines; `ranks` are those of the grid's first rank."""
-    spec = plan.spec
+def as_json(spec: GridSpec) -> dict[str, Any]:
+    """The plan for machines."""
     sizes = _group_sizes(spec)
     held, connecting = _counts(spec)
     return {
@@ -56,7 +54,7 @@ def as_json(plan: GroupPlan) -> dict[str, Any]:
         "communicators": [
             {"names": list(c.names), "size": c.size, "connect": c.connect,
              "options": c.options.to_dict()}
-            for c in plan.communicators
+            for c in _kinds(spec)
         ],
         "per_rank": {"communicators": held, "connect": connecting},
         "nccl_gb": [connecting * gb for gb in NCCL_GB],
@@ -67,16 +65,15 @@ def as_json(plan: GroupPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def as_text(plan: GroupPlan) -> str:
+def as_text(spec: GridSpec) -> str:
     """The plan as a table a person reads, with the cost below it."""
-    spec = plan.spec
     lines = [f"{spec.world_size:,} ranks"]
     for region in spec.regions:
         axes = " · ".join(f"{axis} {size}" for axis, size in region.numbers)
         lines.append(f"  {region.name:7} {axes}   (fastest first)")
     lines += ["", f"  {'size':>7} {'groups':>8}  {'starts':<9} names of one communicator"]
-    small = [c for c in plan.communicators if c.size == 1]
-    for communicator in plan.communicators:
+    small = [c for c in _kinds(spec) if c.size == 1]
+    for communicator in _kinds(spec):
         if communicator.size > 1:
             count = _group_count(spec, communicator.name, communicator.size)
             when = "connects" if communicator.connect else "first use"
@@ -111,19 +108,41 @@ def _show(choice: str | tuple[str, ...]) -> str:
     return choice if isinstance(choice, str) else ",".join(choice)
 
 
+def _plans(spec: GridSpec) -> list[GroupPlan]:
+    """Plans of the first rank and, since picks leave ranks out, of one rank for each position."""
+    ranks = {spec.rank_range[0]}
+    for definition in spec.definitions.values():
+        if definition.pick:
+            ranks.update(definition.ranks(spec.layout(definition.region), spec.rank_range[0]))
+    return [GroupPlan.for_rank(spec, rank) for rank in sorted(ranks)]
+
+
+def _kinds(spec: GridSpec) -> list[PlannedCommunicator]:
+    """One communicator of each kind that any rank holds, in creation order."""
+    found: dict[str, PlannedCommunicator] = {}
+    for plan in _plans(spec):
+        for communicator in plan.communicators:
+            found.setdefault(communicator.name, communicator)
+    order = list(spec.definitions)
+    return sorted(found.values(), key=lambda c: order.index(c.name))
+
+
 def _counts(spec: GridSpec) -> tuple[int, int]:
-    """Communicators of the rank that holds most (the first is in every pick), and connecting."""
-    plan = GroupPlan.for_rank(spec, spec.rank_range[0])
-    return len(plan.communicators), sum(c.connect for c in plan.communicators)
+    """Communicators of the rank that holds most, and how many of its connect."""
+    counts = [
+        (len(plan.communicators), sum(c.connect for c in plan.communicators))
+        for plan in _plans(spec)
+    ]
+    return max(counts)
 
 
 def _savings(spec: GridSpec) -> list[tuple[str, int, int]]:
     """Changes of create, connect and share that save something, most first, with their counts."""
-    axes = tuple(axis for region in spec.regions for axis in region.axes)
+    axes = tuple(dict.fromkeys(axis for region in spec.regions for axis in region.axes))
     other: dict[str, GridSpec] = {
         "connect=none": replace(spec, connect="none"),
         "share=all": replace(spec, share="all"),
-        "create=" + ",".join(dict.fromkeys(axes)): replace(spec, create=tuple(dict.fromkeys(axes))),
+        f"create={','.join(axes)}": replace(spec, create=axes, connect="axes"),
     }
     held, connecting = _counts(spec)
     counted = [(change, *_counts(tried)) for change, tried in other.items()]

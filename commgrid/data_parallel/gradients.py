@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from commgrid.grid import HyperCommGrid
 
 
+_ZERO = torch.zeros((), dtype=torch.float64)
+
+
 def average_gradients(
     parameters: Iterable[nn.Parameter],
     group: Group = "dp_cp",
@@ -79,10 +82,12 @@ def gradient_norm(model: nn.Module) -> Tensor:
     squares: dict[ProcessGroup | None, Tensor] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
-            square = torch.linalg.vector_norm(parameter.grad).double().square()
+            gradient = parameter.grad
+            exact = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
+            square = torch.linalg.vector_norm(gradient, dtype=exact).double().square()
             group = sharded.get(id(parameter))
             squares[group] = squares[group] + square if group in squares else square
     for group, square in squares.items():
         if group is not None and group.size() > 1:
             dist.all_reduce(square, group=group)
-    return torch.stack(list(squares.values())).sum().sqrt() if squares else torch.zeros(())
+    return torch.stack(list(squares.values())).sum().sqrt() if squares else _ZERO.clone()

@@ -70,6 +70,18 @@ def test_plan_counts_picked_groups(capsys: pytest.CaptureFixture[str], tmp_path:
     assert found["groups"]["embedding"] == {"size": 2, "count": 4}
 
 
+def test_plan_shows_what_only_other_ranks_hold(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "grid.yaml"
+    rows = "{tail: {of: pp, pick: [last], own: true}, mid: {of: pp, pick: [1, 2]}}"
+    path.write_text(f"axes: {{pp: 4, dp: 2}}\ngroups: {rows}")
+    found = json.loads(output(capsys, "plan", str(path), "--json"))
+    names = [name for row in found["communicators"] for name in row["names"]]
+    assert {"tail", "mid"} <= set(names)
+    assert found["per_rank"] == {"communicators": 5, "connect": 3}
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

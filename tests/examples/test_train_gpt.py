@@ -77,7 +77,7 @@ def test_bare_python_is_a_world_of_one(tmp_path: Path) -> None:
         (["--config", "nowhere.yaml"], "--config nowhere.yaml"),
         (["--hidden", "100"], "--hidden 100 is not a multiple of --heads 8"),
         (["--data", "nowhere.txt"], "--data nowhere.txt: "),
-        (["--data", "/dev/null"], "0 bytes are less than --seq-len + 2"),
+        (["--data", "/dev/null"], "0 bytes are less than --seq-len + 2 = 66"),
     ],
 )
 def test_wrong_flags_are_named(arguments: list[str], said: str) -> None:
@@ -93,8 +93,10 @@ def test_wrong_flags_are_named(arguments: list[str], said: str) -> None:
     ("text", "said"),
     [
         ("tpp: 2", "unknown key 'tpp'; did you mean 'tp'?"),
-        ("tp: two", "tp: 'two': expected int"),
-        ("dtype: fp8", "dtype: 'fp8': expected"),
+        ("tp: two", "tp: 'two': invalid positive value"),
+        ("dtype: fp8", "dtype: 'fp8': invalid choice"),
+        ("steps: 0", "steps: 0: 0: expected 1 or more"),
+        ("batch_size: 2.5", "batch_size: 2.5: invalid positive value"),
         ("- tp", "expected a mapping of flags"),
     ],
 )
@@ -110,6 +112,6 @@ def test_wrong_config_is_named(
 
 def test_flags_go_before_the_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("tp: 2\nsteps: 7")
+    path.write_text("tp: 2\nsteps: 7\nlr: 2e-3")
     args = load().parse(["--config", str(path), "--steps", "3"])
-    assert (args.tp, args.steps) == (2, 3)
+    assert (args.tp, args.steps, args.lr) == (2, 3, 0.002)

@@ -136,6 +136,19 @@ def kept() -> None:
         pickle.dumps(bare)
 
 
+def unregistered() -> None:
+    grid = commgrid.HyperCommGrid(commgrid.GridSpec.build(tp=2))
+    layer = ColumnParallelLinear(4, 8, grid=grid)
+    assert copy.deepcopy(layer)(torch.ones(1, 4)).shape == (1, 4)
+    with pytest.raises(CommGridError, match="a grid 'default' that is not in the registry"):
+        pickle.dumps(layer)
+    grid.destroy()
+
+
+def test_a_layer_of_an_unregistered_grid_is_not_pickled() -> None:
+    run_on_ranks(unregistered, 2)
+
+
 def test_layers_copy_pickle_and_outlive_a_grid() -> None:
     run_on_ranks(kept, 4)
 
