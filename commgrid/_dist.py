@@ -27,6 +27,7 @@ from commgrid.launch import Launch
 from commgrid.names import nearest
 
 FAKE = "fake"
+_STORE_TIMEOUT = timedelta(minutes=5)  # torch's own, for whoever uses the store after the start
 
 
 def is_initialized() -> bool:
@@ -67,27 +68,35 @@ def connect_store(launch: Launch, timeout: float) -> Any:
     if launch.address is None:
         return HashStore()
     deadline = time.monotonic() + timeout
+    where = f"{launch.address}:{launch.port}"
     if not launch.hosts_store and not _is_served(launch.address, launch.port, deadline):
         raise PeerTimeoutError(
-            f"nobody serves the store at {launch.address}:{launch.port} within "
-            f"startup_timeout={timeout:.0f} s; is rank 0's process, or the launcher there, "
-            "running and reachable?"
+            f"nobody serves the store at {where} within startup_timeout={timeout:.0f} s; is rank "
+            "0's process, or the launcher there, running and reachable?"
         )
-    try:
-        store = TCPStore(
-            launch.address,
-            launch.port,
-            is_master=launch.hosts_store,
-            # torch's client may take twice what it is given.
-            timeout=timedelta(seconds=max((deadline - time.monotonic()) / 2, 1)),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except RuntimeError as error:
-        raise PeerTimeoutError(
-            f"the store at {launch.address}:{launch.port} cannot be "
-            f"{'served' if launch.hosts_store else 'reached'}: {str(error).splitlines()[0]}"
-        ) from error
+    # A first connection can get lost where many ranks connect at once: short tries, then longer.
+    patience = 1.0
+    while True:
+        limit = min(patience, max(deadline - time.monotonic(), 0.1))
+        try:
+            store = TCPStore(
+                launch.address,
+                launch.port,
+                is_master=launch.hosts_store,
+                timeout=timedelta(seconds=limit),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            break
+        except RuntimeError as error:
+            final = launch.hosts_store and "in use" in str(error)
+            if final or time.monotonic() + limit > deadline:
+                raise PeerTimeoutError(
+                    f"the store at {where} cannot be {'served' if final else 'reached'} within "
+                    f"startup_timeout={timeout:.0f} s: {str(error).splitlines()[0]}"
+                ) from error
+            patience *= 2
+    store.set_timeout(_STORE_TIMEOUT)
     # A launcher that restarts its workers keeps the store, with the keys of the attempt before.
     return PrefixStore(f"commgrid/attempt_{launch.attempt}", store)
 
@@ -95,7 +104,7 @@ def connect_store(launch: Launch, timeout: float) -> Any:
 def _is_served(address: str, port: int, deadline: float) -> bool:
     """Waits until something listens there; torch's own client keeps trying past its timeout."""
     while True:
-        patience = max(deadline - time.monotonic(), 0.1)
+        patience = min(1.0, max(deadline - time.monotonic(), 0.1))
         try:
             with socket.create_connection((address, port), patience) as probe:
                 # Trying a port nobody listens on, a socket can get that very port and meet itself.
@@ -171,6 +180,10 @@ def create_group(
     parsed = c10d.Backend(chosen)
     seconds = timeout if options.timeout is None else options.timeout
     limit = c10d._get_default_timeout(parsed) if seconds is None else timedelta(seconds=seconds)
+    kinds = set(c10d.BackendConfig(parsed).get_device_backend_map().values())
+    # gloo connects while it is created; a member that never comes must not hold the others
+    # for as long as a collective may take.
+    meeting_limit = timedelta(seconds=startup_timeout) if "gloo" in kinds else limit
     with _unbound(world):
         made, _ = c10d._new_process_group_helper(
             len(members),
@@ -179,15 +192,13 @@ def create_group(
             parsed,
             world_store(),
             c10d.GroupName(name),
-            backend_options=_nccl_options(chosen, options),
-            # gloo connects while it is created; a member that never comes must not hold
-            # the others for as long as a collective may take.
-            timeout=timedelta(seconds=startup_timeout) if "gloo" in chosen else limit,
+            backend_options=_nccl_options(options, meeting_limit) if "nccl" in kinds else None,
+            timeout=meeting_limit,
             group_desc=description,
         )
     group: dist.ProcessGroup = made
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
-    if "gloo" in chosen:
+    if meeting_limit != limit:
         c10d._set_pg_timeout(limit, group)
     return group
 
@@ -221,11 +232,12 @@ def check_backend(key: str, backend: str | None) -> None:
         raise SpecError(f"{key}={backend!r}: expected each device once, as in cpu:gloo,cuda:nccl")
 
 
-def _nccl_options(backend: str, options: GroupOptions) -> Any:
-    """torch's options for NCCL; None where the group has no NCCL or nothing is asked of it."""
-    if not options.nccl or not dist.is_nccl_available() or backend in (FAKE, "gloo"):
+def _nccl_options(options: GroupOptions, timeout: timedelta) -> Any:
+    """torch's options for NCCL; None where nothing is asked of it."""
+    if not options.nccl or not dist.is_nccl_available():
         return None
     made = dist.ProcessGroupNCCL.Options()
+    made._timeout = timeout  # torch warns where this and its argument differ
     for key, value in options.nccl:
         target = made if key == "is_high_priority_stream" else made.config
         if not hasattr(target, key):

@@ -66,7 +66,6 @@ class Registry:
         if self.store is None or launch != self.launch:
             self.store = _dist.connect_store(launch, max(deadline - time.monotonic(), 0.01))
             self.launch = launch
-            atexit.register(self.leave)
         meeting = Meeting(
             self.store,
             name="WORLD",
@@ -86,6 +85,8 @@ class Registry:
                 raise cause from error
             raise
         self.started_world = True
+        atexit.unregister(self.leave)  # once is enough, however often the world is started
+        atexit.register(self.leave)
 
     def stop_world(self) -> None:
         """Ends the torch.distributed that commgrid started."""

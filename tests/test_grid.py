@@ -195,7 +195,8 @@ def test_user_started_world_of_its_own_backend() -> None:
         commgrid.shutdown()
         assert dist.is_initialized()  # the user's, not ours to end
 
-    run_on_ranks(on_top, 4, init="cpu:gloo")
+    for backend in ("cpu:gloo", "undefined"):  # the latter is what no backend= at all becomes
+        run_on_ranks(on_top, 4, init=backend)
 
 
 def fake_world(world: int, rank: int) -> int:
