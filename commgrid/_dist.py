@@ -8,7 +8,6 @@ goes through the function beneath it. Everything that is not public torch stands
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -311,10 +310,6 @@ def gather_ranks(
     work = dist.all_gather(heard, mine, group=group, async_op=True)
     assert work is not None  # only non-members get None
     return work, heard
-
-
-def environment() -> dict[str, str]:
-    return dict(os.environ)
 
 
 def group_count() -> int:

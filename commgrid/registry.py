@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -62,7 +63,7 @@ class Registry:
         """Starts torch.distributed from the launcher's variables, once all ranks are there."""
         chosen = backend or _dist.default_backend()
         _dist.check_backend("backend", chosen)
-        launch = Launch.from_environment(_dist.environment())
+        launch = Launch.from_environment(os.environ)
         if self.store is None or launch != self.launch:
             self.store = _dist.connect_store(launch, max(deadline - time.monotonic(), 0.01))
             self.launch = launch
@@ -197,7 +198,7 @@ def initialize(
     starts_world = not _dist.is_initialized()
     if starts_world:
         # A spec that cannot fit is this rank's own error, before it meets anybody.
-        launch = Launch.from_environment(_dist.environment())
+        launch = Launch.from_environment(os.environ)
         GroupPlan.for_rank(spec.resolve(launch.world_size), launch.rank)
         _registry.start_world(backend, deadline)
     try:

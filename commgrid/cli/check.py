@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from commgrid.cli.grid_options import add_grid_options, read_spec
+from commgrid.cli.grid_options import add_command, read_spec
 
 _EXAMPLES = """examples:
   torchrun --standalone --nproc-per-node 8 -m commgrid check --tp 2 --pp 2
@@ -19,19 +19,23 @@ a communicator with other members, which the message names.
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "check", help="under torchrun or srun: start the grid and try every communicator",
+    parser = add_command(
+        commands,
+        "check",
+        summary="under torchrun or srun: start the grid and try every communicator",
         description="Starts the grid on real ranks and runs a collective on every communicator.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    add_grid_options(parser, world_size=False)
+        examples=_EXAMPLES,
+        run=run,
+        world_size=False,
+    )
     parser.add_argument("--backend", help="gloo, nccl, … (default: NCCL where there is CUDA)")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S",
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
         help="seconds for start-up, and for each communicator (default 60)",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
-    parser.set_defaults(run=run)
+    )
 
 
 def run(args: argparse.Namespace) -> int:

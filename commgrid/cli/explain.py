@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from commgrid.cli.grid_options import add_grid_options, read_spec, resolve
+from commgrid.cli.grid_options import add_command, read_spec, resolve
 from commgrid.errors import SpecError
 from commgrid.plan import GroupPlan, Ranks
 
@@ -18,15 +18,15 @@ _SHOWN = 12  # ranks of a group that a line shows
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "explain", help="one rank's coordinate, and its peers in every group",
+    parser = add_command(
+        commands,
+        "explain",
+        summary="one rank's coordinate, and its peers in every group",
         description="Shows one rank's coordinate and the ranks it shares each group with.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    add_grid_options(parser)
+        examples=_EXAMPLES,
+        run=run,
+    )
     parser.add_argument("--rank", required=True, metavar="R", help="the global rank")
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from commgrid.errors import SpecError
@@ -18,6 +19,30 @@ _SIZES = {
     "dp_replicate": "HSDP's replicas; stands in for dp together with --dp-shard",
     "dp_shard": "HSDP's shards",
 }
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    *,
+    summary: str,
+    description: str,
+    examples: str,
+    run: Callable[[argparse.Namespace], int],
+    world_size: bool = True,
+) -> argparse.ArgumentParser:
+    """Adds a command on a grid: its help, the grid's flags, and `--json`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_grid_options(parser, world_size=world_size)
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True) -> None:

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from commgrid.cli.grid_options import add_grid_options, read_spec, resolve
+from commgrid.cli.grid_options import add_command, read_spec, resolve
 from commgrid.plan import GroupPlan, PlannedCommunicator
 from commgrid.spec import GridSpec
 
@@ -24,14 +24,14 @@ Nothing is started and torch is not needed: any number of ranks plans in millise
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan", help="groups, sizes, communicators, and what start-up will cost",
+    add_command(
+        commands,
+        "plan",
+        summary="groups, sizes, communicators, and what start-up will cost",
         description="Shows the groups of a grid, the communicators one rank holds, and their cost.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    add_grid_options(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
-    parser.set_defaults(run=run)
+        examples=_EXAMPLES,
+        run=run,
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -91,7 +91,7 @@ def test_a_group_of_one_costs_no_device_memory() -> None:
         assert found["groups of one"] < 1.0
 
 
-def options() -> None:
+def options() -> int:
     groups = {
         "dp": {"timeout": 77, "nccl": {"max_ctas": 4, "is_high_priority_stream": True}},
         "ag": {"of": "dp", "own": True},
@@ -104,10 +104,11 @@ def options() -> None:
             assert made.config.max_ctas == ctas
             assert made.is_high_priority_stream
     check_sums(grid)
+    return len(grid.communicators)
 
 
 def test_options_and_timeouts_reach_nccl() -> None:
-    on_gpus(options, 2)
+    assert on_gpus(options, 2) == [4, 4]  # dp, ag, dp_tp and the one of size 1
 
 
 def trained(path: str, rank: int) -> None:
@@ -126,14 +127,15 @@ def test_train_gpt_in_bf16(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def over_gloo() -> None:
+def over_gloo() -> set[str]:
     """Where NCCL cannot have several ranks on one GPU, gloo carries CUDA tensors."""
     grid = commgrid.initialize(tp=2, backend="gloo", name="gloo")
     check_sums(grid)
+    return {communicator.backend for communicator in grid.communicators}
 
 
 def test_cuda_tensors_over_gloo() -> None:
-    on_gpus(over_gloo, 4)
+    assert on_gpus(over_gloo, 4) == [{"gloo"}] * 4
 
 
 def repeated() -> float:
