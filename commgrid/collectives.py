@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from commgrid.async_collectives import share, start_all_gather, start_reduce_scatter
 from commgrid.errors import ShapeError
 from commgrid.group_ref import GroupRef
 from commgrid.registry import get_grid
@@ -47,11 +48,6 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
-
-# torch 2.13 renames these two and warns of the old names; 2.11 has only the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def resolve(group: Group, grid: HyperCommGrid | None = None) -> ProcessGroup:
     """The communicator that `group` means."""
@@ -116,7 +112,7 @@ def all_to_all(
     """
     members = resolve(group, grid)
     if send is None:
-        _share(tensor, members, 0)
+        share(tensor, members, 0)
     elif len(send) != members.size() or sum(send) != tensor.shape[0]:
         raise ShapeError(
             f"send={list(send)} does not share the {tensor.shape[0]} rows of shape "
@@ -246,32 +242,16 @@ def _sum(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _slice(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    share = _share(tensor, group, dim)
-    return tensor.narrow(dim, group.rank() * share, share).contiguous()
+    size = share(tensor, group, dim)
+    return tensor.narrow(dim, group.rank() * size, size).contiguous()
 
 
 def _gather(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    parts = tensor.new_empty((group.size(), *tensor.shape))
-    _all_gather_single(parts.flatten(0, 1), tensor.contiguous(), group)
-    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+    return start_all_gather(tensor, group, dim).wait()
 
 
 def _reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    share = _share(tensor, group, dim)
-    parts = tensor if dim == 0 else torch.cat(torch.split(tensor, share, dim))
-    summed = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
-    _reduce_scatter_single(summed, parts.contiguous(), group=group)
-    return summed
-
-
-def _share(tensor: Tensor, group: ProcessGroup, dim: int) -> int:
-    """How much of `dim` each rank gets."""
-    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % group.size():
-        raise ShapeError(
-            f"dim {dim} of a tensor of shape {tuple(tensor.shape)} cannot be shared equally among "
-            f"the {group.size()} ranks of {_name(group)}"
-        )
-    return tensor.shape[dim] // group.size()
+    return start_reduce_scatter(tensor, group, dim).wait()
 
 
 def _name(group: ProcessGroup) -> str:

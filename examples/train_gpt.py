@@ -1,10 +1,12 @@
-"""Train a small byte-level GPT with tensor and data parallelism.
+"""Train a small byte-level GPT with tensor, sequence and data parallelism.
 
-    torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --tp 2
+    torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --tp 2 --sequence-parallel
     python examples/train_gpt.py --steps 20                  # one process, no launcher
 
 Every rank draws the same weights and the same batches from --seed, so the loss curve does
-not depend on --tp and --dp. The text is Python's own documentation, unless --data names a file.
+not depend on how the job is cut: not on --tp, --dp, --sequence-parallel, --zero1 or
+--grad-accum. (With --dropout it does, since ranks drop other elements.) The text is Python's own
+documentation, unless --data names a file.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib
 import json
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,88 +27,121 @@ import yaml
 from torch import Tensor, nn
 
 import commgrid
-from commgrid.collectives import all_reduce
-from commgrid.data_parallel import average_gradients, gradient_norm
+from commgrid.collectives import all_gather, all_reduce
+from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.names import nearest
+from commgrid.parameters import mark_parameters
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
+    QKVParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
     initialize_parameters,
+    set_random_seed,
+    sharded_rng,
+    vocab_parallel_cross_entropy,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 VOCABULARY = 256  # bytes
 
 
-# -- the model --------------------------------------------------------------------------
+# -- the model: activations are (sequence, batch, hidden) ----------------------------------
 
 
 class Attention(nn.Module):
     """Causal self-attention whose heads are shared out over the tp group."""
 
-    def __init__(self, hidden: int, heads: int, layers: int, dtype: torch.dtype) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.head_size = hidden // heads
-        init, last = weights(), weights(layers)
-        # Output features run (head, q/k/v, head_size), so that a slice holds whole heads.
-        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, init=init, dtype=dtype)
-        self.out = RowParallelLinear(hidden, hidden, init=last, dtype=dtype)
+        self.dropout = args.dropout
+        options = {"sequence_parallel": args.sequence_parallel, "dtype": DTYPES[args.dtype]}
+        self.qkv = QKVParallelLinear(
+            args.hidden, args.heads, num_kv_heads=args.kv_heads, init=weights(), **options
+        )
+        self.out = RowParallelLinear(args.hidden, args.hidden, init=weights(args.layers), **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2).unbind(3)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        q, k, v = (part.permute(1, 2, 0, 3) for part in self.qkv(x))
+        dropout = self.dropout if self.training else 0.0
+        with sharded_rng("tp") if dropout else nullcontext():  # each rank has other heads
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True
+            )
+        return self.out(y.permute(2, 0, 1, 3).flatten(2))
 
 
 class Block(nn.Module):
     """Attention and MLP, each a column-parallel layer and a row-parallel one."""
 
-    def __init__(self, hidden: int, heads: int, layers: int, dtype: torch.dtype) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(hidden, dtype=dtype)
-        self.attention = Attention(hidden, heads, layers, dtype)
-        self.norm2 = nn.LayerNorm(hidden, dtype=dtype)
-        self.up = ColumnParallelLinear(hidden, 4 * hidden, init=weights(), dtype=dtype)
-        self.down = RowParallelLinear(4 * hidden, hidden, init=weights(layers), dtype=dtype)
+        hidden, dtype = args.hidden, DTYPES[args.dtype]
+        options = {"sequence_parallel": args.sequence_parallel, "dtype": dtype}
+        self.norm1, self.norm2 = norm(args), norm(args)
+        self.attention = Attention(args)
+        self.up = ColumnParallelLinear(hidden, 4 * hidden, init=weights(), **options)
+        self.down = RowParallelLinear(4 * hidden, hidden, init=weights(args.layers), **options)
+        self.drop = Dropout(args)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.drop(self.attention(self.norm1(x)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-class Embedding(nn.Embedding):
+class Dropout(nn.Module):
+    """Dropout of what all tp ranks hold, or under sequence parallelism of this rank's slice."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.probability, self.sharded = args.dropout, args.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.probability:
+            return x
+        with sharded_rng("tp") if self.sharded else nullcontext():
+            return F.dropout(x, self.probability, self.training)
+
+
+class Positions(nn.Embedding):
     """nn.Embedding with GPT-2's initial scale."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
 
-class Head(nn.Linear):
-    """nn.Linear with GPT-2's initial scale."""
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-
-
 class GPT(nn.Module):
-    """GPT-2's shape over bytes; embeddings, norms and the head are equal on all ranks."""
+    """GPT-2's shape over bytes, its vocabulary, heads and MLP shared out over the tp group."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        hidden, dtype = args.hidden, DTYPES[args.dtype]
-        self.tokens = Embedding(VOCABULARY, hidden, dtype=dtype)
-        self.positions = Embedding(args.seq_len, hidden, dtype=dtype)
-        self.blocks = nn.ModuleList(
-            Block(hidden, args.heads, args.layers, dtype) for _ in range(args.layers)
-        )
-        self.norm = nn.LayerNorm(hidden, dtype=dtype)
-        self.head = Head(hidden, VOCABULARY, bias=False, dtype=dtype)
+        self.sequence_parallel = args.sequence_parallel
+        options = {"sequence_parallel": args.sequence_parallel, "dtype": DTYPES[args.dtype]}
+        self.tokens = VocabParallelEmbedding(VOCABULARY, args.hidden, init=weights(), **options)
+        self.positions = Positions(args.seq_len, args.hidden, dtype=DTYPES[args.dtype])
+        if args.sequence_parallel:  # each rank sees its slice of the sequence only
+            mark_parameters(self.positions, partial="tp")
+        self.drop = Dropout(args)
+        self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
+        self.norm = norm(args)
+        self.head = VocabParallelHead(args.hidden, VOCABULARY, init=weights(), **options)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        """Tokens (sequence, batch) to this rank's part of the logits (sequence, batch, part)."""
+        x = self.tokens(tokens)
+        first = commgrid.get_grid().get_local_rank("tp") * len(x) if self.sequence_parallel else 0
+        x = x + self.positions(torch.arange(first, first + len(x), device=x.device))[:, None]
+        x = self.drop(x)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def norm(args: argparse.Namespace) -> nn.LayerNorm:
+    """A LayerNorm; under sequence parallelism its gradients are partial sums over tp."""
+    made = nn.LayerNorm(args.hidden, dtype=DTYPES[args.dtype])
+    return mark_parameters(made, partial="tp") if args.sequence_parallel else made
 
 
 def weights(layers: int = 0) -> partial[Tensor]:
@@ -142,47 +178,69 @@ def global_batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
 # -- training ---------------------------------------------------------------------------
 
 
+class Trainer:
+    """Model, reducer and optimizer, and the steps they take together."""
+
+    def __init__(self, args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
+        self.args, self.grid = args, grid
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = GPT(args)
+        initialize_parameters(self.model, args.seed)
+        self.model.to(self.device)
+        set_random_seed(args.seed)  # of dropout: the same on the ranks of a tp group
+        self.reducer = GradientReducer(self.model, shard=args.zero1)
+        options: dict[str, Any] = {"lr": args.lr, "weight_decay": 0.01}
+        self.optimizer: torch.optim.Optimizer
+        if args.zero1 or args.dtype == "bf16":  # which also keeps bf16 weights in fp32
+            self.optimizer = ShardedOptimizer(self.reducer, torch.optim.AdamW, **options)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+
+    def step(self, step: int, batch: Tensor) -> tuple[float, float]:
+        """One optimizer step on the whole batch, (batch_size, seq_len + 1): loss and norm."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.args.lr * min(1.0, step / self.args.warmup)
+        mine = batch.chunk(self.grid.size("dp"))[self.grid.get_local_rank("dp")]
+        microbatches = mine.to(self.device).chunk(self.args.grad_accum)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, microbatch in enumerate(microbatches, 1):
+            tokens = microbatch.t()
+            logits = self.model(tokens[:-1])
+            loss = vocab_parallel_cross_entropy(
+                logits, tokens[1:], vocabulary=VOCABULARY, reduction="sum"
+            )
+            with self.reducer.no_sync() if i < len(microbatches) else nullcontext():
+                loss.backward()
+            total += loss.detach()
+        self.reducer.finish(count=mine[:, 1:].numel())
+        clip = self.args.clip_grad
+        norm = self.reducer.clip_gradients(clip) if clip else self.reducer.gradient_norm()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return all_reduce(total, "dp_cp").item() / batch[:, 1:].numel(), norm.item()
+
+
 def train(args: argparse.Namespace) -> None:
     grid = commgrid.initialize(tp=args.tp, dp=args.dp)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check(args, grid)
+    text = read_text(args.data, args.seq_len)
+    trainer = Trainer(args, grid)
     main_rank = grid.rank == 0
     if main_rank:
-        print(grid, f"on {device.type}", flush=True)
-
-    text = read_text(args.data, args.seq_len)
-    model = GPT(args)
-    initialize_parameters(model, args.seed)
-    model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-
-    share = args.batch_size // grid.size("dp")
-    mine = slice(grid.get_local_rank("dp") * share, (grid.get_local_rank("dp") + 1) * share)
+        print(grid, f"on {trainer.device.type}", flush=True)
     if args.metrics and main_rank:
         Path(args.metrics).write_text("")
     for step in range(1, args.steps + 1):
         started = time.perf_counter()
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = args.lr * min(1.0, step / args.warmup)
-        batch = global_batch(text, step, args)[mine].to(device)
-        logits = model(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        average_gradients(model.parameters())
-        norm = gradient_norm(model)
-        optimizer.step()
-
-        whole_loss = all_reduce(loss.detach().double(), "dp_cp", op="avg").item()
+        loss, norm = trainer.step(step, global_batch(text, step, args))
         speed = args.batch_size * args.seq_len / (time.perf_counter() - started)
         if main_rank:
-            print(f"step {step:4}  loss {whole_loss:.4f}  {speed:,.0f} tokens/s", flush=True)
+            print(f"step {step:4}  loss {loss:.4f}  {speed:,.0f} tokens/s", flush=True)
         if args.metrics and main_rank:
-            row = {"step": step, "loss": whole_loss, "grad_norm": norm.item(),
-                   "tokens_per_s": speed}  # fmt: skip
+            row = {"step": step, "loss": loss, "grad_norm": norm, "tokens_per_s": speed}
             with Path(args.metrics).open("a") as lines:
                 print(json.dumps(row), file=lines)
-    sample = generate(model, args, device)
+    sample = generate(trainer.model, args, trainer.device)
     if main_rank:
         print(f"--- a sample\n{sample}")
     commgrid.shutdown()
@@ -191,13 +249,17 @@ def train(args: argparse.Namespace) -> None:
 @torch.no_grad()
 def generate(model: GPT, args: argparse.Namespace, device: torch.device, length: int = 120) -> str:
     """Text sampled from the model; every rank takes part, and draws the same bytes."""
+    model.eval()
     generator = torch.Generator().manual_seed(args.seed)
-    tokens = torch.tensor([list(b"The ")], device=device)
+    text = torch.tensor(list(b"The "), device=device)
     for _ in range(length):
-        logits = model(tokens[:, -args.seq_len :])[0, -1].double().cpu()
-        drawn = torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=generator)
-        tokens = torch.cat([tokens, drawn.to(device)[None]], dim=1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+        seen = text[-args.seq_len :]
+        padding = -len(seen) % args.tp  # sequence parallelism shares the sequence out
+        logits = all_gather(model(F.pad(seen, (0, padding))[:, None]), "tp", dim=-1)
+        share = torch.softmax(logits[len(seen) - 1, 0].double().cpu() / 0.8, -1)
+        drawn = torch.multinomial(share, 1, generator=generator)
+        text = torch.cat([text, drawn.to(device)])
+    return bytes(text.tolist()).decode(errors="replace")
 
 
 # -- the command line -------------------------------------------------------------------
@@ -208,12 +270,19 @@ def check(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
     for flag, value, by in (
         ("--heads", args.heads, "tp"),
         ("--batch-size", args.batch_size, "dp"),
+        ("--seq-len", args.seq_len if args.sequence_parallel else 0, "tp"),
     ):
         if value % grid.size(by):
             raise SystemExit(
                 f"{flag} {value} cannot be shared equally by the {grid.size(by)} ranks of {by}; "
                 f"expected a multiple of {grid.size(by)}"
             )
+    share = args.batch_size // grid.size("dp")
+    if share % args.grad_accum:
+        raise SystemExit(
+            f"--grad-accum {args.grad_accum} does not divide the {share} sequences a step that "
+            f"each of the {grid.size('dp')} ranks of dp has of --batch-size {args.batch_size}"
+        )
     if args.hidden % args.heads:
         raise SystemExit(f"--hidden {args.hidden} is not a multiple of --heads {args.heads}")
 
@@ -225,6 +294,20 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def probability(text: str) -> float:
+    """argparse's type of a share, from 0 to below 1."""
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more, and less than 1")
+    return float(text)
+
+
+def not_negative(text: str) -> float:
+    """argparse's type of a bound that 0 switches off."""
+    if not float(text) >= 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return float(text)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -233,6 +316,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--config", metavar="FILE", help="YAML with any of these flags, as batch_size: 32")
     add("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
     add("--dp", type=int, default=-1, help="data-parallel size (default: what the ranks leave)")
+    add("--sequence-parallel", action="store_true", help="shard activations over tp as well")
+    add("--zero1", action="store_true", help="shard the optimizer over dp")
     add("--steps", type=positive, default=200, help="optimizer steps (default 200)")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (default 0)")
     add(
@@ -241,10 +326,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=16,
         help="sequences a step, in all (default 16)",
     )
+    add(
+        "--grad-accum",
+        type=positive,
+        default=1,
+        help="microbatches that each rank's share of a step is cut into (default 1)",
+    )
     add("--seq-len", type=positive, default=64, help="bytes a sequence (default 64)")
     add("--layers", type=positive, default=4, help="transformer blocks (default 4)")
     add("--hidden", type=positive, default=128, help="model width (default 128)")
     add("--heads", type=positive, default=8, help="attention heads (default 8)")
+    add("--kv-heads", type=positive, help="key/value heads (default: as --heads)")
+    add("--dropout", type=probability, default=0.0, help="of activations (default 0)")
+    add("--clip-grad", type=not_negative, default=0.0, help="largest gradient norm (default: any)")
     add("--lr", type=float, default=2e-3, help="AdamW's learning rate (default 2e-3)")
     add("--warmup", type=positive, default=20, help="steps over which it rises (default 20)")
     add("--dtype", choices=list(DTYPES), default="fp32", help="of weights (default fp32)")
@@ -269,6 +363,10 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if key not in known or key in ("config", "help"):
             parser.error(f"--config {path}: unknown key {key!r}{nearest(str(key), known)}")
         action = known[key]
+        if action.nargs == 0:  # a switch
+            if not isinstance(value, bool):
+                parser.error(f"--config {path}: {key}: {value!r}: expected true or false")
+            continue
         try:
             # As if it had been typed; YAML reads 2e-3 as a string, and so does the command line.
             given[key] = parser._get_values(action, [str(value)])

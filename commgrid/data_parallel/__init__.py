@@ -1,5 +1,7 @@
-"""Gradients over the data-parallel group."""
+"""Data parallelism: gradients averaged, clipped, and updated in parts."""
 
-from commgrid.data_parallel.gradients import average_gradients, gradient_norm
+from commgrid.data_parallel.norm import clip_gradients, gradient_norm
+from commgrid.data_parallel.reducer import GradientReducer
+from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["average_gradients", "gradient_norm"]
+__all__ = ["GradientReducer", "ShardedOptimizer", "clip_gradients", "gradient_norm"]

@@ -9,55 +9,43 @@ module's name in the model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from commgrid.group_ref import GroupRef
+from commgrid.parameters import own_slice
+
+Init = Callable[[Tensor], object]
+"""Fills a full weight in place from torch's global random state."""
 
 
-@dataclass(frozen=True)
-class ShardedParameter:
-    """Where a parameter is a slice of a larger one: along `dim`, over `group`."""
+def draw(
+    parameter: nn.Parameter, full_shape: Sequence[int], init: Init, dim: int | None, group: GroupRef
+) -> None:
+    """Fills a parameter with its slice along `dim` of what `init` makes of the full shape.
 
-    name: str
-    parameter: nn.Parameter
-    dim: int
-    group: GroupRef
-
-
-class ShardedModule(nn.Module):
-    """A module that says which of its parameters are slices.
-
-    Subclasses set `group` and `shard_dims`, parameter name to the dim it is sliced along;
-    parameters not in it are equal on all ranks of the group.
+    The full tensor is made on the CPU, so that the numbers do not depend on the device; on the
+    meta device nothing is drawn.
     """
-
-    group: GroupRef
-    shard_dims: ClassVar[Mapping[str, int]]
-
-
-def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
-    """Every parameter of `model` that is a slice, a parameter shared by modules once."""
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        if isinstance(module, ShardedModule):
-            for name, dim in module.shard_dims.items():
-                parameter = getattr(module, name)
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    full = f"{prefix}.{name}" if prefix else name
-                    yield ShardedParameter(full, parameter, dim, module.group)
+    if parameter.is_meta:
+        return
+    with torch.no_grad():
+        full = torch.empty(tuple(full_shape), dtype=parameter.dtype, device="cpu")
+        init(full)
+        if dim is not None:
+            full = own_slice(full, dim, group, parameter.shape[dim])
+        parameter.copy_(full)
 
 
 def initialize_parameters(model: nn.Module, seed: int) -> None:
     """Draws every parameter anew, the same full weights on any grid.
 
     Calls `reset_parameters()` of each module that has it, with torch's random state
-    seeded by `seed` and the module's name; the state is left as it was.
+    seeded by `seed` and the module's name; the state is left as it was. A model built on the
+    meta device is drawn so after `model.to_empty(device=…)`.
 
     Args:
         model: built on every rank with the same module names.
@@ -66,7 +54,18 @@ def initialize_parameters(model: nn.Module, seed: int) -> None:
     for name, module in model.named_modules():
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            with torch.random.fork_rng():
-                torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+            with other_random_state(seed_of(f"{seed}/{name}")):
                 reset()
+
+
+@contextmanager
+def other_random_state(seed: int) -> Iterator[None]:
+    """Within it, torch's random state is that of `seed`; after it, what it was before."""
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def seed_of(text: str) -> int:
+    """A seed of 63 bits that depends on every character of the text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -6,121 +6,181 @@ Per rank, with n ranks in the group and x of shape (*, in_features):
 |---|---|---|---|---|
 | column | (out/n, in) | y_i = x A_iᵀ + b_i | gather y if `gather_output` | all-reduce ∂x |
 | row | (out, in/n) | y = Σ x_i A_iᵀ + b | all-reduce y | gather ∂x if not `input_is_parallel` |
+| column, `sequence_parallel` | (out/n, in) | y_i = x A_iᵀ + b_i | all-gather x | all-gather x, reduce-scatter ∂x |
+| row, `sequence_parallel` | (out, in/n) | y = Σ x_i A_iᵀ + b | reduce-scatter y | all-gather ∂y |
 
 A column layer followed by a row layer is one MLP or attention block with one all-reduce
-each way (Megatron-LM, arXiv 1909.08053, section 3).
-"""
+each way (Megatron-LM, arXiv 1909.08053, section 3). With sequence parallelism the activations
+outside the block are sharded along the sequence over the same ranks, and each all-reduce
+becomes an all-gather and a reduce-scatter (arXiv 2205.05198, section 4.2).
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from commgrid.collectives import (
-    copy_to_group,
-    gather_from_group,
-    reduce_from_group,
-    scatter_to_group,
-)
+from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.errors import ShapeError
 from commgrid.group_ref import GroupRef
-from commgrid.tensor_parallel.init import ShardedModule
+from commgrid.parameters import ShardedModule
+from commgrid.tensor_parallel.init import Init, draw
+from commgrid.tensor_parallel.matmul import column_matmul, row_matmul
 
 if TYPE_CHECKING:
     from commgrid.grid import HyperCommGrid
 
-Init = Callable[[Tensor], object]
-"""Fills a full weight in place from torch's global random state."""
+Output = Tensor | tuple[Tensor, Tensor | None]
+"""y, or with `skip_bias_add` y without the bias, and the bias."""
 
 
-class _ParallelLinear(ShardedModule):
-    """What both layers share: parameters that are slices of a full weight along one dim."""
+class ParallelLayer(ShardedModule):
+    """What linear layers over a group share: their group, parameters and checks.
 
-    sharded_features: str
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    Args:
+        label: how messages name the layer.
+        group, grid: where its group is found.
+        sequence_parallel: whether activations outside it are sharded along the sequence.
+        sequence_dim: which dim of the activations is the sequence.
+        device, dtype: of its parameters.
+    """
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        label: str,
         *,
-        bias: bool,
-        init: Init | None,
         group: str | ProcessGroup,
         grid: HyperCommGrid | None,
+        sequence_parallel: bool,
+        sequence_dim: int,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        label = f"{type(self).__name__}({in_features}, {out_features})"
-        self.in_features, self.out_features = in_features, out_features
         self.group = GroupRef(group, grid, owner=label)
-        self._init = init
-        share = self._share(label)
-        rows, columns = (
-            (share, in_features)
-            if self.sharded_features == "out_features"
-            else (out_features, share)
-        )
-        options = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(rows, columns, **options))  # type: ignore[arg-type]
-        if bias:
-            self.bias = nn.Parameter(torch.empty(rows, **options))  # type: ignore[arg-type]
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self._device, self._dtype = device, dtype
 
-    def _share(self, label: str) -> int:
-        features: int = getattr(self, self.sharded_features)
-        if features < 1 or features % self.group.size:
+    def _new_parameter(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(*shape, device=self._device, dtype=self._dtype))
+
+    def _share(self, what: str, count: int, advice: str = "") -> int:
+        if count < 1 or count % self.group.size:
             raise ShapeError(
-                f"{label}: {self.sharded_features}={features} cannot be shared equally among the "
-                f"{self.group.size} ranks of group {self.group.name!r}"
+                f"{self.group.owner}: {what}={count} cannot be shared equally among the "
+                f"{self.group.size} ranks of group {self.group.name!r}{advice}"
             )
-        return features // self.group.size
+        return count // self.group.size
 
-    def reset_parameters(self) -> None:
-        """Draws the full weight from torch's global random state and keeps this rank's slice.
+    @property
+    def _sharded_dim(self) -> int | None:
+        """The dim along which activations outside are sharded."""
+        return self.sequence_dim if self.sequence_parallel else None
 
-        Ranks of the group whose random states are equal get slices of one weight; without
-        an `init` it is nn.Linear's, uniform within ±1/√in_features, and so is the bias.
-        """
-        bound = 1 / math.sqrt(self.in_features)
-        with torch.no_grad():
-            full = torch.empty(self.out_features, self.in_features, dtype=self.weight.dtype)
-            if self._init is None:
-                full.uniform_(-bound, bound)
-            else:
-                self._init(full)
-            self.weight.copy_(self._slice("weight", full))
-            if self.bias is not None:
-                full = torch.empty(self.out_features, dtype=self.bias.dtype)
-                full.uniform_(-bound, bound) if self._init is None else full.zero_()
-                self.bias.copy_(self._slice("bias", full))
-
-    def _slice(self, name: str, full: Tensor) -> Tensor:
-        dim = self.shard_dims.get(name)
-        return full if dim is None else full.chunk(self.group.size, dim)[self.group.rank]
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.group}"
-        )
-
-    def _check_width(self, x: Tensor, width: int) -> None:
+    def _check_input(self, x: Tensor, width: int) -> None:
         if x.dim() == 0 or x.shape[-1] != width:
             raise ShapeError(
                 f"{self.group.owner}: input of shape {tuple(x.shape)} should have {width} "
                 f"features in its last dim on each of the {self.group.size} ranks of group "
                 f"{self.group.name!r}"
             )
+        last = x.dim() - 1
+        if self.sequence_parallel and not -last - 1 <= self.sequence_dim < last:
+            raise ShapeError(
+                f"{self.group.owner}: input of shape {tuple(x.shape)} has no sequence in dim "
+                f"{self.sequence_dim}; expected it before the features, or another sequence_dim"
+            )
+
+    def _check_sequence(self, x: Tensor) -> None:
+        length = x.shape[self.sequence_dim] if self.sequence_parallel else 0
+        if length % self.group.size:
+            raise ShapeError(
+                f"{self.group.owner}: the sequence of {length} in dim {self.sequence_dim} of shape "
+                f"{tuple(x.shape)} cannot be shared equally among the {self.group.size} ranks of "
+                f"group {self.group.name!r}, as sequence parallelism does; pad it to a multiple"
+            )
+
+
+class _ParallelLinear(ParallelLayer):
+    """A weight that is a slice of a full one along one dim, and its bias."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def _set_up(
+        self,
+        in_features: int,
+        out_features: int,
+        rows: int,
+        columns: int,
+        *,
+        bias: bool,
+        skip_bias_add: bool,
+        weight: nn.Parameter | bool | None,
+        init: Init | None,
+    ) -> None:
+        self.in_features, self.out_features = in_features, out_features
+        self.skip_bias_add = skip_bias_add
+        self._init = init
+        self._owns_weight = weight is None
+        if weight is None:
+            self.weight = self._new_parameter(rows, columns)
+        elif isinstance(weight, nn.Parameter):
+            self.weight = self._check_weight(weight, rows, columns)
+        else:
+            self.register_parameter("weight", None)
+        if bias:
+            self.bias = self._new_parameter(rows)
+        else:
+            self.register_parameter("bias", None)
+        self._local_shape = (rows, columns)
+        self.reset_parameters()
+
+    def _check_weight(self, weight: Tensor, rows: int, columns: int) -> nn.Parameter:
+        if tuple(weight.shape) != (rows, columns):
+            raise ShapeError(
+                f"{self.group.owner}: a weight of shape {tuple(weight.shape)}, expected "
+                f"{(rows, columns)} on each of the {self.group.size} ranks of group "
+                f"{self.group.name!r}"
+            )
+        return weight  # type: ignore[return-value]
+
+    def _weight(self, given: Tensor | None) -> Tensor:
+        weight = self.weight if given is None else given
+        if weight is None:
+            raise ShapeError(
+                f"{self.group.owner} was made without a weight (weight=False); give each call one, "
+                f"of shape {self._local_shape}"
+            )
+        return weight if given is None else self._check_weight(given, *self._local_shape)
+
+    def reset_parameters(self) -> None:
+        """Draws the full weight from torch's global random state and keeps this rank's slice.
+
+        Ranks of the group whose random states are equal get slices of one weight; without
+        an `init` it is nn.Linear's, uniform within ±1/√in_features, and so is the bias. A
+        weight that another module owns is left to it, and nothing is drawn on the meta device.
+        """
+        bound = 1 / math.sqrt(self.in_features)
+        uniform = partial(nn.init.uniform_, a=-bound, b=bound)
+        shape = (self.out_features, self.in_features)
+        if self._owns_weight and self.weight is not None:
+            draw(self.weight, shape, self._init or uniform, self.shard_dims["weight"], self.group)
+        if self.bias is not None:
+            fill = uniform if self._init is None else nn.init.zeros_
+            draw(self.bias, shape[:1], fill, self.shard_dims.get("bias"), self.group)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, "
+            f"sequence_parallel={self.sequence_parallel}, {self.group}"
+        )
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -131,22 +191,31 @@ class ColumnParallelLinear(_ParallelLinear):
         out_features: width of the full y; the group's size must divide it.
         bias: whether there is a b, split like y.
         gather_output: return the full y on every rank instead of this rank's part.
+        skip_bias_add: return (y without b, b) for a caller that fuses the addition.
+        sequence_parallel: x is this rank's slice of the sequence, y has all of it.
+        sequence_dim: which dim of x is the sequence; 0 as in Megatron.
+        weight: a parameter of this rank's shape that another module owns (tied embeddings);
+            False: none, every call brings its own; None: a new one.
         init: fills the full weight in place; the bias is then zero.
         group: a group name, or a bare ProcessGroup (which cannot be pickled).
         grid: the grid to look the name up in; None: the default one.
-        device, dtype: as nn.Linear's.
+        device, dtype: as nn.Linear's. On "meta" nothing is drawn; `to_empty` and
+            `reset_parameters` or `initialize_parameters` make it real.
 
     Shapes:
         x: (*, in_features); y: (*, out_features / n), or (*, out_features) gathered.
+        With `sequence_parallel`, x has 1/n of y's length in `sequence_dim`.
 
     Communication:
-        Forward none (all-gather of y with `gather_output`); backward all-reduce of ∂x.
+        Forward none (all-gather of y with `gather_output`); backward all-reduce of ∂x, beside
+        the matmul for ∂A. With `sequence_parallel`: forward all-gather of x; backward all-gather
+        of x beside the matmul for ∂x, reduce-scatter of ∂x beside the one for ∂A.
 
     Raises:
         ShapeError: the group's size does not divide out_features, or x has another width.
+        GridNotInitializedError: called after its grid was destroyed.
     """
 
-    sharded_features = "out_features"
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
 
     def __init__(
@@ -156,22 +225,43 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         bias: bool = True,
         gather_output: bool = False,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        weight: nn.Parameter | bool | None = None,
         init: Init | None = None,
         group: str | ProcessGroup = "tp",
         grid: HyperCommGrid | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.gather_output = gather_output
         super().__init__(
-            in_features, out_features, bias=bias, init=init, group=group, grid=grid,
+            f"{type(self).__name__}({in_features}, {out_features})", group=group, grid=grid,
+            sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
             device=device, dtype=dtype,
         )  # fmt: skip
+        self.gather_output = gather_output
+        self._set_up(
+            in_features, out_features, self._rows(out_features), in_features, bias=bias,
+            skip_bias_add=skip_bias_add, weight=weight, init=init,
+        )  # fmt: skip
 
-    def forward(self, x: Tensor) -> Tensor:
-        self._check_width(x, self.in_features)
-        y = F.linear(copy_to_group(x, self.group), self.weight, self.bias)
-        return gather_from_group(y, self.group, dim=-1) if self.gather_output else y
+    def _rows(self, out_features: int) -> int:
+        return self._share("out_features", out_features)
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Output:
+        self._check_input(x, self.in_features)
+        added = None if self.skip_bias_add else self.bias
+        (y,) = column_matmul(
+            x, [(self._weight(weight), added)], self.group.group, self._sharded_dim
+        )  # fmt: skip
+        if self.gather_output:
+            y = gather_from_group(y, self.group, dim=-1)
+        if not self.skip_bias_add:
+            return y
+        if self.gather_output and self.bias is not None:
+            return y, gather_from_group(self.bias, self.group)
+        return y, self.bias
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -182,23 +272,31 @@ class RowParallelLinear(_ParallelLinear):
         out_features: width of y, which is equal on all ranks.
         bias: whether there is a b, equal on all ranks and added once.
         input_is_parallel: x is this rank's part already, as a column layer leaves it.
+        skip_bias_add: return (y without b, b) for a caller that fuses the addition.
+        sequence_parallel: y is this rank's slice of the sequence, of which x has all. The
+            gradient of b is then a partial sum over the group.
+        sequence_dim: which dim of y is the sequence; 0 as in Megatron.
+        weight: a parameter of this rank's shape that another module owns; False: none, every
+            call brings its own; None: a new one.
         init: fills the full weight in place; the bias is then zero.
         group: a group name, or a bare ProcessGroup (which cannot be pickled).
         grid: the grid to look the name up in; None: the default one.
-        device, dtype: as nn.Linear's.
+        device, dtype: as nn.Linear's; "meta" as ColumnParallelLinear's.
 
     Shapes:
         x: (*, in_features / n), or (*, in_features) if not `input_is_parallel`;
-        y: (*, out_features).
+        y: (*, out_features), of 1/n of x's length in `sequence_dim` with `sequence_parallel`.
 
     Communication:
         Forward all-reduce of y; backward none (all-gather of ∂x if not `input_is_parallel`).
+        With `sequence_parallel`: forward reduce-scatter of y, backward all-gather of ∂y.
 
     Raises:
-        ShapeError: the group's size does not divide in_features, or x has another width.
+        ShapeError: the group's size does not divide in_features or the sequence, or x has
+            another width.
+        GridNotInitializedError: called after its grid was destroyed.
     """
 
-    sharded_features = "in_features"
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 1}
 
     def __init__(
@@ -208,22 +306,34 @@ class RowParallelLinear(_ParallelLinear):
         *,
         bias: bool = True,
         input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        weight: nn.Parameter | bool | None = None,
         init: Init | None = None,
         group: str | ProcessGroup = "tp",
         grid: HyperCommGrid | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.input_is_parallel = input_is_parallel
         super().__init__(
-            in_features, out_features, bias=bias, init=init, group=group, grid=grid,
+            f"{type(self).__name__}({in_features}, {out_features})", group=group, grid=grid,
+            sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
             device=device, dtype=dtype,
         )  # fmt: skip
+        self.input_is_parallel = input_is_parallel
+        self.partial = ("bias",) if sequence_parallel else ()
+        self._set_up(
+            in_features, out_features, out_features, self._share("in_features", in_features),
+            bias=bias, skip_bias_add=skip_bias_add, weight=weight, init=init,
+        )  # fmt: skip
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Output:
         if not self.input_is_parallel:
-            self._check_width(x, self.in_features)
+            self._check_input(x, self.in_features)
             x = scatter_to_group(x, self.group, dim=-1)
-        self._check_width(x, self.in_features // self.group.size)
-        y = reduce_from_group(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias
+        self._check_input(x, self.in_features // self.group.size)
+        self._check_sequence(x)
+        added = None if self.skip_bias_add else self.bias
+        y = row_matmul(x, self._weight(weight), added, self.group.group, self._sharded_dim)
+        return (y, self.bias) if self.skip_bias_add else y

@@ -2,87 +2,297 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commgrid
 from commgrid import CommGridError, GridNotInitializedError, NotInGroupError, ShapeError
+from commgrid.collectives import gather_from_group, scatter_to_group
+from commgrid.parameters import placements
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
     initialize_parameters,
-    sharded_parameters,
 )
 from tests.ranks import run_on_ranks
 
-# Sums in another order: fp64 is good to some ulps of 64 terms, fp32 to the same in its ulps.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+# Sums in another order: fp64 is good to some ulps of 64 terms, fp32 to the same in its ulps. bf16
+# has 8 bits: products are exact to 2^-9 each, and what n ranks round to bf16 before they are
+# added is off by 2^-9 of the largest; 2^-5 of the scale covers both layers and their gradients.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-5}
 
 
-def full_model(bias: bool, dtype: torch.dtype) -> nn.Sequential:
+@dataclass(frozen=True)
+class Case:
+    """One way to run a column layer and a row layer as one block."""
+
+    dtype: torch.dtype = torch.float64
+    bias: bool = True
+    gathered: bool = False
+    skip_bias_add: bool = False
+    sequence_dim: int | None = None  # None: no sequence parallelism
+    shape: tuple[int, ...] = (8, 3)  # leading dims of x
+
+
+CASES = [
+    *[Case(dtype, bias, gathered, sequence_dim=dim)
+      for dtype in TOLERANCE for bias in (True, False) for gathered in (True, False)
+      for dim in (None, 0)],
+    *[Case(shape=shape, sequence_dim=dim)
+      for shape, dim in (((8,), 0), ((2, 8, 3), 1), ((2, 3, 8), -2), ((), None), ((2, 2, 2), None))],
+    *[Case(skip_bias_add=True, gathered=gathered, sequence_dim=dim)
+      for gathered in (True, False) for dim in (None, 0)],
+]  # fmt: skip
+
+
+def reference_block(case: Case) -> nn.Sequential:
     model = nn.Sequential(
-        nn.Linear(16, 32, bias=bias), nn.GELU(), nn.Linear(32, 16, bias=bias)
-    ).to(dtype)  # fmt: skip
+        nn.Linear(16, 32, bias=case.bias), nn.GELU(), nn.Linear(32, 16, bias=case.bias)
+    ).to(case.dtype)  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        nn.init.normal_(parameter, generator=generator)
+        nn.init.normal_(parameter, std=0.5, generator=generator)
     return model
 
 
-def block(tp: int, bias: bool, dtype: torch.dtype, gathered: bool) -> None:
-    grid = commgrid.initialize(tp=tp)
-    reference = full_model(bias, dtype)
-    column = ColumnParallelLinear(16, 32, bias=bias, gather_output=gathered, dtype=dtype)
-    row = RowParallelLinear(32, 16, bias=bias, input_is_parallel=not gathered, dtype=dtype)
-    me = grid.get_local_rank("tp")
+def close(ours: Tensor | None, theirs: Tensor | None, what: object = "") -> None:
+    """Equal within the dtype's tolerance of the largest element."""
+    assert ours is not None, what
+    assert theirs is not None, what
+    bound = TOLERANCE[theirs.dtype]
+    scale = float(theirs.detach().abs().max())
+    torch.testing.assert_close(
+        ours, theirs, rtol=bound, atol=bound * scale, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def block(case: Case, tp: int) -> None:
+    me = commgrid.get_grid().get_local_rank("tp")
+    reference = reference_block(case)
+    options = {
+        "bias": case.bias, "skip_bias_add": case.skip_bias_add, "dtype": case.dtype,
+        "sequence_parallel": case.sequence_dim is not None, "sequence_dim": case.sequence_dim or 0,
+    }  # fmt: skip
+    column = ColumnParallelLinear(16, 32, gather_output=case.gathered, **options)
+    row = RowParallelLinear(32, 16, input_is_parallel=not case.gathered, **options)
+    pairs = [(column, reference[0]), (row, reference[2])]
     with torch.no_grad():
-        for ours, theirs in ((column, reference[0]), (row, reference[2])):
+        for ours, theirs in pairs:
             assert isinstance(theirs, nn.Linear)
             ours.weight.copy_(theirs.weight.chunk(tp, ours.shard_dims["weight"])[me])
-            if ours.bias is not None:
-                whole = theirs.bias
-                ours.bias.copy_(whole.chunk(tp)[me] if ours is column else whole)
+            if case.bias:
+                ours.bias.copy_(theirs.bias.chunk(tp)[me] if ours is column else theirs.bias)
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(5, 3, 16, dtype=dtype, generator=generator)
-    x, x_reference = (inputs.clone().requires_grad_() for _ in range(2))
-    upstream = torch.randn(5, 3, 16, dtype=dtype, generator=generator)
-    y = row(nn.functional.gelu(column(x)))
-    y_reference = reference(x_reference)
-    (y * upstream).sum().backward()
-    (y_reference * upstream).sum().backward()
+    x_full = torch.randn(*case.shape, 16, generator=generator).to(case.dtype).requires_grad_()
+    upstream = torch.randn(*case.shape, 16, generator=generator).to(case.dtype)
 
-    def close(ours: Tensor | None, theirs: Tensor | None) -> None:
-        assert ours is not None
-        assert theirs is not None
-        scale = float(theirs.detach().abs().max())
-        bound = TOLERANCE[dtype]
-        torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound * scale)
+    def mine(full: Tensor) -> Tensor:
+        dim = case.sequence_dim
+        return full if dim is None else full.chunk(tp, dim if dim >= 0 else dim)[me]
 
-    close(y, y_reference)
-    close(x.grad, x_reference.grad)
-    for ours, theirs in ((column, reference[0]), (row, reference[2])):
+    x = mine(x_full.detach()).clone().requires_grad_()
+    if case.skip_bias_add:
+        hidden, bias = column(x)
+        y, row_bias = row(F.gelu(hidden + bias))
+        y = y + row_bias
+    else:
+        y = row(F.gelu(column(x)))
+    y_full = reference(x_full)
+    y.backward(mine(upstream))
+    y_full.backward(upstream)
+
+    close(y, mine(y_full), (case, "y"))
+    close(x.grad, mine(x_full.grad), (case, "x"))
+    for ours, theirs in pairs:
         assert isinstance(theirs, nn.Linear)
-        assert theirs.weight.grad is not None
-        close(ours.weight.grad, theirs.weight.grad.chunk(tp, ours.shard_dims["weight"])[me])
-        if ours.bias is not None:
-            assert theirs.bias.grad is not None
-            whole = theirs.bias.grad
-            close(ours.bias.grad, whole.chunk(tp)[me] if ours is column else whole)
+        dim = ours.shard_dims["weight"]
+        close(ours.weight.grad, theirs.weight.grad.chunk(tp, dim)[me], (case, "weight"))
+        if case.bias:
+            whole, found = theirs.bias.grad, ours.bias.grad
+            if ours is row and case.sequence_dim is not None:  # a partial sum, as it says itself
+                assert ours.partial == ("bias",)
+                found = commgrid.collectives.all_reduce(found, "tp")
+            close(found, whole.chunk(tp)[me] if ours is column else whole, (case, "bias"))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_block_equals_the_unsharded_one(tp: int) -> None:
     def every() -> None:
-        for bias in (True, False):
-            for dtype in TOLERANCE:
-                for gathered in (True, False):
-                    block(tp, bias, dtype, gathered)
-                    commgrid.destroy()
+        commgrid.initialize(tp=tp)
+        for case in CASES:
+            block(case, tp)
 
     run_on_ranks(every, tp)
+
+
+def lockstep() -> None:
+    """The whole block as a function of replicated tensors, all ranks nudging the same element."""
+    commgrid.initialize(tp=2)
+    for sequence_parallel in (False, True):
+        options = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
+        column, row = ColumnParallelLinear(4, 6, **options), RowParallelLinear(6, 4, **options)
+        model = nn.ModuleList([column, row])
+        initialize_parameters(model, seed=0)
+
+        def whole(x: Tensor, *_: Tensor) -> Tensor:
+            if not sequence_parallel:
+                return row(F.gelu(column(x)))
+            y = row(F.gelu(column(scatter_to_group(x, "tp", dim=0))))
+            return gather_from_group(y, "tp", dim=0)
+
+        x = torch.randn(4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        assert torch.autograd.gradcheck(whole, (x.requires_grad_(),))
+
+
+def test_gradcheck() -> None:
+    run_on_ranks(lockstep, 2)
+
+
+def main_grads() -> None:
+    commgrid.initialize(tp=2)
+    for sequence_parallel in (False, True):
+        for group in ("tp", "pp"):  # of 2 ranks, and of one
+            options = {"sequence_parallel": sequence_parallel, "group": group, "bias": False}
+            layers = [ColumnParallelLinear(4, 8, **options), RowParallelLinear(8, 4, **options)]
+            for dtype in (torch.float32, torch.float64):
+                model = nn.ModuleList(layers)
+                initialize_parameters(model, seed=0)
+                x = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(1))
+                model[1](model[0](x)).square().sum().backward()
+                plain = [p.grad.clone() for p in model.parameters()]
+                for overwrite in (False, True):
+                    model.zero_grad()
+                    for parameter in model.parameters():
+                        parameter.main_grad = torch.ones_like(parameter, dtype=dtype)
+                        parameter.overwrite_main_grad = overwrite
+                    for _ in range(2):
+                        model[1](model[0](x)).square().sum().backward()
+                    for parameter, expected in zip(model.parameters(), plain, strict=True):
+                        assert parameter.grad is None
+                        assert parameter.grad_added_to_main_grad
+                        close(parameter.main_grad.float() - float(not overwrite), 2 * expected)
+                        del parameter.main_grad
+
+
+def test_weight_gradients_go_to_main_grad() -> None:
+    run_on_ranks(main_grads, 2)
+
+
+def tied() -> None:
+    grid = commgrid.initialize(tp=2)
+    owner = ColumnParallelLinear(4, 8, bias=False)
+    sharing = ColumnParallelLinear(4, 8, bias=False, weight=owner.weight)
+    bare = ColumnParallelLinear(4, 8, bias=False, weight=False)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    assert sharing.weight is owner.weight
+    assert [name for name, _ in bare.named_parameters()] == []
+    assert torch.equal(bare(x, owner.weight), owner(x))
+    before = owner.weight.clone()
+    sharing.reset_parameters()  # the owner draws it, and nobody else
+    assert torch.equal(owner.weight, before)
+    (owner(x) + sharing(x) + bare(x, weight=owner.weight)).sum().backward()
+    together = owner.weight.grad.clone()
+    owner.zero_grad()
+    owner(x).sum().backward()
+    close(together, 3 * owner.weight.grad)
+    names = [placement.name for placement in placements(nn.ModuleList([owner, sharing]))]
+    assert names == ["0.weight"]
+    with pytest.raises(ShapeError, match=r"made without a weight .* of shape \(4, 4\)"):
+        bare(x)
+    with pytest.raises(ShapeError, match=r"a weight of shape \(8, 4\), expected \(4, 4\)"):
+        bare(x, torch.ones(8, 4))
+    with pytest.raises(ShapeError, match=r"a weight of shape \(8, 4\), expected \(4, 4\) on each"):
+        ColumnParallelLinear(4, 8, weight=nn.Parameter(torch.ones(8, 4)))
+    assert grid.size("tp") == 2
+
+
+def test_tied_and_external_weights() -> None:
+    run_on_ranks(tied, 2)
+
+
+def from_meta() -> None:
+    commgrid.initialize(tp=2)
+
+    def make(device: str | None) -> nn.Module:
+        return nn.Sequential(
+            VocabParallelEmbedding(7, 8, device=device),
+            ColumnParallelLinear(8, 16, device=device),
+            RowParallelLinear(16, 8, device=device),
+        )
+
+    real, meta = make(None), make("meta")
+    with torch.device("meta"):
+        also_meta = make(None)
+    for model in (meta, also_meta):
+        assert all(parameter.is_meta for parameter in model.parameters())
+        initialize_parameters(model, seed=5)  # nothing to draw yet
+        model.to_empty(device="cpu")
+        initialize_parameters(model, seed=5)
+    initialize_parameters(real, seed=5)
+    for name, parameter in real.named_parameters():
+        assert torch.equal(parameter, meta.get_parameter(name))
+        assert torch.equal(parameter, also_meta.get_parameter(name))
+
+
+def test_made_on_the_meta_device() -> None:
+    run_on_ranks(from_meta, 2)
+
+
+def under_autocast() -> None:
+    commgrid.initialize(tp=2)
+    column, row = ColumnParallelLinear(8, 16), RowParallelLinear(16, 8)
+    model = nn.ModuleList([column, row])
+    initialize_parameters(model, seed=0)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    y = row(F.gelu(column(x)))
+    y.sum().backward()
+    exact = column.weight.grad.clone()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = row(F.gelu(column(x)))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert column.weight.grad.dtype == x.grad.dtype == torch.float32
+    bound = TOLERANCE[torch.bfloat16] * float(exact.abs().max())
+    torch.testing.assert_close(column.weight.grad, exact, rtol=0, atol=bound)
+
+
+def test_autocast() -> None:
+    run_on_ranks(under_autocast, 2)
+
+
+def compiled() -> None:
+    grid = commgrid.initialize(tp=2)
+    for sequence_parallel in (False, True):
+        torch._dynamo.reset()
+        column = ColumnParallelLinear(8, 16, sequence_parallel=sequence_parallel)
+        row = RowParallelLinear(16, 8, sequence_parallel=sequence_parallel)
+        model = nn.ModuleList([column, row])
+        initialize_parameters(model, seed=0)
+
+        def run(x: Tensor, column: nn.Module = column, row: nn.Module = row) -> Tensor:
+            return row(F.gelu(column(x)))
+
+        found = []
+        for function in (run, torch.compile(run, fullgraph=True)):
+            model.zero_grad()
+            seed = grid.rank if sequence_parallel else 0
+            x = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(seed))
+            y = function(x.requires_grad_())
+            y.square().sum().backward()
+            found.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
+        for eager, fused in zip(*found, strict=True):
+            close(fused, eager)
+
+
+def test_torch_compile_of_a_whole_block() -> None:
+    run_on_ranks(compiled, 2, timeout=240)
 
 
 def weights(tp: int) -> dict[str, Tensor]:
@@ -91,10 +301,10 @@ def weights(tp: int) -> dict[str, Tensor]:
     torch.manual_seed(grid.rank)  # whatever the global state is
     initialize_parameters(model, seed=7)
     assert torch.initial_seed() == grid.rank
-    sharded = {s.name: s for s in sharded_parameters(model)}
+    sharded = {p.name: p.shards[0] for p in placements(model) if p.shards}
     assert set(sharded) == {"0.weight", "0.bias", "1.weight"}
     return {
-        name: commgrid.collectives.all_gather(p.detach(), "tp", dim=sharded[name].dim)
+        name: commgrid.collectives.all_gather(p.detach(), "tp", dim=sharded[name][0])
         if name in sharded else p.detach()
         for name, p in model.named_parameters()
     }  # fmt: skip
@@ -158,6 +368,14 @@ BAD: list[tuple[Any, str]] = [
     (lambda: RowParallelLinear(6, 4), r"RowParallelLinear\(6, 4\): in_features=6 cannot be shared"),
     (lambda: ColumnParallelLinear(4, 8)(torch.ones(2, 5)), r"\(2, 5\) should have 4 features"),
     (lambda: RowParallelLinear(8, 4)(torch.ones(2, 8)), r"\(2, 8\) should have 2 features .*'tp'"),
+    (
+        lambda: RowParallelLinear(8, 4, sequence_parallel=True)(torch.ones(6, 1, 2)),
+        r"RowParallelLinear\(8, 4\): the sequence of 6 in dim 0 of shape \(6, 1, 2\) .* 'tp'",
+    ),
+    (
+        lambda: ColumnParallelLinear(4, 8, sequence_parallel=True, sequence_dim=1)(torch.ones(6, 4)),
+        r"input of shape \(6, 4\) has no sequence in dim 1",
+    ),
 ]
 
 

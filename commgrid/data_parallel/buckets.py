@@ -1,0 +1,196 @@
+"""Gradients laid out in flat buffers, so that many of them travel in one collective.
+
+    lane dp_cp      bucket 0                       bucket 1
+                    head.weight norm.weight … pad | block1.up.weight … pad | …
+                    └ rank 0 ┘└ rank 1 ┘            └ rank 0 ┘└ rank 1 ┘      (sharded)
+
+A lane is a communicator and the buckets that go over it, one after the other, in the same order
+on all its ranks. A bucket holds parameters of one dtype and device, last registered first, as
+backward reaches them. Where gradients are sharded each rank keeps one of n equal parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from commgrid.async_collectives import Pending
+from commgrid.parameters import Placement
+
+_ALIGNMENT = 64  # elements: every parameter begins on a cache line, whatever its dtype
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place in a bucket.
+
+    Args:
+        placement: the parameter, and how it lies on the grid.
+        start: its first element in the bucket.
+    """
+
+    placement: Placement
+    start: int
+    view: Tensor = field(init=False, repr=False)
+    handed_out: Tensor | None = field(default=None, repr=False)
+    used: bool = False
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter."""
+        return self.placement.parameter
+
+    @property
+    def stop(self) -> int:
+        """The element after its last one in the bucket."""
+        return self.start + self.parameter.numel()
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Slots in a flat buffer of gradients, and what is under way with it.
+
+    Args:
+        slots: in order, without gaps but for alignment.
+        gradient: the flat buffer; every slot's `view` is a part of it.
+        own: the range of elements this rank keeps after the reduction.
+    """
+
+    slots: list[Slot]
+    gradient: Tensor
+    own: slice
+    missing: set[int] = field(default_factory=set)
+    launched: bool = False
+    pending: Pending | None = None
+
+    def __post_init__(self) -> None:
+        for slot in self.slots:
+            slot.view = self.gradient[slot.start : slot.stop].view(slot.parameter.shape)
+        self.missing = set(range(len(self.slots)))
+
+
+@dataclass(eq=False)
+class Lane:
+    """A communicator and the buckets that go over it, in order.
+
+    Args:
+        group: who holds copies of these parameters.
+        name: the group's name, for messages.
+        buckets: in the order in which they are sent.
+    """
+
+    group: ProcessGroup
+    name: str
+    buckets: list[Bucket] = field(default_factory=list)
+    next: int = 0
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Every slot, in order."""
+        return [slot for bucket in self.buckets for slot in bucket.slots]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank keeps of one parameter's gradient.
+
+    Args:
+        slot: the parameter.
+        bucket: where its gradient lies.
+        start, stop: the kept range, in the parameter's own elements.
+    """
+
+    slot: Slot
+    bucket: Bucket
+    start: int
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank keeps all of it."""
+        return self.stop - self.start == self.slot.parameter.numel()
+
+    @property
+    def gradient(self) -> Tensor:
+        """The kept range; of the parameter's shape where that is all of it."""
+        return self.slot.view if self.is_whole else self.of(self.bucket.gradient)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The kept range in a buffer that is laid out as the bucket."""
+        return flat[self.slot.start + self.start : self.slot.start + self.stop]
+
+
+def make_lanes(
+    placements: Iterable[Placement],
+    group_of: Callable[[Placement], tuple[ProcessGroup, str]],
+    *,
+    shard: bool,
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+) -> list[Lane]:
+    """Puts parameters into buckets and buckets into lanes.
+
+    Args:
+        placements: in order of use.
+        group_of: the communicator, and its name, over which a parameter's gradient is summed.
+        shard: whether each rank keeps a part of each bucket only.
+        bucket_bytes: where a bucket is closed.
+        dtype: of the buffers; None: fp32 for half-precision parameters, else the parameter's.
+    """
+    lanes: dict[ProcessGroup, Lane] = {}
+    filling: dict[tuple[object, ...], list[Placement]] = {}
+
+    def close(key: tuple[object, ...]) -> None:
+        found = filling.pop(key)
+        group, name = group_of(found[0])
+        lane = lanes.setdefault(group, Lane(group, name))
+        lane.buckets.append(_make_bucket(found, group, shard, _buffer_dtype(found[0], dtype)))
+
+    for placement in reversed(list(placements)):
+        parameter = placement.parameter
+        key = (group_of(placement)[0], parameter.dtype, parameter.device)
+        filling.setdefault(key, []).append(placement)
+        size = _buffer_dtype(placement, dtype).itemsize
+        if sum(one.parameter.numel() for one in filling[key]) * size >= bucket_bytes:
+            close(key)
+    for key in list(filling):
+        close(key)
+    return list(lanes.values())
+
+
+def _buffer_dtype(placement: Placement, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype or torch.promote_types(placement.parameter.dtype, torch.float32)
+
+
+def _make_bucket(
+    placements: list[Placement], group: ProcessGroup, shard: bool, dtype: torch.dtype
+) -> Bucket:
+    slots, end = [], 0
+    for placement in placements:
+        slots.append(Slot(placement, end))
+        end += _round_up(placement.parameter.numel(), _ALIGNMENT)
+    parts = group.size() if shard else 1
+    part = _round_up(-(-end // parts), _ALIGNMENT)
+    gradient = torch.zeros(parts * part, dtype=dtype, device=placements[0].parameter.device)
+    first = group.rank() * part if shard else 0
+    return Bucket(slots, gradient, slice(first, first + part))
+
+
+def pieces_of(lanes: Iterable[Lane]) -> list[Piece]:
+    """What this rank keeps, in bucket order."""
+    pieces = []
+    for bucket in (bucket for lane in lanes for bucket in lane.buckets):
+        for slot in bucket.slots:
+            start = max(bucket.own.start, slot.start) - slot.start
+            stop = min(bucket.own.stop, slot.stop) - slot.start
+            if start < stop:
+                pieces.append(Piece(slot, bucket, start, stop))
+    return pieces
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,128 @@
+"""The norm of all gradients of the unsharded model, from what each rank holds of them.
+
+Every rank adds up the squares of its gradients, each divided by the number of ranks that hold
+the same numbers, and one all-reduce of that one number gives every rank the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from commgrid.parameters import Placement, placements
+from commgrid.registry import get_grid
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+
+def gradient_norm(
+    model: nn.Module, *, data: str = "dp_cp", grid: HyperCommGrid | None = None
+) -> Tensor:
+    """The 2-norm of the gradients in `.grad`, the same on every rank.
+
+    Each parameter counts once, whether it is sliced or copied over tp, pp and ep. Gradients
+    must be reduced already, and whole: a reducer with `shard=True` has its own `gradient_norm`.
+
+    Args:
+        model: this rank's part of the model.
+        data: the name of the group over which gradients were averaged.
+        grid: None: the default grid.
+
+    Returns:
+        A float64 tensor of shape () on the gradients' device.
+    """
+    grid = grid or get_grid()
+    held = [
+        (placement.parameter.grad, num_parts(placement, grid))
+        for placement in placements(model)
+        if placement.parameter.grad is not None
+    ]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return total_norm(held, norm_group(grid, data), device)
+
+
+def clip_gradients(
+    model: nn.Module,
+    max_norm: float,
+    *,
+    data: str = "dp_cp",
+    grid: HyperCommGrid | None = None,
+) -> Tensor:
+    """Scales all gradients so that their norm is at most `max_norm`; returns what it was.
+
+    Args:
+        model, data, grid: as `gradient_norm`'s.
+        max_norm: above 0.
+    """
+    norm = gradient_norm(model, data=data, grid=grid)
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def norm_group(
+    grid: HyperCommGrid, data: str | None, *, sharded: bool = False
+) -> ProcessGroup | None:
+    """The ranks that together hold every gradient; None: this one does.
+
+    The same answer on every rank, whatever layers it happens to have: the axes beside the data
+    axes, or the whole grid where gradients are sharded or experts fold over other axes.
+
+    Args:
+        data: the name of the data-parallel group; None: unknown, which takes the whole grid.
+        sharded: whether each rank of it holds a part of the gradients.
+    """
+    dense = grid.spec.regions[0].axes
+    taken: tuple[str, ...] = ()
+    if data is not None and not sharded and len(grid.spec.regions) == 1:
+        taken = grid.spec.definitions[grid.spec.resolve_name(data)].axes
+    axes = [axis for axis in dense if axis not in taken and grid.size(axis) > 1]
+    return grid.get_group(*axes) if axes else None
+
+
+def num_parts(placement: Placement, grid: HyperCommGrid) -> int:
+    """How many different parameters or slices there are in the places of this one.
+
+    A parameter's slices are different, and so are the stages of a pipeline and the experts of
+    an expert-parallel group, whether these hold slices of one tensor or tensors of their own.
+    """
+    sliced = {
+        axis
+        for _, group in placement.shards
+        if group.grid_name == grid.name
+        for axis in grid.spec.definitions[grid.spec.resolve_name(group.name)].axes
+    }
+    apart = ("pp", "ep") if placement.region == "expert" else ("pp",)
+    parts = placement.num_slices
+    for axis in apart:
+        if axis in grid.shape and axis not in sliced:
+            parts *= grid.size(axis)
+    return parts
+
+
+def total_norm(
+    held: Iterable[tuple[Tensor, int]],
+    group: ProcessGroup | None,
+    device: torch.device,
+) -> Tensor:
+    """The norm of gradients of which each rank of a group holds some.
+
+    Args:
+        held: this rank's gradients, each with the number of different ones in its place.
+        group: None: this rank holds them all.
+        device: of the model, also where this rank holds no gradient.
+    """
+    size = group.size() if group is not None else 1
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient, parts in held:
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        square = torch.linalg.vector_norm(gradient, dtype=exact).double().square()
+        total += square * (parts / size)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()

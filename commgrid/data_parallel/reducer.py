@@ -1,0 +1,373 @@
+"""GradientReducer: gradients averaged over the ranks that saw different data, beside backward.
+
+Each parameter's gradient goes into a slice of a flat bucket, written there by the layer itself
+(`main_grad`) or by a hook. When the last gradient of a bucket has arrived, its collective
+starts, while backward goes on:
+
+| parameter | summed over | by default |
+|---|---|---|
+| dense | `group` | `dp_cp` |
+| dense with partial gradients, as norms under sequence parallelism | `group` and their group at once | `dp_cp_tp` |
+| expert | `expert_group` | `edp` |
+
+The sum is then divided by the size of `group`, or by what `finish(count)` says.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from commgrid.async_collectives import Pending, start_all_reduce_, start_reduce_scatter_
+from commgrid.collectives import all_gather
+from commgrid.data_parallel.buckets import Bucket, Lane, Slot, make_lanes, pieces_of
+from commgrid.data_parallel.norm import norm_group, num_parts, total_norm
+from commgrid.errors import CommGridError, GridMismatchError, ShapeError, SpecError
+from commgrid.parameters import Placement, placements
+from commgrid.registry import get_grid
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+_IN_FLIGHT = 2  # buckets whose exchange buffers exist at once on the CPU
+
+
+class GradientReducer:
+    """Averages a model's gradients over its data-parallel group, overlapped with backward.
+
+    Args:
+        model: on its device already, the same on all ranks of the group. Parameters shared by
+            modules count once; registration order stands for order of use.
+        group: the ranks that saw different data.
+        expert_group: the same for parameters marked as the expert region's.
+        grid: where the names are looked up; None: the default grid.
+        shard: each rank keeps 1/n of the sums (reduce-scatter instead of all-reduce), for a
+            ShardedOptimizer.
+        bucket_bytes: how much travels at once.
+        dtype: of the buffers; None: fp32 for half-precision parameters, else the parameter's.
+
+    Raises:
+        SpecError: the model has a reducer already, or partial gradients over a group that
+            cannot be combined with `group`.
+        GridMismatchError: the ranks of a group have other parameters, shapes or dtypes.
+
+    Example:
+        >>> import commgrid, torch
+        >>> grid = commgrid.initialize()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> reducer = GradientReducer(model)
+        >>> with reducer.no_sync():                        # all microbatches but the last
+        ...     model(torch.ones(3, 2)).sum().backward()
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> reducer.finish(count=4)                        # summed losses of 4 samples
+        >>> model.weight.grad
+        tensor([[1., 1.]])
+        >>> commgrid.shutdown()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: str = "dp_cp",
+        *,
+        expert_group: str = "edp",
+        grid: HyperCommGrid | None = None,
+        shard: bool = False,
+        bucket_bytes: int = 25 * 2**20,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._grid = grid or get_grid()
+        self.model, self.shard = model, shard
+        self._name, self._expert_name = group, expert_group
+        self.group = self._grid.get_group(group)
+        trained = [p for p in placements(model) if p.parameter.requires_grad]
+        for placement in trained:
+            if getattr(placement.parameter, "main_grad", None) is not None:
+                raise SpecError(
+                    f"{placement} has a main_grad buffer already, from another reducer; "
+                    "call its close() first"
+                )
+        self.lanes = make_lanes(
+            trained, self._group_of, shard=shard, bucket_bytes=bucket_bytes, dtype=dtype
+        )
+        for lane in self.lanes:
+            _compare(lane)
+        self.pieces = pieces_of(self.lanes)
+        self.keeps_gradients = shard
+        self._synchronizing = True
+        self._in_flight: list[Bucket] = []
+        handles = [
+            handle
+            for lane in self.lanes
+            for bucket in lane.buckets
+            for index in range(len(bucket.slots))
+            for handle in self._attach(bucket, index)
+        ]
+        slots = [slot for lane in self.lanes for slot in lane.slots]
+        self._detach = weakref.finalize(self, _detach, handles, slots)
+
+    def close(self) -> None:
+        """Takes its hooks and buffers off the model, which is then as it was before."""
+        self._detach()
+
+    def _group_of(self, placement: Placement) -> tuple[ProcessGroup, str]:
+        name = self._expert_name if placement.region == "expert" else self._name
+        partial = placement.partial
+        if partial is None or partial.size == 1:
+            return self._grid.get_group(name), name
+        spec = self._grid.spec
+        if partial.grid_name != self._grid.name:
+            raise SpecError(
+                f"{placement}: its gradients are partial over {partial}, which was not given as a "
+                f"name of grid {self._grid.name!r} and so cannot be combined with {name!r}"
+            )
+        axes = dict.fromkeys(
+            axis for part in (name, partial.name)
+            for axis in spec.definitions[spec.resolve_name(part)].axes
+        )  # fmt: skip
+        return self._grid.get_group(*axes), "_".join(axes)
+
+    # -- during backward ----------------------------------------------------------------
+
+    def _attach(self, bucket: Bucket, index: int) -> Iterator[Any]:
+        slot = bucket.slots[index]
+        parameter: Any = slot.parameter
+        parameter.main_grad, parameter.overwrite_main_grad = slot.view, True
+        me = weakref.ref(self)
+
+        def before(_: object) -> None:
+            if parameter.grad is not None and parameter.grad is slot.handed_out:
+                parameter.grad = None  # of the step before: the buffer begins anew
+
+        def after(*_: object) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer._arrived(bucket, index)
+
+        with torch.enable_grad():
+            node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        # The node lives as long as somebody holds it; its hooks need it to.
+        yield node, node.register_prehook(before), node.register_hook(after)
+
+    def _arrived(self, bucket: Bucket, index: int) -> None:
+        slot = bucket.slots[index]
+        parameter: Any = slot.parameter
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            if parameter.overwrite_main_grad:
+                slot.view.copy_(gradient)
+                parameter.overwrite_main_grad = False
+            else:
+                slot.view.add_(gradient)
+        if not self._synchronizing:
+            return
+        if bucket.launched:
+            raise CommGridError(
+                f"backward reached {slot.placement} again before finish(); call finish() after "
+                "each backward, or wrap all microbatches but the last in no_sync()"
+            )
+        bucket.missing.discard(index)
+        # A gradient that its layer wrote may be reported from another thread than autograd's for
+        # this GPU; collectives start from that one only, in one order.
+        if gradient is not None or parameter.device.type == "cpu":
+            self._launch(all_of_them=False)
+
+    def _launch(self, *, all_of_them: bool) -> None:
+        for lane in self.lanes:
+            while lane.next < len(lane.buckets):
+                bucket = lane.buckets[lane.next]
+                if bucket.missing and not all_of_them:
+                    break
+                lane.next += 1
+                bucket.launched = True
+                for slot in bucket.slots:
+                    if getattr(slot.parameter, "overwrite_main_grad", False):
+                        slot.view.zero_()  # no gradient here: nothing of the step before either
+                if lane.group.size() > 1:
+                    bucket.pending = self._start(bucket, lane.group)
+
+    def _start(self, bucket: Bucket, group: ProcessGroup) -> Pending:
+        if not self.shard:
+            return start_all_reduce_(bucket.gradient, group)
+        if bucket.gradient.device.type == "cpu":
+            while len(self._in_flight) >= _IN_FLIGHT:
+                _wait(self._in_flight.pop(0))
+            self._in_flight.append(bucket)
+        return start_reduce_scatter_(bucket.gradient, group)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward only accumulates; for all microbatches of a step but the last."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    # -- after backward -----------------------------------------------------------------
+
+    def finish(self, count: float | Tensor | None = None) -> None:
+        """Waits until every gradient is the average; once a step, on all ranks.
+
+        Afterwards `.grad` holds it (where `shard`, or with a ShardedOptimizer, the reducer
+        does), or None for a parameter that no rank used. The next backward begins anew. A rank
+        that had no backward at all in the step takes part with nothing.
+
+        Args:
+            count: what this rank's gradients are a sum over, such as samples or tokens; the sum
+                over all ranks is divided by the sum of the counts, so that ranks with more
+                microbatches or longer ones weigh more. None: every rank counts the same, and
+                its gradients are averages already.
+
+        Raises:
+            GridMismatchError: a parameter has a gradient on some ranks only.
+            ShapeError: the counts add up to zero.
+        """
+        self._launch(all_of_them=True)
+        divisor, wrong = self._agree(count)
+        self._in_flight.clear()
+        for lane in self.lanes:
+            lane.next = 0
+            for bucket in lane.buckets:
+                _wait(bucket)
+                bucket.launched, bucket.missing = False, set(range(len(bucket.slots)))
+                if divisor != 1:
+                    bucket.gradient[bucket.own].div_(divisor)
+                for slot in bucket.slots:
+                    self._hand_out(slot)
+        if wrong is not None:
+            raise wrong
+
+    def _hand_out(self, slot: Slot) -> None:
+        parameter: Any = slot.parameter
+        parameter.overwrite_main_grad = True
+        slot.handed_out = None
+        if slot.used and not self.keeps_gradients:
+            slot.handed_out = slot.view.to(parameter.dtype)  # the view itself if that is its own
+        parameter.grad = slot.handed_out
+
+    def _agree(self, count: float | Tensor | None) -> tuple[float, CommGridError | None]:
+        """What to divide by, and what is wrong: a gradient is there on all ranks or on none."""
+        told: dict[ProcessGroup, list[float]] = {}
+        for lane in self.lanes:
+            for slot in lane.slots:
+                slot.used = not getattr(slot.parameter, "overwrite_main_grad", False)
+            told[lane.group] = [float(slot.used) for slot in lane.slots]
+        if count is not None:
+            told.setdefault(self.group, []).append(float(count))
+        heard: dict[ProcessGroup, list[float]] = dict(told)
+        sent = {
+            group: start_all_reduce_(self._vector(numbers), group)
+            for group, numbers in told.items() if group.size() > 1
+        }  # fmt: skip
+        for group, pending in sent.items():
+            heard[group] = pending.wait().tolist()
+        total = float(self.group.size()) if count is None else heard[self.group].pop()
+        if total <= 0:
+            return 1, ShapeError(
+                f"finish(count={count}): the counts of the {self.group.size()} ranks of group "
+                f"{self._name!r} add up to {total:g}; expected above 0"
+            )
+        lopsided = (self._lopsided(lane, heard[lane.group]) for lane in self.lanes)
+        return total, next((error for error in lopsided if error), None)
+
+    def _vector(self, numbers: list[float]) -> Tensor:
+        device = self.lanes[0].buckets[0].gradient.device if self.lanes else "cpu"
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+    def _lopsided(self, lane: Lane, ranks: list[float]) -> CommGridError | None:
+        size = lane.group.size()
+        for slot, having in zip(lane.slots, ranks, strict=True):
+            if having not in (0, size):
+                mine = "one" if slot.used else "none"
+                return GridMismatchError(
+                    f"{slot.placement}: {int(having)} of the {size} ranks of group {lane.name!r} "
+                    f"({dist.get_process_group_ranks(lane.group)}) have a gradient for it, and "
+                    f"this rank has {mine}; every rank must use it in a step, or none"
+                )
+        return None
+
+    # -- norm ---------------------------------------------------------------------------
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of all averaged gradients of the unsharded model, the same on every rank.
+
+        One all-reduce of one number. Call it after `finish`.
+
+        Returns:
+            A float64 tensor of shape () on the model's device.
+        """
+        held = []
+        for piece in self.pieces:
+            if piece.slot.used:
+                group, _ = self._group_of(piece.slot.placement)
+                parts = group.size() if self.shard else 1
+                held.append((piece.gradient, num_parts(piece.slot.placement, self._grid) * parts))
+        whole = norm_group(self._grid, self._name, sharded=self.shard)
+        device = self._vector([]).device
+        return total_norm(held, whole, device)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm is at most `max_norm`; returns what it was.
+
+        Args:
+            max_norm: above 0.
+
+        Raises:
+            ShapeError: max_norm is not above 0.
+        """
+        if not max_norm > 0:
+            raise ShapeError(f"clip_gradients(max_norm={max_norm}): expected above 0")
+        norm = self.gradient_norm()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if norm.device.type == "cpu" and scale == 1:
+            return norm
+        for lane in self.lanes:
+            for bucket in lane.buckets:
+                bucket.gradient[bucket.own].mul_(scale)
+            for slot in lane.slots:
+                if slot.handed_out is not None and slot.handed_out is not slot.view:
+                    slot.handed_out.mul_(scale)
+        return norm
+
+
+def _compare(lane: Lane) -> None:
+    """Refuses a model that is another one on other ranks, whose collectives would not meet."""
+    mine = [(str(slot.placement), str(slot.parameter.dtype)) for slot in lane.slots]
+    digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:8], "big") >> 1
+    device = lane.buckets[0].gradient.device
+    found = all_gather(torch.tensor([digest], device=device), lane.group).tolist()
+    if len(set(found)) > 1:
+        ranks = dist.get_process_group_ranks(lane.group)
+        usual = max(found, key=found.count)
+        odd = [rank for rank, theirs in zip(ranks, found, strict=True) if theirs != usual]
+        raise GridMismatchError(
+            f"ranks {odd} of group {lane.name!r} ({ranks}) have other parameters than the rest, "
+            f"in names, shapes, dtypes or order; this rank has {len(mine)}, from {mine[-1][0]} to "
+            f"{mine[0][0]}"
+        )
+
+
+def _wait(bucket: Bucket) -> None:
+    if bucket.pending is not None:
+        pending, bucket.pending = bucket.pending, None
+        pending.wait()
+
+
+def _detach(handles: list[tuple[Any, Any, Any]], slots: list[Slot]) -> None:
+    for _, *hooks in handles:
+        for hook in hooks:
+            hook.remove()
+    handles.clear()
+    for slot in slots:
+        for attribute in ("main_grad", "overwrite_main_grad", "grad_added_to_main_grad"):
+            vars(slot.parameter).pop(attribute, None)

@@ -1,0 +1,284 @@
+"""ShardedOptimizer: each rank updates a part of the parameters, and keeps its state only (ZeRO-1).
+
+    backward   gradients are reduce-scattered bucket by bucket: each rank has 1/n of each sum
+    step       any element-wise torch.optim optimizer updates that part
+    forward    parameters are all-gathered bucket by bucket, awaited by the module that needs them
+
+(ZeRO, arXiv 1910.02054, stage 1.) Half-precision parameters are updated in an fp32 copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commgrid.async_collectives import Pending, start_all_gather_
+from commgrid.data_parallel.buckets import Bucket, Piece
+from commgrid.data_parallel.reducer import GradientReducer
+from commgrid.errors import CommGridError, ShapeError, SpecError
+
+# Their update of an element depends on others, so that a part cannot be updated alone.
+NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An element-wise optimizer over what a reducer keeps of each gradient.
+
+    Over a reducer with `shard=True` this is ZeRO-1: state and update are 1/n per rank, the
+    numbers are the unsharded optimizer's. Over one with `shard=False` every rank updates
+    everything; half-precision parameters still get their fp32 copy. Learning-rate schedulers
+    take it as any optimizer.
+
+    The model's parameters become parts of flat buffers: make it after the model is on its
+    device and has its weights (loading a state_dict into the model later is noticed).
+
+    Args:
+        reducer: of the model's gradients.
+        optimizer_class: an element-wise class of torch.optim, such as AdamW.
+        groups: parameter groups as torch takes them; None: all parameters in one.
+        overlap: gather parameters beside the next forward; each module waits for its own before
+            it runs, and modules that are never called for all that have not been. Code that
+            reads parameters between `step` and forward calls `wait` first.
+        **defaults: the optimizer's own arguments.
+
+    Raises:
+        SpecError: an optimizer that is not element-wise, or a parameter that the reducer does
+            not know.
+
+    Example:
+        >>> import commgrid, torch
+        >>> from commgrid.data_parallel import GradientReducer
+        >>> grid = commgrid.initialize()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> reducer = GradientReducer(model, shard=True)
+        >>> optimizer = ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-3)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> reducer.finish()
+        >>> norm = reducer.clip_gradients(1.0)
+        >>> optimizer.step()
+        >>> commgrid.shutdown()
+    """
+
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        groups: Iterable[Mapping[str, Any]] | None = None,
+        overlap: bool = True,
+        **defaults: Any,
+    ) -> None:
+        if optimizer_class.__name__ in NOT_ELEMENT_WISE:
+            raise SpecError(
+                f"{optimizer_class.__name__} does not update elements one by one, so its update "
+                "cannot be sharded; use an element-wise optimizer such as AdamW"
+            )
+        self._reducer, self._overlap = reducer, overlap
+        reducer.keeps_gradients = True
+        given = [dict(group) for group in groups] if groups is not None else [{}]
+        slots = {id(slot.parameter): slot for lane in reducer.lanes for slot in lane.slots}
+        for group in given:
+            listed = group.get("params", [slot.parameter for slot in slots.values()])
+            group["params"] = [listed] if isinstance(listed, Tensor) else list(listed)
+            for parameter in group["params"]:
+                if id(parameter) not in slots:
+                    raise SpecError(
+                        f"a parameter of shape {tuple(parameter.shape)} in groups is not one that "
+                        "the reducer's model trains"
+                    )
+        self._weights = _flatten(reducer) if reducer.shard else {}
+        self._masters = {id(piece): self._make_master(piece) for piece in reducer.pieces}
+        pieces: dict[int, Tensor] = {
+            id(piece.slot.parameter): self._masters[id(piece)] for piece in reducer.pieces
+        }
+        inner_groups = [
+            {**group, "params": [pieces[id(p)] for p in group["params"] if id(p) in pieces]}
+            for group in given
+        ]
+        self._inner = optimizer_class(inner_groups, **defaults)
+        super().__init__(given, self._inner.defaults)
+        self._gathers: dict[int, Pending] = {}
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._owners = _owners(reducer)
+        if reducer.shard:
+            self._watch(reducer.model)
+        reducer.model.register_load_state_dict_post_hook(self._reload)
+
+    # -- the parts ----------------------------------------------------------------------
+
+    def _weight(self, piece: Piece) -> Tensor:
+        """The part of the parameter itself that this rank updates."""
+        if piece.is_whole:
+            return piece.slot.parameter.detach()
+        return piece.of(self._weights[piece.bucket])
+
+    def _make_master(self, piece: Piece) -> Tensor:
+        """What the inner optimizer updates: that part, or an fp32 copy of it."""
+        weight = self._weight(piece)
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        return weight.to(exact).requires_grad_()
+
+    def _reload(self, *_: object) -> None:
+        """After the model's weights were loaded: the fp32 copies follow."""
+        with torch.no_grad():
+            for piece in self._reducer.pieces:
+                self._masters[id(piece)].copy_(self._weight(piece))
+
+    # -- a step -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates this rank's part and starts gathering the others'.
+
+        Args:
+            closure: as torch's; it calls backward and the reducer's `finish`.
+
+        Raises:
+            CommGridError: a parameter was moved or replaced since the optimizer was made.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.wait()
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
+        for piece in self._reducer.pieces:
+            gradient = piece.gradient if piece.slot.used else None
+            master = self._masters[id(piece)]
+            if gradient is not None and gradient.dtype != master.dtype:
+                gradient = gradient.to(master.dtype)
+            master.grad = gradient
+        self._inner.step()
+        for piece in self._reducer.pieces:
+            master, weight = self._masters[id(piece)], self._weight(piece)
+            if master.dtype != weight.dtype:
+                weight.copy_(master)
+        self._gather()
+        return loss
+
+    def _gather(self) -> None:
+        for lane in self._reducer.lanes:
+            if not self._reducer.shard or lane.group.size() == 1:
+                continue
+            for bucket in reversed(lane.buckets):  # the first that forward uses come first
+                self._check_in_place(bucket)
+                self._gathers[id(bucket)] = start_all_gather_(self._weights[bucket], lane.group)
+        if not self._overlap:
+            self.wait()
+
+    def _check_in_place(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            held = self._weights[bucket][slot.start : slot.stop]
+            if slot.parameter.data_ptr() != held.data_ptr():
+                raise CommGridError(
+                    f"{slot.placement} was moved or replaced after its ShardedOptimizer was made; "
+                    "make reducer and optimizer after the model is on its device"
+                )
+
+    def wait(self) -> None:
+        """Returns when every parameter is whole again."""
+        for bucket in list(self._gathers):
+            self._gathers.pop(bucket).wait()
+
+    def _watch(self, model: nn.Module) -> None:
+        me = weakref.ref(self)
+
+        def before(module: nn.Module, *_: object) -> None:
+            optimizer = me()
+            if optimizer is not None and (optimizer._gathers or module not in optimizer._called):
+                optimizer._before(module)
+
+        def whole(*_: object) -> None:
+            optimizer = me()
+            if optimizer is not None:
+                optimizer.wait()
+
+        for module in {model, *self._owners}:
+            module.register_forward_pre_hook(before)
+        model.register_state_dict_pre_hook(whole)
+
+    def _before(self, module: nn.Module) -> None:
+        """Waits for the parameters of a module about to run, and of those that never do."""
+        self._called.add(module)
+        for owner, buckets in self._owners.items():
+            if owner is module or owner not in self._called:
+                for bucket in buckets:
+                    if id(bucket) in self._gathers:
+                        self._gathers.pop(id(bucket)).wait()
+
+    # -- its state ----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's part of the state, for the same rank of the same grid."""
+        return {
+            "layout": self._layout(),
+            "inner": self._inner.state_dict(),
+            "masters": [self._masters[id(piece)].detach() for piece in self._reducer.pieces],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes up where `state_dict` was called.
+
+        Raises:
+            ShapeError: it is of another model, grid, or rank.
+        """
+        theirs, mine = state_dict["layout"], self._layout()
+        if theirs != mine:
+            differing = next(
+                (pair for pair in zip(theirs, mine, strict=False) if pair[0] != pair[1]),
+                (len(theirs), len(mine)),
+            )
+            raise ShapeError(
+                f"this optimizer state was saved for other parts of the parameters: it has "
+                f"{differing[0]} where this rank has {differing[1]} (name, start, stop); load it "
+                "on the same rank of the same grid"
+            )
+        self._inner.load_state_dict(state_dict["inner"])
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            outer.update({key: value for key, value in inner.items() if key != "params"})
+        with torch.no_grad():
+            for piece, master in zip(
+                self._reducer.pieces, state_dict["masters"], strict=True
+            ):
+                self._masters[id(piece)].copy_(master)
+                self._weight(piece).copy_(master)
+        self._gather()
+        self.wait()
+
+    def _layout(self) -> list[tuple[str, int, int]]:
+        return [(p.slot.placement.name, p.start, p.stop) for p in self._reducer.pieces]
+
+
+def _flatten(reducer: GradientReducer) -> dict[Bucket, Tensor]:
+    """Moves the parameters into flat buffers laid out as their gradients'."""
+    weights = {}
+    with torch.no_grad():
+        for bucket in (bucket for lane in reducer.lanes for bucket in lane.buckets):
+            flat = bucket.gradient.new_zeros(
+                bucket.gradient.shape, dtype=bucket.slots[0].parameter.dtype
+            )
+            for slot in bucket.slots:
+                view = flat[slot.start : slot.stop].view(slot.parameter.shape)
+                view.copy_(slot.parameter)
+                slot.parameter.data = view
+            weights[bucket] = flat
+    return weights
+
+
+def _owners(reducer: GradientReducer) -> dict[nn.Module, list[Bucket]]:
+    """Each module that has parameters itself, and the buckets these are in."""
+    places = {
+        id(slot.parameter): bucket
+        for lane in reducer.lanes for bucket in lane.buckets for slot in bucket.slots
+    }  # fmt: skip
+    owners: dict[nn.Module, list[Bucket]] = {}
+    for module in reducer.model.modules():
+        own = [places[id(p)] for p in module.parameters(recurse=False) if id(p) in places]
+        if own:
+            owners[module] = list(dict.fromkeys(own))
+    return owners

@@ -1,0 +1,168 @@
+"""How each parameter of a model lies on the grid: sliced, equal, or with partial gradients.
+
+Gradient reduction, norms, sharded optimizers and checkpoints all ask here, so that a layer
+says once what its parameters are. Modules say it rather than parameters, because attributes of
+a parameter are lost when a model is deep-copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from commgrid.errors import SpecError
+from commgrid.group_ref import GroupRef
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+REGIONS = ("dense", "expert")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class ShardedModule(nn.Module):
+    """A module that says which of its parameters are slices.
+
+    Subclasses set `group` and `shard_dims`, parameter name to the dim it is sliced along;
+    parameters not in it are equal on all ranks of the group. `partial` names those of the equal
+    ones whose gradient is this rank's part of a sum over the group.
+    """
+
+    group: GroupRef
+    shard_dims: ClassVar[Mapping[str, int]] = {}
+    partial: tuple[str, ...] = ()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # A buffer of gradients belongs to the process that pickled the module.
+        for parameter in self.parameters(recurse=False):
+            for attribute in ("main_grad", "overwrite_main_grad", "grad_added_to_main_grad"):
+                vars(parameter).pop(attribute, None)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What `mark_parameters` says of a module's parameters."""
+
+    partial: GroupRef | None
+    region: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one parameter lies on the grid.
+
+    Args:
+        name: its first name in the model.
+        parameter: this rank's tensor.
+        shards: which dims of the full parameter it is sliced along, and over which group.
+        partial: the group over which its gradients are parts of a sum; None: none.
+        region: "dense" or "expert": which data-parallel group holds copies of it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shards: tuple[tuple[int, GroupRef], ...]
+    partial: GroupRef | None
+    region: str
+
+    @property
+    def num_slices(self) -> int:
+        """How many ranks' slices make up the full parameter."""
+        slices = 1
+        for _, group in self.shards:
+            slices *= group.size
+        return slices
+
+    def __str__(self) -> str:
+        return f"{self.name} of shape {tuple(self.parameter.shape)}"
+
+
+def mark_parameters(
+    module: Module,
+    *,
+    partial: str | ProcessGroup | None = None,
+    region: str = "dense",
+    grid: HyperCommGrid | None = None,
+) -> Module:
+    """Says how the parameters of a plain module, and of all modules in it, lie on the grid.
+
+    Args:
+        module: such as an nn.LayerNorm.
+        partial: the group whose ranks each see a part of the input, as a norm under sequence
+            parallelism does, so that its gradients are summed over that group.
+        region: "expert" for parameters that other expert-parallel ranks do not have.
+        grid: where to look the group's name up; None: the default grid.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        SpecError: another region.
+
+    Example:
+        >>> import commgrid
+        >>> from torch import nn
+        >>> grid = commgrid.initialize()
+        >>> norm = mark_parameters(nn.LayerNorm(8), partial="tp")
+        >>> [placement.partial for placement in placements(norm)]
+        ['tp' (1 ranks), 'tp' (1 ranks)]
+        >>> commgrid.shutdown()
+    """
+    if region not in REGIONS:
+        raise SpecError(f"region={region!r}: expected one of {', '.join(REGIONS)}")
+    owner = f"{type(module).__name__}"
+    group = None if partial is None else GroupRef(partial, grid, owner=owner)
+    for part in module.modules():
+        part._commgrid_mark = Mark(group, region)  # type: ignore[assignment]
+    return module
+
+
+def placements(model: nn.Module) -> Iterator[Placement]:
+    """How every parameter of the model lies on the grid, one shared by modules once.
+
+    Raises:
+        SpecError: modules that share a parameter say different things of it.
+    """
+    found: dict[int, Placement] = {}
+    for prefix, module in model.named_modules():
+        mark: Mark = getattr(module, "_commgrid_mark", Mark(None, "dense"))
+        for name, parameter in module.named_parameters(recurse=False):
+            shards: tuple[tuple[int, GroupRef], ...] = ()
+            partial = mark.partial
+            if isinstance(module, ShardedModule):
+                if name in module.shard_dims:
+                    shards, partial = ((module.shard_dims[name], module.group),), None
+                elif name in module.partial:
+                    partial = module.group
+            full = f"{prefix}.{name}" if prefix else name
+            placement = Placement(full, parameter, shards, partial, mark.region)
+            first = found.setdefault(id(parameter), placement)
+            if _told(first) != _told(placement):
+                raise SpecError(
+                    f"{first.name} and {full} are one parameter, but their modules say "
+                    f"{_told(first)} and {_told(placement)} of its slices, partial sums and region"
+                )
+    yield from found.values()
+
+
+def _told(placement: Placement) -> tuple[Any, ...]:
+    shards = tuple((dim, group.name, group.size) for dim, group in placement.shards)
+    return shards, placement.partial and placement.partial.name, placement.region
+
+
+def own_slice(full: Tensor, dim: int, group: GroupRef, size: int) -> Tensor:
+    """This rank's `size` of `full` along `dim`; what lies past the end of `full` is zero."""
+    shape = list(full.shape)
+    start = min(group.rank * size, shape[dim])
+    real = min(size, shape[dim] - start)
+    if real == size:
+        return full.narrow(dim, start, size)
+    shape[dim] = size
+    part = full.new_zeros(shape)
+    part.narrow(dim, 0, real).copy_(full.narrow(dim, start, real))
+    return part

@@ -1,0 +1,179 @@
+"""Cross-entropy of logits that are split over a group by vocabulary.
+
+Each rank needs three numbers per token from the others: the log-sum-exp of their logits, the
+target's logit if they have it, and with label smoothing their logits' sum. One all-gather
+brings them, and the softmax is only ever made a slice of rows at a time:
+
+    loss = lse - (1 - ε) · logit[target] - ε · Σ logits / v
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from commgrid.async_collectives import start_all_gather
+from commgrid.collectives import Group
+from commgrid.errors import ShapeError
+from commgrid.group_ref import GroupRef
+from commgrid.tensor_parallel.embedding import check_indices
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+# Elements of the softmax made at once: what a core's cache holds, or what keeps a GPU busy.
+_SLICE = {"cpu": 2**17}
+_SLICE_ELSEWHERE = 2**25
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    vocabulary: int | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "none",
+    group: Group = "tp",
+    grid: HyperCommGrid | None = None,
+) -> Tensor:
+    """F.cross_entropy of logits whose classes are shared out over a group.
+
+    Memory beyond the logits: forward 3 numbers per token and rank, and 2 MiB; backward the
+    gradient, of the logits' shape and dtype, and 2 MiB (on GPUs 128 MiB). No rank ever has a
+    tensor of the full vocabulary, nor a copy of its logits.
+
+    Args:
+        logits: (*, v'/n), this rank's part of the vocabulary, as VocabParallelHead leaves it;
+            computed with in fp32 at least.
+        target: (*), integers, equal on all ranks of the group.
+        vocabulary: the vocabulary's size v without padding; None: nothing is padding. Columns
+            past it count nowhere and get no gradient.
+        label_smoothing: ε, the share of the target that is spread over all v classes.
+        ignore_index: targets whose loss and gradient are zero.
+        reduction: "none", "mean" over targets that are not ignored, or "sum".
+        group: who shares the vocabulary, in group order.
+        grid: where to look the group's name up; None: the default grid.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 logits), of target's shape, or () when reduced; equal on
+        all ranks of the group. Its backward communicates nothing.
+
+    Raises:
+        ShapeError: a target outside 0 … v - 1, or of another shape than logits but for the last
+            dim; a label_smoothing outside 0 … 1; another reduction.
+
+    Example:
+        >>> import commgrid, torch
+        >>> grid = commgrid.initialize()
+        >>> vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
+        tensor([1.3863, 1.3863])
+        >>> commgrid.shutdown()
+    """
+    who = "vocab_parallel_cross_entropy"
+    ref = group if isinstance(group, GroupRef) else GroupRef(group, grid, owner=who)
+    if logits.shape[:-1] != target.shape or logits.dim() == 0:
+        raise ShapeError(
+            f"{who}: logits of shape {tuple(logits.shape)} and target of shape "
+            f"{tuple(target.shape)}; expected the same but for logits' last dim "
+            f"(group {ref.name!r} of {ref.size} ranks)"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ShapeError(f"{who}: label_smoothing={label_smoothing}; expected 0 to 1")
+    if reduction not in ("none", "mean", "sum"):
+        raise ShapeError(f"{who}: reduction={reduction!r}; expected none, mean or sum")
+    padded = logits.shape[-1] * ref.size
+    size = padded if vocabulary is None else vocabulary
+    if not 1 <= size <= padded:
+        raise ShapeError(
+            f"{who}: vocabulary={size}, but the {ref.size} ranks of group {ref.name!r} have "
+            f"{padded} columns in all"
+        )
+    ignored = target == ignore_index
+    target = target.masked_fill(ignored, 0)
+    check_indices(target, size, who, "targets", ref)
+    loss: Tensor = _CrossEntropy.apply(logits, target, ignored, size, label_smoothing, ref)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        ignored: Tensor,
+        vocabulary: int,
+        smoothing: float,
+        group: GroupRef,
+    ) -> Tensor:
+        flat, target, ignored = _rows(logits), target.reshape(-1), ignored.reshape(-1)
+        columns = flat.shape[1]
+        start = group.rank * columns
+        real = min(max(vocabulary - start, 0), columns)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+
+        mine = torch.zeros((3 if smoothing else 2, len(target)), dtype=dtype, device=logits.device)
+        for rows in _slices(flat) if real else []:
+            part = flat[rows, :real].to(dtype)
+            torch.logsumexp(part, -1, out=mine[0, rows])
+            if smoothing:
+                torch.sum(part, -1, out=mine[2, rows])
+        if real:
+            column, here = _columns(target, start, real)
+            chosen = flat.gather(1, column.unsqueeze(1)).squeeze(1).to(dtype)
+            torch.mul(chosen, here, out=mine[1])
+        else:
+            mine[0] = -torch.inf
+        every = mine.unsqueeze(0)
+        if group.size > 1:
+            every = start_all_gather(every, group.group).wait()
+        lse = torch.logsumexp(every[:, 0], 0)
+        loss = lse - (1 - smoothing) * every[:, 1].sum(0)
+        if smoothing:
+            loss -= smoothing / vocabulary * every[:, 2].sum(0)
+        ctx.save_for_backward(logits, target, ignored, lse)
+        ctx.start, ctx.real, ctx.vocabulary, ctx.smoothing = start, real, vocabulary, smoothing
+        return loss.masked_fill_(ignored, 0).view(logits.shape[:-1])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, ignored, lse = ctx.saved_tensors
+        flat, real, smoothing = _rows(logits), ctx.real, ctx.smoothing
+        scale = upstream.reshape(-1).masked_fill(ignored, 0).to(lse.dtype)
+        gradient = torch.empty_like(flat)
+        gradient[:, real:] = 0
+        for rows in _slices(flat) if real else []:
+            part = torch.sub(flat[rows, :real].to(lse.dtype), lse[rows, None]).exp_()
+            if smoothing:
+                part.sub_(smoothing / ctx.vocabulary)
+            torch.mul(part, scale[rows, None], out=part)
+            column, here = _columns(target[rows], ctx.start, real)
+            taken = (here * scale[rows]).mul_(smoothing - 1)
+            part.scatter_add_(1, column.unsqueeze(1), taken.unsqueeze(1))
+            gradient[rows, :real] = part
+        return gradient.view(logits.shape), None, None, None, None, None
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _slices(flat: Tensor) -> list[slice]:
+    """Runs of rows whose softmax is made at once."""
+    at_once = _SLICE.get(flat.device.type, _SLICE_ELSEWHERE)
+    step = max(1, at_once // max(1, flat.shape[1]))
+    return [slice(start, start + step) for start in range(0, flat.shape[0], step)]
+
+
+def _columns(target: Tensor, start: int, real: int) -> tuple[Tensor, Tensor]:
+    """Each target's column on this rank, and whether it has one (else the column is 0)."""
+    column = target - start
+    here = (column >= 0) & (column < real)
+    return column.mul_(here), here

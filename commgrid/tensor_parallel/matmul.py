@@ -1,0 +1,208 @@
+"""The matmuls of tensor-parallel layers, with what they communicate beside them.
+
+With n ranks, t tokens in all, weight (o, i) per rank, and `seq` for sequence parallelism:
+
+| | forward | backward |
+|---|---|---|
+| `column_matmul` | all-gather x (t/n → t) if seq; y = x Wᵀ + b | ∂x = ∂y W, then reduced while ∂W = ∂yᵀ x is computed: all-reduce, or if seq reduce-scatter; if seq, x is gathered again while ∂x is computed |
+| `row_matmul` | y = x Wᵀ, then all-reduce, or if seq reduce-scatter; + b | all-gather ∂y if seq; ∂x = ∂y W, ∂W = ∂yᵀ x |
+
+Gathering x again instead of keeping it is Megatron's sequence parallelism (arXiv 2205.05198,
+section 4.2.2). Several weights of one input share its collectives.
+
+A weight with a `main_grad` buffer gets its gradient added there, whatever the buffer's dtype,
+and none in `.grad`. With `overwrite_main_grad` set, the first gradient replaces what the buffer
+held, and the mark is taken back. `grad_added_to_main_grad` is set, as Megatron's own layers do.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from commgrid.async_collectives import (
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
+
+Layer = tuple[Tensor, Tensor | None]
+"""A weight and its bias."""
+
+
+def column_matmul(
+    x: Tensor, layers: list[Layer], group: ProcessGroup, sequence_dim: int | None = None
+) -> tuple[Tensor, ...]:
+    """x Wᵀ + b for each layer; ∂x is summed over the group.
+
+    Args:
+        x: (*, i), equal on all ranks, or with `sequence_dim` this rank's slice along it.
+        layers: weights (o, i) and biases (o,) or None, of which this rank has its part.
+        group: who shares the weights.
+        sequence_dim: along which x is sharded; None: not at all.
+    """
+    if group.size() == 1:
+        return tuple(linear(x, weight, bias) for weight, bias in layers)
+    flat = [tensor for layer in layers for tensor in layer]
+    made: tuple[Tensor, ...] = _ColumnMatmul.apply(x, group, sequence_dim, *flat)  # type: ignore[no-untyped-call]
+    return made
+
+
+def row_matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    sequence_dim: int | None = None,
+) -> Tensor:
+    """The sum over the group of x Wᵀ, and b added once.
+
+    Args:
+        x: (*, i), this rank's features.
+        weight: (o, i), this rank's columns.
+        bias: (o,), equal on all ranks, or None.
+        group: who shares the weight.
+        sequence_dim: along which the result is sharded; None: not at all.
+    """
+    if group.size() == 1:
+        return linear(x, weight, bias)
+    made: Tensor = _RowMatmul.apply(x, weight, bias, group, sequence_dim)  # type: ignore[no-untyped-call]
+    return made
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b on one rank; through `_Linear` only where the weight has a `main_grad`."""
+    if getattr(weight, "main_grad", None) is None or torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    made: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear whose weight gradient goes to `main_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dy = _rows(dy)
+        dx = (dy @ weight.to(dy.dtype)).view(x.shape) if needs_x else None
+        dw = weight_gradient(weight, dy, _rows(x)) if needs_weight else None
+        return dx, dw, dy.sum(0) if needs_bias else None
+
+
+class _ColumnMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, sequence_dim: int | None, *flat: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sequence_dim = group, sequence_dim
+        weights, biases = flat[::2], flat[1::2]
+        ctx.save_for_backward(x, *weights)
+        whole = x if sequence_dim is None else start_all_gather(x, group, sequence_dim).wait()
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        sequence_dim, group = ctx.sequence_dim, ctx.group
+        gathering = None
+        if sequence_dim is not None and any(needs[::2]):
+            gathering = start_all_gather(x, group, sequence_dim)
+        flat = [_rows(dy) for dy in dys]
+        reducing = None
+        if needs_x:
+            dx = flat[0] @ weights[0].to(flat[0].dtype)
+            for dy, weight in zip(flat[1:], weights[1:], strict=True):
+                dx.addmm_(dy, weight.to(dy.dtype))
+            dx = dx.view(*dys[0].shape[:-1], x.shape[-1])
+            if sequence_dim is None:
+                reducing = start_all_reduce_(dx, group)
+            else:
+                reducing = start_reduce_scatter(dx, group, sequence_dim)
+        rows = _rows(x if gathering is None else gathering.wait())
+        gradients: list[Tensor | None] = []
+        for i, (dy, weight) in enumerate(zip(flat, weights, strict=True)):
+            gradients.append(weight_gradient(weight, dy, rows) if needs[2 * i] else None)
+            gradients.append(dy.sum(0) if needs[2 * i + 1] else None)
+        return (reducing.wait() if reducing is not None else None, None, None, *gradients)
+
+
+class _RowMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ProcessGroup,
+        sequence_dim: int | None,
+    ) -> Tensor:
+        ctx.group, ctx.sequence_dim = group, sequence_dim
+        ctx.save_for_backward(x, weight)
+        y = F.linear(x, weight)
+        if sequence_dim is None:
+            y = start_all_reduce_(y, group).wait()
+        else:
+            y = start_reduce_scatter(y, group, sequence_dim).wait()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        db = _rows(dy).sum(0) if needs_bias else None
+        if ctx.sequence_dim is not None:
+            dy = start_all_gather(dy, ctx.group, ctx.sequence_dim).wait()
+        rows = _rows(dy)
+        dx = (rows @ weight.to(rows.dtype)).view(x.shape) if needs_x else None
+        dw = weight_gradient(weight, rows, _rows(x)) if needs_weight else None
+        return dx, dw, db, None, None
+
+
+def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """∂W = ∂yᵀ x, of rows of tokens; None where it went into `weight.main_grad`."""
+    x = x.to(dy.dtype)  # under autocast y has another dtype than x and W, and so has ∂y
+    main = claim_main_grad(weight)
+    if main is None:
+        return dy.t() @ x
+    into, overwrite = main
+    if into.dtype == dy.dtype:
+        into.addmm_(dy.t(), x, beta=0 if overwrite else 1)
+    elif overwrite:
+        into.copy_(dy.t() @ x)
+    else:
+        into.add_(dy.t() @ x)
+    return None
+
+
+def claim_main_grad(weight: Tensor) -> tuple[Tensor, bool] | None:
+    """The buffer a weight's gradient is to be added to, and whether to overwrite it instead."""
+    into: Tensor | None = getattr(weight, "main_grad", None)
+    if into is None or torch.compiler.is_compiling():
+        return None
+    parameter: Any = weight
+    overwrite = getattr(parameter, "overwrite_main_grad", False)
+    if overwrite:
+        parameter.overwrite_main_grad = False
+    parameter.grad_added_to_main_grad = True
+    return into, overwrite
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+

@@ -1,0 +1,308 @@
+"""Reduced gradients, their norm and what follows, against one process that sees all the data."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import commgrid
+from commgrid import CommGridError, GridMismatchError, ShapeError, SpecError
+from commgrid.collectives import all_gather
+from commgrid.data_parallel import (
+    GradientReducer,
+    ShardedOptimizer,
+    clip_gradients,
+    gradient_norm,
+)
+from commgrid.parameters import mark_parameters, placements
+from commgrid.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    initialize_parameters,
+)
+from tests.ranks import run_on_ranks
+
+WIDTH = 8
+
+
+class Model(nn.Module):
+    """A norm, a block, an embedding used twice, a parameter of two modules, and an unused one."""
+
+    def __init__(self, sequence_parallel: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        options = {"sequence_parallel": sequence_parallel, "dtype": dtype}
+        self.embedding = VocabParallelEmbedding(11, WIDTH, **options)
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.twin = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.twin.weight = self.norm.weight
+        if sequence_parallel:
+            mark_parameters(self.norm, partial="tp")
+            mark_parameters(self.twin, partial="tp")
+        self.up = ColumnParallelLinear(WIDTH, 2 * WIDTH, **options)
+        self.down = RowParallelLinear(2 * WIDTH, WIDTH, **options)
+        self.unused = nn.Linear(3, 3, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.embedding(tokens.roll(1, 0))
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return F.softplus(3 * self.twin(x))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is cut up; the numbers must not depend on it."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    shard: bool = False
+    microbatches: int = 1
+    bucket_bytes: int = 2**20
+    overlap: bool = True
+
+
+def steps(way: Way, count: int = 5, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Norms of `count` steps of AdamW, and the weights they end at, whole."""
+    if not commgrid.is_initialized():
+        commgrid.initialize(tp=way.tp)
+    grid = commgrid.get_grid()
+    model = Model(way.sequence_parallel, dtype)
+    initialize_parameters(model, seed=3)
+    reducer = GradientReducer(model, shard=way.shard, bucket_bytes=way.bucket_bytes)
+    optimizer: torch.optim.Optimizer = (
+        ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-2, overlap=way.overlap)
+        if way.shard or dtype != torch.float64
+        else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    )
+    norms = []
+    for step in range(count):
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randint(11, (4, 16), generator=generator)  # (sequence, batch)
+        mine = batch.chunk(grid.size("dp"), 1)[grid.get_local_rank("dp")]
+        parts = mine.chunk(way.microbatches, 1)
+        for i, tokens in enumerate(parts, 1):
+            with reducer.no_sync() if i < len(parts) else nullcontext():
+                model(tokens).sum().backward()
+        reducer.finish(count=mine.shape[1])
+        assert model.unused.weight.grad is None
+        if not way.shard and dtype == torch.float64:
+            assert model.norm.weight.grad is not None
+            same = gradient_norm(model)
+            torch.testing.assert_close(same, reducer.gradient_norm(), rtol=1e-12, atol=0)
+        norms.append(reducer.clip_gradients(4.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    found: dict[str, Any] = {"norms": norms}
+    state = model.state_dict()  # waits for what is still being gathered
+    for placement in placements(model):
+        whole = state[placement.name]
+        for dim, group in placement.shards:
+            whole = all_gather(whole, group, dim=dim)
+        found[placement.name] = whole[:11] if placement.name == "embedding.weight" else whole
+    reducer.close()
+    return found
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any], what: object) -> None:
+    # fp64: sums of a few hundred terms in another order, through five steps of AdamW, which
+    # divides gradients by their own size.
+    assert set(ours) == set(theirs)
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-11), what
+    for name in set(theirs) - {"norms"}:
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{what} {n}: {m}"
+        )
+
+
+def every_way(tp: int) -> list[tuple[Way, dict[str, Any]]]:
+    ways = [
+        Way(tp, sequence_parallel, shard, microbatches, bucket_bytes, overlap)
+        for sequence_parallel in (False, True)
+        for shard, overlap in ((False, True), (True, True), (True, False))
+        for microbatches, bucket_bytes in ((1, 1), (2, 600), (2, 2**20))
+    ]
+    return [(way, steps(way)) for way in ways]
+
+
+def test_steps_do_not_depend_on_how_they_are_cut() -> None:
+    reference = run_on_ranks(steps, 1, Way())[0]
+    assert reference["norms"][0] > 4  # so that clipping clips
+    for world, tp in ((1, 1), (2, 1), (4, 2), (8, 2)):
+        for found in run_on_ranks(every_way, world, tp, timeout=180):
+            for way, ours in found:
+                same(ours, reference, (world, way))
+
+
+def half() -> list[float]:
+    return [
+        steps(Way(2, sp, shard, 2), dtype=torch.bfloat16)["norms"][0]
+        for sp in (False, True)
+        for shard in (False, True)
+    ]
+
+
+def test_bf16_parameters_have_fp32_gradients() -> None:
+    exact = run_on_ranks(steps, 1, Way())[0]["norms"][0]
+    for found in run_on_ranks(half, 4):
+        # Activations and weights are rounded to 8 bits, 2^-9 each; a norm averages over many.
+        assert found == pytest.approx([exact] * len(found), rel=2**-6)
+        # The first gradients are of the same weights: sharding adds them in another order, in fp32.
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def buffers() -> None:
+    grid = commgrid.initialize()
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    reducer = GradientReducer(model)
+    tiny = 2.0**-12
+    model.weight.data.zero_()
+    for i in range(64):  # bf16 would lose 63 of these additions to 1
+        with reducer.no_sync():
+            (model(torch.full((1, 4), 1.0 if i == 0 else tiny, dtype=torch.bfloat16))).sum().backward()
+    reducer.finish(count=1)
+    slot = next(s for lane in reducer.lanes for s in lane.slots if s.placement.name == "weight")
+    assert slot.view.dtype == torch.float32
+    assert torch.all(slot.view == (1 + 63 * tiny))
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.bfloat16  # for a plain optimizer
+    assert grid.size("dp") == 2
+
+
+def test_many_small_gradients_add_up() -> None:
+    run_on_ranks(buffers, 2)
+
+
+def uneven() -> None:
+    """Rank 0 has 3 microbatches, rank 1 has 1 longer one, rank 2 has none at all."""
+    grid = commgrid.initialize()
+    data = torch.randn(10, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine = [[data[0:1], data[1:3], data[3:4]], [data[4:10]], []][grid.rank]
+    for shard in (False, True):
+        model = nn.Linear(4, 2, dtype=torch.float64)
+        initialize_parameters(model, seed=0)
+        reducer = GradientReducer(model, shard=shard)
+        for i, part in enumerate(mine, 1):
+            with reducer.no_sync() if i < len(mine) else nullcontext():
+                model(part).square().sum().backward()
+        if grid.rank == 2:  # an unused parameter on one rank only would be an error …
+            with reducer.no_sync():
+                (model(data[:1]) * 0).sum().backward()  # … so it says that its part is zero
+        reducer.finish(count=sum(len(part) for part in mine))
+        norm = reducer.gradient_norm()
+        whole = nn.Linear(4, 2, dtype=torch.float64)
+        initialize_parameters(whole, seed=0)
+        (whole(data).square().sum() / 10).backward()
+        torch.testing.assert_close(norm, gradient_norm(whole), rtol=1e-12, atol=0)
+        reducer.close()
+
+
+def test_average_is_right_with_uneven_microbatches() -> None:
+    run_on_ranks(uneven, 3)
+
+
+def lopsided() -> str:
+    grid = commgrid.initialize()
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "sometimes": nn.Linear(2, 3)})
+    reducer = GradientReducer(model)
+    loss = model["used"](torch.ones(1, 2)).sum()
+    if grid.rank != 1:
+        loss = loss + model["sometimes"](torch.ones(1, 2)).sum()
+    loss.backward()
+    with pytest.raises(GridMismatchError) as caught:
+        reducer.finish()
+    # The next step is not harmed by it.
+    (model["used"](torch.ones(1, 2)).sum() + model["sometimes"](torch.ones(1, 2)).sum()).backward()
+    reducer.finish()
+    assert model["sometimes"].weight.grad is not None
+    assert torch.equal(model["sometimes"].weight.grad, torch.ones(3, 2))
+    return str(caught.value)
+
+
+def test_a_gradient_on_some_ranks_only_is_named() -> None:
+    for rank, said in enumerate(run_on_ranks(lopsided, 3)):
+        assert said.startswith(
+            "sometimes.bias of shape (3,): 2 of the 3 ranks of group 'dp_cp' ([0, 1, 2]) have a "
+        )
+        assert f"this rank has {'none' if rank == 1 else 'one'}" in said
+
+
+def other_model() -> None:
+    grid = commgrid.initialize()
+    with pytest.raises(GridMismatchError, match=r"ranks \[2\] of group 'dp_cp' .* have other param"):
+        GradientReducer(nn.Linear(2, 4 if grid.rank == 2 else 3))
+
+
+def test_another_model_on_one_rank_is_named() -> None:
+    run_on_ranks(other_model, 3)
+
+
+def wrong() -> None:
+    commgrid.initialize()
+    model = nn.Linear(2, 2)
+    reducer = GradientReducer(model)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(CommGridError, match=r"reached (weight|bias) of shape .* again before finish"):
+        model(torch.ones(1, 2)).sum().backward()
+    reducer.finish()
+    with pytest.raises(ShapeError, match=r"finish\(count=0\): the counts of the 1 ranks of group"):
+        reducer.finish(count=0)
+    with pytest.raises(ShapeError, match=r"max_norm=0\): expected above 0"):
+        reducer.clip_gradients(0)
+    with pytest.raises(SpecError, match="has a main_grad buffer already, from another reducer"):
+        GradientReducer(model)
+    reducer.close()
+    assert not hasattr(model.weight, "main_grad")
+    again = GradientReducer(model, shard=True)
+    with pytest.raises(SpecError, match="LBFGS does not update elements one by one"):
+        ShardedOptimizer(again, torch.optim.LBFGS)
+    with pytest.raises(SpecError, match=r"a parameter of shape \(5,\) in groups is not one"):
+        ShardedOptimizer(again, torch.optim.SGD, groups=[{"params": nn.Parameter(torch.ones(5))}])
+    del again, reducer  # and with the last reference its buffers go
+    assert not hasattr(model.weight, "main_grad")
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    with pytest.raises(SpecError, match=r"region='sparse': expected one of dense, expert"):
+        mark_parameters(model, region="sparse")
+    assert clip_gradients(model, 1e-3) > 1e-3
+    assert gradient_norm(model) <= 1e-3
+    assert gradient_norm(nn.Linear(2, 2)) == 0
+
+
+def test_bad_input_is_named() -> None:
+    run_on_ranks(wrong, 1, init=None)
+
+
+def experts() -> tuple[float, Tensor]:
+    """Two experts, ep of them apart, each seeing a fixed half of the tokens of every rank."""
+    grid = commgrid.initialize(ep=2 if torch.distributed.get_world_size() > 1 else 1, etp=1)
+    both = [nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2)]
+    dense = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    for seed, layer in enumerate([*both, dense]):
+        initialize_parameters(layer, seed)
+    local = both if grid.size("ep") == 1 else [both[grid.get_local_rank("ep")]]
+    model = nn.ModuleList([dense, mark_parameters(nn.ModuleList(local), region="expert")])
+    reducer = GradientReducer(model)
+    data = torch.randn(8, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    # What dispatch would do: this rank's experts see the tokens of their whole ep group.
+    own = data.chunk(grid.size("dp"))[grid.get_local_rank("dp")]
+    group = all_gather(own, "ep") if grid.size("ep") > 1 else own
+    loss = dense(own).square().sum()
+    for layer in local:
+        loss = loss + layer(group[:, both.index(layer)]).square().sum()
+    loss.backward()
+    reducer.finish(count=len(own))
+    assert dense.weight.grad is not None
+    return reducer.gradient_norm().item(), dense.weight.grad
+
+
+def test_expert_gradients_go_over_edp_and_count_once() -> None:
+    results = {world: run_on_ranks(experts, world) for world in (1, 2, 4)}
+    norm, gradient = results[1][0]
+    for world in (2, 4):
+        for ours, dense in results[world]:
+            assert ours == pytest.approx(norm, rel=1e-12)
+            torch.testing.assert_close(dense, gradient, rtol=1e-12, atol=1e-14)
