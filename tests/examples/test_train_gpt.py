@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+import commgrid
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -24,33 +26,99 @@ def load() -> ModuleType:
     return module
 
 
-def run(arguments: list[str]) -> None:
+# What may be cut without the curve noticing: sizes of tp and dp, then switches, then microbatches.
+CUTS = [
+    (tp, dp, [*sequence, *zero1, "--grad-accum", accum])
+    for tp, dp in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))
+    for sequence in ([], ["--sequence-parallel"])
+    for zero1 in ([], ["--zero1"])
+    for accum in ("1", "4")
+]
+TINY = [
+    "--layers", "1", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--batch-size", "8",
+    "--seq-len", "8", "--steps", "20", "--clip-grad", "1.5",
+]  # fmt: skip
+
+
+def run(*jobs: list[str]) -> None:
+    """Trains once for each list of arguments, in one process after the other."""
     train_gpt = load()
     train_gpt.generate = lambda *_: ""  # most of a short run's time, and of no concern here
-    train_gpt.train(train_gpt.parse(arguments))
+    down = commgrid.shutdown
+    for job in jobs:
+        commgrid.shutdown = commgrid.destroy if job is not jobs[-1] else down
+        train_gpt.train(train_gpt.parse(job))
 
 
-def curve(tp: int, dp: int, dtype: str, folder: Path) -> list[dict[str, float]]:
-    path = folder / f"{tp}-{dp}-{dtype}.jsonl"
-    arguments = [*SMALL, "--tp", str(tp), "--dp", str(dp), "--steps", "20", "--dtype", dtype]
-    run_on_ranks(run, tp * dp, [*arguments, "--metrics", str(path)], init=None, launcher="torchrun")
+def curve(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("fp64", 1e-9), ("fp32", 1e-4)])
-def test_same_curve_on_any_grid(dtype: str, bound: float, tmp_path: Path) -> None:
+def curves(tp: int, dp: int, jobs: dict[str, list[str]], folder: Path) -> dict[str, Any]:
+    """What each job's metrics say, all run one after the other on the same ranks."""
+    given = [
+        [*job, "--tp", str(tp), "--dp", str(dp), "--metrics", str(folder / name)]
+        for name, job in jobs.items()
+    ]
+    run_on_ranks(run, tp * dp, *given, init=None, launcher="torchrun", timeout=240)
+    return {name: curve(folder / name) for name in jobs}
+
+
+def same_curve(ours: list[dict[str, float]], theirs: list[dict[str, float]], dtype: str) -> None:
     # The bound of promise 6: sums in another order differ by some ulps, which 20 steps of Adam
     # amplify by a few orders of magnitude and no more.
-    reference = curve(1, 1, dtype, tmp_path)
+    bound = {"fp64": 1e-9, "fp32": 1e-4}[dtype]
+    for mine, reference in zip(ours, theirs, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert mine[key] == pytest.approx(reference[key], rel=bound), (key, mine["step"])
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_same_curve_however_it_is_cut(dtype: str, tmp_path: Path) -> None:
+    alone = {"alone": [*TINY, "--dtype", dtype]}
+    reference = curves(1, 1, alone, tmp_path)["alone"]
     assert [row["step"] for row in reference] == list(range(1, 21))
-    for tp, dp in [(2, 1), (1, 2), (4, 2), (2, 4), (1, 8), (8, 1)]:
-        for ours, theirs in zip(curve(tp, dp, dtype, tmp_path), reference, strict=True):
-            for key in ("loss", "grad_norm"):
-                assert ours[key] == pytest.approx(theirs[key], rel=bound), (tp, dp, ours["step"])
+    assert any(row["grad_norm"] > 1.5 for row in reference)  # so that clipping clips
+    for tp, dp in dict.fromkeys((tp, dp) for tp, dp, _ in CUTS):
+        jobs = {
+            "-".join([str(tp), str(dp), *flags]): [*TINY, "--dtype", dtype, *flags]
+            for t, d, flags in CUTS if (t, d) == (tp, dp)
+        }  # fmt: skip
+        for name, rows in curves(tp, dp, jobs, tmp_path).items():
+            try:
+                same_curve(rows, reference, dtype)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_same_curve_on_eight_ranks(dtype: str, tmp_path: Path) -> None:
+    arguments = [*SMALL, "--steps", "20", "--dtype", dtype]
+    reference = curves(1, 1, {"alone": arguments}, tmp_path)["alone"]
+    for tp, dp in [(8, 1), (2, 4), (1, 8)]:
+        same_curve(curves(tp, dp, {f"{tp}-{dp}": arguments}, tmp_path)[f"{tp}-{dp}"], reference, dtype)
+
+
+def test_bf16_falls_as_fp32_does(tmp_path: Path) -> None:
+    jobs = {
+        dtype: [*TINY, "--dtype", dtype, "--sequence-parallel", "--zero1"]
+        for dtype in ("fp32", "bf16")
+    }
+    found = curves(2, 2, jobs, tmp_path)
+    # bf16 keeps 8 bits of weights and activations: 2^-9 of a loss near 5.5 is 0.01.
+    for ours, theirs in zip(found["bf16"], found["fp32"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.05)
+
+
+def test_dropout_trains(tmp_path: Path) -> None:
+    job = [*TINY, "--dropout", "0.2", "--sequence-parallel", "--lr", "1e-2"]
+    rows = curves(2, 2, {"dropout": job}, tmp_path)["dropout"]
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 
 def test_metrics_carry_at_least_12_digits(tmp_path: Path) -> None:
-    rows = curve(1, 1, "fp64", tmp_path)
+    job = [*TINY, "--dtype", "fp64"]
+    rows = curves(1, 1, {"digits": job}, tmp_path)["digits"]
     assert all(len(repr(row["loss"]).replace(".", "")) >= 12 for row in rows[:5])
     assert set(rows[0]) == {"step", "loss", "grad_norm", "tokens_per_s"}
 
@@ -76,6 +144,10 @@ def test_bare_python_is_a_world_of_one(tmp_path: Path) -> None:
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml"),
         (["--hidden", "100"], "--hidden 100 is not a multiple of --heads 8"),
+        (["--kv-heads", "3"], "num_kv_heads=3 does not divide num_heads=8"),
+        (["--grad-accum", "3"], "--grad-accum 3 does not divide the 16 sequences a step that"),
+        (["--dropout", "1"], "--dropout: 1: expected 0 or more, and less than 1"),
+        (["--clip-grad", "-1"], "--clip-grad: -1: expected 0 or more"),
         (["--data", "nowhere.txt"], "--data nowhere.txt: "),
         (["--data", "/dev/null"], "0 bytes are less than --seq-len + 2 = 66"),
     ],
@@ -97,6 +169,7 @@ def test_wrong_flags_are_named(arguments: list[str], said: str) -> None:
         ("dtype: fp8", "dtype: 'fp8': invalid choice"),
         ("steps: 0", "steps: 0: 0: expected 1 or more"),
         ("batch_size: 2.5", "batch_size: 2.5: invalid positive value"),
+        ("zero1: 2", "zero1: 2: expected true or false"),
         ("- tp", "expected a mapping of flags"),
     ],
 )
@@ -112,6 +185,6 @@ def test_wrong_config_is_named(
 
 def test_flags_go_before_the_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("tp: 2\nsteps: 7\nlr: 2e-3")
+    path.write_text("tp: 2\nsteps: 7\nlr: 2e-3\nzero1: true")
     args = load().parse(["--config", str(path), "--steps", "3"])
-    assert (args.tp, args.steps, args.lr) == (2, 3, 0.002)
+    assert (args.tp, args.steps, args.lr, args.zero1) == (2, 3, 0.002, True)
