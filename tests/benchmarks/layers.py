@@ -1,0 +1,266 @@
+"""Layers, gradient reduction and sharded optimizer on 4 gloo ranks, against their peers.
+
+    python tests/benchmarks/layers.py --json
+
+Each row is one forward and backward (and step), timed from barrier to barrier, the contestants
+in turn; memory is the most a rank's tensors take at once, parameters of peers' and ours being
+equal. Peers: megatron-core's layers, DTensor's parallelize_module, DistributedDataParallel,
+ZeroRedundancyOptimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+warnings.simplefilter("ignore")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import commgrid
+from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from tests import megatron_layers
+from tests.benchmarks.report import Row, compare, main
+from tests.memory import peak_bytes
+from tests.ranks import run_on_ranks
+
+RANKS = 4
+Build = Callable[[], Callable[[], object]]
+"""Makes a contestant; what it returns runs it once."""
+
+
+def contest(contestants: dict[str, Build], repeats: int) -> dict[str, tuple[list[float], int]]:
+    """Milliseconds of each repeat, and the peak of building it and running it twice, in bytes."""
+    peaks = {}
+    for name, build in contestants.items():
+        def twice(build: Build = build) -> None:
+            run = build()
+            run()
+            run()
+
+        twice()  # what is only made once in a process is made
+        peaks[name] = peak_bytes(twice)
+        dist.barrier()
+    runs = {name: build() for name, build in contestants.items()}
+    spent: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 2):
+        order = list(runs)[:: 1 if repeat % 2 else -1]
+        for name in order:
+            dist.barrier()
+            started = time.perf_counter()
+            runs[name]()
+            dist.barrier()
+            if repeat >= 2:
+                spent[name].append((time.perf_counter() - started) * 1e3)
+    return {name: (spent[name], peaks[name]) for name in runs}
+
+
+# -- the contestants ----------------------------------------------------------------------
+
+
+def blocks(sequence_parallel: bool, hidden: int, tokens: int) -> dict[str, Build]:
+    """column → gelu → row, on x of (tokens, hidden)."""
+    grid = commgrid.get_grid()
+    group = grid.get_group("tp")
+    rows = tokens // RANKS if sequence_parallel else tokens
+    inputs = torch.randn(rows, 1, hidden)
+    upstream = torch.randn(rows, 1, hidden)
+
+    def run(column: Callable[[Tensor], Tensor], row: Callable[[Tensor], Tensor], model: nn.Module):  # type: ignore[no-untyped-def]  # fmt: skip
+        def once() -> None:
+            model.zero_grad()
+            x = inputs.detach().requires_grad_()
+            row(F.gelu(column(x))).backward(upstream)
+
+        return once
+
+    def ours() -> Callable[[], object]:
+        column = ColumnParallelLinear(hidden, 4 * hidden, sequence_parallel=sequence_parallel)
+        row = RowParallelLinear(4 * hidden, hidden, sequence_parallel=sequence_parallel)
+        return run(column, row, nn.ModuleList([column, row]))
+
+    def megatron() -> Callable[[], object]:
+        column = megatron_layers.column(
+            (hidden, 4 * hidden), group, sequence_parallel=sequence_parallel
+        )
+        row = megatron_layers.row((4 * hidden, hidden), group, sequence_parallel=sequence_parallel)
+        return run(lambda x: column(x)[0], lambda x: row(x)[0], nn.ModuleList([column, row]))
+
+    def dtensor() -> Callable[[], object]:
+        mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+        outside = Shard(0) if sequence_parallel else Replicate()
+        model = nn.Sequential(
+            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
+        )
+        parallelize_module(
+            model, mesh,
+            {"0": ColwiseParallel(input_layouts=outside),
+             "2": RowwiseParallel(output_layouts=outside)},
+        )  # fmt: skip
+        return run(lambda x: x, model, model)
+
+    return {"ours": ours, "megatron-core": megatron, "DTensor": dtensor}
+
+
+def vocabularies(vocabulary: int, hidden: int, tokens: int) -> dict[str, Build]:
+    """Embedding, a projection to logits by the same table, cross-entropy."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as theirs
+
+    group = commgrid.get_group("tp")
+    ids = torch.randint(vocabulary, (tokens, 1), generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(tokens, 1, vocabulary // RANKS)
+    upstream = torch.randn(tokens, 1, hidden)
+
+    def run(embedding: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]):  # type: ignore[no-untyped-def]  # fmt: skip
+        def once() -> None:
+            embedding.zero_grad()
+            embedding(ids).backward(upstream)
+            x = logits.detach().requires_grad_()
+            # Megatron's works in place of its input, which a leaf does not allow; both get a view.
+            loss(x * 1.0, ids).sum().backward()
+
+        return once
+
+    return {
+        "ours": lambda: run(
+            VocabParallelEmbedding(vocabulary, hidden), vocab_parallel_cross_entropy
+        ),
+        "megatron-core": lambda: run(
+            megatron_layers.embedding((vocabulary, hidden), group),
+            theirs,
+        ),
+    }
+
+
+def stack(width: int, depth: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
+
+
+def reducers(width: int, depth: int, samples: int) -> dict[str, Build]:
+    """Backward of a stack of linear layers, and its gradients averaged."""
+    x = torch.randn(samples, width)
+
+    def ours() -> Callable[[], object]:
+        model = stack(width, depth)
+        reducer = GradientReducer(model)
+
+        def once() -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            reducer.finish()
+
+        return once
+
+    def ddp() -> Callable[[], object]:
+        model = DistributedDataParallel(stack(width, depth), process_group=commgrid.get_group("dp"))
+
+        def once() -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        return once
+
+    return {"ours": ours, "DDP": ddp}
+
+
+def optimizers(width: int, depth: int, samples: int) -> dict[str, Build]:
+    """A whole step of AdamW whose state is sharded."""
+    x = torch.randn(samples, width)
+
+    def ours() -> Callable[[], object]:
+        model = stack(width, depth)
+        reducer = GradientReducer(model, shard=True)
+        optimizer = ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-3)
+
+        def once() -> None:
+            model(x).square().mean().backward()
+            reducer.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.wait()  # the next forward would; the clock stops here
+
+        return once
+
+    def theirs() -> Callable[[], object]:
+        group = commgrid.get_group("dp")
+        model = DistributedDataParallel(stack(width, depth), process_group=group)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3
+        )
+
+        def once() -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return once
+
+    return {"ours": ours, "DDP + ZeroRedundancyOptimizer": theirs}
+
+
+CASES: dict[str, Callable[[], dict[str, Build]]] = {
+    "block 512": lambda: blocks(False, 512, 1024),
+    "block 512, sequence parallel": lambda: blocks(True, 512, 1024),
+    "embedding, cross-entropy 32k": lambda: vocabularies(32_768, 256, 512),
+    "reduce gradients, 25 MB": lambda: reducers(1024, 6, 64),
+    "sharded AdamW, 25 MB": lambda: optimizers(1024, 6, 64),
+}
+
+
+def on_a_rank(case: str, repeats: int) -> dict[str, tuple[list[float], int]]:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    sharded = not case.startswith(("reduce", "sharded"))
+    commgrid.initialize(tp=RANKS if sharded else 1)
+    megatron_layers.on_the_cpu(commgrid.get_group("tp"))
+    return contest(CASES[case](), repeats)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    for case in CASES:
+        if args.only and args.only not in case:
+            continue
+        ranks = run_on_ranks(on_a_rank, RANKS, case, args.repeats, timeout=600)
+        peers = [name for name in ranks[0] if name != "ours"]
+
+        def times(name: str, ranks: list[dict[str, tuple[list[float], int]]] = ranks) -> list[float]:  # fmt: skip
+            return [statistics.mean(t) for t in zip(*(r[name][0] for r in ranks), strict=True)]
+
+        def peaks(name: str, ranks: list[dict[str, tuple[list[float], int]]] = ranks) -> list[float]:  # fmt: skip
+            return [max(rank[name][1] for rank in ranks) / 2**20]
+
+        for peer in peers:
+            yield compare(case, "time", "ms", peer, times("ours"), times(peer))
+            yield compare(case, "peak memory", "MiB", peer, peaks("ours"), peaks(peer))
+
+
+if __name__ == "__main__":
+    main(
+        __doc__, measure,
+        ("--repeats", {"type": int, "default": 30, "help": "of each contestant (default 30)"}),
+        ("--only", {"metavar": "TEXT", "help": "cases whose name has this in it"}),
+    )  # fmt: skip
