@@ -112,4 +112,3 @@ def share(tensor: Tensor, group: ProcessGroup, dim: int) -> int:
             f"the {group.size()} ranks of group {group.group_desc!r}"
         )
     return int(tensor.shape[dim]) // group.size()
-

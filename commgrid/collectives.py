@@ -49,6 +49,7 @@ _OPS = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 
+
 def resolve(group: Group, grid: HyperCommGrid | None = None) -> ProcessGroup:
     """The communicator that `group` means."""
     if isinstance(group, str):

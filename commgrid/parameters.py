@@ -40,8 +40,15 @@ class ShardedModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # A buffer of gradients belongs to the process that pickled the module.
         for parameter in self.parameters(recurse=False):
-            for attribute in ("main_grad", "overwrite_main_grad", "grad_added_to_main_grad"):
-                vars(parameter).pop(attribute, None)
+            drop_main_grad(parameter)
+
+
+def drop_main_grad(parameter: nn.Parameter) -> None:
+    """Takes a gradient buffer, and what goes with it, off a parameter."""
+    for attribute in (
+        "main_grad", "overwrite_main_grad", "grad_added_to_main_grad", "main_grad_owner",
+    ):  # fmt: skip
+        vars(parameter).pop(attribute, None)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ def mark_parameters(
 ) -> Module:
     """Says how the parameters of a plain module, and of all modules in it, lie on the grid.
 
+    What was said before of a module in it stays true: marks add up.
+
     Args:
         module: such as an nn.LayerNorm.
         partial: the group whose ranks each see a part of the input, as a norm under sequence
@@ -102,7 +111,7 @@ def mark_parameters(
         The module itself.
 
     Raises:
-        SpecError: another region.
+        SpecError: another region, or a module marked as partial over another group.
 
     Example:
         >>> import commgrid
@@ -118,7 +127,15 @@ def mark_parameters(
     owner = f"{type(module).__name__}"
     group = None if partial is None else GroupRef(partial, grid, owner=owner)
     for part in module.modules():
-        part._commgrid_mark = Mark(group, region)  # type: ignore[assignment]
+        mark: Mark = getattr(part, "_commgrid_mark", Mark(None, "dense"))
+        if None not in (group, mark.partial) and _name(group) != _name(mark.partial):
+            raise SpecError(
+                f"{type(part).__name__}: its gradients were marked as partial over {mark.partial} "
+                f"and are now to be over {group}; mark it once, with a group that has both axes"
+            )
+        part._commgrid_mark = Mark(  # type: ignore[assignment]
+            group or mark.partial, region if region != "dense" else mark.region
+        )
     return module
 
 
@@ -152,7 +169,11 @@ def placements(model: nn.Module) -> Iterator[Placement]:
 
 def _told(placement: Placement) -> tuple[Any, ...]:
     shards = tuple((dim, group.name, group.size) for dim, group in placement.shards)
-    return shards, placement.partial and placement.partial.name, placement.region
+    return shards, _name(placement.partial), placement.region
+
+
+def _name(group: GroupRef | None) -> str | None:
+    return group.name if group is not None else None
 
 
 def own_slice(full: Tensor, dim: int, group: GroupRef, size: int) -> Tensor:

@@ -29,6 +29,13 @@ def on_the_cpu(group: ProcessGroup) -> None:
         parallel_state._set_global_memory_buffer()
 
 
+def forget_buffers() -> None:
+    """Drops the memory that Megatron keeps for gathered inputs, as if none had been gathered."""
+    from megatron.core import parallel_state
+
+    parallel_state._GLOBAL_MEMORY_BUFFER.buffer.clear()
+
+
 def config(group: ProcessGroup, sequence_parallel: bool, dtype: torch.dtype) -> Any:
     """Megatron's configuration of a layer over `group`."""
     from megatron.core.model_parallel_config import ModelParallelConfig

@@ -4,8 +4,8 @@
                     head.weight norm.weight … pad | block1.up.weight … pad | …
                     └ rank 0 ┘└ rank 1 ┘            └ rank 0 ┘└ rank 1 ┘      (sharded)
 
-A lane is a communicator and the buckets that go over it, one after the other, in the same order
-on all its ranks. A bucket holds parameters of one dtype and device, last registered first, as
+A lane is a communicator and the buckets that go over it. The buckets of all lanes are sent in
+one order, the same on all ranks, so that no two ranks wait for each other in different lanes. A bucket holds parameters of one dtype and device, last registered first, as
 backward reaches them. Where gradients are sharded each rank keeps one of n equal parts.
 """
 
@@ -36,8 +36,12 @@ class Slot:
     placement: Placement
     start: int
     view: Tensor = field(init=False, repr=False)
+    kind: tuple[torch.dtype, torch.device] = field(init=False)
     handed_out: Tensor | None = field(default=None, repr=False)
     used: bool = False
+
+    def __post_init__(self) -> None:
+        self.kind = (self.parameter.dtype, self.parameter.device)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -56,11 +60,13 @@ class Bucket:
 
     Args:
         slots: in order, without gaps but for alignment.
+        group: the communicator of its lane.
         gradient: the flat buffer; every slot's `view` is a part of it.
         own: the range of elements this rank keeps after the reduction.
     """
 
     slots: list[Slot]
+    group: ProcessGroup
     gradient: Tensor
     own: slice
     missing: set[int] = field(default_factory=set)
@@ -86,7 +92,6 @@ class Lane:
     group: ProcessGroup
     name: str
     buckets: list[Bucket] = field(default_factory=list)
-    next: int = 0
 
     @property
     def slots(self) -> list[Slot]:
@@ -131,7 +136,7 @@ def make_lanes(
     shard: bool,
     bucket_bytes: int,
     dtype: torch.dtype | None,
-) -> list[Lane]:
+) -> tuple[list[Lane], list[Bucket]]:
     """Puts parameters into buckets and buckets into lanes.
 
     Args:
@@ -140,15 +145,20 @@ def make_lanes(
         shard: whether each rank keeps a part of each bucket only.
         bucket_bytes: where a bucket is closed.
         dtype: of the buffers; None: fp32 for half-precision parameters, else the parameter's.
+
+    Returns:
+        The lanes, and the buckets of all of them in the order in which they are sent.
     """
     lanes: dict[ProcessGroup, Lane] = {}
+    buckets: list[Bucket] = []
     filling: dict[tuple[object, ...], list[Placement]] = {}
 
     def close(key: tuple[object, ...]) -> None:
         found = filling.pop(key)
         group, name = group_of(found[0])
         lane = lanes.setdefault(group, Lane(group, name))
-        lane.buckets.append(_make_bucket(found, group, shard, _buffer_dtype(found[0], dtype)))
+        buckets.append(_make_bucket(found, group, shard, _buffer_dtype(found[0], dtype)))
+        lane.buckets.append(buckets[-1])
 
     for placement in reversed(list(placements)):
         parameter = placement.parameter
@@ -159,7 +169,7 @@ def make_lanes(
             close(key)
     for key in list(filling):
         close(key)
-    return list(lanes.values())
+    return list(lanes.values()), buckets
 
 
 def _buffer_dtype(placement: Placement, dtype: torch.dtype | None) -> torch.dtype:
@@ -177,13 +187,13 @@ def _make_bucket(
     part = _round_up(-(-end // parts), _ALIGNMENT)
     gradient = torch.zeros(parts * part, dtype=dtype, device=placements[0].parameter.device)
     first = group.rank() * part if shard else 0
-    return Bucket(slots, gradient, slice(first, first + part))
+    return Bucket(slots, group, gradient, slice(first, first + part))
 
 
-def pieces_of(lanes: Iterable[Lane]) -> list[Piece]:
+def pieces_of(buckets: Iterable[Bucket]) -> list[Piece]:
     """What this rank keeps, in bucket order."""
     pieces = []
-    for bucket in (bucket for lane in lanes for bucket in lane.buckets):
+    for bucket in buckets:
         for slot in bucket.slots:
             start = max(bucket.own.start, slot.start) - slot.start
             stop = min(bucket.own.stop, slot.stop) - slot.start

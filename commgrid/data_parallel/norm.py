@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from commgrid.errors import CommGridError, ShapeError
 from commgrid.parameters import Placement, placements
 from commgrid.registry import get_grid
 
@@ -36,15 +37,24 @@ def gradient_norm(
 
     Returns:
         A float64 tensor of shape () on the gradients' device.
+
+    Raises:
+        CommGridError: a reducer keeps the gradients.
     """
     grid = grid or get_grid()
+    for parameter in model.parameters():
+        owner = getattr(parameter, "main_grad_owner", None)
+        if parameter.grad is None and owner is not None and owner.keeps_gradients:
+            raise CommGridError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is kept by its "
+                "GradientReducer; ask that one: reducer.gradient_norm(), reducer.clip_gradients()"
+            )
     held = [
         (placement.parameter.grad, num_parts(placement, grid))
         for placement in placements(model)
         if placement.parameter.grad is not None
     ]
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return total_norm(held, norm_group(grid, data), device)
+    return total_norm(held, norm_group(grid, data), device_of(model))
 
 
 def clip_gradients(
@@ -59,10 +69,23 @@ def clip_gradients(
     Args:
         model, data, grid: as `gradient_norm`'s.
         max_norm: above 0.
+
+    Raises:
+        ShapeError: max_norm is not above 0.
+        CommGridError: a reducer keeps the gradients.
     """
+    if not max_norm > 0:
+        raise ShapeError(f"clip_gradients(max_norm={max_norm}): expected above 0")
     norm = gradient_norm(model, data=data, grid=grid)
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is; of a rank without any parameter, where its others would be."""
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def norm_group(

@@ -29,9 +29,15 @@ from torch.distributed import ProcessGroup
 from commgrid.async_collectives import Pending, start_all_reduce_, start_reduce_scatter_
 from commgrid.collectives import all_gather
 from commgrid.data_parallel.buckets import Bucket, Lane, Slot, make_lanes, pieces_of
-from commgrid.data_parallel.norm import norm_group, num_parts, total_norm
-from commgrid.errors import CommGridError, GridMismatchError, ShapeError, SpecError
-from commgrid.parameters import Placement, placements
+from commgrid.data_parallel.norm import device_of, norm_group, num_parts, total_norm
+from commgrid.errors import (
+    CommGridError,
+    GridMismatchError,
+    ShapeError,
+    SpecError,
+    UnknownGroupError,
+)
+from commgrid.parameters import Placement, drop_main_grad, placements
 from commgrid.registry import get_grid
 
 if TYPE_CHECKING:
@@ -90,33 +96,63 @@ class GradientReducer:
         self.group = self._grid.get_group(group)
         trained = [p for p in placements(model) if p.parameter.requires_grad]
         for placement in trained:
-            if getattr(placement.parameter, "main_grad", None) is not None:
+            if getattr(placement.parameter, "main_grad_owner", None) is not None:
                 raise SpecError(
-                    f"{placement} has a main_grad buffer already, from another reducer; "
-                    "call its close() first"
+                    f"{placement} has another GradientReducer already; call its close() first"
                 )
-        self.lanes = make_lanes(
+        self.lanes, self.buckets = make_lanes(
             trained, self._group_of, shard=shard, bucket_bytes=bucket_bytes, dtype=dtype
         )
-        for lane in self.lanes:
-            _compare(lane)
-        self.pieces = pieces_of(self.lanes)
+        self._compare((shard, bucket_bytes, str(dtype)))
+        self.pieces = pieces_of(self.buckets)
         self.keeps_gradients = shard
+        self._next = 0
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
         handles = [
             handle
-            for lane in self.lanes
-            for bucket in lane.buckets
+            for bucket in self.buckets
             for index in range(len(bucket.slots))
             for handle in self._attach(bucket, index)
         ]
-        slots = [slot for lane in self.lanes for slot in lane.slots]
-        self._detach = weakref.finalize(self, _detach, handles, slots)
+        self._detach = weakref.finalize(self, _detach, handles, self.slots)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Every parameter's place, in the order in which gradients are sent."""
+        return [slot for bucket in self.buckets for slot in bucket.slots]
 
     def close(self) -> None:
         """Takes its hooks and buffers off the model, which is then as it was before."""
         self._detach()
+
+    def _compare(self, options: tuple[object, ...]) -> None:
+        """Refuses a model that is another one on other ranks, whose collectives would not meet."""
+        mine = [
+            (placement.name if placement.region == "dense" else "", tuple(slot.parameter.shape),
+             str(slot.parameter.dtype), lane.name)
+            for lane in self.lanes for slot in lane.slots for placement in [slot.placement]
+        ]  # fmt: skip
+        digest = int.from_bytes(hashlib.sha256(repr((mine, options)).encode()).digest()[:7], "big")
+        dense = self._grid.spec.regions[0].axes
+        axes = [axis for axis in dense if axis != "pp" and self._grid.size(axis) > 1]
+        try:  # all that may share a lane; where no such group was created, those that do
+            group = self._grid.get_group(*axes) if axes else None
+        except UnknownGroupError:
+            group = self.group
+        if group is None:
+            return
+        told = torch.tensor([digest], device=device_of(self.model))
+        found = all_gather(told, group).tolist()
+        if len(set(found)) > 1:
+            ranks = dist.get_process_group_ranks(group)
+            usual = max(found, key=found.count)
+            odd = [rank for rank, theirs in zip(ranks, found, strict=True) if theirs != usual]
+            raise GridMismatchError(
+                f"ranks {odd} of {ranks} have other parameters than the rest, in names, shapes, "
+                "dtypes, order or marks, or other arguments of GradientReducer; this rank has "
+                f"{len(mine)} parameters"
+            )
 
     def _group_of(self, placement: Placement) -> tuple[ProcessGroup, str]:
         name = self._expert_name if placement.region == "expert" else self._name
@@ -141,6 +177,7 @@ class GradientReducer:
         slot = bucket.slots[index]
         parameter: Any = slot.parameter
         parameter.main_grad, parameter.overwrite_main_grad = slot.view, True
+        parameter.main_grad_owner = _Owner(self)
         me = weakref.ref(self)
 
         def before(_: object) -> None:
@@ -173,7 +210,8 @@ class GradientReducer:
         if bucket.launched:
             raise CommGridError(
                 f"backward reached {slot.placement} again before finish(); call finish() after "
-                "each backward, or wrap all microbatches but the last in no_sync()"
+                "each backward, wrap all microbatches but the last in no_sync(), and checkpoint "
+                "activations with use_reentrant=False"
             )
         bucket.missing.discard(index)
         # A gradient that its layer wrote may be reported from another thread than autograd's for
@@ -182,27 +220,26 @@ class GradientReducer:
             self._launch(all_of_them=False)
 
     def _launch(self, *, all_of_them: bool) -> None:
-        for lane in self.lanes:
-            while lane.next < len(lane.buckets):
-                bucket = lane.buckets[lane.next]
-                if bucket.missing and not all_of_them:
-                    break
-                lane.next += 1
-                bucket.launched = True
-                for slot in bucket.slots:
-                    if getattr(slot.parameter, "overwrite_main_grad", False):
-                        slot.view.zero_()  # no gradient here: nothing of the step before either
-                if lane.group.size() > 1:
-                    bucket.pending = self._start(bucket, lane.group)
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if bucket.missing and not all_of_them:
+                return
+            self._next += 1
+            bucket.launched = True
+            for slot in bucket.slots:
+                if getattr(slot.parameter, "overwrite_main_grad", False):
+                    slot.view.zero_()  # no gradient here: nothing of the step before either
+            if bucket.group.size() > 1:
+                bucket.pending = self._start(bucket)
 
-    def _start(self, bucket: Bucket, group: ProcessGroup) -> Pending:
+    def _start(self, bucket: Bucket) -> Pending:
         if not self.shard:
-            return start_all_reduce_(bucket.gradient, group)
+            return start_all_reduce_(bucket.gradient, bucket.group)
         if bucket.gradient.device.type == "cpu":
             while len(self._in_flight) >= _IN_FLIGHT:
                 _wait(self._in_flight.pop(0))
             self._in_flight.append(bucket)
-        return start_reduce_scatter_(bucket.gradient, group)
+        return start_reduce_scatter_(bucket.gradient, bucket.group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -219,33 +256,64 @@ class GradientReducer:
         """Waits until every gradient is the average; once a step, on all ranks.
 
         Afterwards `.grad` holds it (where `shard`, or with a ShardedOptimizer, the reducer
-        does), or None for a parameter that no rank used. The next backward begins anew. A rank
-        that had no backward at all in the step takes part with nothing.
+        does), or None for a parameter that no rank used. The next backward begins anew.
 
         Args:
             count: what this rank's gradients are a sum over, such as samples or tokens; the sum
                 over all ranks is divided by the sum of the counts, so that ranks with more
-                microbatches or longer ones weigh more. None: every rank counts the same, and
-                its gradients are averages already.
+                microbatches or longer ones weigh more. A rank that counts 0 needs no backward.
+                None: every rank counts the same, and its gradients are averages already.
 
         Raises:
             GridMismatchError: a parameter has a gradient on some ranks only.
             ShapeError: the counts add up to zero.
+            CommGridError: the model was moved, or its parameters replaced, frozen or unfrozen.
         """
         self._launch(all_of_them=True)
         divisor, wrong = self._agree(count)
-        self._in_flight.clear()
-        for lane in self.lanes:
-            lane.next = 0
-            for bucket in lane.buckets:
-                _wait(bucket)
-                bucket.launched, bucket.missing = False, set(range(len(bucket.slots)))
-                if divisor != 1:
-                    bucket.gradient[bucket.own].div_(divisor)
-                for slot in bucket.slots:
-                    self._hand_out(slot)
+        self._reset()
+        for bucket in self.buckets:
+            if divisor != 1:
+                bucket.gradient[bucket.own].div_(divisor)
+            for slot in bucket.slots:
+                self._hand_out(slot)
+        wrong = wrong or self._changed()
         if wrong is not None:
             raise wrong
+
+    def zero_grad(self) -> None:
+        """Forgets what backward has accumulated, for a step that is given up.
+
+        On all ranks of the group, or on none. After `finish` it is not needed.
+        """
+        self._reset()
+        for slot in self.slots:
+            slot.used = False
+            self._hand_out(slot)
+
+    def _reset(self) -> None:
+        for bucket in self.buckets:
+            _wait(bucket)
+            bucket.launched, bucket.missing = False, set(range(len(bucket.slots)))
+        self._in_flight.clear()
+        self._next = 0
+
+    def _changed(self) -> CommGridError | None:
+        """Whether the model still trains the parameters that the buckets were made for."""
+        now = {id(p): p for p in self.model.parameters() if p.requires_grad}
+        for slot in self.slots:
+            parameter = now.pop(id(slot.parameter), None)
+            if parameter is None or slot.kind != (parameter.dtype, parameter.device):
+                return CommGridError(
+                    f"{slot.placement} was moved, replaced or frozen after its GradientReducer was "
+                    "made; close() that and make a new one, once the model is as it stays"
+                )
+        for parameter in now.values():
+            return CommGridError(
+                f"a parameter of shape {tuple(parameter.shape)} was added or unfrozen after the "
+                "GradientReducer was made; close() that and make a new one"
+            )
+        return None
 
     def _hand_out(self, slot: Slot) -> None:
         parameter: Any = slot.parameter
@@ -261,7 +329,8 @@ class GradientReducer:
         for lane in self.lanes:
             for slot in lane.slots:
                 slot.used = not getattr(slot.parameter, "overwrite_main_grad", False)
-            told[lane.group] = [float(slot.used) for slot in lane.slots]
+            absent = float(count is not None and float(count) == 0)
+            told[lane.group] = [*[float(slot.used) for slot in lane.slots], absent]
         if count is not None:
             told.setdefault(self.group, []).append(float(count))
         heard: dict[ProcessGroup, list[float]] = dict(told)
@@ -277,18 +346,18 @@ class GradientReducer:
                 f"finish(count={count}): the counts of the {self.group.size()} ranks of group "
                 f"{self._name!r} add up to {total:g}; expected above 0"
             )
-        lopsided = (self._lopsided(lane, heard[lane.group]) for lane in self.lanes)
+        lopsided = [self._lopsided(lane, heard[lane.group]) for lane in self.lanes]
         return total, next((error for error in lopsided if error), None)
 
     def _vector(self, numbers: list[float]) -> Tensor:
-        device = self.lanes[0].buckets[0].gradient.device if self.lanes else "cpu"
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
+        return torch.tensor(numbers, dtype=torch.float64, device=device_of(self.model))
 
-    def _lopsided(self, lane: Lane, ranks: list[float]) -> CommGridError | None:
+    def _lopsided(self, lane: Lane, heard: list[float]) -> CommGridError | None:
+        *ranks, absent = heard
         size = lane.group.size()
         for slot, having in zip(lane.slots, ranks, strict=True):
-            if having not in (0, size):
-                mine = "one" if slot.used else "none"
+            mine, slot.used = "one" if slot.used else "none", having > 0
+            if 0 < having < size - absent:
                 return GridMismatchError(
                     f"{slot.placement}: {int(having)} of the {size} ranks of group {lane.name!r} "
                     f"({dist.get_process_group_ranks(lane.group)}) have a gradient for it, and "
@@ -313,8 +382,7 @@ class GradientReducer:
                 parts = group.size() if self.shard else 1
                 held.append((piece.gradient, num_parts(piece.slot.placement, self._grid) * parts))
         whole = norm_group(self._grid, self._name, sharded=self.shard)
-        device = self._vector([]).device
-        return total_norm(held, whole, device)
+        return total_norm(held, whole, device_of(self.model))
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm is at most `max_norm`; returns what it was.
@@ -331,30 +399,28 @@ class GradientReducer:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if norm.device.type == "cpu" and scale == 1:
             return norm
-        for lane in self.lanes:
-            for bucket in lane.buckets:
-                bucket.gradient[bucket.own].mul_(scale)
-            for slot in lane.slots:
+        for bucket in self.buckets:
+            bucket.gradient[bucket.own].mul_(scale)
+            for slot in bucket.slots:
                 if slot.handed_out is not None and slot.handed_out is not slot.view:
                     slot.handed_out.mul_(scale)
         return norm
 
 
-def _compare(lane: Lane) -> None:
-    """Refuses a model that is another one on other ranks, whose collectives would not meet."""
-    mine = [(str(slot.placement), str(slot.parameter.dtype)) for slot in lane.slots]
-    digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:8], "big") >> 1
-    device = lane.buckets[0].gradient.device
-    found = all_gather(torch.tensor([digest], device=device), lane.group).tolist()
-    if len(set(found)) > 1:
-        ranks = dist.get_process_group_ranks(lane.group)
-        usual = max(found, key=found.count)
-        odd = [rank for rank, theirs in zip(ranks, found, strict=True) if theirs != usual]
-        raise GridMismatchError(
-            f"ranks {odd} of group {lane.name!r} ({ranks}) have other parameters than the rest, "
-            f"in names, shapes, dtypes or order; this rank has {len(mine)}, from {mine[-1][0]} to "
-            f"{mine[0][0]}"
-        )
+class _Owner:
+    """Who a parameter's buffer belongs to; a copy or a pickle of the parameter has none."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = weakref.ref(reducer)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether that reducer keeps the gradients to itself."""
+        reducer = self._reducer()
+        return reducer is not None and reducer.keeps_gradients
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def _wait(bucket: Bucket) -> None:
@@ -369,5 +435,4 @@ def _detach(handles: list[tuple[Any, Any, Any]], slots: list[Slot]) -> None:
             hook.remove()
     handles.clear()
     for slot in slots:
-        for attribute in ("main_grad", "overwrite_main_grad", "grad_added_to_main_grad"):
-            vars(slot.parameter).pop(attribute, None)
+        drop_main_grad(slot.parameter)

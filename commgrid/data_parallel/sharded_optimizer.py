@@ -80,17 +80,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer, self._overlap = reducer, overlap
         reducer.keeps_gradients = True
         given = [dict(group) for group in groups] if groups is not None else [{}]
-        slots = {id(slot.parameter): slot for lane in reducer.lanes for slot in lane.slots}
+        slots = {id(slot.parameter): slot for slot in reducer.slots}
         for group in given:
             listed = group.get("params", [slot.parameter for slot in slots.values()])
             group["params"] = [listed] if isinstance(listed, Tensor) else list(listed)
             for parameter in group["params"]:
                 if id(parameter) not in slots:
-                    raise SpecError(
-                        f"a parameter of shape {tuple(parameter.shape)} in groups is not one that "
-                        "the reducer's model trains"
-                    )
+                    shape = getattr(parameter, "shape", None)
+                    what = f"a parameter of shape {tuple(shape)}" if shape else repr(parameter)[:60]
+                    raise SpecError(f"{what} in groups is not one that the reducer's model trains")
         self._weights = _flatten(reducer) if reducer.shard else {}
+        self._places = [(slot, slot.parameter.data_ptr()) for slot in reducer.slots]
         self._masters = {id(piece): self._make_master(piece) for piece in reducer.pieces}
         pieces: dict[int, Tensor] = {
             id(piece.slot.parameter): self._masters[id(piece)] for piece in reducer.pieces
@@ -104,9 +104,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gathers: dict[int, Pending] = {}
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._owners = _owners(reducer)
-        if reducer.shard:
-            self._watch(reducer.model)
-        reducer.model.register_load_state_dict_post_hook(self._reload)
+        hooks = self._watch(reducer.model)
+        self._unwatch = weakref.finalize(self, _remove, hooks)
 
     # -- the parts ----------------------------------------------------------------------
 
@@ -145,6 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.wait()
+        self._check_in_place()
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
         for piece in self._reducer.pieces:
@@ -162,19 +162,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> None:
-        for lane in self._reducer.lanes:
-            if not self._reducer.shard or lane.group.size() == 1:
-                continue
-            for bucket in reversed(lane.buckets):  # the first that forward uses come first
-                self._check_in_place(bucket)
-                self._gathers[id(bucket)] = start_all_gather_(self._weights[bucket], lane.group)
+        for bucket in reversed(self._reducer.buckets):  # the first that forward uses come first
+            if self._reducer.shard and bucket.group.size() > 1:
+                self._gathers[id(bucket)] = start_all_gather_(self._weights[bucket], bucket.group)
         if not self._overlap:
             self.wait()
 
-    def _check_in_place(self, bucket: Bucket) -> None:
-        for slot in bucket.slots:
-            held = self._weights[bucket][slot.start : slot.stop]
-            if slot.parameter.data_ptr() != held.data_ptr():
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, also what the reducer has accumulated for a step not taken."""
+        super().zero_grad(set_to_none)
+        self._reducer.zero_grad()
+
+    def _check_in_place(self) -> None:
+        for slot, place in self._places:
+            if slot.parameter.data_ptr() != place:
                 raise CommGridError(
                     f"{slot.placement} was moved or replaced after its ShardedOptimizer was made; "
                     "make reducer and optimizer after the model is on its device"
@@ -185,25 +186,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for bucket in list(self._gathers):
             self._gathers.pop(bucket).wait()
 
-    def _watch(self, model: nn.Module) -> None:
-        me = weakref.ref(self)
-
-        def before(module: nn.Module, *_: object) -> None:
-            optimizer = me()
-            if optimizer is not None and (optimizer._gathers or module not in optimizer._called):
-                optimizer._before(module)
-
-        def whole(*_: object) -> None:
-            optimizer = me()
-            if optimizer is not None:
-                optimizer.wait()
-
+    def _watch(self, model: nn.Module) -> list[Any]:
+        before, whole, reload = (
+            _Hook(method) for method in (self._before, self._whole, self._reload)
+        )
+        hooks: list[Any] = []
         for module in {model, *self._owners}:
-            module.register_forward_pre_hook(before)
-        model.register_state_dict_pre_hook(whole)
+            hooks.append(module.register_load_state_dict_pre_hook(whole))
+            hooks.append(module.register_load_state_dict_post_hook(reload))
+            if self._reducer.shard:
+                hooks.append(module.register_forward_pre_hook(before))
+                hooks.append(module.register_state_dict_pre_hook(whole))
+        return hooks
 
-    def _before(self, module: nn.Module) -> None:
+    def _whole(self, *_: object) -> None:
+        self.wait()
+
+    def _before(self, module: nn.Module, *_: object) -> None:
         """Waits for the parameters of a module about to run, and of those that never do."""
+        if not self._gathers and module in self._called:
+            return
         self._called.add(module)
         for owner, buckets in self._owners.items():
             if owner is module or owner not in self._called:
@@ -218,7 +220,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {
             "layout": self._layout(),
             "inner": self._inner.state_dict(),
-            "masters": [self._masters[id(piece)].detach() for piece in self._reducer.pieces],
+            "masters": [
+                self._masters[id(piece)].detach().clone() for piece in self._reducer.pieces
+            ],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -227,6 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ShapeError: it is of another model, grid, or rank.
         """
+        self.wait()
         theirs, mine = state_dict["layout"], self._layout()
         if theirs != mine:
             differing = next(
@@ -242,9 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer.update({key: value for key, value in inner.items() if key != "params"})
         with torch.no_grad():
-            for piece, master in zip(
-                self._reducer.pieces, state_dict["masters"], strict=True
-            ):
+            for piece, master in zip(self._reducer.pieces, state_dict["masters"], strict=True):
                 self._masters[id(piece)].copy_(master)
                 self._weight(piece).copy_(master)
         self._gather()
@@ -254,11 +257,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [(p.slot.placement.name, p.start, p.stop) for p in self._reducer.pieces]
 
 
+class _Hook:
+    """Calls a method of an optimizer that is alive; a copied or pickled model's does nothing."""
+
+    def __init__(self, method: Callable[..., object] | None = None) -> None:
+        self._method = weakref.WeakMethod(method) if method is not None else None
+
+    def __call__(self, *given: Any) -> None:
+        method = self._method() if self._method is not None else None
+        if method is not None:
+            method(*given)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 def _flatten(reducer: GradientReducer) -> dict[Bucket, Tensor]:
     """Moves the parameters into flat buffers laid out as their gradients'."""
     weights = {}
     with torch.no_grad():
-        for bucket in (bucket for lane in reducer.lanes for bucket in lane.buckets):
+        for bucket in reducer.buckets:
             flat = bucket.gradient.new_zeros(
                 bucket.gradient.shape, dtype=bucket.slots[0].parameter.dtype
             )
@@ -274,7 +297,7 @@ def _owners(reducer: GradientReducer) -> dict[nn.Module, list[Bucket]]:
     """Each module that has parameters itself, and the buckets these are in."""
     places = {
         id(slot.parameter): bucket
-        for lane in reducer.lanes for bucket in lane.buckets for slot in bucket.slots
+        for bucket in reducer.buckets for slot in bucket.slots
     }  # fmt: skip
     owners: dict[nn.Module, list[Bucket]] = {}
     for module in reducer.model.modules():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from commgrid.grid import HyperCommGrid
 
 # Elements of the softmax made at once: what a core's cache holds, or what keeps a GPU busy.
-_SLICE = {"cpu": 2**17}
+_SLICE = {"cpu": 2**18}
 _SLICE_ELSEWHERE = 2**25
 
 
@@ -37,14 +37,15 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "none",
+    overwrite_logits: bool = False,
     group: Group = "tp",
     grid: HyperCommGrid | None = None,
 ) -> Tensor:
     """F.cross_entropy of logits whose classes are shared out over a group.
 
     Memory beyond the logits: forward 3 numbers per token and rank, and 2 MiB; backward the
-    gradient, of the logits' shape and dtype, and 2 MiB (on GPUs 128 MiB). No rank ever has a
-    tensor of the full vocabulary, nor a copy of its logits.
+    gradient, of the logits' shape and dtype (none with `overwrite_logits`), and 2 MiB (on GPUs
+    128 MiB). No rank ever has a tensor of the full vocabulary, nor a copy of its logits.
 
     Args:
         logits: (*, v'/n), this rank's part of the vocabulary, as VocabParallelHead leaves it;
@@ -55,6 +56,8 @@ def vocab_parallel_cross_entropy(
         label_smoothing: ε, the share of the target that is spread over all v classes.
         ignore_index: targets whose loss and gradient are zero.
         reduction: "none", "mean" over targets that are not ignored, or "sum".
+        overwrite_logits: backward writes the gradient over the logits, which nobody may need
+            any more then; torch raises if another operation's backward does.
         group: who shares the vocabulary, in group order.
         grid: where to look the group's name up; None: the default grid.
 
@@ -93,9 +96,11 @@ def vocab_parallel_cross_entropy(
             f"{padded} columns in all"
         )
     ignored = target == ignore_index
-    target = target.masked_fill(ignored, 0)
+    target = target.long().masked_fill(ignored, 0)
     check_indices(target, size, who, "targets", ref)
-    loss: Tensor = _CrossEntropy.apply(logits, target, ignored, size, label_smoothing, ref)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, target, ignored, size, label_smoothing, overwrite_logits, ref
+    )
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
@@ -110,6 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
         ignored: Tensor,
         vocabulary: int,
         smoothing: float,
+        overwrite: bool,
         group: GroupRef,
     ) -> Tensor:
         flat, target, ignored = _rows(logits), target.reshape(-1), ignored.reshape(-1)
@@ -127,7 +133,7 @@ class _CrossEntropy(torch.autograd.Function):
         if real:
             column, here = _columns(target, start, real)
             chosen = flat.gather(1, column.unsqueeze(1)).squeeze(1).to(dtype)
-            torch.mul(chosen, here, out=mine[1])
+            mine[1] = torch.where(here, chosen, 0.0)  # not times: a masked logit may be -inf
         else:
             mine[0] = -torch.inf
         every = mine.unsqueeze(0)
@@ -139,6 +145,7 @@ class _CrossEntropy(torch.autograd.Function):
             loss -= smoothing / vocabulary * every[:, 2].sum(0)
         ctx.save_for_backward(logits, target, ignored, lse)
         ctx.start, ctx.real, ctx.vocabulary, ctx.smoothing = start, real, vocabulary, smoothing
+        ctx.overwrite = overwrite
         return loss.masked_fill_(ignored, 0).view(logits.shape[:-1])
 
     @staticmethod
@@ -147,7 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target, ignored, lse = ctx.saved_tensors
         flat, real, smoothing = _rows(logits), ctx.real, ctx.smoothing
         scale = upstream.reshape(-1).masked_fill(ignored, 0).to(lse.dtype)
-        gradient = torch.empty_like(flat)
+        gradient = flat if ctx.overwrite else torch.empty_like(flat)
         gradient[:, real:] = 0
         for rows in _slices(flat) if real else []:
             part = torch.sub(flat[rows, :real].to(lse.dtype), lse[rows, None]).exp_()
@@ -158,7 +165,7 @@ class _CrossEntropy(torch.autograd.Function):
             taken = (here * scale[rows]).mul_(smoothing - 1)
             part.scatter_add_(1, column.unsqueeze(1), taken.unsqueeze(1))
             gradient[rows, :real] = part
-        return gradient.view(logits.shape), None, None, None, None, None
+        return gradient.view(logits.shape), None, None, None, None, None, None
 
 
 def _rows(logits: Tensor) -> Tensor:

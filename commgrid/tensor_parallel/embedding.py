@@ -27,7 +27,7 @@ from commgrid.async_collectives import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from commgrid.errors import ShapeError
+from commgrid.errors import ShapeError, SpecError
 from commgrid.group_ref import GroupRef
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ColumnParallelLinear, Output, ParallelLayer
@@ -106,7 +106,7 @@ class VocabParallelEmbedding(ParallelLayer):
         dim = self._sharded_dim
         if dim is not None and dim < 0:
             dim -= 1  # y has one more dim than the tokens
-        y: Tensor = _Embed.apply(tokens, self.weight, self.group.group, dim)  # type: ignore[no-untyped-call]
+        y: Tensor = _Embed.apply(tokens.long(), self.weight, self.group.group, dim)  # type: ignore[no-untyped-call]
         return y
 
     def extra_repr(self) -> str:
@@ -133,6 +133,10 @@ class VocabParallelHead(ColumnParallelLinear):
     """
 
     def __init__(self, in_features: int, vocabulary: int, **options: Any) -> None:
+        for option in ("bias", "skip_bias_add"):
+            if option in options:
+                raise SpecError(f"VocabParallelHead({in_features}, {vocabulary}): it has no bias, "
+                                f"so {option}={options[option]!r} means nothing; leave it out")  # fmt: skip
         super().__init__(in_features, vocabulary, bias=False, **options)
 
     def _rows(self, out_features: int) -> int:
@@ -212,7 +216,7 @@ class _Embed(torch.autograd.Function):
             rows, dy = rows[own], dy[own]  # on CUDA the host would wait for how many there are
         else:
             dy = dy * own.unsqueeze(-1)
-        main = claim_main_grad(weight)
+        main = claim_main_grad(weight, ctx)
         if main is None:
             made = torch.zeros_like(weight)
             return None, made.index_add_(0, rows, dy.to(weight.dtype)), None, None

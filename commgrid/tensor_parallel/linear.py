@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives import gather_from_group, scatter_to_group
-from commgrid.errors import ShapeError
+from commgrid.errors import ShapeError, SpecError
 from commgrid.group_ref import GroupRef
 from commgrid.parameters import ShardedModule
 from commgrid.tensor_parallel.init import Init, draw
@@ -132,7 +132,8 @@ class _ParallelLinear(ParallelLayer):
         if weight is None:
             self.weight = self._new_parameter(rows, columns)
         elif isinstance(weight, nn.Parameter):
-            self.weight = self._check_weight(weight, rows, columns)
+            self._local_shape = (rows, columns)
+            self.tie_weight(weight)
         else:
             self.register_parameter("weight", None)
         if bias:
@@ -141,6 +142,17 @@ class _ParallelLinear(ParallelLayer):
             self.register_parameter("bias", None)
         self._local_shape = (rows, columns)
         self.reset_parameters()
+
+    def tie_weight(self, weight: nn.Parameter) -> None:
+        """Uses a weight that another module owns and draws.
+
+        Again after `to_empty`, which gives every module a parameter of its own.
+
+        Raises:
+            ShapeError: it has another shape than this rank's part.
+        """
+        self.weight = self._check_weight(weight, *self._local_shape)
+        self._owns_weight, self._tied = False, [weight]  # a list: no parameter of its own
 
     def _check_weight(self, weight: Tensor, rows: int, columns: int) -> nn.Parameter:
         if tuple(weight.shape) != (rows, columns):
@@ -170,6 +182,11 @@ class _ParallelLinear(ParallelLayer):
         bound = 1 / math.sqrt(self.in_features)
         uniform = partial(nn.init.uniform_, a=-bound, b=bound)
         shape = (self.out_features, self.in_features)
+        if not self._owns_weight and self.weight is not None and self.weight is not self._tied[0]:
+            raise SpecError(
+                f"{self.group.owner}: its weight is no longer the one it was tied to, as after "
+                "to_empty; call tie_weight with the owner's weight again"
+            )
         if self._owns_weight and self.weight is not None:
             draw(self.weight, shape, self._init or uniform, self.shard_dims["weight"], self.group)
         if self.bias is not None:

@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dy = _rows(dy)
         dx = (dy @ weight.to(dy.dtype)).view(x.shape) if needs_x else None
-        dw = weight_gradient(weight, dy, _rows(x)) if needs_weight else None
+        dw = weight_gradient(weight, dy, _rows(x), ctx) if needs_weight else None
         return dx, dw, dy.sum(0) if needs_bias else None
 
 
@@ -136,7 +136,7 @@ class _ColumnMatmul(torch.autograd.Function):
         rows = _rows(x if gathering is None else gathering.wait())
         gradients: list[Tensor | None] = []
         for i, (dy, weight) in enumerate(zip(flat, weights, strict=True)):
-            gradients.append(weight_gradient(weight, dy, rows) if needs[2 * i] else None)
+            gradients.append(weight_gradient(weight, dy, rows, ctx) if needs[2 * i] else None)
             gradients.append(dy.sum(0) if needs[2 * i + 1] else None)
         return (reducing.wait() if reducing is not None else None, None, None, *gradients)
 
@@ -170,14 +170,14 @@ class _RowMatmul(torch.autograd.Function):
             dy = start_all_gather(dy, ctx.group, ctx.sequence_dim).wait()
         rows = _rows(dy)
         dx = (rows @ weight.to(rows.dtype)).view(x.shape) if needs_x else None
-        dw = weight_gradient(weight, rows, _rows(x)) if needs_weight else None
+        dw = weight_gradient(weight, rows, _rows(x), ctx) if needs_weight else None
         return dx, dw, db, None, None
 
 
-def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, ctx: Any) -> Tensor | None:
     """∂W = ∂yᵀ x, of rows of tokens; None where it went into `weight.main_grad`."""
     x = x.to(dy.dtype)  # under autocast y has another dtype than x and W, and so has ∂y
-    main = claim_main_grad(weight)
+    main = claim_main_grad(weight, ctx)
     if main is None:
         return dy.t() @ x
     into, overwrite = main
@@ -190,10 +190,14 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
-def claim_main_grad(weight: Tensor) -> tuple[Tensor, bool] | None:
-    """The buffer a weight's gradient is to be added to, and whether to overwrite it instead."""
+def claim_main_grad(weight: Tensor, ctx: Any) -> tuple[Tensor, bool] | None:
+    """The buffer a weight's gradient is to be added to, and whether to overwrite it instead.
+
+    None where there is no buffer, or where this backward asks for other gradients than the
+    weight's (`torch.autograd.grad`), so that the buffer must stay as it is.
+    """
     into: Tensor | None = getattr(weight, "main_grad", None)
-    if into is None or torch.compiler.is_compiling():
+    if into is None or torch.compiler.is_compiling() or not _accumulates(weight, ctx):
         return None
     parameter: Any = weight
     overwrite = getattr(parameter, "overwrite_main_grad", False)
@@ -203,6 +207,16 @@ def claim_main_grad(weight: Tensor) -> tuple[Tensor, bool] | None:
     return into, overwrite
 
 
+def _accumulates(weight: Tensor, ctx: Any) -> bool:
+    """Whether the backward that is running would add to `weight.grad`."""
+    for node, _ in ctx.next_functions:
+        if getattr(node, "variable", None) is weight:
+            try:
+                return bool(torch._C._will_engine_execute_node(node))
+            except RuntimeError:  # torch.autograd.grad with respect to the weight itself
+                return False
+    return False
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-

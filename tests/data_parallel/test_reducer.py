@@ -114,7 +114,11 @@ def same(ours: dict[str, Any], theirs: dict[str, Any], what: object) -> None:
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-11), what
     for name in set(theirs) - {"norms"}:
         torch.testing.assert_close(
-            ours[name], theirs[name], rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{what} {n}: {m}"
+            ours[name],
+            theirs[name],
+            rtol=1e-9,
+            atol=1e-10,
+            msg=lambda m, n=name: f"{what} {n}: {m}",
         )
 
 
@@ -162,7 +166,9 @@ def buffers() -> None:
     model.weight.data.zero_()
     for i in range(64):  # bf16 would lose 63 of these additions to 1
         with reducer.no_sync():
-            (model(torch.full((1, 4), 1.0 if i == 0 else tiny, dtype=torch.bfloat16))).sum().backward()
+            (
+                model(torch.full((1, 4), 1.0 if i == 0 else tiny, dtype=torch.bfloat16))
+            ).sum().backward()
     reducer.finish(count=1)
     slot = next(s for lane in reducer.lanes for s in lane.slots if s.placement.name == "weight")
     assert slot.view.dtype == torch.float32
@@ -188,9 +194,6 @@ def uneven() -> None:
         for i, part in enumerate(mine, 1):
             with reducer.no_sync() if i < len(mine) else nullcontext():
                 model(part).square().sum().backward()
-        if grid.rank == 2:  # an unused parameter on one rank only would be an error …
-            with reducer.no_sync():
-                (model(data[:1]) * 0).sum().backward()  # … so it says that its part is zero
         reducer.finish(count=sum(len(part) for part in mine))
         norm = reducer.gradient_norm()
         whole = nn.Linear(4, 2, dtype=torch.float64)
@@ -232,7 +235,7 @@ def test_a_gradient_on_some_ranks_only_is_named() -> None:
 
 def other_model() -> None:
     grid = commgrid.initialize()
-    with pytest.raises(GridMismatchError, match=r"ranks \[2\] of group 'dp_cp' .* have other param"):
+    with pytest.raises(GridMismatchError, match=r"ranks \[2\] of \[0, 1, 2\] have other param"):
         GradientReducer(nn.Linear(2, 4 if grid.rank == 2 else 3))
 
 
@@ -245,14 +248,16 @@ def wrong() -> None:
     model = nn.Linear(2, 2)
     reducer = GradientReducer(model)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(CommGridError, match=r"reached (weight|bias) of shape .* again before finish"):
+    with pytest.raises(
+        CommGridError, match=r"reached (weight|bias) of shape .* again before finish"
+    ):
         model(torch.ones(1, 2)).sum().backward()
     reducer.finish()
     with pytest.raises(ShapeError, match=r"finish\(count=0\): the counts of the 1 ranks of group"):
         reducer.finish(count=0)
     with pytest.raises(ShapeError, match=r"max_norm=0\): expected above 0"):
         reducer.clip_gradients(0)
-    with pytest.raises(SpecError, match="has a main_grad buffer already, from another reducer"):
+    with pytest.raises(SpecError, match=r"weight of shape \(2, 2\) has another GradientReducer"):
         GradientReducer(model)
     reducer.close()
     assert not hasattr(model.weight, "main_grad")
@@ -274,6 +279,98 @@ def wrong() -> None:
 
 def test_bad_input_is_named() -> None:
     run_on_ranks(wrong, 1, init=None)
+
+
+def changed() -> None:
+    commgrid.initialize()
+    ones = torch.ones(1, 2)
+    for change in (
+        lambda model: model.double(),
+        lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()},
+                                            assign=True),
+        lambda model: setattr(model, "extra", nn.Parameter(torch.ones(3))),
+        lambda model: model.bias.requires_grad_(False),
+    ):  # fmt: skip
+        model = nn.Linear(2, 2)
+        reducer = GradientReducer(model)
+        change(model)
+        model(ones.to(model.weight.dtype)).sum().backward()
+        with pytest.raises(
+            CommGridError, match="(moved, replaced or frozen|added or unfrozen) after"
+        ):
+            reducer.finish()
+    # A step that is given up leaves nothing behind; nor does a gradient asked for by itself.
+    model = ColumnParallelLinear(2, 2)
+    reducer = GradientReducer(model)
+    with reducer.no_sync():
+        model(ones * 100).sum().backward()
+    reducer.zero_grad()
+    x = ones.clone().requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
+    asked = torch.autograd.grad(model(x).sum(), model.weight)[0]
+    assert torch.equal(asked, torch.ones(2, 2))
+    model(x).sum().backward(inputs=[x])
+    model(x).sum().backward()
+    reducer.finish()
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
+    # A norm that cannot see the gradients says so.
+    reducer.keeps_gradients = True
+    model(x).sum().backward()
+    reducer.finish()
+    with pytest.raises(CommGridError, match="is kept by its GradientReducer"):
+        gradient_norm(model)
+    with pytest.raises(ShapeError, match=r"max_norm=-1\): expected above 0"):
+        clip_gradients(model, -1)
+
+
+def test_what_would_go_unnoticed_is_an_error() -> None:
+    run_on_ranks(changed, 1, init=None)
+
+
+def marks() -> None:
+    commgrid.initialize(tp=2)
+    norm = mark_parameters(nn.LayerNorm(2), partial="tp")
+    expert = mark_parameters(nn.Sequential(norm, nn.Linear(2, 2)), region="expert")
+    found = [(p.partial and p.partial.name, p.region) for p in placements(expert)]
+    assert found == [("tp", "expert")] * 2 + [(None, "expert")] * 2
+    with pytest.raises(SpecError, match="marked as partial over 'tp' .* now to be over 'dp'"):
+        mark_parameters(expert, partial="dp")
+    # Marked on one rank only: the model is another one there.
+    model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
+    if commgrid.get_grid().rank == 1:
+        mark_parameters(model[0], partial="tp")
+    with pytest.raises(GridMismatchError, match="have other parameters than the rest"):
+        GradientReducer(model)
+
+
+def test_marks_add_up_and_are_compared() -> None:
+    run_on_ranks(marks, 2)
+
+
+def lanes() -> Tensor:
+    """Rank 0's last microbatch skips the dense part, so its buckets fill in another order."""
+    grid = commgrid.initialize(etp=1)
+    parts = nn.ModuleDict({
+        "expert": mark_parameters(nn.ModuleList([nn.Linear(2, 2) for _ in range(4)]), region="expert"),
+        "dense": nn.ModuleList([nn.Linear(2, 2) for _ in range(4)]),
+    })  # fmt: skip
+    initialize_parameters(parts, seed=0)
+    reducer = GradientReducer(parts, shard=True, bucket_bytes=1)
+
+    def loss(*names: str) -> Tensor:
+        layers = [layer for name in names for layer in parts[name]]
+        return torch.stack([layer(torch.ones(1, 2)).square().sum() for layer in layers]).sum()
+
+    with reducer.no_sync():
+        loss("expert", "dense").backward()
+    loss("expert", *(["dense"] if grid.rank else [])).backward()
+    reducer.finish()
+    return reducer.gradient_norm()
+
+
+def test_lanes_do_not_wait_for_each_other() -> None:
+    first, second = run_on_ranks(lanes, 2, timeout=30)
+    assert first == second > 0
 
 
 def experts() -> tuple[float, Tensor]:

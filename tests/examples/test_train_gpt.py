@@ -96,7 +96,9 @@ def test_same_curve_on_eight_ranks(dtype: str, tmp_path: Path) -> None:
     arguments = [*SMALL, "--steps", "20", "--dtype", dtype]
     reference = curves(1, 1, {"alone": arguments}, tmp_path)["alone"]
     for tp, dp in [(8, 1), (2, 4), (1, 8)]:
-        same_curve(curves(tp, dp, {f"{tp}-{dp}": arguments}, tmp_path)[f"{tp}-{dp}"], reference, dtype)
+        same_curve(
+            curves(tp, dp, {f"{tp}-{dp}": arguments}, tmp_path)[f"{tp}-{dp}"], reference, dtype
+        )
 
 
 def test_bf16_falls_as_fp32_does(tmp_path: Path) -> None:

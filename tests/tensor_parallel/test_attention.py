@@ -55,7 +55,11 @@ def test_heads_equal_the_unsharded_ones() -> None:
                     scale = float(tensor.abs().max())
                     # fp64, sums of some hundred terms in another order.
                     torch.testing.assert_close(
-                        ours[name], tensor, rtol=1e-12, atol=1e-12 * scale, msg=lambda m, n=name: n + m
+                        ours[name],
+                        tensor,
+                        rtol=1e-12,
+                        atol=1e-12 * scale,
+                        msg=lambda m, n=name: n + m,
                     )
 
 

@@ -11,13 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commgrid
-from commgrid import CommGridError, GridNotInitializedError, NotInGroupError, ShapeError
+from commgrid import (
+    CommGridError,
+    GridNotInitializedError,
+    NotInGroupError,
+    ShapeError,
+    SpecError,
+)
 from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.parameters import placements
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    VocabParallelHead,
     initialize_parameters,
 )
 from tests.ranks import run_on_ranks
@@ -235,6 +242,16 @@ def from_meta() -> None:
         model.to_empty(device="cpu")
         initialize_parameters(model, seed=5)
     initialize_parameters(real, seed=5)
+    head = VocabParallelHead(8, 7, weight=meta[0].weight)
+    tied = nn.ModuleList([VocabParallelEmbedding(7, 8, device="meta")])
+    tied.append(VocabParallelHead(8, 7, weight=tied[0].weight))
+    tied.to_empty(device="cpu")  # which gives each module a parameter of its own
+    with pytest.raises(SpecError, match="its weight is no longer the one it was tied to"):
+        initialize_parameters(tied, seed=5)
+    tied[1].tie_weight(tied[0].weight)
+    initialize_parameters(tied, seed=5)
+    assert tied[1].weight is tied[0].weight
+    assert copy.deepcopy(head).weight is not head.weight
     for name, parameter in real.named_parameters():
         assert torch.equal(parameter, meta.get_parameter(name))
         assert torch.equal(parameter, also_meta.get_parameter(name))
@@ -373,7 +390,9 @@ BAD: list[tuple[Any, str]] = [
         r"RowParallelLinear\(8, 4\): the sequence of 6 in dim 0 of shape \(6, 1, 2\) .* 'tp'",
     ),
     (
-        lambda: ColumnParallelLinear(4, 8, sequence_parallel=True, sequence_dim=1)(torch.ones(6, 4)),
+        lambda: ColumnParallelLinear(4, 8, sequence_parallel=True, sequence_dim=1)(
+            torch.ones(6, 4)
+        ),
         r"input of shape \(6, 4\) has no sequence in dim 1",
     ),
 ]

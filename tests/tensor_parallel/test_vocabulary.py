@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commgrid
-from commgrid import ShapeError
+from commgrid import ShapeError, SpecError
 from commgrid.collectives import all_gather, all_reduce, gather_from_group, scatter_to_group
 from commgrid.tensor_parallel import (
     VocabParallelEmbedding,
@@ -91,6 +91,10 @@ def losses(tp: int) -> None:
                 options = {
                     "label_smoothing": smoothing, "ignore_index": -7, "reduction": reduction,
                 }  # fmt: skip
+                same = ours.detach().clone().requires_grad_()
+                vocab_parallel_cross_entropy(
+                    same * 1.0, target, overwrite_logits=True, **options
+                ).sum().backward()
                 loss = vocab_parallel_cross_entropy(ours, target, **options)
                 exact = torch.promote_types(dtype, torch.float32)
                 reference = F.cross_entropy(
@@ -99,6 +103,7 @@ def losses(tp: int) -> None:
                 close(loss, reference.view(loss.shape))
                 loss.backward(torch.ones_like(loss))
                 reference.backward(torch.ones_like(reference))
+                assert torch.equal(ours.grad, same.grad)
                 whole = all_gather(ours.grad, "tp", dim=-1)
                 assert whole.dtype == dtype
                 if dtype == torch.bfloat16:  # both round one fp32 gradient to bf16
@@ -114,6 +119,20 @@ def test_cross_entropy_equals_the_unsharded_one(tp: int) -> None:
         losses(tp)
 
     run_on_ranks(every, tp)
+
+
+def masked() -> None:
+    """A masked logit, -inf, in the first column of each part."""
+    grid = commgrid.initialize(tp=2)
+    full = drawn(3, 8)
+    full[:, ::4] = -torch.inf
+    target = torch.tensor([5, 6, 1])
+    loss = vocab_parallel_cross_entropy(full.chunk(2, -1)[grid.get_local_rank("tp")], target)
+    close(loss, F.cross_entropy(full, target, reduction="none"))
+
+
+def test_masked_logits() -> None:
+    run_on_ranks(masked, 2)
 
 
 def lockstep() -> None:
@@ -144,7 +163,7 @@ def test_gradcheck() -> None:
     run_on_ranks(lockstep, 2)
 
 
-def memory() -> tuple[int, int]:
+def memory() -> tuple[int, int, int]:
     """Peak of the loss forward, and of forward and backward, beyond logits of 16 MiB."""
     commgrid.initialize(tp=2)
     logits = drawn(2048, 2048, dtype=torch.float32).requires_grad_()
@@ -155,26 +174,41 @@ def memory() -> tuple[int, int]:
 
     forward = peak_bytes(lambda: vocab_parallel_cross_entropy(logits.detach(), target))
     logits.grad = None
-    return forward, peak_bytes(both)
+
+    def in_place() -> None:
+        whole = logits * 1.0  # 16 MiB of its own
+        loss = vocab_parallel_cross_entropy(whole, target, overwrite_logits=True).sum()
+        torch.autograd.grad(loss, whole)
+
+    return forward, peak_bytes(both), peak_bytes(in_place)
 
 
 def test_cross_entropy_needs_the_memory_it_states() -> None:
-    for forward, both in run_on_ranks(memory, 2):
+    for forward, both, in_place in run_on_ranks(memory, 2):
         # 2 MiB at once, and small change: 2 numbers per token of 2 ranks, masks, indices.
         assert forward <= 2 * 2**20 + 2048 * 100
-        assert both <= 16 * 2**20 + 2 * 2**20 + 2048 * 100
+        assert 16 * 2**20 < both <= 16 * 2**20 + 2 * 2**20 + 2048 * 100
+        assert 16 * 2**20 < in_place <= 16 * 2**20 + 2 * 2**20 + 2048 * 100
 
 
 def wrong() -> None:
     commgrid.initialize(tp=2)
     embedding = VocabParallelEmbedding(10, 4)
     for tokens in (torch.tensor([0, 10]), torch.tensor([-1])):
-        with pytest.raises(ShapeError, match=r"VocabParallelEmbedding\(10, 4\): tokens outside the"):
+        with pytest.raises(
+            ShapeError, match=r"VocabParallelEmbedding\(10, 4\): tokens outside the"
+        ):
             embedding(tokens)
     with pytest.raises(ShapeError, match=r"tokens of dtype torch.float32; expected integers"):
         embedding(torch.ones(2))
     with pytest.raises(ShapeError, match=r"the sequence of 3 in dim 0 of shape \(3, 2\) .* 'tp'"):
         VocabParallelEmbedding(10, 4, sequence_parallel=True)(torch.zeros(3, 2, dtype=torch.int64))
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        embedding(torch.ones(2, dtype=dtype))
+    with pytest.raises(
+        SpecError, match=r"VocabParallelHead\(4, 10\): it has no bias, so bias=True"
+    ):
+        VocabParallelHead(4, 10, bias=True)
     with pytest.raises(ShapeError, match="a vocabulary of 0; expected 1 or more"):
         VocabParallelEmbedding(0, 4)
     logits, target = torch.zeros(3, 4), torch.tensor([0, 1, 7])

@@ -1,0 +1,240 @@
+"""A sharded optimizer against the same optimizer, unsharded; its state, copies and mistakes."""
+
+import copy
+import gc
+import io
+import pickle
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import commgrid
+from commgrid import CommGridError, ShapeError
+from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
+from tests.ranks import run_on_ranks
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 1e-2}),
+    (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True, "foreach": True}),
+    (torch.optim.Adam, {"lr": 1e-2, "fused": True}),
+    (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adagrad, {"lr": 1e-2}),
+    (torch.optim.RMSprop, {"lr": 1e-2, "centered": True}),
+    (torch.optim.NAdam, {"lr": 1e-2}),
+    (torch.optim.Adadelta, {"lr": 1.0}),
+]
+
+
+def make(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+    initialize_parameters(model, seed=1)
+    return model
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases without weight decay, as everybody has them."""
+    named = dict(model.named_parameters())
+    return [
+        {"params": [p for name, p in named.items() if "weight" in name], "weight_decay": 0.1},
+        {"params": [p for name, p in named.items() if "bias" in name], "weight_decay": 0.0},
+    ]
+
+
+def every_optimizer() -> None:
+    grid = commgrid.initialize()
+    for kind, options in OPTIMIZERS:
+        for bucket_bytes in (1, 2**20):
+            ours, theirs = make(), make()
+            reducer = GradientReducer(ours, shard=True, bucket_bytes=bucket_bytes)
+            given = {} if kind is torch.optim.Adagrad else {"groups": groups(ours)}
+            sharded = ShardedOptimizer(reducer, kind, **given, **options)
+            whole = kind(groups(theirs) if given else theirs.parameters(), **options)
+            schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (sharded, whole)]
+            for step in range(4):
+                x = torch.randn(
+                    8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
+                )
+                mine = x.chunk(grid.size("dp"))[grid.get_local_rank("dp")]
+                ours(mine).square().mean().backward()
+                reducer.finish()
+                theirs(x).square().mean().backward()
+                for optimizer, schedule in zip((sharded, whole), schedules, strict=True):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    schedule.step()
+            state = ours.state_dict()
+            for name, parameter in theirs.named_parameters():
+                # fp64, averages of two halves against one mean, through four updates.
+                torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_equals_the_unsharded_optimizer() -> None:
+    run_on_ranks(every_optimizer, 2)
+
+
+def train(
+    model: nn.Module, reducer: GradientReducer, optimizer: ShardedOptimizer, step: int
+) -> None:
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+    model(x).square().mean().backward()
+    reducer.finish()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def resumed() -> None:
+    grid = commgrid.initialize()
+    for dtype in (torch.float64, torch.bfloat16):
+        for shard in (True, False):
+            first = make(dtype)
+            reducer = GradientReducer(first, shard=shard)
+            optimizer = ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-2)
+            train(first, reducer, optimizer, 0)
+            saved = io.BytesIO()
+            torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+            train(first, reducer, optimizer, 1)
+            loaded = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+            second = make(dtype)
+            again = GradientReducer(second, shard=shard)
+            resumed = ShardedOptimizer(again, torch.optim.AdamW, lr=1e-2)
+            second.load_state_dict(loaded["model"])
+            resumed.load_state_dict(loaded["optimizer"])
+            train(second, again, resumed, 1)
+            for ours, theirs in zip(
+                first.state_dict().values(), second.state_dict().values(), strict=True
+            ):
+                assert torch.equal(ours, theirs)
+    other = nn.Linear(5, 2)
+    wrong = ShardedOptimizer(GradientReducer(other, shard=True), torch.optim.AdamW)
+    with pytest.raises(ShapeError, match="was saved for other parts of the parameters: it has"):
+        wrong.load_state_dict(loaded["optimizer"])
+    assert grid.size("dp") == 2
+
+
+def test_state_is_taken_up_where_it_was_left() -> None:
+    run_on_ranks(resumed, 2)
+
+
+def late() -> None:
+    """One rank comes late to the gather; weights loaded meanwhile must not be lost to it."""
+    grid = commgrid.initialize()
+    model = make(torch.float32)
+    reducer = GradientReducer(model, shard=True)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=1e-2)
+    model(torch.ones(1, 5)).sum().backward()
+    reducer.finish()
+    if grid.rank == 1:
+        time.sleep(0.3)
+    optimizer.step()
+    model.load_state_dict({name: torch.full_like(p, 5.0) for name, p in model.named_parameters()})
+    optimizer.wait()
+    assert all(parameter.eq(5).all() for parameter in model.parameters())
+    # A part that is loaded by itself reaches the fp32 copies as well.
+    half = make(torch.bfloat16)
+    reducer = GradientReducer(half, shard=True)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=0.0)
+    half[0].load_state_dict(
+        {name: torch.full_like(p, 7.0) for name, p in half[0].named_parameters()}
+    )
+    half(torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
+    reducer.finish()
+    optimizer.step()
+    optimizer.wait()
+    assert half[0].weight.eq(7).all()
+
+
+def test_loaded_weights_stay() -> None:
+    run_on_ranks(late, 2)
+
+
+class Reads(nn.Module):
+    """Uses a parameter of a module that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 5, dtype=torch.float64)
+        self.layer = nn.Linear(5, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x + self.table.weight[0])
+        return result
+
+
+def overlapped() -> list[float]:
+    grid = commgrid.initialize()
+    model = Reads()
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model, shard=True, bucket_bytes=1)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    losses = []
+    for step in range(4):
+        loss = model(torch.ones(2, 5, dtype=torch.float64)).square().sum()
+        losses.append(loss.item())
+        loss.backward()
+        reducer.finish()
+        if (step + grid.rank) % 2:
+            time.sleep(0.05)  # the others' forward begins before this rank has sent its part
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_forward_waits_for_every_parameter_it_reads() -> None:
+    alone = run_on_ranks(overlapped, 1)[0]
+    for losses in run_on_ranks(overlapped, 2):
+        assert losses == pytest.approx(alone, rel=1e-12)
+
+
+def copied() -> None:
+    commgrid.initialize(tp=2)
+    model = nn.Sequential(nn.LayerNorm(5), ColumnParallelLinear(5, 4, gather_output=True))
+    reducer = GradientReducer(model, shard=True)
+    optimizer = ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-2)
+    x = torch.ones(2, 5)
+    train(model, reducer, optimizer, 0)
+    optimizer.wait()
+    expected = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+        twin.load_state_dict(model.state_dict())
+        twin(x).sum().backward()  # its gradients are its own
+        assert all(p.grad is not None for p in twin.parameters())
+        again = GradientReducer(twin, shard=True)
+        train(twin, again, ShardedOptimizer(again, torch.optim.AdamW), 0)
+    alive = weakref.ref(optimizer), weakref.ref(reducer)
+    del optimizer, reducer
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+
+
+def test_models_copy_and_pickle_under_it_and_nothing_stays_behind() -> None:
+    run_on_ranks(copied, 4)
+
+
+def moved() -> None:
+    commgrid.initialize()
+    for shard in (True, False):
+        model = make(torch.float32)
+        reducer = GradientReducer(model, shard=shard)
+        optimizer = ShardedOptimizer(reducer, torch.optim.AdamW)
+        model(torch.ones(1, 5)).sum().backward()
+        reducer.finish()
+        model[0].weight.data = model[0].weight.data.clone()
+        with pytest.raises(
+            CommGridError, match=r"0.weight of shape \(7, 5\) was moved or replaced"
+        ):
+            optimizer.step()
+        with pytest.raises(commgrid.SpecError, match=r"\('0.weight', Parameter"):
+            ShardedOptimizer(
+                reducer, torch.optim.AdamW, groups=[{"params": model.named_parameters()}]
+            )
+
+
+def test_a_moved_parameter_is_named() -> None:
+    run_on_ranks(moved, 2)
