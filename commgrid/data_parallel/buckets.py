@@ -5,8 +5,9 @@
                     └ rank 0 ┘└ rank 1 ┘            └ rank 0 ┘└ rank 1 ┘      (sharded)
 
 A lane is a communicator and the buckets that go over it. The buckets of all lanes are sent in
-one order, the same on all ranks, so that no two ranks wait for each other in different lanes. A bucket holds parameters of one dtype and device, last registered first, as
-backward reaches them. Where gradients are sharded each rank keeps one of n equal parts.
+one order, the same on all ranks, so that no two ranks wait for each other in different lanes.
+A bucket holds parameters of one dtype and device, last registered first, as backward reaches
+them. Where gradients are sharded each rank keeps one of n equal parts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from torch.distributed import ProcessGroup
 
 from commgrid.async_collectives import Pending
 from commgrid.parameters import Placement
+
+Kind = tuple[ProcessGroup, torch.dtype, torch.device]
+"""What the parameters of one bucket have in common."""
 
 _ALIGNMENT = 64  # elements: every parameter begins on a cache line, whatever its dtype
 
@@ -151,9 +155,9 @@ def make_lanes(
     """
     lanes: dict[ProcessGroup, Lane] = {}
     buckets: list[Bucket] = []
-    filling: dict[tuple[object, ...], list[Placement]] = {}
+    filling: dict[Kind, list[Placement]] = {}
 
-    def close(key: tuple[object, ...]) -> None:
+    def close(key: Kind) -> None:
         found = filling.pop(key)
         group, name = group_of(found[0])
         lane = lanes.setdefault(group, Lane(group, name))

@@ -191,6 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             _Hook(method) for method in (self._before, self._whole, self._reload)
         )
         hooks: list[Any] = []
+        module: Any  # torch does not annotate these methods
         for module in {model, *self._owners}:
             hooks.append(module.register_load_state_dict_pre_hook(whole))
             hooks.append(module.register_load_state_dict_post_hook(reload))
@@ -215,7 +216,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- its state ----------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for the same rank of the same grid."""
         return {
             "layout": self._layout(),

@@ -27,7 +27,7 @@ from commgrid.collectives import all_gather_from_group
 from commgrid.errors import ShapeError
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ParallelLayer
-from commgrid.tensor_parallel.matmul import column_matmul
+from commgrid.tensor_parallel.matmul import Layer, column_matmul
 
 if TYPE_CHECKING:
     from commgrid.grid import HyperCommGrid
@@ -64,7 +64,9 @@ class QKVParallelLinear(ParallelLayer):
     shard_dims: ClassVar[Mapping[str, int]] = {
         "q_weight": 0, "q_bias": 0, "kv_weight": 0, "kv_bias": 0,
     }  # fmt: skip
+    q_weight: nn.Parameter
     q_bias: nn.Parameter | None
+    kv_weight: nn.Parameter
     kv_bias: nn.Parameter | None
 
     def __init__(
@@ -129,14 +131,14 @@ class QKVParallelLinear(ParallelLayer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check_input(x, self.hidden)
-        layers = [(self.q_weight, self.q_bias), (self.kv_weight, self.kv_bias)]
+        layers: list[Layer] = [(self.q_weight, self.q_bias), (self.kv_weight, self.kv_bias)]
         q, kv = column_matmul(x, layers, self.group.group, self._sharded_dim)
         if self.num_kv_heads < self.group.size:
             whole = all_gather_from_group(kv, self.group, dim=-1)
             head = self.group.rank * self.num_kv_heads // self.group.size
             kv = whole.narrow(-1, head * 2 * self.head_size, 2 * self.head_size)
-        k, v = kv.unflatten(-1, (-1, 2, self.head_size)).unbind(-2)
-        return q.unflatten(-1, (-1, self.head_size)), k, v
+        k, v = kv.view(*kv.shape[:-1], -1, 2, self.head_size).unbind(-2)
+        return q.view(*q.shape[:-1], -1, self.head_size), k, v
 
     def extra_repr(self) -> str:
         return (

@@ -149,7 +149,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill_(ignored, 0).view(logits.shape[:-1])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, ignored, lse = ctx.saved_tensors
         flat, real, smoothing = _rows(logits), ctx.real, ctx.smoothing

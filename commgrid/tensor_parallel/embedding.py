@@ -135,8 +135,10 @@ class VocabParallelHead(ColumnParallelLinear):
     def __init__(self, in_features: int, vocabulary: int, **options: Any) -> None:
         for option in ("bias", "skip_bias_add"):
             if option in options:
-                raise SpecError(f"VocabParallelHead({in_features}, {vocabulary}): it has no bias, "
-                                f"so {option}={options[option]!r} means nothing; leave it out")  # fmt: skip
+                raise SpecError(
+                    f"VocabParallelHead({in_features}, {vocabulary}): it has no bias, so "
+                    f"{option}={options[option]!r} means nothing; leave it out"
+                )
         super().__init__(in_features, vocabulary, bias=False, **options)
 
     def _rows(self, out_features: int) -> int:
@@ -206,7 +208,7 @@ class _Embed(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, others, weight = ctx.saved_tensors
         if ctx.sequence_dim is not None and ctx.group.size() > 1:
@@ -236,7 +238,7 @@ class _Without(torch.autograd.Function):
         return logits
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradient.clone()
         gradient[..., ctx.real :] = 0

@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -105,7 +105,7 @@ class _Linear(torch.autograd.Function):
 class _ColumnMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: ProcessGroup, sequence_dim: int | None, *flat: Tensor | None
+        ctx: Any, x: Tensor, group: ProcessGroup, sequence_dim: int | None, *flat: Any
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence_dim = group, sequence_dim
         weights, biases = flat[::2], flat[1::2]
@@ -114,7 +114,7 @@ class _ColumnMatmul(torch.autograd.Function):
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, _, _, *needs = ctx.needs_input_grad
@@ -161,7 +161,7 @@ class _RowMatmul(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-warnings.simplefilter("ignore")
 
 import torch
 import torch.distributed as dist
@@ -48,13 +47,16 @@ from tests.benchmarks.report import Row, compare, main
 from tests.memory import peak_bytes
 from tests.ranks import run_on_ranks
 
+warnings.simplefilter("ignore")
 RANKS = 4
 Build = Callable[[], Callable[[], object]]
 """Makes a contestant; what it returns runs it once."""
+Measured = dict[str, tuple[list[float], int]]
+"""Milliseconds of each repeat, and the peak of building it and running it twice, in bytes."""
 
 
-def contest(contestants: dict[str, Build], repeats: int) -> dict[str, tuple[list[float], int]]:
-    """Milliseconds of each repeat, and the peak of building it and running it twice, in bytes."""
+def contest(contestants: dict[str, Build], repeats: int) -> Measured:
+    """Runs them in turn, in the same order on all ranks."""
     peaks = {}
     for name, build in contestants.items():
 
@@ -64,6 +66,7 @@ def contest(contestants: dict[str, Build], repeats: int) -> dict[str, tuple[list
             run()
 
         twice()  # what is only made once in a process is made
+        megatron_layers.forget_buffers()
         peaks[name] = peak_bytes(twice)
         dist.barrier()
     runs = {name: build() for name, build in contestants.items()}
@@ -252,10 +255,10 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         ranks = run_on_ranks(on_a_rank, RANKS, case, args.repeats, timeout=600)
         peers = [name for name in ranks[0] if name != "ours"]
 
-        def times(name: str, ranks: list[dict[str, tuple[list[float], int]]] = ranks) -> list[float]:  # fmt: skip
+        def times(name: str, ranks: list[Measured] = ranks) -> list[float]:
             return [statistics.mean(t) for t in zip(*(r[name][0] for r in ranks), strict=True)]
 
-        def peaks(name: str, ranks: list[dict[str, tuple[list[float], int]]] = ranks) -> list[float]:  # fmt: skip
+        def peaks(name: str, ranks: list[Measured] = ranks) -> list[float]:
             return [max(rank[name][1] for rank in ranks) / 2**20]
 
         for peer in peers:

@@ -52,7 +52,8 @@ CASES = [
       for dtype in TOLERANCE for bias in (True, False) for gathered in (True, False)
       for dim in (None, 0)],
     *[Case(shape=shape, sequence_dim=dim)
-      for shape, dim in (((8,), 0), ((2, 8, 3), 1), ((2, 3, 8), -2), ((), None), ((2, 2, 2), None))],
+      for shape, dim in (
+          ((8,), 0), ((2, 8, 3), 1), ((2, 3, 8), -2), ((), None), ((2, 2, 2), None))],
     *[Case(skip_bias_add=True, gathered=gathered, sequence_dim=dim)
       for gathered in (True, False) for dim in (None, 0)],
 ]  # fmt: skip
@@ -101,7 +102,7 @@ def block(case: Case, tp: int) -> None:
 
     def mine(full: Tensor) -> Tensor:
         dim = case.sequence_dim
-        return full if dim is None else full.chunk(tp, dim if dim >= 0 else dim)[me]
+        return full if dim is None else full.chunk(tp, dim)[me]
 
     x = mine(x_full.detach()).clone().requires_grad_()
     if case.skip_bias_add:
@@ -144,16 +145,15 @@ def lockstep() -> None:
     for sequence_parallel in (False, True):
         options = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
         column, row = ColumnParallelLinear(4, 6, **options), RowParallelLinear(6, 4, **options)
-        model = nn.ModuleList([column, row])
-        initialize_parameters(model, seed=0)
+        block = nn.Sequential(column, nn.GELU(), row)
+        initialize_parameters(block, seed=0)
 
-        def whole(x: Tensor, *_: Tensor) -> Tensor:
-            if not sequence_parallel:
-                return row(F.gelu(column(x)))
-            y = row(F.gelu(column(scatter_to_group(x, "tp", dim=0))))
+        def sharded(x: Tensor, block: nn.Module = block) -> Tensor:
+            y = block(scatter_to_group(x, "tp", dim=0))
             return gather_from_group(y, "tp", dim=0)
 
         x = torch.randn(4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        whole = sharded if sequence_parallel else block
         assert torch.autograd.gradcheck(whole, (x.requires_grad_(),))
 
 

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding, head and cross-entropy against nn.Embedding and F.cross_entropy."""
+"""Vocabulary-parallel embedding, head and loss against nn.Embedding and F.cross_entropy."""
 
 import pytest
 import torch
@@ -220,7 +220,8 @@ def wrong() -> None:
          r"logits of shape \(3, 4\) and target of shape \(2,\)"),
         (lambda: vocab_parallel_cross_entropy(logits, target, vocabulary=9),
          "vocabulary=9, but the 2 ranks of group 'tp' have 8 columns"),
-        (lambda: vocab_parallel_cross_entropy(logits, target, label_smoothing=2), "expected 0 to 1"),
+        (lambda: vocab_parallel_cross_entropy(logits, target, label_smoothing=2),
+         "label_smoothing=2; expected 0 to 1"),
         (lambda: vocab_parallel_cross_entropy(logits, target, reduction="avg"), "reduction='avg'"),
     ):  # fmt: skip
         with pytest.raises(ShapeError, match=said):
