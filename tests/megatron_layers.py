@@ -1,7 +1,7 @@
-"""megatron-core's own layers on the CPU, over commgrid's groups.
+"""megatron-core's own layers over commgrid's groups, on the CPU as well.
 
 megatron-core asks CUDA for its current device in a few places that have nothing to do with
-CUDA; `on_the_cpu` answers for it.
+CUDA; `prepare` answers for it where there is none.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch.distributed import ProcessGroup
 from tests import peers  # noqa: F401  (imports megatron with its warnings off)
 
 
-def on_the_cpu(group: ProcessGroup) -> None:
-    """Stands in for CUDA's current device, and gives Megatron its tp group and its buffer."""
+def prepare(group: ProcessGroup) -> None:
+    """Gives Megatron its tp group and buffer, and where there is no CUDA a current device."""
     from megatron.core import parallel_state
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # else its layers warn
     warnings.simplefilter("ignore", FutureWarning)  # it calls collectives by their older names
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
@@ -36,7 +37,7 @@ def forget_buffers() -> None:
     parallel_state._GLOBAL_MEMORY_BUFFER.buffer.clear()
 
 
-def config(group: ProcessGroup, sequence_parallel: bool, dtype: torch.dtype) -> Any:
+def config(group: ProcessGroup, sequence_parallel: bool, dtype: torch.dtype | None) -> Any:
     """Megatron's configuration of a layer over `group`."""
     from megatron.core.model_parallel_config import ModelParallelConfig
 
@@ -44,14 +45,14 @@ def config(group: ProcessGroup, sequence_parallel: bool, dtype: torch.dtype) -> 
         tensor_model_parallel_size=group.size(),
         sequence_parallel=sequence_parallel and group.size() > 1,
         use_cpu_initialization=True,
-        params_dtype=dtype,
+        params_dtype=dtype or torch.get_default_dtype(),
         gradient_accumulation_fusion=False,
     )
 
 
 def column(
     features: tuple[int, int], group: ProcessGroup, *, sequence_parallel: bool = False,
-    bias: bool = True, gather_output: bool = False, dtype: torch.dtype = torch.float32,
+    bias: bool = True, gather_output: bool = False, dtype: torch.dtype | None = None,
 ) -> nn.Module:  # fmt: skip
     """megatron-core's ColumnParallelLinear."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -64,7 +65,7 @@ def column(
 
 def row(
     features: tuple[int, int], group: ProcessGroup, *, sequence_parallel: bool = False,
-    bias: bool = True, dtype: torch.dtype = torch.float32,
+    bias: bool = True, dtype: torch.dtype | None = None,
 ) -> nn.Module:  # fmt: skip
     """megatron-core's RowParallelLinear."""
     from megatron.core.tensor_parallel import RowParallelLinear
@@ -77,7 +78,7 @@ def row(
 
 def embedding(
     size: tuple[int, int], group: ProcessGroup, *, sequence_parallel: bool = False,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> nn.Module:  # fmt: skip
     """megatron-core's VocabParallelEmbedding."""
     from megatron.core.tensor_parallel import VocabParallelEmbedding

@@ -1,10 +1,11 @@
-"""Layers, gradient reduction and sharded optimizer on 4 gloo ranks, against their peers.
+"""Layers, gradient reduction and sharded optimizer on 4 ranks, against their peers.
 
     python tests/benchmarks/layers.py --json
+    python tests/benchmarks/layers.py --device cuda --json   # NCCL, bf16, hidden 4096
 
 Each row is one forward and backward (and step), timed from barrier to barrier, the contestants
-in turn; memory is the most a rank's tensors take at once, parameters of peers' and ours being
-equal. Peers: megatron-core's layers, DTensor's parallelize_module, DistributedDataParallel,
+in turn; memory is the most a rank has in use at once for parameters, activations, gradients and
+what travels. Peers: megatron-core's layers, DTensor's parallelize_module, DistributedDataParallel,
 ZeroRedundancyOptimizer.
 """
 
@@ -44,7 +45,8 @@ from commgrid.tensor_parallel import (
 )
 from tests import megatron_layers
 from tests.benchmarks.report import Row, compare, main
-from tests.memory import peak_bytes
+from tests.gpu.on_gpus import on_gpus
+from tests.memory import peak_in_use
 from tests.ranks import run_on_ranks
 
 warnings.simplefilter("ignore")
@@ -55,32 +57,42 @@ Measured = dict[str, tuple[list[float], int]]
 """Milliseconds of each repeat, and the peak of building it and running it twice, in bytes."""
 
 
-def contest(contestants: dict[str, Build], repeats: int) -> Measured:
+def contest(contestants: dict[str, Build], repeats: int, device: str) -> Measured:
     """Runs them in turn, in the same order on all ranks."""
-    peaks = {}
-    for name, build in contestants.items():
-
-        def twice(build: Build = build) -> None:
-            run = build()
-            run()
-            run()
-
-        twice()  # what is only made once in a process is made
-        megatron_layers.forget_buffers()
-        peaks[name] = peak_bytes(twice)
-        dist.barrier()
-    runs = {name: build() for name, build in contestants.items()}
+    with torch.device(device):
+        runs = {name: build() for name, build in contestants.items()}
     spent: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 2):
         order = list(runs)[:: 1 if repeat % 2 else -1]
         for name in order:
-            dist.barrier()
+            _meet()
             started = time.perf_counter()
             runs[name]()
-            dist.barrier()
+            _meet()
             if repeat >= 2:
                 spent[name].append((time.perf_counter() - started) * 1e3)
-    return {name: (spent[name], peaks[name]) for name in runs}
+    runs.clear()
+    peaks = {}
+    for name, build in contestants.items():
+
+        def twice(build: Build = build) -> None:
+            with torch.device(device):
+                run = build()
+            run()
+            run()
+
+        twice()
+        megatron_layers.forget_buffers()  # what it keeps for the next layers counts as well
+        peaks[name] = peak_in_use(twice)
+        _meet()
+    return {name: (spent[name], peaks[name]) for name in contestants}
+
+
+def _meet() -> None:
+    """Every rank has done what it was told, and so has its device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
 
 
 # -- the contestants ----------------------------------------------------------------------
@@ -108,7 +120,6 @@ def blocks(sequence_parallel: bool, hidden: int, tokens: int) -> dict[str, Build
         return run(column, row, nn.ModuleList([column, row]))
 
     def megatron() -> Callable[[], object]:
-        megatron_layers.forget_buffers()  # what it keeps between layers counts as well
         column = megatron_layers.column(
             (hidden, 4 * hidden), group, sequence_parallel=sequence_parallel
         )
@@ -116,7 +127,7 @@ def blocks(sequence_parallel: bool, hidden: int, tokens: int) -> dict[str, Build
         return run(lambda x: column(x)[0], lambda x: row(x)[0], nn.ModuleList([column, row]))
 
     def dtensor() -> Callable[[], object]:
-        mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+        mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, inputs.device.type)
         outside = Shard(0) if sequence_parallel else Replicate()
         model = nn.Sequential(
             nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
@@ -136,7 +147,8 @@ def vocabularies(vocabulary: int, hidden: int, tokens: int) -> dict[str, Build]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as theirs
 
     group = commgrid.get_group("tp")
-    ids = torch.randint(vocabulary, (tokens, 1), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    ids = torch.randint(vocabulary, (tokens, 1))
     table = torch.randn(vocabulary // RANKS, hidden)
     states = torch.randn(tokens, 1, hidden)
     upstream = torch.randn(tokens, 1, hidden)
@@ -237,22 +249,34 @@ CASES: dict[str, Callable[[], dict[str, Build]]] = {
     "reduce gradients, 25 MB": lambda: reducers(1024, 6, 64),
     "sharded AdamW, 25 MB": lambda: optimizers(1024, 6, 64),
 }
+CUDA_CASES: dict[str, Callable[[], dict[str, Build]]] = {
+    "block 4096": lambda: blocks(False, 4096, 4096),
+    "block 4096, sequence parallel": lambda: blocks(True, 4096, 4096),
+    "embedding, cross-entropy 128k": lambda: vocabularies(131_072, 4096, 4096),
+    "reduce gradients, 200 MB": lambda: reducers(4096, 6, 4096),
+    "sharded AdamW, 200 MB": lambda: optimizers(4096, 6, 4096),
+}
 
 
-def on_a_rank(case: str, repeats: int) -> dict[str, tuple[list[float], int]]:
+def on_a_rank(case: str, repeats: int, device: str) -> Measured:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.set_default_dtype(torch.bfloat16)
     sharded = not case.startswith(("reduce", "sharded"))
     commgrid.initialize(tp=RANKS if sharded else 1)
-    megatron_layers.on_the_cpu(commgrid.get_group("tp"))
-    return contest(CASES[case](), repeats)
+    megatron_layers.prepare(commgrid.get_group("tp"))
+    with torch.device(device):
+        contestants = (CUDA_CASES if device == "cuda" else CASES)[case]()
+    return contest(contestants, repeats, device)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    for case in CASES:
+    for case in CUDA_CASES if args.device == "cuda" else CASES:
         if args.only and args.only not in case:
             continue
-        ranks = run_on_ranks(on_a_rank, RANKS, case, args.repeats, timeout=600)
+        job = (on_a_rank, RANKS, case, args.repeats, args.device)
+        ranks = (on_gpus if args.device == "cuda" else run_on_ranks)(*job, timeout=600)
         peers = [name for name in ranks[0] if name != "ours"]
 
         def times(name: str, ranks: list[Measured] = ranks) -> list[float]:
@@ -270,5 +294,7 @@ if __name__ == "__main__":
     main(
         __doc__, measure,
         ("--repeats", {"type": int, "default": 30, "help": "of each contestant (default 30)"}),
+        ("--device", {"choices": ("cpu", "cuda"), "default": "cpu",
+                      "help": "gloo and fp32, or NCCL and bf16 at larger sizes (default cpu)"}),
         ("--only", {"metavar": "TEXT", "help": "cases whose name has this in it"}),
     )  # fmt: skip

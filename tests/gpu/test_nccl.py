@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,35 +12,10 @@ import torch.distributed as dist
 import commgrid
 from commgrid import HyperCommGrid
 from tests.examples.test_train_gpt import SMALL, run
+from tests.gpu.on_gpus import on_gpus, take_device
 from tests.ranks import run_on_ranks
 
 MIB = 2**20
-
-
-def on_gpus(
-    function: Any, world: int, *args: Any, bound: bool = False, timeout: float = 240
-) -> list[Any]:
-    """Spawned ranks with a device and a NCCL_HOSTID each, and WORLD over NCCL."""
-    ranks = [(rank,) for rank in range(world)]
-    return run_on_ranks(
-        _with_world, world, function, bound, args, per_rank=ranks, init=None,
-        launcher="torchrun", method="spawn", timeout=240,
-    )  # fmt: skip
-
-
-def _with_world(function: Any, bound: bool, args: tuple[Any, ...], rank: int) -> Any:
-    take_device(rank)
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device if bound else None)
-    found = function(*args)
-    commgrid.shutdown()
-    return found
-
-
-def take_device(rank: int) -> None:
-    os.environ["NCCL_HOSTID"] = f"rank{rank}"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
 def check_sums(grid: HyperCommGrid) -> None:

@@ -107,7 +107,7 @@ def vocabularies() -> None:
 def test_layers_equal_megatrons(tp: int) -> None:
     def every() -> None:
         commgrid.initialize(tp=tp)
-        megatron_layers.on_the_cpu(commgrid.get_group("tp"))
+        megatron_layers.prepare(commgrid.get_group("tp"))
         blocks()
         vocabularies()
 
