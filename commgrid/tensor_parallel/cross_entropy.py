@@ -5,6 +5,9 @@ target's logit if they have it, and with label smoothing their logits' sum. One 
 brings them, and the softmax is only ever made a slice of rows at a time:
 
     loss = lse - (1 - ε) · logit[target] - ε · Σ logits / v
+
+The softmax is made in backward, from the logits. Where these may be overwritten, forward leaves
+exp(logit - largest of the row) in their place, so that backward need not take exp again.
 """
 
 from __future__ import annotations
@@ -56,8 +59,9 @@ def vocab_parallel_cross_entropy(
         label_smoothing: ε, the share of the target that is spread over all v classes.
         ignore_index: targets whose loss and gradient are zero.
         reduction: "none", "mean" over targets that are not ignored, or "sum".
-        overwrite_logits: backward writes the gradient over the logits, which nobody may need
-            any more then; torch raises if another operation's backward does.
+        overwrite_logits: forward and backward write over the logits, as Megatron's loss does,
+            which saves memory and time. Nobody may need them any more then; torch raises if
+            another operation's backward does.
         group: who shares the vocabulary, in group order.
         grid: where to look the group's name up; None: the default grid.
 
@@ -120,22 +124,28 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         flat, target, ignored = _rows(logits), target.reshape(-1), ignored.reshape(-1)
         columns = flat.shape[1]
+        overwrite = overwrite and logits.is_contiguous()  # else `flat` is a copy
         start = group.rank * columns
         real = min(max(vocabulary - start, 0), columns)
         dtype = torch.promote_types(logits.dtype, torch.float32)
 
         mine = torch.zeros((3 if smoothing else 2, len(target)), dtype=dtype, device=logits.device)
-        for rows in _slices(flat) if real else []:
-            part = flat[rows, :real].to(dtype)
-            torch.logsumexp(part, -1, out=mine[0, rows])
-            if smoothing:
-                torch.sum(part, -1, out=mine[2, rows])
         if real:
             column, here = _columns(target, start, real)
             chosen = flat.gather(1, column.unsqueeze(1)).squeeze(1).to(dtype)
             mine[1] = torch.where(here, chosen, 0.0)  # not times: a masked logit may be -inf
         else:
             mine[0] = -torch.inf
+        # Numbers of half precision are not exact enough to be kept between forward and backward.
+        largest = torch.zeros_like(mine[0]) if overwrite and flat.dtype == dtype else None
+        for rows in _slices(flat) if real else []:
+            part = flat[rows, :real].to(dtype)
+            if smoothing:
+                torch.sum(part, -1, out=mine[2, rows])
+            if largest is None:
+                torch.logsumexp(part, -1, out=mine[0, rows])
+            else:
+                _exp_(part, largest[rows], mine[0, rows])
         every = mine.unsqueeze(0)
         if group.size > 1:
             every = start_all_gather(every, group.group).wait()
@@ -143,7 +153,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss = lse - (1 - smoothing) * every[:, 1].sum(0)
         if smoothing:
             loss -= smoothing / vocabulary * every[:, 2].sum(0)
-        ctx.save_for_backward(logits, target, ignored, lse)
+        ctx.save_for_backward(logits, target, ignored, lse, largest)
         ctx.start, ctx.real, ctx.vocabulary, ctx.smoothing = start, real, vocabulary, smoothing
         ctx.overwrite = overwrite
         return loss.masked_fill_(ignored, 0).view(logits.shape[:-1])
@@ -151,21 +161,36 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, ignored, lse = ctx.saved_tensors
+        logits, target, ignored, lse, largest = ctx.saved_tensors
         flat, real, smoothing = _rows(logits), ctx.real, ctx.smoothing
         scale = upstream.reshape(-1).masked_fill(ignored, 0).to(lse.dtype)
         gradient = flat if ctx.overwrite else torch.empty_like(flat)
         gradient[:, real:] = 0
         for rows in _slices(flat) if real else []:
-            part = torch.sub(flat[rows, :real].to(lse.dtype), lse[rows, None]).exp_()
+            factor = scale[rows, None]
+            if largest is not None:
+                part = flat[rows, :real]
+                part.mul_((largest - lse).exp_()[rows, None] * factor)
+            else:
+                part = torch.sub(flat[rows, :real].to(lse.dtype), lse[rows, None]).exp_()
+                part.mul_(factor)
             if smoothing:
-                part.sub_(smoothing / ctx.vocabulary)
-            torch.mul(part, scale[rows, None], out=part)
+                part.sub_(smoothing / ctx.vocabulary * factor)
             column, here = _columns(target[rows], ctx.start, real)
             taken = (here * scale[rows]).mul_(smoothing - 1)
             part.scatter_add_(1, column.unsqueeze(1), taken.unsqueeze(1))
-            gradient[rows, :real] = part
+            if largest is None:
+                gradient[rows, :real] = part
         return gradient.view(logits.shape), None, None, None, None, None, None
+
+
+def _exp_(part: Tensor, largest: Tensor, lse: Tensor) -> None:
+    """Of rows of logits: exp(logit - largest) in their place, the largest, the log-sum-exp."""
+    torch.amax(part, -1, out=largest)
+    largest.masked_fill_(largest == -torch.inf, 0)
+    part.sub_(largest.unsqueeze(1)).exp_()
+    torch.sum(part, -1, out=lse)
+    lse.log_().add_(largest)
 
 
 def _rows(logits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ ZeroRedundancyOptimizer.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -51,19 +52,20 @@ from tests.ranks import run_on_ranks
 
 warnings.simplefilter("ignore")
 RANKS = 4
+PEAKS = 5  # how often memory is measured
 Build = Callable[[], Callable[[], object]]
 """Makes a contestant; what it returns runs it once."""
-Measured = dict[str, tuple[list[float], int]]
-"""Milliseconds of each repeat, and the peak of building it and running it twice, in bytes."""
 
 
-def contest(contestants: dict[str, Build], repeats: int, device: str) -> Measured:
-    """Runs them in turn, in the same order on all ranks."""
+def race(contestants: dict[str, Build], repeats: int, device: str) -> dict[str, list[float]]:
+    """Milliseconds of each repeat; in each the order is another one, the same on all ranks."""
     with torch.device(device):
         runs = {name: build() for name, build in contestants.items()}
     spent: dict[str, list[float]] = {name: [] for name in runs}
+    shuffle = random.Random(0).shuffle
     for repeat in range(repeats + 2):
-        order = list(runs)[:: 1 if repeat % 2 else -1]
+        order = list(runs)
+        shuffle(order)
         for name in order:
             _meet()
             started = time.perf_counter()
@@ -71,8 +73,12 @@ def contest(contestants: dict[str, Build], repeats: int, device: str) -> Measure
             _meet()
             if repeat >= 2:
                 spent[name].append((time.perf_counter() - started) * 1e3)
-    runs.clear()
-    peaks = {}
+    return spent
+
+
+def weigh(contestants: dict[str, Build], device: str) -> dict[str, list[float]]:
+    """The peak of building each and running it twice, in MiB."""
+    peaks: dict[str, list[float]] = {}
     for name, build in contestants.items():
 
         def twice(build: Build = build) -> None:
@@ -81,11 +87,13 @@ def contest(contestants: dict[str, Build], repeats: int, device: str) -> Measure
             run()
             run()
 
-        twice()
-        megatron_layers.forget_buffers()  # what it keeps for the next layers counts as well
-        peaks[name] = peak_in_use(twice)
-        _meet()
-    return {name: (spent[name], peaks[name]) for name in contestants}
+        found = []
+        for _ in range(1 + PEAKS):  # what is only made once in a process is made in the first
+            megatron_layers.forget_buffers()  # what it keeps for the next layers counts as well
+            _meet()
+            found.append(peak_in_use(twice) / 2**20)
+        peaks[name] = found[1:]
+    return peaks
 
 
 def _meet() -> None:
@@ -258,7 +266,8 @@ CUDA_CASES: dict[str, Callable[[], dict[str, Build]]] = {
 }
 
 
-def on_a_rank(case: str, repeats: int, device: str) -> Measured:
+def on_a_rank(case: str, repeats: int, device: str) -> dict[str, list[float]]:
+    """Times of a case's contestants, or for no repeats their peaks."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device == "cuda":
@@ -268,26 +277,23 @@ def on_a_rank(case: str, repeats: int, device: str) -> Measured:
     megatron_layers.prepare(commgrid.get_group("tp"))
     with torch.device(device):
         contestants = (CUDA_CASES if device == "cuda" else CASES)[case]()
-    return contest(contestants, repeats, device)
+    return race(contestants, repeats, device) if repeats else weigh(contestants, device)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     for case in CUDA_CASES if args.device == "cuda" else CASES:
         if args.only and args.only not in case:
             continue
-        job = (on_a_rank, RANKS, case, args.repeats, args.device)
-        ranks = (on_gpus if args.device == "cuda" else run_on_ranks)(*job, timeout=600)
-        peers = [name for name in ranks[0] if name != "ours"]
-
-        def times(name: str, ranks: list[Measured] = ranks) -> list[float]:
-            return [statistics.mean(t) for t in zip(*(r[name][0] for r in ranks), strict=True)]
-
-        def peaks(name: str, ranks: list[Measured] = ranks) -> list[float]:
-            return [max(rank[name][1] for rank in ranks) / 2**20]
-
-        for peer in peers:
-            yield compare(case, "time", "ms", peer, times("ours"), times(peer))
-            yield compare(case, "peak memory", "MiB", peer, peaks("ours"), peaks(peer))
+        run = on_gpus if args.device == "cuda" else run_on_ranks
+        for metric, unit, repeats in (("time", "ms", args.repeats), ("peak memory", "MiB", 0)):
+            ranks = run(on_a_rank, RANKS, case, repeats, args.device, timeout=600)
+            ours, *peers = ranks[0]
+            for peer in peers:
+                mine, theirs = (
+                    [statistics.mean(found) for found in zip(*(r[n] for r in ranks), strict=True)]
+                    for n in (ours, peer)
+                )
+                yield compare(case, metric, unit, peer, mine, theirs)
 
 
 if __name__ == "__main__":
