@@ -93,6 +93,7 @@ class HyperCommGrid:
                 key = f"groups.{definition.name}.backend"
                 _dist.check_backend(key, definition.options.backend)
         self._destroyed = False
+        self._before_destroy: list[Callable[[], object]] = []
         self._communicators: list[Communicator] = []
         # What get_group reads; emptied by destroy, so that a look-up needs no check.
         self._groups: dict[str, ProcessGroup] = {}
@@ -162,9 +163,15 @@ class HyperCommGrid:
                 self._groups[name] = group
                 self._positions[name] = position
 
+    def before_destroy(self, callback: Callable[[], object]) -> None:
+        """Calls back once, when the grid is about to be destroyed: whoever handed its groups on."""
+        self._before_destroy.append(callback)
+
     def destroy(self) -> None:
         """Destroys the grid's communicators; nothing else, and not twice."""
         self._destroyed = True
+        while self._before_destroy:
+            self._before_destroy.pop()()
         self._groups.clear()
         self._positions.clear()
         self._around.clear()

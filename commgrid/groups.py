@@ -32,6 +32,9 @@ NCCL_OPTIONS = {
 }
 """Fields of torch's `ProcessGroupNCCL.Options` and its `config`, with their types."""
 
+UNWANTED = "_"
+"""The part of a split that takes up its place and gets no group."""
+
 _ENTRY_KEYS = ("of", "own", "pick", "split", "backend", "timeout", "nccl")
 
 
@@ -295,10 +298,11 @@ class GroupDef:
         for part, extent in reversed(parts.items()):
             own = part if entry.own else self.own
             options = entry.options.over(self.options)
-            made.append(
-                replace(self, name=part, part=(extent, stride), own=own, options=options,
-                        same_as=None)
-            )  # fmt: skip
+            if part != UNWANTED:
+                made.append(
+                    replace(self, name=part, part=(extent, stride), own=own, options=options,
+                            same_as=None)
+                )  # fmt: skip
             stride *= extent
         return made[::-1]
 

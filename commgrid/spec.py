@@ -16,7 +16,7 @@ from typing import Any
 from commgrid import names
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.group_table import define_groups, find_name
-from commgrid.groups import GroupDef, GroupEntry
+from commgrid.groups import UNWANTED, GroupDef, GroupEntry
 from commgrid.layout import RankLayout
 from commgrid.region import (
     STANDARD,
@@ -250,7 +250,8 @@ class GridSpec:
     @cached_property
     def table_names(self) -> tuple[str, ...]:
         """The names that the groups table adds or sets options on."""
-        made = [part for e in self.groups for part in dict(e.split or {e.name: 0})]
+        parts = (part for e in self.groups for part in dict(e.split or {e.name: 0}))
+        made = [part for part in parts if part != UNWANTED]
         return tuple(find_name(n, self.definitions, self.words) or n for n in made)
 
     @cached_property

@@ -1,5 +1,29 @@
-"""Megatron-core's names for a commgrid grid."""
+"""Megatron-core on a commgrid grid: its own names for the grid's groups, for unmodified code."""
 
-from megatron_adapter.names import MEGATRON_GROUPS, MegatronGroup, megatron_names
+from megatron_adapter.errors import (
+    AmbiguousGridError,
+    MegatronSizeError,
+    MegatronStateError,
+    MegatronVersionError,
+)
+from megatron_adapter.installation import SUPPORTED, install, uninstall
+from megatron_adapter.lifecycle import destroy_model_parallel, initialize_model_parallel
+from megatron_adapter.names import MEGATRON_GROUPS, MegatronGroup
+from megatron_adapter.spec import MegatronSizes
+from megatron_adapter.state import active
 
-__all__ = ["MEGATRON_GROUPS", "MegatronGroup", "megatron_names"]
+__all__ = [
+    "MEGATRON_GROUPS",
+    "SUPPORTED",
+    "AmbiguousGridError",
+    "MegatronGroup",
+    "MegatronSizeError",
+    "MegatronSizes",
+    "MegatronStateError",
+    "MegatronVersionError",
+    "active",
+    "destroy_model_parallel",
+    "initialize_model_parallel",
+    "install",
+    "uninstall",
+]

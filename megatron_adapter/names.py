@@ -1,11 +1,13 @@
-"""Which commgrid group each of Megatron-core's getters means; `python -m megatron_adapter names`.
+"""Which commgrid group each of Megatron-core's groups is; `python -m megatron_adapter names`.
 
-As in `megatron.core.parallel_state` of megatron-core 0.16.1.
+As in `megatron.core.parallel_state` of megatron-core 0.15.3 and 0.16.1. Everything else here
+reads this table: the state that is put behind Megatron's functions, the groups a grid is given
+for it, and the fields of a ProcessGroupCollection.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class MegatronGroup(NamedTuple):
@@ -14,58 +16,164 @@ class MegatronGroup(NamedTuple):
     Args:
         getter: the function of `megatron.core.parallel_state`, with its argument if it has one.
         name: the commgrid group of the same ranks.
-        entry: the row of the groups table it needs, where it is no combination of axes.
+        state: the variable of that module which holds it.
+        ranks: the one that holds its ranks, if there is one.
+        field: of a ProcessGroupCollection.
+        options: its key in an NCCL configuration file.
+        made_of: where it is no combination of axes, in words.
     """
 
     getter: str
     name: str
-    entry: dict[str, Any] | None = None
+    state: str
+    ranks: str | None = None
+    field: str | None = None
+    options: str | None = None
+    made_of: str = ""
 
+
+_WITH_CP = "with_context_parallel=True"
+_PARTIAL = "partial_data_parallel=True"
+_PARTIAL_EXPERT = "partial_expert_data_parallel=True"
 
 MEGATRON_GROUPS = (
-    MegatronGroup("get_tensor_model_parallel_group()", "tp"),
-    MegatronGroup("get_pipeline_model_parallel_group()", "pp"),
-    MegatronGroup("get_model_parallel_group()", "pp_tp"),
-    MegatronGroup("get_data_parallel_group()", "dp"),
-    MegatronGroup("get_data_parallel_group(with_context_parallel=True)", "dp_cp"),
-    MegatronGroup("get_context_parallel_group()", "cp"),
-    MegatronGroup("get_tensor_and_context_parallel_group()", "cp_tp"),
-    MegatronGroup("get_tensor_and_data_parallel_group()", "dp_tp"),
-    MegatronGroup("get_tensor_and_data_parallel_group(with_context_parallel=True)", "dp_cp_tp"),
-    MegatronGroup("get_embedding_group()", "embedding", {"of": "pp", "pick": ["first", "last"]}),
     MegatronGroup(
-        "get_position_embedding_group()", "position_embedding", {"of": "pp", "pick": ["first"]}
+        "get_tensor_model_parallel_group()", "tp", "_TENSOR_MODEL_PARALLEL_GROUP",
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "tp", "tp",
     ),
-    MegatronGroup("get_expert_model_parallel_group()", "ep"),
-    MegatronGroup("get_expert_tensor_parallel_group()", "etp"),
-    MegatronGroup("get_expert_tensor_and_model_parallel_group()", "ep_etp"),
-    MegatronGroup("get_expert_tensor_model_pipeline_parallel_group()", "pp_ep_etp"),
-    MegatronGroup("get_expert_data_parallel_group()", "edp"),
-)
-"""Every group that Megatron's default initialisation creates. Its `partial_*` variants are
-the same groups while there is one distributed-optimizer instance."""
+    MegatronGroup(
+        "get_pipeline_model_parallel_group()", "pp", "_PIPELINE_MODEL_PARALLEL_GROUP",
+        "_PIPELINE_GLOBAL_RANKS", "pp", "pp",
+    ),
+    MegatronGroup(
+        "get_model_parallel_group()", "pp_tp", "_MODEL_PARALLEL_GROUP",
+        "_MODEL_PARALLEL_GLOBAL_RANKS", "mp", "mp",
+    ),
+    MegatronGroup(
+        "get_data_parallel_group()", "dp", "_DATA_PARALLEL_GROUP",
+        "_DATA_PARALLEL_GLOBAL_RANKS", "dp", "dp",
+    ),
+    MegatronGroup(
+        "get_data_parallel_group_gloo()", "dp_gloo", "_DATA_PARALLEL_GROUP_GLOO",
+        made_of="dp over gloo",
+    ),
+    MegatronGroup(
+        f"get_data_parallel_group({_WITH_CP})", "dp_cp", "_DATA_PARALLEL_GROUP_WITH_CP",
+        "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", "dp_cp", "dp_cp",
+    ),
+    MegatronGroup(
+        f"get_data_parallel_group({_WITH_CP}, independent_all_gather=True)", "dp_cp_ag",
+        "_DATA_PARALLEL_GROUP_WITH_CP_AG", made_of="dp_cp, a communicator of its own",
+    ),
+    MegatronGroup(
+        f"get_data_parallel_group_gloo({_WITH_CP})", "dp_cp_gloo",
+        "_DATA_PARALLEL_GROUP_WITH_CP_GLOO", made_of="dp_cp over gloo",
+    ),
+    MegatronGroup(
+        f"get_data_parallel_group({_WITH_CP}, {_PARTIAL})", "intra_dp_cp",
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", None, "intra_dp_cp", "intra_dp_cp",
+        "dp_cp within one optimizer instance",
+    ),
+    MegatronGroup(
+        f"get_data_parallel_group_gloo({_WITH_CP}, {_PARTIAL})", "intra_dp_cp_gloo",
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO", made_of="intra_dp_cp over gloo",
+    ),
+    MegatronGroup(
+        "get_context_parallel_group()", "cp", "_CONTEXT_PARALLEL_GROUP",
+        "_CONTEXT_PARALLEL_GLOBAL_RANKS", "cp", "cp",
+    ),
+    MegatronGroup(
+        "get_tensor_and_context_parallel_group()", "cp_tp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+        None, "tp_cp", "tp_cp",
+    ),
+    MegatronGroup(
+        "get_tensor_and_data_parallel_group()", "dp_tp", "_TENSOR_AND_DATA_PARALLEL_GROUP",
+        options="tp_dp",
+    ),
+    MegatronGroup(
+        f"get_tensor_and_data_parallel_group({_WITH_CP})", "dp_cp_tp",
+        "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", None, "tp_dp_cp", "tp_dp_cp",
+    ),
+    MegatronGroup(
+        "get_embedding_group()", "embedding", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS",
+        "embd", "embd", "the first and last of pp",
+    ),
+    MegatronGroup(
+        "get_position_embedding_group()", "position_embedding", "_POSITION_EMBEDDING_GROUP",
+        "_POSITION_EMBEDDING_GLOBAL_RANKS", "pos_embd", "pos_embd", "the first of pp",
+    ),
+    MegatronGroup(
+        "get_expert_model_parallel_group()", "ep", "_EXPERT_MODEL_PARALLEL_GROUP",
+        "_EXPERT_MODEL_PARALLEL_RANKS", "ep", "ep",
+    ),
+    MegatronGroup(
+        "get_expert_tensor_parallel_group()", "etp", "_EXPERT_TENSOR_PARALLEL_GROUP",
+        None, "expt_tp", "ep_tp",
+    ),
+    MegatronGroup(
+        "get_expert_tensor_and_model_parallel_group()", "ep_etp",
+        "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", None, "tp_ep", "tp_ep_mp",
+    ),
+    MegatronGroup(
+        "get_expert_tensor_model_pipeline_parallel_group()", "pp_ep_etp",
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", None, "tp_ep_pp", "tp_ep_pp",
+    ),
+    MegatronGroup(
+        "get_expert_data_parallel_group()", "edp", "_EXPERT_DATA_PARALLEL_GROUP",
+        None, "expt_dp", "ep_dp",
+    ),
+    MegatronGroup(
+        "get_expert_data_parallel_group_gloo()", "edp_gloo", "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
+        made_of="edp over gloo",
+    ),
+    MegatronGroup(
+        f"get_expert_data_parallel_group({_PARTIAL_EXPERT})", "intra_edp",
+        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", None, "intra_expt_dp", "intra_ep_dp",
+        "edp within one optimizer instance",
+    ),
+    MegatronGroup(
+        f"get_expert_data_parallel_group_gloo({_PARTIAL_EXPERT})", "intra_edp_gloo",
+        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO", made_of="intra_edp over gloo",
+    ),
+    MegatronGroup(
+        "get_inter_distributed_optimizer_instance_group()", "inter_edp",
+        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", None, "inter_dist_opt", "inter_ep_dp",
+        "the same place of edp in every optimizer instance",
+    ),
+    MegatronGroup(
+        "get_intra_distributed_optimizer_instance_group()", "intra_dist_opt",
+        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", None, "intra_dist_opt",
+        "intra_dist_opt_instance", "all ranks of one optimizer instance",
+    ),
+)  # fmt: skip
+"""Every group that Megatron-core has one of. Besides these `hcp_0`, `hcp_1`, … are the levels of
+hierarchical context parallelism and `hybrid_2`, `hybrid_4`, … the parts of dp_cp."""
+
+OPTIONAL = frozenset({"dp_cp_ag", "inter_edp"})
+"""Groups that exist only where their option asks for them, besides those over gloo."""
 
 
-def megatron_names(*, experts: bool) -> dict[str, Any]:
-    """`create` and `groups` of a grid that has Megatron's groups and no others.
+def hierarchical(level: int) -> str:
+    """The group of a level of hierarchical context parallelism; 0 is the innermost."""
+    return f"hcp_{level}"
 
-    Example:
-        >>> sorted(megatron_names(experts=False)["groups"])
-        ['embedding', 'position_embedding']
-    """
-    expert = {"ep", "etp", "edp"}
-    wanted = [g for g in MEGATRON_GROUPS if experts or expert.isdisjoint(g.name.split("_"))]
-    return {
-        "create": [group.name for group in wanted if group.entry is None],
-        "groups": {group.name: group.entry for group in wanted if group.entry is not None},
-    }
+
+def hybrid(size: int, block: int | None = None) -> str:
+    """The part of dp_cp of `size` ranks; with a block's number where the sizes leave a rest."""
+    return f"hybrid_{size}" if block is None else f"hybrid_{size}_{block}"
 
 
 def as_text() -> str:
     """The mapping as a table."""
-    width = max(len(group.getter) for group in MEGATRON_GROUPS)
-    lines = [f"{'megatron.core.parallel_state':{width}}  commgrid"]
+    wide = max(len(group.getter) for group in MEGATRON_GROUPS)
+    name = max(len(group.name) for group in MEGATRON_GROUPS)
+    lines = [f"{'megatron.core.parallel_state':{wide}}  {'commgrid':{name}}  collection"]
     for group in MEGATRON_GROUPS:
-        entry = f"  (groups: {{{group.name}: {group.entry}}})" if group.entry else ""
-        lines.append(f"{group.getter:{width}}  {group.name}{entry}")
-    return "\n".join(lines)
+        lines.append(
+            f"{group.getter:{wide}}  {group.name:{name}}  {group.field or '':14} {group.made_of}"
+        )
+    lines += [
+        f"{'get_hierarchical_context_parallel_groups()':{wide}}  {'hcp_0, hcp_1, …':{name}}  hcp",
+        f"{'get_hybrid_data_context_parallel_groups(group_size=n)':{wide}}  hybrid_n",
+    ]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,25 @@
+"""Errors that code written for Megatron-core can catch as it does Megatron's own.
+
+Megatron's getters assert that they are initialized, and its initialization raises RuntimeError
+for sizes that do not fit; programs rely on both.
+"""
+
+from __future__ import annotations
+
+from commgrid.errors import CommGridError, SpecError
+
+
+class MegatronStateError(CommGridError, AssertionError):
+    """Megatron's parallel state is not what the call needs: not initialized, or already."""
+
+
+class AmbiguousGridError(MegatronStateError):
+    """Several grids are alive and none was chosen with `megatron_adapter.active`."""
+
+
+class MegatronSizeError(SpecError, RuntimeError):
+    """Sizes that Megatron-core refuses with a RuntimeError."""
+
+
+class MegatronVersionError(CommGridError, ImportError):
+    """megatron-core is not installed, or is another one than the adapter knows."""

@@ -1,0 +1,237 @@
+"""`install`: a grid behind `megatron.core.parallel_state` itself.
+
+Megatron's getters read variables of their module, so setting those is seen by every module,
+also by one that imported a getter by name. A function must do something else in two cases:
+`initialize_model_parallel` and `destroy_model_parallel` make and end a grid, and while several
+grids are alive and none is chosen every function that asks for state raises. Those functions
+are given other code, which whoever holds them runs too, and their own code back at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from importlib.metadata import version
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from commgrid.grid import HyperCommGrid
+from commgrid.registry import _registry
+from megatron_adapter import lifecycle
+from megatron_adapter.errors import AmbiguousGridError, MegatronStateError, MegatronVersionError
+from megatron_adapter.state import STORE, VARIABLES, MegatronState, initial
+
+SUPPORTED = ("0.15.3", "0.16.1")
+"""The versions of megatron-core that are tested; others of these two series may serve."""
+
+_MODULE = "megatron.core.parallel_state"
+_SINCE_0_16 = {
+    "_EXPERT_MODEL_PARALLEL_RANKS", "_HYBRID_DP_CP_GROUPS", "_DATA_PARALLEL_GROUP_WITH_CP_AG",
+    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
+}  # fmt: skip
+_TARGETS = "_commgrid_targets"
+
+
+class Installation:
+    """An installed megatron-core whose state is a grid's.
+
+    Args:
+        module: `megatron.core.parallel_state`.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self.variables = vars(module)
+        self._module = module
+        self._before = {name: self.variables[name] for name in VARIABLES if name in self.variables}
+        self._redirected: dict[str, tuple[CodeType, Any, Any]] = {}
+        self.variables[_TARGETS] = {}
+        for name in ("initialize_model_parallel", "destroy_model_parallel"):
+            self._redirect(name, getattr(lifecycle, name))
+
+    def _redirect(self, name: str, target: Callable[..., Any]) -> None:
+        """Makes one of Megatron's functions call another, with the arguments it would take."""
+        function: FunctionType = self.variables[name]
+        signature = inspect.signature(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return target(**signature.bind(*args, **kwargs).arguments)
+
+        self._redirected[name] = (
+            function.__code__, function.__defaults__, function.__kwdefaults__
+        )  # fmt: skip
+        self.variables[_TARGETS][name] = call
+        text = f"def {name}(*args, **kwargs): return {_TARGETS}[{name!r}](*args, **kwargs)"
+        made: dict[str, Any] = {}
+        exec(text, made)
+        function.__defaults__ = function.__kwdefaults__ = None
+        function.__code__ = made[name].__code__
+        function.__signature__ = signature  # type: ignore[attr-defined]
+
+    def _restore(self, name: str) -> None:
+        """Gives a function its own code back."""
+        function: FunctionType = self.variables[name]
+        function.__code__, function.__defaults__, function.__kwdefaults__ = (
+            self._redirected.pop(name)
+        )  # fmt: skip
+        del function.__signature__  # type: ignore[attr-defined]
+
+    def publish(self, values: dict[str, Any] | None) -> None:
+        """Shows these variables; None: every function that asks for state raises."""
+        from megatron_adapter import parallel_state as ours
+
+        for name in [n for n in self._redirected if not hasattr(lifecycle, n)]:
+            self._restore(name)
+        shown = initial() if values is None else values
+        for name in self._before:
+            self.variables[name] = shown[name]
+        if values is None:
+            for name in _stateful(self._module):
+                self._redirect(name, getattr(ours, name))
+        elif shown["_DATA_PARALLEL_GROUP"] is not None and shown["_GLOBAL_MEMORY_BUFFER"] is None:
+            self._module._set_global_memory_buffer()
+
+    def close(self) -> None:
+        """Leaves Megatron as it was."""
+        for name in list(self._redirected):
+            self._restore(name)
+        self.variables.update(self._before)
+        del self.variables[_TARGETS]
+
+
+def _stateful(module: ModuleType) -> list[str]:
+    """Megatron's public functions that ask for or set state of a grid."""
+    from megatron_adapter.parallel_state import buffers, dense, expert, pipeline
+
+    ours = {
+        *dense.__all__, *expert.__all__, *pipeline.__all__,
+        *(name for name in vars(buffers) if name.endswith("_buffer")),
+    }  # fmt: skip
+    return sorted(name for name in ours if hasattr(module, name))
+
+
+_installation: Installation | None = None
+
+
+def install(grid: HyperCommGrid | None = None) -> None:
+    """Puts a grid behind megatron-core's parallel state, for every module that uses it.
+
+    With no grid alive, Megatron's own `initialize_model_parallel` makes one when it is called,
+    and its `destroy_model_parallel` ends it: one line at the top of a program is all it takes.
+    With several grids, install each, and choose with `megatron_adapter.active`.
+
+    Args:
+        grid: alive; every rank of it calls this. None: the one that is alive, if there is one.
+
+    Raises:
+        MegatronVersionError: megatron-core is not installed, of another version, or has state
+            that the adapter does not know, which is listed.
+        MegatronStateError: Megatron's own state is initialized, or this grid is installed.
+        AmbiguousGridError: several grids are alive and none was given.
+        SpecError: Megatron cannot express the grid.
+    """
+    global _installation
+    chosen = grid if grid is not None else _only_grid()
+    if chosen is not None and chosen.is_destroyed:
+        raise MegatronStateError(f"grid {chosen.name!r} was destroyed; install one that is alive")
+    if _installation is None:
+        module = load_megatron()
+        if module.model_parallel_is_initialized() or module.is_initialized():
+            raise MegatronStateError(
+                "megatron-core's model parallel state is initialized already, by its own groups; "
+                "call install before initialize_model_parallel, or destroy_model_parallel first"
+            )
+        state = _state_of(chosen)
+        _installation = Installation(module)
+        STORE.follow(_installation)
+    elif chosen is not None and grid is not None and STORE.of(chosen) is not None:
+        raise MegatronStateError(
+            f"grid {chosen.name!r} is installed already; call megatron_adapter.uninstall() first"
+        )
+    else:
+        state = _state_of(chosen)
+    if state is not None and state not in STORE.states:
+        STORE.add(state)
+
+
+def uninstall() -> None:
+    """Leaves megatron-core as it was before `install`; grids stay alive. Twice is fine.
+
+    What was created for Megatron beside a grid that was given to `install` is destroyed. A grid
+    that Megatron's `initialize_model_parallel` made lives on until `destroy_model_parallel` or
+    `commgrid.destroy`, and the next `install` finds it.
+    """
+    global _installation
+    if _installation is None:
+        return
+    STORE.follow(None)
+    installation, _installation = _installation, None
+    installation.close()
+    for state in [state for state in STORE.states if not state.owns_grid]:
+        STORE.remove(state)
+
+
+def _only_grid() -> HyperCommGrid | None:
+    """The grid that is alive; None: there is none."""
+    alive = [found for name in list(_registry.grids) if (found := _registry.find(name))]
+    if len(alive) > 1:
+        names = ", ".join(repr(one.name) for one in alive)
+        raise AmbiguousGridError(
+            f"grids {names} are alive; say which one is meant: megatron_adapter.install(grid)"
+        )
+    return alive[0] if alive else None
+
+
+def _state_of(grid: HyperCommGrid | None) -> MegatronState | None:
+    return None if grid is None else STORE.of(grid) or MegatronState(grid)
+
+
+def load_megatron() -> ModuleType:
+    """megatron-core's parallel_state, if it is one that the adapter knows.
+
+    Raises:
+        MegatronVersionError: listing what does not match.
+    """
+    try:
+        module = importlib.import_module(_MODULE)
+        found = version("megatron-core")
+    except ImportError as error:
+        raise MegatronVersionError(
+            f"megatron-core cannot be imported ({error}); pip install megatron-core=={SUPPORTED[-1]}"
+        ) from error
+    problems = differences(module)
+    if found.rsplit(".", 1)[0] not in {known.rsplit(".", 1)[0] for known in SUPPORTED}:
+        problems.insert(0, f"its version is {found}, known are {', '.join(SUPPORTED)}")
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise MegatronVersionError(
+            f"megatron-core {found} is not one that the adapter knows:{listed}\n"
+            f"use megatron-core {' or '.join(SUPPORTED)}"
+        )
+    return module
+
+
+def differences(module: ModuleType) -> list[str]:
+    """What a parallel_state has that the adapter does not know, and the other way round."""
+    state = {n for n in vars(module) if re.fullmatch(r"_[A-Z][A-Z0-9_]*", n)}
+    state |= {"_global_process_group_list"} & vars(module).keys()
+    state.discard(_TARGETS)
+    found = [f"variable {name} is not known" for name in sorted(state.difference(VARIABLES))]
+    missing = set(VARIABLES) - state - _SINCE_0_16
+    # Megatron has no override of these two; the adapter keeps all ten alike.
+    found += [f"variable {name} is missing" for name in sorted(missing)]
+    theirs = inspect.signature(module.initialize_model_parallel).parameters
+    ours = inspect.signature(lifecycle.initialize_model_parallel).parameters
+    found += [
+        f"initialize_model_parallel has a parameter {name}" for name in theirs if name not in ours
+    ]
+    from megatron_adapter import parallel_state
+
+    found += [
+        f"function {name} is not known"
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+        and not name.startswith("_") and not hasattr(parallel_state, name)
+    ]  # fmt: skip
+    return found

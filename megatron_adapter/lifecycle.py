@@ -1,0 +1,207 @@
+"""Megatron-core's own way to start and end: `initialize_model_parallel`, `destroy_model_parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+import commgrid
+from commgrid.grid import HyperCommGrid, Seconds
+from commgrid.layout import RankLayout
+from megatron_adapter.errors import MegatronSizeError, MegatronStateError
+from megatron_adapter.spec import DEFAULT_ORDER, SHARP, MegatronSizes, Pick, read_nccl_config
+from megatron_adapter.state import STORE, MegatronState
+
+RanksOf = Callable[[list[int]], Sequence[int]]
+"""From the ranks of a pipeline to those that hold a copy of something."""
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    expert_model_parallel_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: int = 30,
+    order: str = DEFAULT_ORDER,
+    get_embedding_ranks: RanksOf | None = None,
+    get_position_embedding_ranks: RanksOf | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: list[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    create_all_gather_group: bool | None = False,
+    *,
+    share: str = "region",
+    connect: str | Sequence[str] = "axes",
+    startup_timeout: Seconds = 60.0,
+    name: str = "default",
+) -> HyperCommGrid:
+    """One grid with exactly Megatron's groups, and Megatron's state read from it.
+
+    Every parameter means what it means to megatron-core 0.16.1's function of this name; those
+    after the star are commgrid's. Every rank of WORLD calls it, with the same arguments.
+
+    Args:
+        tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size: sizes.
+        virtual_pipeline_model_parallel_size: virtual stages of each rank.
+        pipeline_model_parallel_comm_backend: None, "nccl" or "ucc".
+        use_sharp: SHARP for one kind of data-parallel groups.
+        hierarchical_context_parallel_sizes: levels of cp, innermost first.
+        hybrid_context_parallel: groups of every power of two within dp · cp.
+        expert_model_parallel_size, expert_tensor_parallel_size: sizes of the expert region.
+        num_distributed_optimizer_instances: in how many parts dp is cut for the optimizer.
+        nccl_communicator_config_path: YAML of NCCL options, by Megatron's names of groups.
+        distributed_timeout_minutes: of collectives.
+        order: axes fastest first.
+        get_embedding_ranks, get_position_embedding_ranks: from a pipeline's ranks to those that
+            hold an embedding; the same positions in every pipeline.
+        create_gloo_process_groups: whether dp groups have twins over gloo.
+        high_priority_stream_groups: Megatron's names of groups with streams of high priority.
+        sharp_enabled_group: "dp" or "dp_replica".
+        create_all_gather_group: whether dp_cp has a second communicator.
+        share, connect, startup_timeout, name: as `commgrid.initialize` takes them.
+
+    Returns:
+        The grid.
+
+    Raises:
+        MegatronStateError: torch.distributed is not up, Megatron's state exists already, or
+            what Megatron asserts does not hold (an AssertionError, as Megatron's).
+        MegatronSizeError: sizes that do not fit (a RuntimeError, as Megatron's).
+        SpecError, GridMismatchError, PeerTimeoutError: see `commgrid.initialize`.
+    """
+    if not dist.is_initialized():
+        raise MegatronStateError(
+            "torch.distributed is not initialized; call torch.distributed.init_process_group "
+            "before initialize_model_parallel, as Megatron wants it"
+        )
+    if any(state.grid.name == name for state in STORE.states):
+        raise MegatronStateError(
+            f"model parallel is already initialized on grid {name!r}; call destroy_model_parallel "
+            "first, or give another name="
+        )
+    if pipeline_model_parallel_comm_backend not in (None, "nccl", "ucc"):
+        raise MegatronStateError(
+            f"pipeline_model_parallel_comm_backend={pipeline_model_parallel_comm_backend!r}; "
+            "expected None, nccl or ucc"
+        )
+    virtual = virtual_pipeline_model_parallel_size
+    if virtual is not None and pipeline_model_parallel_size < 2:
+        raise MegatronSizeError(
+            f"virtual_pipeline_model_parallel_size={virtual} needs a "
+            f"pipeline_model_parallel_size above 1, not {pipeline_model_parallel_size}"
+        )
+    nccl = read_nccl_config(nccl_communicator_config_path, high_priority_stream_groups)
+    sharp = _sharp_group(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
+    if sharp is not None:
+        nccl.setdefault(sharp, {})[SHARP] = 1
+    sizes: dict[str, Any] = {
+        "world_size": dist.get_world_size(),
+        "tp": tensor_model_parallel_size,
+        "pp": pipeline_model_parallel_size,
+        "cp": context_parallel_size,
+        "ep": expert_model_parallel_size,
+        "etp": expert_tensor_parallel_size,
+        "instances": num_distributed_optimizer_instances,
+        "order": order,
+        "hierarchical": tuple(hierarchical_context_parallel_sizes or ()),
+        "hybrid": hybrid_context_parallel,
+        "gloo": create_gloo_process_groups,
+        "all_gather": bool(create_all_gather_group),
+        "pipeline_backend": pipeline_model_parallel_comm_backend,
+        "nccl": nccl,
+    }
+    plain = MegatronSizes(**sizes)
+    plain.check()
+    pipeline = _pipeline(plain)
+    embedding, position = (
+        _positions(function, which, pipeline)
+        for function, which in (
+            (get_embedding_ranks, "get_embedding_ranks"),
+            (get_position_embedding_ranks, "get_position_embedding_ranks"),
+        )
+    )
+    if embedding is not None:
+        sizes["embedding"] = tuple(sorted(embedding))
+    if position is not None:
+        sizes["position_embedding"] = tuple(sorted(position))
+    grid = commgrid.initialize(
+        config=MegatronSizes(**sizes).spec(share=share, connect=connect),
+        timeout=timedelta(minutes=distributed_timeout_minutes),
+        startup_timeout=startup_timeout,
+        name=name,
+    )
+    state = MegatronState(grid, owns_grid=True)
+    if virtual is not None:
+        state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
+        state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual
+    for variable, chosen in (
+        ("_EMBEDDING_GLOBAL_RANKS", embedding),
+        ("_POSITION_EMBEDDING_GLOBAL_RANKS", position),
+    ):
+        if chosen is not None and state.values[variable] is not None:
+            state.values[variable] = [pipeline[i] for i in chosen]  # in the function's order
+    STORE.add(state)
+    return grid
+
+
+def _sharp_group(use_sharp: bool, group: str | None, instances: int) -> str | None:
+    """Megatron's name of the group that uses SHARP."""
+    if not use_sharp:
+        if group is not None:
+            raise MegatronStateError(
+                f"sharp_enabled_group={group!r} means something only with use_sharp=True"
+            )
+        return None
+    if group not in (None, "dp", "dp_replica"):
+        raise MegatronStateError(f"sharp_enabled_group={group!r}; expected dp or dp_replica")
+    if group == "dp_replica" and instances < 2:
+        raise MegatronStateError(
+            "sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances above 1"
+        )
+    return "inter_ep_dp" if group == "dp_replica" else "dp_cp"
+
+
+def _pipeline(sizes: MegatronSizes) -> list[int]:
+    """The ranks of this rank's pipeline."""
+    dense, _ = sizes.axes()
+    return list(RankLayout.from_sizes(dense).group(dist.get_rank(), "pp"))
+
+
+def _positions(function: RanksOf | None, name: str, pipeline: list[int]) -> Pick | None:
+    """Where in its pipeline the ranks are that a function chooses."""
+    if function is None:
+        return None
+    chosen = list(function(list(pipeline)))
+    if not set(chosen) <= set(pipeline) or len(set(chosen)) < len(chosen):
+        raise MegatronStateError(
+            f"{name} answered {chosen} for the pipeline {pipeline}; expected some of its ranks, "
+            "each once"
+        )
+    return tuple(pipeline.index(rank) for rank in chosen)
+
+
+def destroy_model_parallel() -> None:
+    """Ends Megatron's state: destroys the grid that `initialize_model_parallel` made.
+
+    A grid that was given to `install` is left to its owner. Destroying nothing is fine.
+
+    Raises:
+        AmbiguousGridError: several grids are alive and none was chosen.
+    """
+    state = STORE.current
+    if state is None:
+        return
+    if state.owns_grid:
+        commgrid.destroy(state.grid.name)
+    STORE.remove(state)

@@ -1,0 +1,40 @@
+"""How the functions of `parallel_state` read and write the state of the grid that is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_adapter.errors import MegatronStateError
+from megatron_adapter.state import STORE
+
+
+def peek(variable: str) -> Any:
+    """A variable, None where nobody set it."""
+    return STORE.values.get(variable)
+
+
+def read(variable: str, what: str, check_initialized: bool = True) -> Any:
+    """A variable that initialization sets.
+
+    Raises:
+        MegatronStateError: it did not, and `check_initialized` asks for it.
+    """
+    found = STORE.values.get(variable)
+    if found is None and check_initialized:
+        raise MegatronStateError(
+            f"{what} is not initialized; call initialize_model_parallel, or "
+            "megatron_adapter.install(grid), with the option that creates it"
+        )
+    return found
+
+
+def write(variable: str, value: Any) -> None:
+    """Sets a variable of the grid that is asked."""
+    STORE.values[variable] = value
+
+
+def is_up() -> bool:
+    """Whether torch.distributed is initialized; without it Megatron's sizes are 0."""
+    return dist.is_available() and bool(dist.is_initialized())

@@ -1,0 +1,286 @@
+"""Tensor, data and context parallel: groups, sizes and ranks, under Megatron-core's names."""
+
+# The annotations of Megatron's functions, which have none, are left out of these signatures.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import warnings
+
+from megatron_adapter.errors import MegatronStateError
+from megatron_adapter.parallel_state.access import is_up, peek, read, write
+from megatron_adapter.state import STORE
+
+__all__ = [
+    "get_amax_reduction_group",
+    "get_context_parallel_global_ranks",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_group_gloo",
+    "get_data_parallel_rank",
+    "get_data_parallel_src_rank",
+    "get_data_parallel_world_size",
+    "get_hierarchical_context_parallel_groups",
+    "get_hybrid_data_context_parallel_groups",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_tensor_and_context_parallel_group",
+    "get_tensor_and_context_parallel_rank",
+    "get_tensor_and_context_parallel_world_size",
+    "get_tensor_and_data_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
+    "has_separate_all_gather_group",
+    "is_initialized",
+    "is_unitialized",
+    "model_parallel_is_initialized",
+    "set_data_parallel_rank",
+    "set_tensor_model_parallel_rank",
+    "set_tensor_model_parallel_world_size",
+]
+
+
+def is_initialized():
+    """Whether there is a state to ask, of one grid or several."""
+    return len(STORE.states) > 1 or peek("_DATA_PARALLEL_GROUP") is not None
+
+
+def is_unitialized() -> bool:
+    """The opposite of `is_initialized`, as Megatron once spelled it."""
+    warnings.warn(
+        "is_unitialized is deprecated, use is_initialized", DeprecationWarning, stacklevel=2
+    )
+    return not is_initialized()
+
+
+def model_parallel_is_initialized():
+    """Whether the tensor, pipeline and data parallel groups exist."""
+    names = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")  # fmt: skip  # noqa: E501
+    return len(STORE.states) > 1 or all(peek(name) is not None for name in names)
+
+
+# -- tensor and model parallel ----------------------------------------------------------
+
+
+def get_tensor_model_parallel_group(check_initialized=True):
+    """The group `tp`."""
+    return read("_TENSOR_MODEL_PARALLEL_GROUP", "tensor model parallel group", check_initialized)
+
+
+def get_model_parallel_group(check_initialized=True):
+    """The group `pp_tp`."""
+    return read("_MODEL_PARALLEL_GROUP", "model parallel group", check_initialized)
+
+
+def get_model_parallel_world_size():
+    """The size of `pp_tp`; of older versions of Megatron."""
+    return get_model_parallel_group().size()
+
+
+def get_model_parallel_rank():
+    """This rank's position in `pp_tp`; of older versions of Megatron."""
+    return get_model_parallel_group().rank()
+
+
+def get_tensor_model_parallel_world_size():
+    """The size of `tp`, or what it was set to."""
+    size = peek("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
+    return get_tensor_model_parallel_group().size() if size is None else size
+
+
+def set_tensor_model_parallel_world_size(world_size):
+    """Makes `get_tensor_model_parallel_world_size` say this; None: the group's again."""
+    write("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", world_size)
+
+
+def get_tensor_model_parallel_rank():
+    """This rank's position in `tp`, or what it was set to."""
+    rank = peek("_MPU_TENSOR_MODEL_PARALLEL_RANK")
+    return get_tensor_model_parallel_group().rank() if rank is None else rank
+
+
+def set_tensor_model_parallel_rank(rank):
+    """Makes `get_tensor_model_parallel_rank` say this; None: the group's again."""
+    write("_MPU_TENSOR_MODEL_PARALLEL_RANK", rank)
+
+
+def get_tensor_model_parallel_src_rank():
+    """The global rank of the first in `tp`."""
+    return read("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "tensor model parallel group")[0]
+
+
+def get_model_parallel_src_rank():
+    """The global rank of the first in `pp_tp`."""
+    return read("_MODEL_PARALLEL_GLOBAL_RANKS", "model parallel group")[0]
+
+
+# -- data parallel ----------------------------------------------------------------------
+
+
+def get_data_parallel_group(
+    with_context_parallel=False, partial_data_parallel=False, independent_all_gather=False
+):
+    """The group `dp`, `dp_cp`, `intra_dp_cp` or `dp_cp_ag`."""
+    if not with_context_parallel:
+        group = read("_DATA_PARALLEL_GROUP", "data parallel group")
+        _check_whole(partial_data_parallel)
+        return group
+    if partial_data_parallel:
+        return read(
+            "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "intra partial data parallel group"
+        )
+    if independent_all_gather:
+        return read("_DATA_PARALLEL_GROUP_WITH_CP_AG", "data parallel group for all-gathers")
+    return read("_DATA_PARALLEL_GROUP_WITH_CP", "data parallel group with context parallel")
+
+
+def get_data_parallel_group_gloo(with_context_parallel=False, partial_data_parallel=False):
+    """The group `dp_gloo`, `dp_cp_gloo` or `intra_dp_cp_gloo`."""
+    if not with_context_parallel:
+        group = read("_DATA_PARALLEL_GROUP_GLOO", "data parallel group over gloo")
+        _check_whole(partial_data_parallel)
+        return group
+    if partial_data_parallel:
+        return read(
+            "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+            "intra partial data parallel group over gloo",
+        )
+    return read(
+        "_DATA_PARALLEL_GROUP_WITH_CP_GLOO", "data parallel group with context parallel over gloo"
+    )
+
+
+def _check_whole(partial_data_parallel) -> None:
+    if partial_data_parallel:
+        raise MegatronStateError(
+            "partial_data_parallel=True: an optimizer instance's part of dp includes cp; ask with "
+            "with_context_parallel=True"
+        )
+
+
+def has_separate_all_gather_group() -> bool:
+    """Whether `dp_cp_ag` was created."""
+    return peek("_DATA_PARALLEL_GROUP_WITH_CP_AG") is not None
+
+
+def get_data_parallel_world_size(with_context_parallel=False, partial_data_parallel=False):
+    """The size of `get_data_parallel_group`; 0 without torch.distributed."""
+    size = peek("_MPU_DATA_PARALLEL_WORLD_SIZE")
+    if size is not None:
+        return size
+    if not is_up():
+        return 0
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel).size()
+
+
+def get_data_parallel_rank(with_context_parallel=False, partial_data_parallel=False):
+    """This rank's position in `get_data_parallel_group`; 0 without torch.distributed."""
+    rank = peek("_MPU_DATA_PARALLEL_RANK")
+    if rank is not None:
+        return rank
+    if not is_up():
+        return 0
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel).rank()
+
+
+def set_data_parallel_rank(rank):
+    """Makes `get_data_parallel_rank` say this; None: the group's again."""
+    write("_MPU_DATA_PARALLEL_RANK", rank)
+
+
+def get_data_parallel_src_rank(with_context_parallel=False):
+    """The global rank of the first in `dp` or `dp_cp`."""
+    variable = "_DATA_PARALLEL_GLOBAL_RANKS" + ("_WITH_CP" if with_context_parallel else "")
+    return read(variable, "data parallel group")[0]
+
+
+# -- context parallel -------------------------------------------------------------------
+
+
+def get_context_parallel_group(check_initialized=True):
+    """The group `cp`."""
+    return read("_CONTEXT_PARALLEL_GROUP", "context parallel group", check_initialized)
+
+
+def get_context_parallel_global_ranks(check_initialized=True):
+    """The global ranks of `cp`, as a list."""
+    return read("_CONTEXT_PARALLEL_GLOBAL_RANKS", "context parallel group", check_initialized)
+
+
+def get_hierarchical_context_parallel_groups(check_initialized=True):
+    """The levels of `cp`, innermost first, as a list of groups."""
+    return read(
+        "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "hierarchical context parallelism",
+        check_initialized,
+    )  # fmt: skip
+
+
+def get_hybrid_data_context_parallel_groups(check_initialized=True, group_size=None):
+    """The part of `dp_cp` with `group_size` ranks that this one is in.
+
+    Raises:
+        KeyError: there is none of this size; Megatron answers with a smaller one where the
+            size leaves a rest of dp · cp.
+    """
+    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
+        variable = "_DATA_PARALLEL_GROUP_WITH_CP"
+        return read(variable, "data parallel group with context parallel", check_initialized)
+    groups = read("_HYBRID_DP_CP_GROUPS", "hybrid data and context parallelism", check_initialized)
+    if group_size not in groups:
+        raise KeyError(
+            f"group_size={group_size!r}: this rank is in no such group, but in those of "
+            f"{sorted(groups)} ranks"
+        )
+    return groups[group_size]
+
+
+def get_context_parallel_world_size():
+    """The size of `cp`; 0 without torch.distributed."""
+    return get_context_parallel_group().size() if is_up() else 0
+
+
+def get_context_parallel_rank():
+    """This rank's position in `cp`; 0 without torch.distributed."""
+    return get_context_parallel_group().rank() if is_up() else 0
+
+
+# -- combined ---------------------------------------------------------------------------
+
+
+def get_tensor_and_context_parallel_group(check_initialized=True):
+    """The group `cp_tp`."""
+    return read(
+        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tensor and context parallel group",
+        check_initialized,
+    )  # fmt: skip
+
+
+def get_tensor_and_context_parallel_world_size():
+    """The size of `cp_tp`; 0 without torch.distributed."""
+    return get_tensor_and_context_parallel_group().size() if is_up() else 0
+
+
+def get_tensor_and_context_parallel_rank():
+    """This rank's position in `cp_tp`; 0 without torch.distributed."""
+    return get_tensor_and_context_parallel_group().rank() if is_up() else 0
+
+
+def get_tensor_and_data_parallel_group(check_initialized=True, with_context_parallel=False):
+    """The group `dp_tp` or `dp_cp_tp`."""
+    variable = "_TENSOR_AND_DATA_PARALLEL_GROUP" + ("_WITH_CP" if with_context_parallel else "")
+    return read(variable, "tensor and data parallel group", check_initialized)
+
+
+def get_amax_reduction_group(with_context_parallel=False, tp_only_amax_red=False):
+    """The group over which FP8's largest values are reduced."""
+    if not tp_only_amax_red:
+        return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
+    if with_context_parallel:
+        return get_tensor_and_context_parallel_group()
+    return get_tensor_model_parallel_group()

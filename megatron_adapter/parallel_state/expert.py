@@ -1,0 +1,218 @@
+"""The expert region: groups, sizes and ranks, under Megatron-core's names."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import warnings
+
+from megatron_adapter.parallel_state.access import is_up, peek, read, write
+from megatron_adapter.parallel_state.dense import (
+    get_context_parallel_rank,
+    get_data_parallel_rank,
+    get_tensor_model_parallel_rank,
+)
+from megatron_adapter.parallel_state.pipeline import get_pipeline_model_parallel_rank
+
+__all__ = [
+    "get_all_ranks",
+    "get_data_modulo_expert_parallel_group",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_group_gloo",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_world_size",
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_src_rank",
+    "get_expert_model_parallel_world_size",
+    "get_expert_tensor_and_model_parallel_group",
+    "get_expert_tensor_and_model_parallel_rank",
+    "get_expert_tensor_and_model_parallel_world_size",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_expert_tensor_parallel_group",
+    "get_expert_tensor_parallel_rank",
+    "get_expert_tensor_parallel_world_size",
+    "get_inter_distributed_optimizer_instance_group",
+    "get_intra_distributed_optimizer_instance_group",
+    "set_expert_model_parallel_rank",
+    "set_expert_model_parallel_world_size",
+    "set_expert_tensor_parallel_rank",
+    "set_expert_tensor_parallel_world_size",
+]
+
+
+def get_expert_model_parallel_group(check_initialized=True):
+    """The group `ep`."""
+    return read("_EXPERT_MODEL_PARALLEL_GROUP", "expert model parallel group", check_initialized)
+
+
+def get_expert_model_parallel_src_rank():
+    """The global rank of the first in `ep`."""
+    return read("_EXPERT_MODEL_PARALLEL_RANKS", "expert model parallel group")[0]
+
+
+def get_expert_model_parallel_world_size():
+    """The size of `ep`, or what it was set to; 0 without torch.distributed."""
+    size = peek("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
+    if size is not None:
+        return size
+    return get_expert_model_parallel_group().size() if is_up() else 0
+
+
+def set_expert_model_parallel_world_size(world_size):
+    """Makes `get_expert_model_parallel_world_size` say this; None: the group's again."""
+    write("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE", world_size)
+
+
+def get_expert_model_parallel_rank():
+    """This rank's position in `ep`, or what it was set to; 0 without torch.distributed."""
+    rank = peek("_MPU_EXPERT_MODEL_PARALLEL_RANK")
+    if rank is not None:
+        return rank
+    return get_expert_model_parallel_group().rank() if is_up() else 0
+
+
+def set_expert_model_parallel_rank(rank):
+    """Makes `get_expert_model_parallel_rank` say this; None: the group's again."""
+    write("_MPU_EXPERT_MODEL_PARALLEL_RANK", rank)
+
+
+# -- expert tensor parallel -------------------------------------------------------------
+
+
+def get_expert_tensor_parallel_group(check_initialized=True):
+    """The group `etp`."""
+    return read("_EXPERT_TENSOR_PARALLEL_GROUP", "expert tensor parallel group", check_initialized)
+
+
+def get_expert_tensor_parallel_world_size():
+    """The size of `etp`, or what it was set to; before initialization what tp's was set to."""
+    size = peek("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
+    if size is not None:
+        return size
+    group = get_expert_tensor_parallel_group(check_initialized=False)
+    return peek("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE") if group is None else group.size()
+
+
+def set_expert_tensor_parallel_world_size(world_size):
+    """Makes `get_expert_tensor_parallel_world_size` say this; None: the group's again."""
+    write("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE", world_size)
+
+
+def get_expert_tensor_parallel_rank():
+    """This rank's position in `etp`, or what it was set to; before that what tp's was set to."""
+    rank = peek("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
+    if rank is not None:
+        return rank
+    group = get_expert_tensor_parallel_group(check_initialized=False)
+    return peek("_MPU_TENSOR_MODEL_PARALLEL_RANK") if group is None else group.rank()
+
+
+def set_expert_tensor_parallel_rank(rank):
+    """Makes `get_expert_tensor_parallel_rank` say this; None: the group's again."""
+    write("_MPU_EXPERT_TENSOR_PARALLEL_RANK", rank)
+
+
+# -- combined ---------------------------------------------------------------------------
+
+
+def get_expert_tensor_and_model_parallel_group(check_initialized=True):
+    """The group `ep_etp`."""
+    return read(
+        "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "expert tensor and model parallel group",
+        check_initialized,
+    )  # fmt: skip
+
+
+def get_expert_tensor_and_model_parallel_world_size():
+    """The size of `ep_etp`; 0 without torch.distributed."""
+    return get_expert_tensor_and_model_parallel_group().size() if is_up() else 0
+
+
+def get_expert_tensor_and_model_parallel_rank():
+    """This rank's position in `ep_etp`; 0 without torch.distributed."""
+    return get_expert_tensor_and_model_parallel_group().rank() if is_up() else 0
+
+
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized=True):
+    """The group `pp_ep_etp`."""
+    return read(
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+        "expert tensor, model and pipeline parallel group", check_initialized,
+    )  # fmt: skip
+
+
+# -- expert data parallel ---------------------------------------------------------------
+
+
+def get_expert_data_parallel_group(check_initialized=True, partial_expert_data_parallel=False):
+    """The group `edp` or `intra_edp`."""
+    partial = "_INTRA_PARTIAL" if partial_expert_data_parallel else ""
+    return read(
+        f"{partial}_EXPERT_DATA_PARALLEL_GROUP", "expert data parallel group", check_initialized
+    )
+
+
+def get_data_modulo_expert_parallel_group(partial_expert_data_parallel=False):
+    """`get_expert_data_parallel_group` under its older name."""
+    warnings.warn(
+        "get_data_modulo_expert_parallel_group is deprecated, use get_expert_data_parallel_group",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel=False):
+    """The group `edp_gloo` or `intra_edp_gloo`."""
+    partial = "_INTRA_PARTIAL" if partial_expert_data_parallel else ""
+    return read(
+        f"{partial}_EXPERT_DATA_PARALLEL_GROUP_GLOO", "expert data parallel group over gloo"
+    )
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel=False):
+    """This rank's position in `edp` or `intra_edp`; 0 without torch.distributed."""
+    partial = partial_expert_data_parallel
+    if not is_up():
+        return 0
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial).rank()
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel=False):
+    """The size of `edp` or `intra_edp`; 0 without torch.distributed."""
+    partial = partial_expert_data_parallel
+    if not is_up():
+        return 0
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial).size()
+
+
+# -- optimizer instances ----------------------------------------------------------------
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized=True):
+    """The group `intra_dist_opt`: all ranks of one optimizer instance."""
+    return read(
+        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+        "intra distributed optimizer instance group", check_initialized,
+    )  # fmt: skip
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized=True):
+    """The group `inter_edp`: the same place in every optimizer instance."""
+    return read(
+        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+        "inter distributed optimizer instance group", check_initialized,
+    )  # fmt: skip
+
+
+def get_all_ranks():
+    """Positions in tp, dp, cp, pp and ep, joined by underscores."""
+    ranks = (
+        get_tensor_model_parallel_rank(),
+        get_data_parallel_rank(),
+        get_context_parallel_rank(),
+        get_pipeline_model_parallel_rank(),
+        get_expert_model_parallel_rank(),
+    )
+    return "_".join(str(rank or 0) for rank in ranks)

@@ -1,0 +1,336 @@
+"""From the arguments of Megatron-core's `initialize_model_parallel` to a GridSpec.
+
+The spec creates the names that Megatron has and no others. Megatron's two rank generators are
+its two regions; what is no combination of axes is a row of the groups table:
+
+| Megatron's | row |
+|---|---|
+| gloo twins, all-gather group | `{of: dp_cp, own: true, backend: gloo}`, `{of: dp_cp, own: true}` |
+| optimizer instances | edp becomes the axes `intra_edp` and `inter_edp`; dp_cp is split |
+| hierarchical context parallelism | `{of: cp, split: {hcp_1: 2, hcp_0: 4}}` |
+| hybrid context parallelism | `{of: dp_cp, split: {_: 4, hybrid_2: 2}}`, for each size |
+| embedding groups | `{of: pp, pick: [first, last]}` |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.names import nearest
+from commgrid.spec import GridSpec
+from commgrid.yaml_io import load_yaml
+from megatron_adapter.errors import MegatronSizeError, MegatronStateError
+from megatron_adapter.names import MEGATRON_GROUPS, OPTIONAL, hierarchical, hybrid
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+NCCL_KEYS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name", "is_high_priority_stream")
+"""What Megatron reads of an NCCL configuration file."""
+SHARP = "collnet_enable"
+"""The NCCL option of a communicator that uses SHARP."""
+
+Pick = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MegatronSizes:
+    """What Megatron-core's initialization is told that decides about groups.
+
+    Args:
+        world_size: the number of ranks.
+        tp, pp, cp, ep: sizes.
+        etp: expert tensor parallel size; None: tp.
+        instances: of the distributed optimizer.
+        order: axes fastest first, as Megatron spells it.
+        hierarchical: sizes of the levels of cp, innermost first.
+        hybrid: whether dp_cp has groups of every power of two.
+        gloo, all_gather: whether those groups are created.
+        embedding, position_embedding: positions in a pipeline; () for no such group.
+        pipeline_backend: of the pipeline's groups; None: WORLD's.
+        nccl: a key of an NCCL configuration file to its options.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    instances: int = 1
+    order: str = DEFAULT_ORDER
+    hierarchical: tuple[int, ...] = ()
+    hybrid: bool = False
+    gloo: bool = True
+    all_gather: bool = False
+    embedding: Pick | None = None
+    position_embedding: Pick = (0,)
+    pipeline_backend: str | None = None
+    nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def expert_tp(self) -> int:
+        """etp, or what stands in for it."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size."""
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Expert data-parallel size."""
+        return self.world_size // (self.expert_tp * self.ep * self.pp)
+
+    def check(self) -> None:
+        """Refuses what Megatron refuses.
+
+        Raises:
+            MegatronSizeError: sizes that do not divide the world, or that `order` lacks.
+            MegatronStateError: what Megatron asserts: regions that do not share their
+                pipelines, instances or levels that do not divide.
+        """
+        given = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.expert_tp}
+        for name, size in {**given, "distributed optimizer instances": self.instances}.items():
+            if type(size) is not int or size < 1:
+                raise MegatronSizeError(f"{name}={size!r}: expected a positive integer")
+        for names, what in (("tp pp cp", "model"), ("etp ep pp", "expert model")):
+            sizes = {name: given[name] for name in names.split()}
+            product = math.prod(sizes.values())
+            if self.world_size % product:
+                equation = " · ".join(f"{name}={size}" for name, size in sizes.items())
+                raise MegatronSizeError(
+                    f"world_size ({self.world_size}) is not divisible by the {what} parallel size "
+                    f"{equation} = {product}"
+                )
+        dense, expert = self.axes()
+        before = [math.prod(list(r.values())[: list(r).index("pp")]) for r in (dense, expert)]
+        if self.pp > 1 and before[0] != before[1]:
+            raise MegatronStateError(
+                f"order={self.order!r}: the pipelines of the dense ranks (every {before[0]}th "
+                f"rank) and of the experts (every {before[1]}th) differ; put pp last, or give "
+                "sizes with the same product before it"
+            )
+        if self.pp > 1 and not self.order.endswith("pp") and self.edp != self.dp:
+            raise MegatronStateError(
+                f"order={self.order!r} does not end in pp, so the data-parallel sizes of dense "
+                f"layers ({self.dp}) and experts ({self.edp}) must be equal; put pp last"
+            )
+        for name, size in (("dp · cp", self.dp * self.cp), ("expert data-parallel", self.edp)):
+            if size % self.instances:
+                raise MegatronStateError(
+                    f"{self.instances} distributed optimizer instances do not divide the {name} "
+                    f"size {size}"
+                )
+        if self.hierarchical and math.prod(self.hierarchical) != self.cp:
+            raise MegatronStateError(
+                f"hierarchical_context_parallel_sizes={list(self.hierarchical)}: their product is "
+                f"{math.prod(self.hierarchical)}, not context_parallel_size={self.cp}"
+            )
+        if self.hybrid and self.dp * self.cp % 2:
+            raise MegatronStateError(
+                "hybrid_context_parallel needs an even number of ranks in dp · cp, not "
+                f"{self.dp * self.cp}"
+            )
+
+    def axes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Axis to size, fastest first, of the dense and the expert region."""
+        sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp, "pp": self.pp}
+        placed = self.order.lower().split("-")
+        for axis in placed:
+            if axis not in sizes or placed.count(axis) > 1:
+                raise MegatronSizeError(
+                    f"order={self.order!r}: {axis!r} is no axis, or there twice; expected each of "
+                    f"{', '.join(sizes)} once, such as {DEFAULT_ORDER}{nearest(axis, sizes)}"
+                )
+        for axis, size in {**sizes, "dp": max(self.dp, self.edp)}.items():
+            if axis not in placed:
+                if size != 1:
+                    raise MegatronSizeError(
+                        f"order={self.order!r}: {axis} is missing, and its size is {size}"
+                    )
+                placed.append(axis)
+        dense = {axis: sizes[axis] for axis in placed if axis != "ep"}
+        data = {"edp": self.edp}
+        if self.instances > 1:
+            data = {"intra_edp": self.edp // self.instances, "inter_edp": self.instances}
+        parts: dict[str, dict[str, int]] = {
+            "tp": {"etp": self.expert_tp}, "cp": {}, "ep": {"ep": self.ep}, "dp": data,
+            "pp": {"pp": self.pp},
+        }  # fmt: skip
+        expert = {name: size for axis in placed for name, size in parts[axis].items()}
+        return dense, expert
+
+    def spec(self, *, share: str = "region", connect: str | Sequence[str] = "axes") -> GridSpec:
+        """The grid with Megatron's groups.
+
+        Args:
+            share, connect: as `commgrid.initialize` takes them.
+
+        Raises:
+            SpecError: see `check`; or an NCCL option or group that Megatron does not have.
+        """
+        self.check()
+        dense, expert = self.axes()
+        groups = self._groups()
+        combinations = [
+            group.name for group in MEGATRON_GROUPS
+            if group.name not in {*groups, "intra_dp_cp", *OPTIONAL}
+            and not group.name.endswith("_gloo")
+        ]  # fmt: skip
+        combinations += ["inter_edp"] if self.instances > 1 else []
+        for name, options in self._options().items():
+            groups.setdefault(name, {}).update(options)
+        config: dict[str, Any] = {
+            "axes": dense,
+            "order": "-".join(dense),
+            "regions": {"expert": {"axes": expert, "order": "-".join(expert)}},
+            "create": combinations,
+            "connect": connect,
+            "share": share,
+            "groups": groups,
+        }
+        return GridSpec.from_dict(config).resolve(self.world_size)
+
+    def _groups(self) -> dict[str, dict[str, Any]]:
+        """The rows of the groups table."""
+        rows: dict[str, dict[str, Any]] = {}
+        several = self.instances > 1
+        if self.all_gather:
+            rows["dp_cp_ag"] = {"of": "dp_cp", "own": True}
+        if several:
+            size = self.dp * self.cp // self.instances
+            rows["instances"] = {
+                "of": "dp_cp", "split": {"_": self.instances, "intra_dp_cp": size},
+            }  # fmt: skip
+            rows["edp"] = {"of": "inter_edp_intra_edp"}
+            rows["intra_dist_opt"] = {"of": "pp_intra_edp_ep_etp"}
+        else:
+            rows["intra_dp_cp"] = {"of": "dp_cp"}
+            rows["intra_edp"] = {"of": "edp"}
+            rows["intra_dist_opt"] = {"of": "pp_edp_ep_etp"}
+        if self.gloo:
+            twins = ["dp_cp", "dp", "edp"] + (["intra_dp_cp", "intra_edp"] if several else [])
+            for name in twins:
+                rows[f"{name}_gloo"] = {"of": name, "own": True, "backend": "gloo"}
+            if not several:
+                rows["intra_dp_cp_gloo"] = {"of": "dp_cp_gloo"}
+                rows["intra_edp_gloo"] = {"of": "edp_gloo"}
+        both_ends = (0, self.pp - 1) if self.pp > 1 else (0,)
+        embedding = both_ends if self.embedding is None else self.embedding
+        picks = {"embedding": embedding, "position_embedding": self.position_embedding}
+        rows |= {name: {"of": "pp", "pick": list(pick)} for name, pick in picks.items() if pick}
+        if self.hierarchical:
+            levels = {hierarchical(i): size for i, size in enumerate(self.hierarchical)}
+            rows["hcp"] = {"of": "cp", "split": dict(reversed(levels.items()))}
+        return rows | (self._hybrid_rows() if self.hybrid else {})
+
+    def _hybrid_rows(self) -> dict[str, dict[str, Any]]:
+        """A group of every power of two below dp · cp: blocks of that many neighbours.
+
+        Ranks in the rest that a size leaves have no group of that size. (Megatron stores the
+        smaller group of the rest under the size it does not have.)
+        """
+        whole = self.dp * self.cp
+        rows: dict[str, dict[str, Any]] = {}
+        size = 2
+        while 2 * size <= whole:
+            if whole % size == 0:
+                parts = {"_": whole // size, hybrid(size): size}
+                rows[f"hybrid_{size}_of_dp_cp"] = {"of": "dp_cp", "split": parts}
+            else:
+                for block in range(whole // size):
+                    positions = list(range(block * size, (block + 1) * size))
+                    rows[hybrid(size, block)] = {"of": "dp_cp", "pick": positions}
+            size *= 2
+        return rows
+
+    def _options(self) -> dict[str, dict[str, Any]]:
+        """Rows that set options: the pipeline's backend, and what NCCL is told."""
+        known = {group.options: group.name for group in MEGATRON_GROUPS if group.options}
+        known["hcp"] = "hcp"
+        rows: dict[str, dict[str, Any]] = {}
+        for key, options in self.nccl.items():
+            if key not in known:
+                raise SpecError(
+                    f"NCCL options for {key!r}: Megatron has no such group, expected some of "
+                    f"{', '.join(known)}{nearest(str(key), known)}"
+                )
+            for option in options:
+                if option not in (*NCCL_KEYS, SHARP):
+                    raise SpecError(
+                        f"NCCL options for {key!r}: unknown option {option!r}, expected some of "
+                        f"{', '.join(NCCL_KEYS)}{nearest(str(option), NCCL_KEYS)}"
+                    )
+            net = str(options.get("net_name", "IB"))
+            if net.lower() not in ("ib", "socket"):
+                raise MegatronSizeError(
+                    f"NCCL options for {key!r}: net_name={net!r}; expected IB or socket"
+                )
+            name = known[key]
+            if name == "intra_dp_cp" and self.instances > 1:
+                name = "instances"
+            exists = name in self._groups() or (name not in OPTIONAL and name != "hcp")
+            aliases = ("intra_dp_cp", "intra_edp", "intra_dist_opt")  # others' communicators
+            if exists and not (name in aliases and self.instances == 1):
+                rows.setdefault(name, {})["nccl"] = dict(options)
+        if self.pipeline_backend is not None:
+            rows.setdefault("pp", {})["backend"] = self.pipeline_backend
+        return rows
+
+
+def read_nccl_config(
+    path: str | None, high_priority_stream_groups: Sequence[str] | None
+) -> dict[str, dict[str, Any]]:
+    """Megatron's NCCL options, of its configuration file and of its list of groups.
+
+    Raises:
+        SpecError: the file is not there or no mapping of mappings.
+    """
+    given = load_yaml(Path(path)) if path is not None else {}
+    for key, options in given.items():
+        if not isinstance(options, Mapping):
+            raise SpecError(f"{path}: {key}: {options!r}: expected a mapping of NCCL options")
+    options = {key: dict(value) for key, value in given.items()}
+    for name in high_priority_stream_groups or ():
+        options.setdefault(name, {})["is_high_priority_stream"] = True
+    return options
+
+
+def sizes_of(spec: GridSpec, world_size: int) -> MegatronSizes:
+    """What Megatron would be told for a grid that somebody else described.
+
+    Raises:
+        SpecError: the grid has axes or a region that Megatron has no words for.
+    """
+    dense, *others = spec.regions
+    shape = spec.shape
+    wrong = [axis for axis in dense.axes if axis not in ("tp", "cp", "dp", "pp")]
+    expert = [r for r in others if r.name == "expert"]
+    for region in others:
+        plain = {*region.axes} - {"etp", "ep", "pp"} in ({"edp"}, {"intra_edp", "inter_edp"})
+        wrong += [] if region.name == "expert" and plain else [f"region {region.name}"]
+    if wrong or not {"tp", "pp"} <= {*dense.axes}:
+        raise SpecError(
+            f"Megatron cannot express a grid with {', '.join(wrong) or 'these axes'}; it has tp, "
+            "cp, dp and pp, and a region `expert` with etp, ep, edp and pp"
+        )
+    placed = list(dense.axes)
+    if expert:
+        axes = list(expert[0].axes)
+        after = axes[axes.index("ep") + 1 :]
+        follower = next(a for a in after if a in ("edp", "intra_edp", "pp", "etp")) if after else ""
+        renamed = {"edp": "dp", "intra_edp": "dp", "etp": "tp"}.get(follower, follower)
+        placed.insert(placed.index(renamed) if renamed else len(placed), "ep")
+    else:
+        placed.insert(placed.index("dp"), "ep")
+    return MegatronSizes(
+        world_size=world_size,
+        tp=shape["tp"], pp=shape["pp"], cp=shape.get("cp", 1), ep=shape.get("ep", 1),
+        etp=shape.get("etp", shape["tp"]), instances=shape.get("inter_edp", 1),
+        order="-".join(placed),
+    )  # fmt: skip

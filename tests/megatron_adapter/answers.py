@@ -1,0 +1,88 @@
+"""Everything that a parallel_state module answers, in a form that can be compared."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+CANDIDATES: dict[str, tuple[Any, ...]] = {
+    "check_initialized": (True, False),
+    "with_context_parallel": (True, False),
+    "partial_data_parallel": (True, False),
+    "partial_expert_data_parallel": (True, False),
+    "independent_all_gather": (True, False),
+    "tp_only_amax_red": (True, False),
+    "ignore_virtual": (True, False),
+    "vp_stage": (None, 0, 1, 2),
+    "group_size": (1, 2, 4, 8, 16, 32),
+}
+"""What each parameter of a getter is tried with; one that is not here fails the test."""
+
+NOT_STATE = {
+    "get_nccl_options", "default_embedding_ranks", "default_position_embedding_ranks",
+    "get_global_memory_buffer",
+}  # fmt: skip
+
+
+def public_functions(module: ModuleType) -> dict[str, Any]:
+    """Every function that a module defines for others."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+        and value.__module__.startswith(("megatron.core.parallel_state", "megatron_adapter"))
+    }  # fmt: skip
+
+
+def answers(module: ModuleType, names: list[str]) -> dict[str, Any]:
+    """What every getter says, for every combination of its arguments.
+
+    Args:
+        module: megatron-core's parallel_state, or one with the same functions.
+        names: the functions to ask.
+    """
+    found = {}
+    for name in names:
+        function = getattr(module, name)
+        parameters = list(inspect.signature(function).parameters)
+        for values in itertools.product(*(CANDIDATES[parameter] for parameter in parameters)):
+            given = dict(zip(parameters, values, strict=True))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                try:
+                    answer = plain(function(**given))
+                except Exception as error:
+                    kinds = (AssertionError, KeyError, RuntimeError)
+                    answer = next((k.__name__ for k in kinds if isinstance(error, k)), repr(error))
+            found[f"{name}({', '.join(f'{k}={v}' for k, v in given.items())})"] = answer
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value in which groups are their global ranks, in order."""
+    if isinstance(value, dist.ProcessGroup):
+        return ("group", *dist.get_process_group_ranks(value))
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
+
+
+def getters(module: ModuleType) -> list[str]:
+    """The functions that say something about the state."""
+    return [
+        name for name in public_functions(module)
+        if name.startswith(("get_", "is_", "has_", "model_")) and name not in NOT_STATE
+    ]  # fmt: skip
+
+
+def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Where two sets of answers differ."""
+    return [
+        f"{call}: {mine.get(call)!r}, Megatron says {theirs.get(call)!r}"
+        for call in {**theirs, **mine} if mine.get(call) != theirs.get(call)
+    ]  # fmt: skip
