@@ -1,5 +1,6 @@
 """Megatron-core on a commgrid grid: its own names for the grid's groups, for unmodified code."""
 
+from megatron_adapter.collection import CollectionGrid, grid_view, process_group_collection
 from megatron_adapter.errors import (
     AmbiguousGridError,
     MegatronSizeError,
@@ -16,6 +17,7 @@ __all__ = [
     "MEGATRON_GROUPS",
     "SUPPORTED",
     "AmbiguousGridError",
+    "CollectionGrid",
     "MegatronGroup",
     "MegatronSizeError",
     "MegatronSizes",
@@ -23,7 +25,9 @@ __all__ = [
     "MegatronVersionError",
     "active",
     "destroy_model_parallel",
+    "grid_view",
     "initialize_model_parallel",
     "install",
+    "process_group_collection",
     "uninstall",
 ]

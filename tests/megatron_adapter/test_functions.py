@@ -76,7 +76,7 @@ CONFIGS: dict[int, list[dict[str, Any]]] = {
     ],
     64: [
         config(4, 4, cp=2, ep=8, etp=1), config(8, 2, cp=2, vpp=2, ep=4, etp=2),
-        config(2, 4, ep=8, etp=1, instances=4), config(2, 2, cp=4, hcp=[2, 2], etp=8, order=PP_INSIDE),
+        config(2, 4, ep=2, etp=1, instances=4), config(2, 2, cp=4, hcp=[2, 2], etp=8, order=PP_INSIDE),
     ],
 }  # fmt: skip
 
