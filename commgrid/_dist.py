@@ -156,6 +156,7 @@ def create_group(
     options: GroupOptions,
     timeout: float | None,
     startup_timeout: float,
+    backend_options: Any = None,
 ) -> dist.ProcessGroup:
     """A process group of `ranks`, created by them alone.
 
@@ -167,6 +168,7 @@ def create_group(
         options: what the groups table says of it; its backend and timeout go first.
         timeout: seconds a collective may take; None takes torch's default.
         startup_timeout: seconds that meeting the others may take.
+        backend_options: torch's own object instead of what `options` says of NCCL.
 
     Raises:
         SpecError: an NCCL option that this torch does not have.
@@ -183,6 +185,8 @@ def create_group(
     # gloo connects while it is created; a member that never comes must not hold the others
     # for as long as a collective may take.
     meeting_limit = timedelta(seconds=startup_timeout) if "gloo" in kinds else limit
+    if backend_options is None and "nccl" in kinds:
+        backend_options = _nccl_options(options, meeting_limit)
     with _unbound(world):
         made, _ = c10d._new_process_group_helper(
             len(members),
@@ -191,7 +195,7 @@ def create_group(
             parsed,
             world_store(),
             c10d.GroupName(name),
-            backend_options=_nccl_options(options, meeting_limit) if "nccl" in kinds else None,
+            backend_options=backend_options,
             timeout=meeting_limit,
             group_desc=description,
         )

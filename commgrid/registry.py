@@ -257,6 +257,12 @@ def get_grid(name: str = "default") -> HyperCommGrid:
     return grid
 
 
+def live_grids() -> tuple[HyperCommGrid, ...]:
+    """Every registered grid that is alive, in the order in which they were made."""
+    found = (_registry.find(name) for name in list(_registry.grids))
+    return tuple(grid for grid in found if grid is not None)
+
+
 def is_initialized(name: str = "default") -> bool:
     """Whether a grid of this name is alive."""
     return _registry.find(name) is not None

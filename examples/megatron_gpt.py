@@ -80,6 +80,7 @@ def build(args: argparse.Namespace, collection: Any) -> tuple[list[torch.nn.Modu
         num_attention_heads=4,
         add_bias_linear=not args.experts,
         num_moe_experts=args.experts,
+        moe_ffn_hidden_size=128 if args.experts else None,
         moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="aux_loss" if args.experts else "none",
         moe_aux_loss_coeff=0.01 if args.experts else 0.0,
@@ -174,15 +175,11 @@ def train(args: argparse.Namespace) -> list[float]:
     chunks, optimizer, config = build(args, collection)
     dp = collection.dp if collection else parallel_state.get_data_parallel_group()
     pp = collection.pp if collection else parallel_state.get_pipeline_model_parallel_group()
-    schedule = get_forward_backward_func(pp.size(), args.vpp) if collection else get_forward_backward_func()  # fmt: skip  # noqa: E501
-    explicit = {}
-    if collection is not None:
-        explicit = {
-            "p2p_communicator": P2PCommunicator(pp, config) if pp.size() > 1 else None,
-            "pg_collection": collection,
-        }
-        if pp.size() == 1:
-            del explicit["p2p_communicator"]
+    handed: dict[str, Any] = {} if collection is None else {"pg_collection": collection}
+    if collection is not None and pp.size() > 1:
+        handed["p2p_communicator"] = P2PCommunicator(pp, config)
+    # Without arguments it asks the global state, which with a collection there is none of.
+    schedule = get_forward_backward_func(*((pp.size(), args.vpp) if handed else ()))
     losses = []
     for step in range(args.steps):
         for chunk in chunks:
@@ -196,7 +193,7 @@ def train(args: argparse.Namespace) -> list[float]:
             num_microbatches=args.microbatches,
             seq_length=LENGTH,
             micro_batch_size=2,
-            **explicit,
+            **handed,
         )
         optimizer.step()
         losses.append(sum(float(report["loss"]) for report in reports) / args.microbatches)
@@ -209,13 +206,12 @@ def train(args: argparse.Namespace) -> list[float]:
 
 
 def finish(args: argparse.Namespace) -> None:
-    """Megatron's state and torch.distributed end."""
+    """Ends Megatron's state."""
     if args.groups == "collection":
         megatron_adapter.destroy_model_parallel()  # <- commgrid
     else:
         parallel_state.destroy_model_parallel()
     megatron_adapter.uninstall()  # <- commgrid
-    dist.destroy_process_group()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -289,13 +285,15 @@ class OnTheCPU(TorchFunctionMode):
 
 def run_without_cuda() -> None:
     """Answers what megatron-core asks CUDA for, so that it runs on the CPU without dropout."""
+    cuda: Any = torch.cuda
+    if cuda.Stream is Stream:
+        return
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, shared_experts
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     warnings.simplefilter("ignore", FutureWarning)
-    cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.synchronize = lambda *_: None
     cuda.Stream = Stream
@@ -308,11 +306,16 @@ def run_without_cuda() -> None:
     shared_experts.is_te_min_version = lambda *_: False
     exchange = dist.all_to_all_single
 
-    def all_to_all_single(output: Any, given: Any, out: Any = None, into: Any = None, **more: Any) -> Any:  # fmt: skip  # noqa: E501
-        sizes = {"output_split_sizes": out, "input_split_sizes": into}
-        sizes |= {key: more.pop(key) for key in list(sizes) if key in more}
-        plain = {key: None if size is None else [int(n) for n in size] for key, size in sizes.items()}
-        return exchange(output, given, **plain, **more)
+    def all_to_all_single(
+        output: Any,
+        given: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **more: Any,
+    ) -> Any:
+        splits = (output_split_sizes, input_split_sizes)
+        lists = (None if sizes is None else [int(size) for size in sizes] for sizes in splits)
+        return exchange(output, given, *lists, **more)
 
     dist.all_to_all_single = torch.distributed.all_to_all_single = all_to_all_single
     OnTheCPU().__enter__()
@@ -322,3 +325,4 @@ if __name__ == "__main__":
     arguments = parse()
     train(arguments)
     finish(arguments)
+    dist.destroy_process_group()

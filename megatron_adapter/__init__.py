@@ -7,9 +7,11 @@ from megatron_adapter.errors import (
     MegatronStateError,
     MegatronVersionError,
 )
+from megatron_adapter.hyper_comm_grid import HyperCommGrid
 from megatron_adapter.installation import SUPPORTED, install, uninstall
 from megatron_adapter.lifecycle import destroy_model_parallel, initialize_model_parallel
 from megatron_adapter.names import MEGATRON_GROUPS, MegatronGroup
+from megatron_adapter.scan import scan
 from megatron_adapter.spec import MegatronSizes
 from megatron_adapter.state import active
 
@@ -18,6 +20,7 @@ __all__ = [
     "SUPPORTED",
     "AmbiguousGridError",
     "CollectionGrid",
+    "HyperCommGrid",
     "MegatronGroup",
     "MegatronSizeError",
     "MegatronSizes",
@@ -29,5 +32,6 @@ __all__ = [
     "initialize_model_parallel",
     "install",
     "process_group_collection",
+    "scan",
     "uninstall",
 ]

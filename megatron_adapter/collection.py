@@ -5,6 +5,7 @@ Code that takes `pg_collection=` needs no parallel state at all.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
@@ -41,11 +42,12 @@ def process_group_collection(grid: HyperCommGrid, required: Iterable[str] | None
         SpecError: Megatron cannot express the grid.
     """
     try:
-        from megatron.core.process_groups_config import ProcessGroupCollection
+        module = importlib.import_module("megatron.core.process_groups_config")
     except ImportError as error:
         raise MegatronVersionError(
             f"megatron-core cannot be imported ({error}); pip install megatron-core==0.16.1"
         ) from error
+    ProcessGroupCollection = module.ProcessGroupCollection
     known = {field.name for field in fields(ProcessGroupCollection)}
     strange = sorted(known - FIELDS.keys() - {"hcp"})
     if strange:

@@ -18,7 +18,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from commgrid.grid import HyperCommGrid
-from commgrid.registry import _registry
+from commgrid.registry import live_grids
 from megatron_adapter import lifecycle
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError, MegatronVersionError
 from megatron_adapter.state import STORE, VARIABLES, MegatronState, initial
@@ -174,7 +174,7 @@ def uninstall() -> None:
 
 def _only_grid() -> HyperCommGrid | None:
     """The grid that is alive; None: there is none."""
-    alive = [found for name in list(_registry.grids) if (found := _registry.find(name))]
+    alive = live_grids()
     if len(alive) > 1:
         names = ", ".join(repr(one.name) for one in alive)
         raise AmbiguousGridError(
@@ -198,7 +198,8 @@ def load_megatron() -> ModuleType:
         found = version("megatron-core")
     except ImportError as error:
         raise MegatronVersionError(
-            f"megatron-core cannot be imported ({error}); pip install megatron-core=={SUPPORTED[-1]}"
+            f"megatron-core cannot be imported ({error}); pip install megatron-core=="
+            f"{SUPPORTED[-1]}"
         ) from error
     problems = differences(module)
     if found.rsplit(".", 1)[0] not in {known.rsplit(".", 1)[0] for known in SUPPORTED}:

@@ -1,4 +1,4 @@
-"""Megatron-core's own way to start and end: `initialize_model_parallel`, `destroy_model_parallel`."""
+"""Megatron-core's way to start and end: `initialize_model_parallel`, `destroy_model_parallel`."""
 
 from __future__ import annotations
 

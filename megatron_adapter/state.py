@@ -135,7 +135,7 @@ class MegatronState:
         return self._grid_with(name).get_group(name)
 
     def _levels(self) -> list[ProcessGroup]:
-        found = []
+        found: list[ProcessGroup] = []
         while self.is_member(hierarchical(len(found))):
             found.append(self.find(hierarchical(len(found))))
         return found

@@ -9,6 +9,8 @@ getters fail an assertion these raise `MegatronStateError`, which is an Assertio
 several grids alive, `AmbiguousGridError`.
 """
 
+# ruff: noqa: F401, F403 -- this module is the names it imports
+
 from megatron_adapter.lifecycle import destroy_model_parallel, initialize_model_parallel
 from megatron_adapter.parallel_state.buffers import (
     destroy_global_memory_buffer,

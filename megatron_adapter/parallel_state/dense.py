@@ -1,11 +1,12 @@
 """Tensor, data and context parallel: groups, sizes and ranks, under Megatron-core's names."""
 
-# The annotations of Megatron's functions, which have none, are left out of these signatures.
-# mypy: disable-error-code="no-untyped-def"
+# Groups and variables of the state are Any.
+# mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from megatron_adapter.errors import MegatronStateError
 from megatron_adapter.parallel_state.access import is_up, peek, read, write
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 
-def is_initialized():
+def is_initialized() -> bool:
     """Whether there is a state to ask, of one grid or several."""
     return len(STORE.states) > 1 or peek("_DATA_PARALLEL_GROUP") is not None
 
@@ -59,63 +60,65 @@ def is_unitialized() -> bool:
     return not is_initialized()
 
 
-def model_parallel_is_initialized():
+def model_parallel_is_initialized() -> bool:
     """Whether the tensor, pipeline and data parallel groups exist."""
-    names = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")  # fmt: skip  # noqa: E501
-    return len(STORE.states) > 1 or all(peek(name) is not None for name in names)
+    kinds = ("TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
+    return len(STORE.states) > 1 or all(
+        peek(f"_{kind}_PARALLEL_GROUP") is not None for kind in kinds
+    )
 
 
 # -- tensor and model parallel ----------------------------------------------------------
 
 
-def get_tensor_model_parallel_group(check_initialized=True):
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
     """The group `tp`."""
     return read("_TENSOR_MODEL_PARALLEL_GROUP", "tensor model parallel group", check_initialized)
 
 
-def get_model_parallel_group(check_initialized=True):
+def get_model_parallel_group(check_initialized: bool = True) -> Any:
     """The group `pp_tp`."""
     return read("_MODEL_PARALLEL_GROUP", "model parallel group", check_initialized)
 
 
-def get_model_parallel_world_size():
+def get_model_parallel_world_size() -> int:
     """The size of `pp_tp`; of older versions of Megatron."""
     return get_model_parallel_group().size()
 
 
-def get_model_parallel_rank():
+def get_model_parallel_rank() -> int:
     """This rank's position in `pp_tp`; of older versions of Megatron."""
     return get_model_parallel_group().rank()
 
 
-def get_tensor_model_parallel_world_size():
+def get_tensor_model_parallel_world_size() -> int:
     """The size of `tp`, or what it was set to."""
     size = peek("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
     return get_tensor_model_parallel_group().size() if size is None else size
 
 
-def set_tensor_model_parallel_world_size(world_size):
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
     """Makes `get_tensor_model_parallel_world_size` say this; None: the group's again."""
     write("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", world_size)
 
 
-def get_tensor_model_parallel_rank():
+def get_tensor_model_parallel_rank() -> int:
     """This rank's position in `tp`, or what it was set to."""
     rank = peek("_MPU_TENSOR_MODEL_PARALLEL_RANK")
     return get_tensor_model_parallel_group().rank() if rank is None else rank
 
 
-def set_tensor_model_parallel_rank(rank):
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
     """Makes `get_tensor_model_parallel_rank` say this; None: the group's again."""
     write("_MPU_TENSOR_MODEL_PARALLEL_RANK", rank)
 
 
-def get_tensor_model_parallel_src_rank():
+def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first in `tp`."""
     return read("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "tensor model parallel group")[0]
 
 
-def get_model_parallel_src_rank():
+def get_model_parallel_src_rank() -> int:
     """The global rank of the first in `pp_tp`."""
     return read("_MODEL_PARALLEL_GLOBAL_RANKS", "model parallel group")[0]
 
@@ -124,8 +127,10 @@ def get_model_parallel_src_rank():
 
 
 def get_data_parallel_group(
-    with_context_parallel=False, partial_data_parallel=False, independent_all_gather=False
-):
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+    independent_all_gather: bool = False,
+) -> Any:
     """The group `dp`, `dp_cp`, `intra_dp_cp` or `dp_cp_ag`."""
     if not with_context_parallel:
         group = read("_DATA_PARALLEL_GROUP", "data parallel group")
@@ -140,7 +145,9 @@ def get_data_parallel_group(
     return read("_DATA_PARALLEL_GROUP_WITH_CP", "data parallel group with context parallel")
 
 
-def get_data_parallel_group_gloo(with_context_parallel=False, partial_data_parallel=False):
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> Any:
     """The group `dp_gloo`, `dp_cp_gloo` or `intra_dp_cp_gloo`."""
     if not with_context_parallel:
         group = read("_DATA_PARALLEL_GROUP_GLOO", "data parallel group over gloo")
@@ -156,7 +163,7 @@ def get_data_parallel_group_gloo(with_context_parallel=False, partial_data_paral
     )
 
 
-def _check_whole(partial_data_parallel) -> None:
+def _check_whole(partial_data_parallel: bool) -> None:
     if partial_data_parallel:
         raise MegatronStateError(
             "partial_data_parallel=True: an optimizer instance's part of dp includes cp; ask with "
@@ -169,7 +176,9 @@ def has_separate_all_gather_group() -> bool:
     return peek("_DATA_PARALLEL_GROUP_WITH_CP_AG") is not None
 
 
-def get_data_parallel_world_size(with_context_parallel=False, partial_data_parallel=False):
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
     """The size of `get_data_parallel_group`; 0 without torch.distributed."""
     size = peek("_MPU_DATA_PARALLEL_WORLD_SIZE")
     if size is not None:
@@ -179,7 +188,9 @@ def get_data_parallel_world_size(with_context_parallel=False, partial_data_paral
     return get_data_parallel_group(with_context_parallel, partial_data_parallel).size()
 
 
-def get_data_parallel_rank(with_context_parallel=False, partial_data_parallel=False):
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
     """This rank's position in `get_data_parallel_group`; 0 without torch.distributed."""
     rank = peek("_MPU_DATA_PARALLEL_RANK")
     if rank is not None:
@@ -189,12 +200,12 @@ def get_data_parallel_rank(with_context_parallel=False, partial_data_parallel=Fa
     return get_data_parallel_group(with_context_parallel, partial_data_parallel).rank()
 
 
-def set_data_parallel_rank(rank):
+def set_data_parallel_rank(rank: int | None) -> None:
     """Makes `get_data_parallel_rank` say this; None: the group's again."""
     write("_MPU_DATA_PARALLEL_RANK", rank)
 
 
-def get_data_parallel_src_rank(with_context_parallel=False):
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """The global rank of the first in `dp` or `dp_cp`."""
     variable = "_DATA_PARALLEL_GLOBAL_RANKS" + ("_WITH_CP" if with_context_parallel else "")
     return read(variable, "data parallel group")[0]
@@ -203,17 +214,17 @@ def get_data_parallel_src_rank(with_context_parallel=False):
 # -- context parallel -------------------------------------------------------------------
 
 
-def get_context_parallel_group(check_initialized=True):
+def get_context_parallel_group(check_initialized: bool = True) -> Any:
     """The group `cp`."""
     return read("_CONTEXT_PARALLEL_GROUP", "context parallel group", check_initialized)
 
 
-def get_context_parallel_global_ranks(check_initialized=True):
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> Any:
     """The global ranks of `cp`, as a list."""
     return read("_CONTEXT_PARALLEL_GLOBAL_RANKS", "context parallel group", check_initialized)
 
 
-def get_hierarchical_context_parallel_groups(check_initialized=True):
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> Any:
     """The levels of `cp`, innermost first, as a list of groups."""
     return read(
         "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "hierarchical context parallelism",
@@ -221,7 +232,9 @@ def get_hierarchical_context_parallel_groups(check_initialized=True):
     )  # fmt: skip
 
 
-def get_hybrid_data_context_parallel_groups(check_initialized=True, group_size=None):
+def get_hybrid_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> Any:
     """The part of `dp_cp` with `group_size` ranks that this one is in.
 
     Raises:
@@ -240,12 +253,12 @@ def get_hybrid_data_context_parallel_groups(check_initialized=True, group_size=N
     return groups[group_size]
 
 
-def get_context_parallel_world_size():
+def get_context_parallel_world_size() -> int:
     """The size of `cp`; 0 without torch.distributed."""
     return get_context_parallel_group().size() if is_up() else 0
 
 
-def get_context_parallel_rank():
+def get_context_parallel_rank() -> int:
     """This rank's position in `cp`; 0 without torch.distributed."""
     return get_context_parallel_group().rank() if is_up() else 0
 
@@ -253,7 +266,7 @@ def get_context_parallel_rank():
 # -- combined ---------------------------------------------------------------------------
 
 
-def get_tensor_and_context_parallel_group(check_initialized=True):
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
     """The group `cp_tp`."""
     return read(
         "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tensor and context parallel group",
@@ -261,23 +274,27 @@ def get_tensor_and_context_parallel_group(check_initialized=True):
     )  # fmt: skip
 
 
-def get_tensor_and_context_parallel_world_size():
+def get_tensor_and_context_parallel_world_size() -> int:
     """The size of `cp_tp`; 0 without torch.distributed."""
     return get_tensor_and_context_parallel_group().size() if is_up() else 0
 
 
-def get_tensor_and_context_parallel_rank():
+def get_tensor_and_context_parallel_rank() -> int:
     """This rank's position in `cp_tp`; 0 without torch.distributed."""
     return get_tensor_and_context_parallel_group().rank() if is_up() else 0
 
 
-def get_tensor_and_data_parallel_group(check_initialized=True, with_context_parallel=False):
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> Any:
     """The group `dp_tp` or `dp_cp_tp`."""
     variable = "_TENSOR_AND_DATA_PARALLEL_GROUP" + ("_WITH_CP" if with_context_parallel else "")
     return read(variable, "tensor and data parallel group", check_initialized)
 
 
-def get_amax_reduction_group(with_context_parallel=False, tp_only_amax_red=False):
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> Any:
     """The group over which FP8's largest values are reduced."""
     if not tp_only_amax_red:
         return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)

@@ -1,10 +1,12 @@
 """The expert region: groups, sizes and ranks, under Megatron-core's names."""
 
-# mypy: disable-error-code="no-untyped-def"
+# Groups and variables of the state are Any.
+# mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from megatron_adapter.parallel_state.access import is_up, peek, read, write
 from megatron_adapter.parallel_state.dense import (
@@ -41,17 +43,17 @@ __all__ = [
 ]
 
 
-def get_expert_model_parallel_group(check_initialized=True):
+def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
     """The group `ep`."""
     return read("_EXPERT_MODEL_PARALLEL_GROUP", "expert model parallel group", check_initialized)
 
 
-def get_expert_model_parallel_src_rank():
+def get_expert_model_parallel_src_rank() -> int:
     """The global rank of the first in `ep`."""
     return read("_EXPERT_MODEL_PARALLEL_RANKS", "expert model parallel group")[0]
 
 
-def get_expert_model_parallel_world_size():
+def get_expert_model_parallel_world_size() -> int:
     """The size of `ep`, or what it was set to; 0 without torch.distributed."""
     size = peek("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
     if size is not None:
@@ -59,12 +61,12 @@ def get_expert_model_parallel_world_size():
     return get_expert_model_parallel_group().size() if is_up() else 0
 
 
-def set_expert_model_parallel_world_size(world_size):
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
     """Makes `get_expert_model_parallel_world_size` say this; None: the group's again."""
     write("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE", world_size)
 
 
-def get_expert_model_parallel_rank():
+def get_expert_model_parallel_rank() -> int:
     """This rank's position in `ep`, or what it was set to; 0 without torch.distributed."""
     rank = peek("_MPU_EXPERT_MODEL_PARALLEL_RANK")
     if rank is not None:
@@ -72,7 +74,7 @@ def get_expert_model_parallel_rank():
     return get_expert_model_parallel_group().rank() if is_up() else 0
 
 
-def set_expert_model_parallel_rank(rank):
+def set_expert_model_parallel_rank(rank: int | None) -> None:
     """Makes `get_expert_model_parallel_rank` say this; None: the group's again."""
     write("_MPU_EXPERT_MODEL_PARALLEL_RANK", rank)
 
@@ -80,12 +82,12 @@ def set_expert_model_parallel_rank(rank):
 # -- expert tensor parallel -------------------------------------------------------------
 
 
-def get_expert_tensor_parallel_group(check_initialized=True):
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
     """The group `etp`."""
     return read("_EXPERT_TENSOR_PARALLEL_GROUP", "expert tensor parallel group", check_initialized)
 
 
-def get_expert_tensor_parallel_world_size():
+def get_expert_tensor_parallel_world_size() -> int:
     """The size of `etp`, or what it was set to; before initialization what tp's was set to."""
     size = peek("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
     if size is not None:
@@ -94,12 +96,12 @@ def get_expert_tensor_parallel_world_size():
     return peek("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE") if group is None else group.size()
 
 
-def set_expert_tensor_parallel_world_size(world_size):
+def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
     """Makes `get_expert_tensor_parallel_world_size` say this; None: the group's again."""
     write("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE", world_size)
 
 
-def get_expert_tensor_parallel_rank():
+def get_expert_tensor_parallel_rank() -> int:
     """This rank's position in `etp`, or what it was set to; before that what tp's was set to."""
     rank = peek("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
     if rank is not None:
@@ -108,7 +110,7 @@ def get_expert_tensor_parallel_rank():
     return peek("_MPU_TENSOR_MODEL_PARALLEL_RANK") if group is None else group.rank()
 
 
-def set_expert_tensor_parallel_rank(rank):
+def set_expert_tensor_parallel_rank(rank: int | None) -> None:
     """Makes `get_expert_tensor_parallel_rank` say this; None: the group's again."""
     write("_MPU_EXPERT_TENSOR_PARALLEL_RANK", rank)
 
@@ -116,7 +118,7 @@ def set_expert_tensor_parallel_rank(rank):
 # -- combined ---------------------------------------------------------------------------
 
 
-def get_expert_tensor_and_model_parallel_group(check_initialized=True):
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
     """The group `ep_etp`."""
     return read(
         "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "expert tensor and model parallel group",
@@ -124,17 +126,17 @@ def get_expert_tensor_and_model_parallel_group(check_initialized=True):
     )  # fmt: skip
 
 
-def get_expert_tensor_and_model_parallel_world_size():
+def get_expert_tensor_and_model_parallel_world_size() -> int:
     """The size of `ep_etp`; 0 without torch.distributed."""
     return get_expert_tensor_and_model_parallel_group().size() if is_up() else 0
 
 
-def get_expert_tensor_and_model_parallel_rank():
+def get_expert_tensor_and_model_parallel_rank() -> int:
     """This rank's position in `ep_etp`; 0 without torch.distributed."""
     return get_expert_tensor_and_model_parallel_group().rank() if is_up() else 0
 
 
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized=True):
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> Any:
     """The group `pp_ep_etp`."""
     return read(
         "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
@@ -145,7 +147,9 @@ def get_expert_tensor_model_pipeline_parallel_group(check_initialized=True):
 # -- expert data parallel ---------------------------------------------------------------
 
 
-def get_expert_data_parallel_group(check_initialized=True, partial_expert_data_parallel=False):
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+) -> Any:
     """The group `edp` or `intra_edp`."""
     partial = "_INTRA_PARTIAL" if partial_expert_data_parallel else ""
     return read(
@@ -153,7 +157,7 @@ def get_expert_data_parallel_group(check_initialized=True, partial_expert_data_p
     )
 
 
-def get_data_modulo_expert_parallel_group(partial_expert_data_parallel=False):
+def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
     """`get_expert_data_parallel_group` under its older name."""
     warnings.warn(
         "get_data_modulo_expert_parallel_group is deprecated, use get_expert_data_parallel_group",
@@ -163,7 +167,7 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel=False):
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 
 
-def get_expert_data_parallel_group_gloo(partial_expert_data_parallel=False):
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
     """The group `edp_gloo` or `intra_edp_gloo`."""
     partial = "_INTRA_PARTIAL" if partial_expert_data_parallel else ""
     return read(
@@ -171,7 +175,7 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel=False):
     )
 
 
-def get_expert_data_parallel_rank(partial_expert_data_parallel=False):
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """This rank's position in `edp` or `intra_edp`; 0 without torch.distributed."""
     partial = partial_expert_data_parallel
     if not is_up():
@@ -179,7 +183,7 @@ def get_expert_data_parallel_rank(partial_expert_data_parallel=False):
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial).rank()
 
 
-def get_expert_data_parallel_world_size(partial_expert_data_parallel=False):
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
     """The size of `edp` or `intra_edp`; 0 without torch.distributed."""
     partial = partial_expert_data_parallel
     if not is_up():
@@ -190,7 +194,7 @@ def get_expert_data_parallel_world_size(partial_expert_data_parallel=False):
 # -- optimizer instances ----------------------------------------------------------------
 
 
-def get_intra_distributed_optimizer_instance_group(check_initialized=True):
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
     """The group `intra_dist_opt`: all ranks of one optimizer instance."""
     return read(
         "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
@@ -198,7 +202,7 @@ def get_intra_distributed_optimizer_instance_group(check_initialized=True):
     )  # fmt: skip
 
 
-def get_inter_distributed_optimizer_instance_group(check_initialized=True):
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
     """The group `inter_edp`: the same place in every optimizer instance."""
     return read(
         "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
@@ -206,7 +210,7 @@ def get_inter_distributed_optimizer_instance_group(check_initialized=True):
     )  # fmt: skip
 
 
-def get_all_ranks():
+def get_all_ranks() -> str:
     """Positions in tp, dp, cp, pp and ep, joined by underscores."""
     ranks = (
         get_tensor_model_parallel_rank(),

@@ -4,8 +4,6 @@ These are for code that makes further groups itself, through torch and by all ra
 Megatron's do. Grids do not use them.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import math
@@ -102,12 +100,12 @@ class RankGenerator:
         return [[rank + self.rank_offset for rank in group] for group in groups]
 
 
-def default_embedding_ranks(pp_ranks):
+def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
     """The first and the last of a pipeline."""
     return [pp_ranks[0]] if len(pp_ranks) == 1 else [pp_ranks[0], pp_ranks[-1]]
 
 
-def default_position_embedding_ranks(pp_ranks):
+def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
     """The first of a pipeline."""
     return [pp_ranks[0]]
 
@@ -116,13 +114,13 @@ def default_position_embedding_ranks(pp_ranks):
 
 
 def create_group(
-    ranks=None,
-    timeout=None,
-    backend=None,
-    pg_options=None,
-    use_local_synchronization=False,
-    group_desc=None,
-):
+    ranks: list[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> Any:
     """`torch.distributed.new_group`; `update_pg_timeout` knows the group from then on."""
     group = dist.new_group(
         ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
@@ -135,14 +133,14 @@ def create_group(
 
 
 def create_hierarchical_groups(
-    rank,
-    ranks,
-    hierarchical_group_sizes,
-    create_gloo_process_groups=False,
-    pg_options=None,
-    timeout=None,
-    group_desc=None,
-):
+    rank: int,
+    ranks: list[int],
+    hierarchical_group_sizes: list[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Any = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[Any], list[Any]]:
     """Groups of every level of some ranks, innermost level first, and their gloo twins.
 
     Args:
@@ -180,7 +178,7 @@ def create_hierarchical_groups(
     return groups, twins
 
 
-def create_hybrid_dp_cp_groups(rank, ranks, pg_options):
+def create_hybrid_dp_cp_groups(rank: int, ranks: list[int], pg_options: Any) -> dict[int, Any]:
     """Groups of every power of two below the number of ranks: blocks of that many neighbours.
 
     Returns:
@@ -200,7 +198,7 @@ def create_hybrid_dp_cp_groups(rank, ranks, pg_options):
     return found
 
 
-def get_nccl_options(pg_name, nccl_comm_cfgs):
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, dict[str, Any]]) -> Any:
     """torch's NCCL options of a group, from Megatron's configuration; None: it has none.
 
     Raises:
@@ -222,13 +220,15 @@ def get_nccl_options(pg_name, nccl_comm_cfgs):
     return options
 
 
-def overwrite_nccl_comm_cfgs(nccl_comm_cfgs, pg_name, key_value_pair):
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
     """Sets one option of a group in a configuration."""
     key, value = key_value_pair
     nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
 
 
-def update_pg_timeout(timeout: timedelta, pg=None):
+def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -> None:
     """Gives every group of the grid that is asked, and WORLD, another timeout; or one group.
 
     All its ranks call it, since it waits for them first.

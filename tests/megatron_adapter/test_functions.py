@@ -1,4 +1,4 @@
-"""Every function of megatron-core's parallel_state, on every rank, against Megatron's own groups."""
+"""Every function of megatron-core's parallel_state, on every rank, against Megatron's own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ CONFIGS: dict[int, list[dict[str, Any]]] = {
         config(), config(2), config(2, 2), config(1, 4), config(1, 4, vpp=3), config(cp=4),
         config(cp=4, hcp=[2, 2]), config(2, cp=2, ag=True), config(ep=4), config(2, ep=2),
         config(2, ep=2, etp=1), config(1, 2, ep=2), config(2, 2, order=PP_INSIDE),
-        config(1, 2, cp=2, etp=2, order=PP_INSIDE), config(instances=2), config(instances=4, gloo=False),
+        config(1, 2, cp=2, etp=2, order=PP_INSIDE), config(instances=2),
+        config(instances=4, gloo=False),
         config(hybrid=True), config(1, 4, get_embedding_ranks=middle),
         config(1, 4, get_position_embedding_ranks=last),
     ],
@@ -62,7 +63,8 @@ CONFIGS: dict[int, list[dict[str, Any]]] = {
         config(2, 2, ep=2), config(2, 2, ep=2, etp=1), config(2, 1, ep=4, etp=1),
         config(1, 2, ep=4), config(4, ep=4, etp=2), config(cp=8, hcp=[2, 4]),
         config(cp=4, hcp=[2, 2], hybrid=True), config(2, 2, order=PP_INSIDE),
-        config(2, 2, cp=2, etp=4, order=PP_INSIDE), config(2, 2, ep=2, etp=1, order="tp-cp-ep-pp-dp"),
+        config(2, 2, cp=2, etp=4, order=PP_INSIDE),
+        config(2, 2, ep=2, etp=1, order="tp-cp-ep-pp-dp"),
         config(instances=2), config(2, instances=2, ep=2, etp=1), config(1, 2, instances=2, ep=2),
         config(2, cp=2, instances=2), config(1, 2, cp=2, instances=4, ag=True),
         config(1, 4, get_embedding_ranks=middle, get_position_embedding_ranks=last),
@@ -76,7 +78,8 @@ CONFIGS: dict[int, list[dict[str, Any]]] = {
     ],
     64: [
         config(4, 4, cp=2, ep=8, etp=1), config(8, 2, cp=2, vpp=2, ep=4, etp=2),
-        config(2, 4, ep=2, etp=1, instances=4), config(2, 2, cp=4, hcp=[2, 2], etp=8, order=PP_INSIDE),
+        config(2, 4, ep=2, etp=1, instances=4),
+        config(2, 2, cp=4, hcp=[2, 2], etp=8, order=PP_INSIDE),
     ],
 }  # fmt: skip
 

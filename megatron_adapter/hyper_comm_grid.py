@@ -1,0 +1,270 @@
+"""megatron-core's HyperCommGrid by its own interface, on commgrid's layouts and communicators.
+
+Where Megatron's class creates every group on every rank, here members alone create theirs, and
+a rank that asks for something else, or never comes, is an error that names it. Where Megatron's
+is lax (names twice, sizes below 1, a tuple of dims, which it takes for one name) this refuses.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from commgrid import _dist
+from commgrid.agreement import Meeting
+from commgrid.errors import GridNotInitializedError, SpecError
+from commgrid.groups import GroupOptions
+from commgrid.layout import RankLayout
+from commgrid.names import nearest
+from megatron_adapter.errors import MegatronSizeError
+
+_BASE = "base"
+_STARTUP_SECONDS = 60.0
+
+
+class HyperCommGrid:
+    """Named dims over a range of ranks, and process groups along any of them.
+
+    Args:
+        shape: sizes of the dims, the fastest-varying first.
+        dim_names: their names.
+        rank_offset: the first rank.
+        backend: of its groups; None: WORLD's.
+
+    Raises:
+        SpecError: names and sizes that do not go together, names twice, sizes below 1 (a
+            ValueError, as Megatron's).
+        MegatronSizeError: more ranks than there are (a RuntimeError, as Megatron's).
+        GridNotInitializedError: neither WORLD_SIZE nor torch.distributed says how many there
+            are (a RuntimeError, as Megatron's).
+
+    Example:
+        >>> os.environ["WORLD_SIZE"] = "8"
+        >>> grid = HyperCommGrid([2, 4], ["tp", "dp"])
+        >>> grid.get_rank_enum("tp")
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+        >>> grid.register_view("expert", [8], ["ep"])
+        >>> grid.get_rank_enum("ep", view="expert")
+        [[0, 1, 2, 3, 4, 5, 6, 7]]
+        >>> del os.environ["WORLD_SIZE"]
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dim_names: Sequence[str],
+        rank_offset: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        layout = _layout("HyperCommGrid", shape, dim_names, rank_offset)
+        self.rank_offset, self.backend = rank_offset, backend
+        self.shape, self.dim_names = list(shape), list(dim_names)
+        self.size = math.prod(self.shape)
+        world = _world_size()
+        if self.size > world - rank_offset:
+            raise MegatronSizeError(
+                f"HyperCommGrid of shape {self.shape} is over sized: it has {self.size} ranks "
+                f"from rank_offset={rank_offset}, and the world has {world}"
+            )
+        self._views = {_BASE: layout}
+        self._shared: dict[str, frozenset[str]] = {_BASE: frozenset(self.dim_names)}
+        # None on ranks outside the grid, as Megatron's create_pg answers there.
+        self._groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
+
+    def register_view(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dim_names: Sequence[str],
+        shared_dims: Sequence[str] | None = None,
+    ) -> None:
+        """Another factorization of the same ranks, as the experts' beside the dense one.
+
+        Args:
+            name: what `view=` asks for.
+            shape, dim_names: as the grid's.
+            shared_dims: dims of both with the same groups, which then are created once.
+
+        Raises:
+            SpecError: a name that is taken, sizes that do not make the grid's ranks, or shared
+                dims that are not in both or whose groups differ (a ValueError, as Megatron's).
+        """
+        who = f"view {name!r}"
+        if name in self._views:
+            raise SpecError(f"{who} is registered already; choose another name")
+        layout = _layout(who, shape, dim_names, self.rank_offset)
+        if len(layout) != self.size:
+            raise SpecError(
+                f"{who} of shape {list(shape)} has {len(layout)} ranks, and the grid {self.size}"
+            )
+        shared = list(shared_dims or ())
+        base = self._views[_BASE]
+        for dim in shared:
+            if dim not in base.shape or dim not in layout.shape or shared.count(dim) > 1:
+                raise SpecError(
+                    f"{who}: shared dim {dim!r} is not once in both {list(base.shape)} and "
+                    f"{list(layout.shape)}"
+                )
+        for dims in [[dim] for dim in shared] + [shared] * (len(shared) > 1):
+            if _enumerate(base, dims) != _enumerate(layout, dims):
+                raise SpecError(
+                    f"{who}: the groups of {'-'.join(dims)} are {_enumerate(layout, dims)}, those "
+                    f"of the grid {_enumerate(base, dims)}; dims that differ cannot be shared"
+                )
+        self._views[name], self._shared[name] = layout, frozenset(shared)
+
+    def create_pg(
+        self,
+        dims: str | list[str],
+        *,
+        view: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+    ) -> dist.ProcessGroup | None:
+        """Creates the group along some dims; every rank of the grid calls it.
+
+        Args:
+            dims: the name of a dim, or a list of them in any order.
+            view: a registered view; None: the grid's own dims.
+            timeout: of collectives; None: torch's default.
+            pg_options: torch's options for the backend.
+            group_desc: what torch's logs call it; None: the dims.
+
+        Returns:
+            This rank's group; None on a rank outside the grid.
+
+        Raises:
+            KeyError: it was created already.
+            SpecError: unknown dims or view.
+            GridMismatchError, PeerTimeoutError: a rank asks for another, or does not come.
+        """
+        key = view_name, name = self._key(dims, view)
+        if key in self._groups:
+            raise KeyError(
+                f"process group {name} of view {view_name} has already been created; get_pg gives "
+                "it, whatever its options"
+            )
+        rank, ranks = _dist.world_rank(), range(self.rank_offset, self.rank_offset + self.size)
+        if rank not in ranks:
+            self._groups[key] = None
+            return None
+        members = self._views[view_name].group(rank, *name.split("-"))
+        document = {
+            "shape": self.shape, "dim_names": self.dim_names, "backend": self.backend,
+            "view": view_name, "dims": name, "timeout": str(timeout),
+        }  # fmt: skip
+        meeting = None
+        incarnation, patience = uuid4().hex, _STARTUP_SECONDS
+        if _dist.world_backend() != _dist.FAKE:
+            meeting = Meeting(
+                _dist.world_store(), name="HyperCommGrid.create_pg", rank=rank, ranks=ranks,
+                document=document, deadline=time.monotonic() + _STARTUP_SECONDS,
+            )  # fmt: skip
+            incarnation, patience = str(meeting.incarnation), meeting.patience()
+        made = _dist.create_group(
+            f"commgrid/megatron/{incarnation}/{name}/{members}",
+            group_desc or name,
+            members,
+            backend=self.backend,
+            options=GroupOptions(),
+            timeout=None if timeout is None else timeout.total_seconds(),
+            startup_timeout=patience,
+            backend_options=pg_options,
+        )
+        self._groups[key] = made
+        if meeting is not None:
+            meeting.meet("created")
+        return made
+
+    def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup | None:
+        """A group that `create_pg` made.
+
+        Raises:
+            KeyError: it has not been created.
+            SpecError: unknown dims or view.
+        """
+        key = self._key(dims, view)
+        if key not in self._groups:
+            raise KeyError(
+                f"process group {key[1]} of view {key[0]} hasn't been created; call create_pg first"
+            )
+        return self._groups[key]
+
+    def get_rank_enum(self, dims: str | list[str], *, view: str | None = None) -> list[list[int]]:
+        """The ranks of every group along some dims, groups ordered by the dims they do not have."""
+        layout = self._views[self._view(view)]
+        return _enumerate(layout, self._ordered(layout, dims))
+
+    def destroy(self) -> None:
+        """Destroys the groups it made, once."""
+        groups, self._groups = list(self._groups.values()), {}
+        _dist.destroy_all([group for group in groups if group is not None])
+
+    # -- names --------------------------------------------------------------------------
+
+    def _view(self, view: str | None) -> str:
+        name = _BASE if view is None else view
+        if name not in self._views:
+            raise SpecError(
+                f"view={view!r} is not registered, expected one of {', '.join(self._views)}"
+                f"{nearest(name, self._views)}"
+            )
+        return name
+
+    def _ordered(self, layout: RankLayout, dims: str | list[str]) -> list[str]:
+        """The dims slowest first, as Megatron's keys list them."""
+        if not isinstance(dims, str | list) or not dims:
+            raise SpecError(f"dims={dims!r}: expected the name of a dim, or a list of names")
+        given = [dims] if isinstance(dims, str) else dims
+        for dim in given:
+            if dim not in layout.shape or given.count(dim) > 1:
+                raise SpecError(
+                    f"dims={dims!r}: {dim!r} is no dim, or there twice; the dims are "
+                    f"{', '.join(layout.shape)}{nearest(str(dim), layout.shape)}"
+                )
+        return [dim for dim in reversed(layout.shape) if dim in given]
+
+    def _key(self, dims: str | list[str], view: str | None) -> tuple[str, str]:
+        """Where a group is kept; groups of shared dims are the grid's own."""
+        name = self._view(view)
+        ordered = self._ordered(self._views[name], dims)
+        if set(ordered) <= self._shared[name]:
+            name, ordered = _BASE, self._ordered(self._views[_BASE], ordered)
+        return name, "-".join(ordered)
+
+
+def _world_size() -> int:
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if not _dist.is_initialized():
+        raise GridNotInitializedError(
+            "how many ranks there are is unknown: set WORLD_SIZE, or initialize torch.distributed, "
+            "before making a HyperCommGrid"
+        )
+    return _dist.world_size()
+
+
+def _layout(who: str, shape: Sequence[int], dim_names: Sequence[str], offset: int) -> RankLayout:
+    sizes, names = list(shape), list(dim_names)
+    if len(sizes) != len(names):
+        raise SpecError(f"{who}: len(shape) {sizes} != len(dim_names) {names}; one size a name")
+    for name, size in zip(names, sizes, strict=True):
+        if not isinstance(name, str) or not name or "-" in name or names.count(name) > 1:
+            raise SpecError(f"{who}: dim_names={names}: {name!r} is no name, or there twice")
+        if type(size) is not int or size < 1:
+            raise SpecError(f"{who}: shape={sizes}: {name} has size {size!r}; expected 1 or more")
+    if type(offset) is not int or offset < 0:
+        raise SpecError(f"{who}: rank_offset={offset!r}; expected 0 or more")
+    return RankLayout.from_sizes(dict(zip(names, sizes, strict=True)), offset=offset)
+
+
+def _enumerate(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
+    return sorted(list(group) for group in layout.groups(*dims))

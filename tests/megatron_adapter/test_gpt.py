@@ -1,0 +1,53 @@
+"""megatron-core's GPT, its schedule, DDP and optimizers: the same losses on commgrid's groups."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+
+import pytest
+import torch.distributed as dist
+
+from examples import megatron_gpt
+from tests.peers import parallel_state
+from tests.ranks import run_on_ranks
+
+CASES = {
+    "--tp 2": 2,
+    "--tp 2 --sequence-parallel": 2,
+    "--pp 2": 2,
+    "--pp 2 --vpp 2": 2,
+    "--tp 2 --pp 2": 8,
+    "--experts 4 --ep 2": 2,
+    "--experts 4 --ep 2 --tp 2 --etp 1 --sequence-parallel": 4,
+    "--tp 2 --pp 2 --distributed-optimizer": 8,
+    "--experts 4 --ep 2 --tp 2 --etp 1 --sequence-parallel --distributed-optimizer": 4,
+}
+"""Arguments of the example, and the number of ranks."""
+
+
+def losses(given: str) -> dict[str, list[float]]:
+    """Five steps with Megatron's own groups, with commgrid's behind its state, and handed on."""
+    warnings.simplefilter("ignore")  # of Megatron, which has many
+    found = {}
+    for groups in ("megatron", "commgrid", "collection"):
+        args = megatron_gpt.parse(["--groups", groups, *shlex.split(given)])
+        found[groups] = megatron_gpt.train(args)
+        if groups == "collection":
+            assert parallel_state._DATA_PARALLEL_GROUP is None
+            assert parallel_state._TENSOR_MODEL_PARALLEL_GROUP is None
+        megatron_gpt.finish(args)
+        for group in list(dist.distributed_c10d._world.pg_map):  # Megatron leaves its own behind
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.parametrize("given", CASES)
+def test_losses_are_the_same_to_the_last_bit(given: str) -> None:
+    ranks = run_on_ranks(losses, CASES[given], given, timeout=240)
+    for found in ranks:
+        assert len(found["megatron"]) == 5
+        assert found["commgrid"] == found["megatron"]
+        assert found["collection"] == found["megatron"]
+    assert min(ranks[-1]["megatron"]) > 3  # a rank of the last stage has losses
