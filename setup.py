@@ -26,6 +26,7 @@ setup(
             "mypy==2.4.1",
             "types-PyYAML",
             "megatron-core==0.16.1",
+            "einops",  # which megatron-core makes its hierarchical groups with
         ],
     },
     entry_points={"console_scripts": ["commgrid = commgrid.cli:main"]},

@@ -39,17 +39,17 @@ def public_functions(module: ModuleType) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def answers(module: ModuleType, names: list[str]) -> dict[str, Any]:
+def answers(module: ModuleType, theirs: ModuleType) -> dict[str, Any]:
     """What every getter says, for every combination of its arguments.
 
     Args:
         module: megatron-core's parallel_state, or one with the same functions.
-        names: the functions to ask.
+        theirs: megatron-core's, which says what there is to ask.
     """
     found = {}
-    for name in names:
+    for name in getters(theirs):
         function = getattr(module, name)
-        parameters = list(inspect.signature(function).parameters)
+        parameters = list(inspect.signature(getattr(theirs, name)).parameters)
         for values in itertools.product(*(CANDIDATES[parameter] for parameter in parameters)):
             given = dict(zip(parameters, values, strict=True))
             with warnings.catch_warnings():

@@ -1,0 +1,130 @@
+"""The adapter's HyperCommGrid against megatron-core's own, and where it is stricter."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commgrid import GridMismatchError, GridNotInitializedError, SpecError
+from megatron_adapter import HyperCommGrid, MegatronSizeError
+from tests.ranks import run_on_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.hyper_comm_grid import HyperCommGrid as Theirs
+
+SHAPES: list[tuple[list[int], list[str], int]] = [
+    ([2, 2, 2], ["tp", "cp", "dp"], 0),
+    ([2, 3, 4], ["tp", "pp", "dp"], 1),
+    ([4, 1, 2], ["a", "b", "c"], 3),
+    ([6], ["dp"], 2),
+]
+
+
+@pytest.mark.parametrize(("shape", "names", "offset"), SHAPES)
+def test_rank_enumerations_are_megatrons(
+    shape: list[int], names: list[str], offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    mine, theirs = HyperCommGrid(shape, names, offset), Theirs(shape, names, offset)
+    assert (mine.size, mine.shape, mine.dim_names) == (theirs.size, theirs.shape, theirs.dim_names)
+    assert (mine.rank_offset, mine.backend) == (theirs.rank_offset, theirs.backend)
+    for count in range(1, len(names) + 1):
+        for dims in itertools.permutations(names, count):
+            assert mine.get_rank_enum(list(dims)) == theirs.get_rank_enum(list(dims)), dims
+    assert mine.get_rank_enum(names[0]) == theirs.get_rank_enum(names[0])
+
+
+def groups() -> None:
+    rank = dist.get_rank()
+    mine, theirs = HyperCommGrid([2, 3], ["tp", "dp"], 1), Theirs([2, 3], ["tp", "dp"], 1)
+    for dims in ("tp", "dp", ["dp", "tp"]):
+        made, expected = mine.create_pg(dims), theirs.create_pg(dims)
+        if rank in (0, 7):
+            assert made is None
+            continue
+        assert made is not None
+        assert dist.get_process_group_ranks(made) == dist.get_process_group_ranks(expected)
+        assert mine.get_pg(dims) is made
+        total = torch.ones(1)
+        dist.all_reduce(total, group=made)
+        assert total == made.size()
+    with pytest.raises(KeyError, match="dp-tp of view base has already been created"):
+        mine.create_pg(["tp", "dp"])
+    mine.register_view("expert", [1, 2, 3], ["etp", "tp", "edp"], ["tp"])
+    edp = mine.create_pg("edp", view="expert", timeout=timedelta(seconds=33), group_desc="EDP")
+    if 0 < rank < 7:
+        assert edp is not None
+        assert edp is not mine.get_pg("dp")
+        assert edp.group_desc == "EDP"
+        assert edp._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
+        assert mine.get_pg("tp", view="expert") is mine.get_pg("tp")
+    with pytest.raises(KeyError, match="etp of view expert hasn't been created"):
+        mine.get_pg("etp", view="expert")
+    before = len(dist.distributed_c10d._world.pg_map)
+    mine.destroy()
+    mine.destroy()
+    assert len(dist.distributed_c10d._world.pg_map) == before - (4 if 0 < rank < 7 else 0)
+    mine.create_pg("tp")  # and again
+
+    # Ranks that ask for different groups are told so.
+    asked = "tp" if rank % 2 else "dp"
+    other = HyperCommGrid([4, 2], ["tp", "dp"])
+    with pytest.raises(GridMismatchError, match="dims"):
+        other.create_pg(asked)
+
+
+def test_groups_are_megatrons() -> None:
+    run_on_ranks(groups, 8)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"shape": [2], "dim_names": ["a", "b"]}, ValueError, r"len\(shape\) \[2\] != len"),
+    ({"shape": [2, 2], "dim_names": ["a", "a"]}, ValueError, "'a' is no name, or there twice"),
+    ({"shape": [2, 0], "dim_names": ["a", "b"]}, ValueError, "b has size 0; expected 1 or more"),
+    ({"shape": [9], "dim_names": ["a"]}, RuntimeError, "over sized: it has 9 ranks .* has 8"),
+    ({"shape": [2], "dim_names": ["a"], "rank_offset": -1}, ValueError, "rank_offset=-1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "kind", "said"), WRONG)
+def test_what_is_refused(
+    given: dict[str, Any], kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(kind, match=said) as caught:
+        HyperCommGrid(**given)
+    assert isinstance(caught.value, SpecError | MegatronSizeError)
+
+
+def test_dims_and_views_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(GridNotInitializedError, match="set WORLD_SIZE"):
+        HyperCommGrid([1], ["a"])
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    grid = HyperCommGrid([2, 4], ["tp", "dp"])
+    for dims, said in (
+        (("tp", "dp"), "expected the name of a dim, or a list"),
+        ([], "expected the name of a dim"), (["tp", "tp"], "there twice"),
+        ("tq", "'tq' is no dim.*did you mean 'tp'"),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match=said):
+            grid.get_rank_enum(dims)  # type: ignore[arg-type]
+    for view, said in (
+        ((["tp", "dp"], [2, 2], None), "has 4 ranks, and the grid 8"),
+        ((["x", "dp"], [4, 2], ["dp"]), "groups of dp are .*cannot be shared"),
+        ((["x"], [8], ["dp"]), "shared dim 'dp' is not once in both"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            grid.register_view("v", view[1], view[0], view[2])
+    grid.register_view("v", [8], ["ep"])
+    with pytest.raises(ValueError, match="registered already"):
+        grid.register_view("v", [8], ["ep"])
+    with pytest.raises(ValueError, match="view='w' is not registered"):
+        grid.get_rank_enum("ep", view="w")

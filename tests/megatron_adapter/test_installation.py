@@ -1,0 +1,315 @@
+"""install and uninstall, several grids, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import commgrid
+import megatron_adapter
+import megatron_adapter.parallel_state as mpu
+from commgrid import CommGridError, GridMismatchError, SpecError
+from megatron_adapter import (
+    AmbiguousGridError,
+    MegatronSizeError,
+    MegatronStateError,
+    MegatronVersionError,
+)
+from megatron_adapter.installation import differences, load_megatron
+from tests.peers import parallel_state as theirs
+from tests.peers import parallel_state as user  # stands for a module that imported names earlier
+from tests.ranks import run_on_ranks
+
+initialize = user.initialize_model_parallel
+world_size = user.get_tensor_model_parallel_world_size
+tensor_group = user.get_tensor_model_parallel_group
+
+
+def picture() -> dict[str, Any]:
+    """Everything that install could have changed."""
+    found: dict[str, Any] = {}
+    for name, value in vars(theirs).items():
+        if inspect.isfunction(value):
+            found[name] = (value, value.__code__, value.__defaults__, vars(value).copy())
+        elif name != "__builtins__":
+            found[name] = value if not isinstance(value, dict) else dict(value)
+    return found
+
+
+def lifecycle() -> None:
+    before = picture()
+    for _ in range(2):
+        megatron_adapter.install()
+        with pytest.raises(AssertionError, match="not initialized"):
+            tensor_group()
+        initialize(2)  # by a name that was imported before install
+        assert world_size() == 2
+        assert inspect.signature(initialize) == inspect.signature(theirs.initialize_model_parallel)
+        assert tensor_group() is commgrid.get_group("tp")
+        assert type(theirs.get_global_memory_buffer()).__module__ == "megatron.core.utils"
+        with pytest.raises(MegatronStateError, match="already initialized on grid 'default'"):
+            initialize(2)
+        theirs.destroy_model_parallel()
+        assert not theirs.is_initialized()
+        assert not commgrid.is_initialized()
+        theirs.destroy_model_parallel()
+        megatron_adapter.uninstall()
+        megatron_adapter.uninstall()
+        assert picture() == before
+
+    # Uninstalled while a grid is there: the grid stays, and is found again.
+    megatron_adapter.install()
+    initialize(2)
+    megatron_adapter.uninstall()
+    assert picture() == before
+    assert mpu.get_tensor_model_parallel_world_size() == 2
+    megatron_adapter.install()
+    assert world_size() == 2
+    commgrid.destroy()  # behind Megatron's back
+    assert not theirs.is_initialized()
+    assert mpu.get_tensor_model_parallel_group(check_initialized=False) is None
+    megatron_adapter.uninstall()
+    assert picture() == before
+
+
+def test_install_uninstall_and_again() -> None:
+    run_on_ranks(lifecycle, 2)
+
+
+def plain_grid() -> None:
+    """A grid of commgrid's own: what Megatron has besides is created beside it."""
+    grid = commgrid.initialize(tp=2, pp=2)
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    megatron_adapter.install(grid)
+    assert tensor_group() is grid.get_group("tp")
+    assert theirs.get_pipeline_model_parallel_group() is grid.get_group("pp")
+    ranks = dist.get_process_group_ranks
+    assert ranks(theirs.get_embedding_group()) == list(grid.get_ranks("pp"))
+    assert theirs.get_embedding_group() is not grid.get_group("pp")
+    assert ranks(theirs.get_expert_data_parallel_group()) == list(grid.get_ranks("dp_cp"))
+    assert dist.get_backend(theirs.get_data_parallel_group_gloo()) == "gloo"
+    assert theirs.get_data_parallel_group_gloo() is not grid.get_group("dp")
+    assert len(groups) > before
+    with pytest.raises(MegatronStateError, match="installed already"):
+        megatron_adapter.install(grid)
+    theirs.destroy_model_parallel()  # takes what was made beside it, and leaves the grid
+    assert len(groups) == before
+    assert grid.check()
+    megatron_adapter.uninstall()
+
+
+def test_a_grid_that_was_made_for_something_else() -> None:
+    run_on_ranks(plain_grid, 4)
+
+
+def two_grids() -> None:
+    megatron_adapter.install()
+    first = megatron_adapter.initialize_model_parallel(2, name="encoder")
+    assert world_size() == 2
+    second = megatron_adapter.initialize_model_parallel(1, 2, 2, name="decoder")
+    for ask in (
+        world_size, tensor_group, theirs.get_all_ranks, mpu.get_data_parallel_rank,
+        theirs.is_pipeline_first_stage, theirs.destroy_model_parallel,
+    ):  # fmt: skip
+        with pytest.raises(AmbiguousGridError, match="'encoder', 'decoder' are alive; say whose"):
+            ask()
+    assert theirs.is_initialized()
+    assert theirs.model_parallel_is_initialized()
+    assert mpu.is_initialized()
+    for grid, tp, stages in ((first, 2, None), (second, 1, 2), ("encoder", 2, None)):
+        with megatron_adapter.active(grid) as chosen:
+            assert world_size() == mpu.get_tensor_model_parallel_world_size() == tp
+            assert tensor_group() is chosen.get_group("tp")
+            assert theirs.get_virtual_pipeline_model_parallel_world_size() == stages
+    # What is set belongs to the grid that is active.
+    with megatron_adapter.active(second):
+        theirs.set_tensor_model_parallel_rank(7)
+        with megatron_adapter.active(first):
+            assert theirs.get_tensor_model_parallel_rank() == first.get_local_rank("tp")
+        assert theirs.get_tensor_model_parallel_rank() == 7
+        buffer = theirs.get_global_memory_buffer()
+    with megatron_adapter.active(first):
+        assert theirs.get_global_memory_buffer() is not buffer
+    with megatron_adapter.active(second):
+        assert theirs.get_global_memory_buffer() is buffer
+        assert mpu.get_tensor_model_parallel_rank() == 7
+        theirs.destroy_model_parallel()
+        assert second.is_destroyed
+    assert world_size() == 2  # one is left
+    megatron_adapter.uninstall()
+    mpu.destroy_model_parallel()
+    assert not commgrid.is_initialized("encoder")
+
+
+def test_two_grids_and_no_choice_is_an_error() -> None:
+    run_on_ranks(two_grids, 4)
+
+
+def chosen_grid() -> None:
+    commgrid.initialize(name="a")
+    commgrid.initialize(name="b")
+    with pytest.raises(AmbiguousGridError, match="grids 'a', 'b' are alive; say which one"):
+        megatron_adapter.install()
+    assert not hasattr(theirs, "_commgrid_targets")
+    megatron_adapter.install(commgrid.get_grid("b"))
+    assert tensor_group() is commgrid.get_group("tp", "b")
+    megatron_adapter.install(commgrid.get_grid("a"))
+    with pytest.raises(AmbiguousGridError):
+        tensor_group()
+    commgrid.destroy("b")
+    assert tensor_group() is commgrid.get_group("tp", "a")
+    megatron_adapter.uninstall()
+
+
+def test_which_grid_is_installed() -> None:
+    run_on_ranks(chosen_grid, 2)
+
+
+def refused() -> None:
+    def fails(kind: type[Exception], said: str, **given: Any) -> None:
+        for function in (megatron_adapter.initialize_model_parallel, theirs_installed):
+            with pytest.raises(kind, match=said) as caught:
+                function(**given)
+            assert isinstance(caught.value, CommGridError)
+
+    def theirs_installed(**given: Any) -> None:
+        megatron_adapter.install()
+        try:
+            theirs.initialize_model_parallel(**given)
+        finally:
+            megatron_adapter.uninstall()
+
+    tp, pp = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    fails(RuntimeError, r"world_size \(2\) is not divisible .* tp=3 · pp=1 · cp=1 = 3", **{tp: 3})
+    fails(RuntimeError, "expert model parallel size etp=1 · ep=4 · pp=1 = 4",
+          expert_model_parallel_size=4)  # fmt: skip
+    fails(RuntimeError, "virtual_pipeline_model_parallel_size=2 needs",
+          virtual_pipeline_model_parallel_size=2)  # fmt: skip
+    fails(RuntimeError, "order='tp-dq': 'dq' is no axis.*did you mean 'dp'", order="tp-dq")
+    fails(RuntimeError, "order='dp-pp': tp is missing, and its size is 2", order="dp-pp", **{tp: 2})
+    fails(RuntimeError, "tp=0: expected a positive integer", **{tp: 0})
+    fails(AssertionError, "3 distributed optimizer instances do not divide",
+          num_distributed_optimizer_instances=3)  # fmt: skip
+    fails(AssertionError, "their product is 2, not context_parallel_size=1",
+          hierarchical_context_parallel_sizes=[2])  # fmt: skip
+    fails(AssertionError, "even number of ranks", hybrid_context_parallel=True, **{tp: 2})
+    fails(AssertionError, "only with use_sharp=True", sharp_enabled_group="dp")
+    fails(AssertionError, "expected dp or dp_replica", use_sharp=True, sharp_enabled_group="tp")
+    fails(AssertionError, "expected None, nccl or ucc", pipeline_model_parallel_comm_backend="mpi")
+    fails(AssertionError, r"get_embedding_ranks answered \[5\] for the pipeline",
+          get_embedding_ranks=lambda ranks: [5])  # fmt: skip
+    fails(SpecError, "'dp-cp': Megatron has no such group.*did you mean 'dp_cp'",
+          high_priority_stream_groups=["dp-cp"])  # fmt: skip
+    mine = 1 if dist.get_rank() == 0 else 2
+    with pytest.raises(GridMismatchError):
+        megatron_adapter.initialize_model_parallel(**{pp: mine})
+    assert not commgrid.is_initialized()
+    assert not mpu.is_initialized()
+
+
+def test_what_megatron_refuses_is_refused_with_its_exceptions() -> None:
+    run_on_ranks(refused, 2)
+
+
+def test_before_initialization() -> None:
+    for module in (mpu, theirs):
+        with pytest.raises(AssertionError):
+            module.get_data_parallel_group()
+        assert module.get_data_parallel_world_size() == 0
+        assert not module.is_initialized()
+    with pytest.raises(MegatronStateError, match=r"call torch.distributed.init_process_group"):
+        megatron_adapter.initialize_model_parallel()
+    mpu.destroy_model_parallel()
+    mpu.set_tensor_model_parallel_world_size(4)
+    assert mpu.get_tensor_model_parallel_world_size() == 4
+    assert mpu.get_expert_tensor_parallel_world_size() == 4
+    mpu.set_tensor_model_parallel_world_size(None)
+
+
+def no_words_for_it() -> None:
+    wide = {"axes": {"row": 2, "column": 1}, "order": "row-column"}
+    hybrid = {"axes": {"dp_shard": 2, "dp_replicate": 1}}
+    for config, said in ((wide, "a grid with row, column"), (hybrid, "dp_shard")):
+        grid = commgrid.initialize(config=config)
+        with pytest.raises(SpecError, match=f"Megatron cannot express.*{said}|{said}"):
+            megatron_adapter.install(grid)
+        assert not hasattr(theirs, "_commgrid_targets")
+        commgrid.destroy()
+    other = commgrid.initialize(pp=2, groups={"embedding": {"of": "pp", "pick": ["last"]}})
+    with pytest.raises(SpecError, match=r"groups.embedding of grid 'default' is not what Megatron"):
+        megatron_adapter.install(other)
+    commgrid.destroy()
+    with pytest.raises(MegatronStateError, match="was destroyed"):
+        megatron_adapter.install(other)
+    theirs.initialize_model_parallel(2)
+    with pytest.raises(MegatronStateError, match="initialized already, by its own groups"):
+        megatron_adapter.install()
+
+
+def test_grids_that_cannot_be_installed() -> None:
+    run_on_ranks(no_words_for_it, 2)
+
+
+def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert differences(theirs) == []
+    strange = types.ModuleType("megatron.core.parallel_state")
+    vars(strange).update(vars(theirs))
+    strange._SPARE_GROUP = None
+
+    def initialize_model_parallel(tensor_model_parallel_size: int = 1, rings: int = 1) -> None: ...
+
+    def get_ring_group() -> None: ...
+
+    for function in (initialize_model_parallel, get_ring_group):
+        function.__module__ = strange.__name__
+        setattr(strange, function.__name__, function)
+    del strange._EMBEDDING_GROUP
+    found = differences(strange)
+    assert found == [
+        "variable _SPARE_GROUP is not known",
+        "variable _EMBEDDING_GROUP is missing",
+        "initialize_model_parallel has a parameter rings",
+        "function get_ring_group is not known",
+    ]
+    monkeypatch.setattr("megatron_adapter.installation.version", lambda _: "0.9.0")
+    with pytest.raises(MegatronVersionError, match=r"its version is 0.9.0, known are 0.15.3, 0.16"):
+        load_megatron()
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", None)
+    with pytest.raises(ImportError, match=r"cannot be imported.*pip install megatron-core==0.16.1"):
+        load_megatron()
+
+
+def same_errors() -> None:
+    """Sizes that Megatron itself refuses get the same kind of exception."""
+    cases: list[dict[str, Any]] = [
+        {"tensor_model_parallel_size": 3},
+        {"expert_model_parallel_size": 3},
+        {"virtual_pipeline_model_parallel_size": 2},
+        {"num_distributed_optimizer_instances": 3},
+        {"pipeline_model_parallel_size": 2, "context_parallel_size": 2, "order": "tp-cp-pp-dp"},
+        {"sharp_enabled_group": "dp"},
+        {"order": "tp-pp"},
+    ]
+    for given in cases:
+        kinds = []
+        for function in (theirs.initialize_model_parallel, mpu.initialize_model_parallel):
+            try:
+                function(**given)
+            except (AssertionError, RuntimeError) as error:
+                kinds.append((isinstance(error, AssertionError), isinstance(error, RuntimeError)))
+            reset: Callable[[], None] = theirs.destroy_model_parallel
+            reset()
+        assert len(kinds) == 2, given
+        assert kinds[0] == kinds[1], given
+
+
+def test_the_kinds_of_errors_are_megatrons() -> None:
+    assert issubclass(MegatronSizeError, RuntimeError)
+    run_on_ranks(same_errors, 4)
