@@ -119,6 +119,7 @@ def initialize_model_parallel(
         "gloo": create_gloo_process_groups,
         "all_gather": bool(create_all_gather_group),
         "pipeline_backend": pipeline_model_parallel_comm_backend,
+        "backend": dist.get_backend_config(),
         "nccl": nccl,
     }
     plain = MegatronSizes(**sizes)

@@ -51,6 +51,7 @@ class MegatronSizes:
         gloo, all_gather: whether those groups are created.
         embedding, position_embedding: positions in a pipeline; () for no such group.
         pipeline_backend: of the pipeline's groups; None: WORLD's.
+        backend: WORLD's, which the embeddings keep beside a pipeline with another one.
         nccl: a key of an NCCL configuration file to its options.
     """
 
@@ -69,6 +70,7 @@ class MegatronSizes:
     embedding: Pick | None = None
     position_embedding: Pick = (0,)
     pipeline_backend: str | None = None
+    backend: str = "nccl"
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -177,12 +179,7 @@ class MegatronSizes:
         self.check()
         dense, expert = self.axes()
         groups = self._groups()
-        combinations = [
-            group.name for group in MEGATRON_GROUPS
-            if group.name not in {*groups, "intra_dp_cp", *OPTIONAL}
-            and not group.name.endswith("_gloo")
-        ]  # fmt: skip
-        combinations += ["inter_edp"] if self.instances > 1 else []
+        combinations = self._combinations(groups)
         for name, options in self._options().items():
             groups.setdefault(name, {}).update(options)
         config: dict[str, Any] = {
@@ -195,6 +192,12 @@ class MegatronSizes:
             "groups": groups,
         }
         return GridSpec.from_dict(config).resolve(self.world_size)
+
+    def _combinations(self, groups: Mapping[str, Any]) -> list[str]:
+        """The names to create that are combinations of axes, and no rows of the groups table."""
+        rows = {*groups, "intra_dp_cp", *OPTIONAL}
+        plain = (group.name for group in MEGATRON_GROUPS if not group.name.endswith("_gloo"))
+        return [n for n in plain if n not in rows] + ["inter_edp"] * (self.instances > 1)
 
     def _groups(self) -> dict[str, dict[str, Any]]:
         """The rows of the groups table."""
@@ -254,6 +257,10 @@ class MegatronSizes:
         known = {group.options: group.name for group in MEGATRON_GROUPS if group.options}
         known["hcp"] = "hcp"
         rows: dict[str, dict[str, Any]] = {}
+        groups = self._groups()
+        exist = {*groups, *self._combinations(groups)}
+        if self.instances == 1:  # then these are other names of others' communicators
+            exist -= {"intra_dp_cp", "intra_edp", "intra_dist_opt"}
         for key, options in self.nccl.items():
             if key not in known:
                 raise SpecError(
@@ -274,12 +281,12 @@ class MegatronSizes:
             name = known[key]
             if name == "intra_dp_cp" and self.instances > 1:
                 name = "instances"
-            exists = name in self._groups() or (name not in OPTIONAL and name != "hcp")
-            aliases = ("intra_dp_cp", "intra_edp", "intra_dist_opt")  # others' communicators
-            if exists and not (name in aliases and self.instances == 1):
+            if name in exist:
                 rows.setdefault(name, {})["nccl"] = dict(options)
         if self.pipeline_backend is not None:
             rows.setdefault("pp", {})["backend"] = self.pipeline_backend
+            for name in {"embedding", "position_embedding"} & groups.keys():
+                rows.setdefault(name, {})["backend"] = self.backend
         return rows
 
 
@@ -291,7 +298,10 @@ def read_nccl_config(
     Raises:
         SpecError: the file is not there or no mapping of mappings.
     """
-    given = load_yaml(Path(path)) if path is not None else {}
+    try:
+        given = load_yaml(Path(path)) if path is not None else {}
+    except SpecError as error:
+        raise SpecError(f"nccl_communicator_config_path={path}: {error}") from error
     for key, options in given.items():
         if not isinstance(options, Mapping):
             raise SpecError(f"{path}: {key}: {options!r}: expected a mapping of NCCL options")

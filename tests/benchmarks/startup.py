@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
 from commgrid import GridSpec, GroupPlan
-from megatron_adapter import megatron_names
+from megatron_adapter import MegatronSizes
 from tests.benchmarks.report import Row, compare, main
 from tests.peers import parallel_state as mpu
 from tests.ranks import run_on_ranks
@@ -58,8 +58,8 @@ def start_all(sizes: dict[str, int]) -> None:
 
 
 def start_megatrons(sizes: dict[str, int]) -> None:
-    names = megatron_names(experts=True)
-    commgrid.initialize(**sizes, **names, connect="none")  # type: ignore[arg-type]
+    asked = MegatronSizes(dist.get_world_size(), **sizes, gloo=False)  # type: ignore[arg-type]
+    commgrid.initialize(config=asked.spec(connect="none"))
 
 
 def start_meshs(sizes: dict[str, int]) -> None:

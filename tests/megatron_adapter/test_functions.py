@@ -68,7 +68,8 @@ CONFIGS: dict[int, list[dict[str, Any]]] = {
         config(instances=2), config(2, instances=2, ep=2, etp=1), config(1, 2, instances=2, ep=2),
         config(2, cp=2, instances=2), config(1, 2, cp=2, instances=4, ag=True),
         config(1, 4, get_embedding_ranks=middle, get_position_embedding_ranks=last),
-        config(2, 2, gloo=False, ag=True), config(order="tp-dp"), config(2, 2, order="TP-PP-DP"),
+        config(2, 2, gloo=False, ag=True), config(2, 2, order=PP_INSIDE, ag=True),
+        config(order="tp-dp"), config(2, 2, order="TP-PP-DP"),
     ],
     16: [
         config(2, 2, cp=2, ep=2), config(2, 4, ep=2, etp=1), config(4, 2, vpp=2, cp=2),
