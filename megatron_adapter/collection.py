@@ -18,7 +18,7 @@ from commgrid.grid import HyperCommGrid
 from commgrid.names import nearest
 from megatron_adapter.errors import MegatronVersionError
 from megatron_adapter.names import MEGATRON_GROUPS
-from megatron_adapter.state import STORE, MegatronState
+from megatron_adapter.state import STORE
 
 FIELDS = {group.field: group for group in MEGATRON_GROUPS if group.field is not None}
 """Each field of a ProcessGroupCollection but `hcp`, which is a list of groups."""
@@ -62,25 +62,10 @@ def process_group_collection(grid: HyperCommGrid, required: Iterable[str] | None
                 f"ProcessGroupCollection has no field {name!r}, expected some of "
                 f"{', '.join(sorted(known))}{nearest(name, known)}"
             )
-    state = STORE.of(grid) or _states.setdefault(id(grid), _new_state(grid))
+    state = STORE.state_of(grid)
     variables = {"hcp": "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"}
     variables |= {name: group.state for name, group in FIELDS.items()}
     return ProcessGroupCollection(**{name: state.values[variables[name]] for name in wanted})
-
-
-_states: dict[int, MegatronState] = {}
-"""States of grids whose collection was asked for and that are not installed."""
-
-
-def _new_state(grid: HyperCommGrid) -> MegatronState:
-    state = MegatronState(grid)
-
-    def forget() -> None:
-        _states.pop(id(grid), None)
-        state.close()
-
-    grid.before_destroy(forget)
-    return state
 
 
 class CollectionGrid:

@@ -19,9 +19,10 @@ from typing import Any
 
 from commgrid.grid import HyperCommGrid
 from commgrid.registry import live_grids
-from megatron_adapter import lifecycle
+from megatron_adapter import lifecycle, parallel_state
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError, MegatronVersionError
-from megatron_adapter.state import STORE, VARIABLES, MegatronState, initial
+from megatron_adapter.parallel_state import buffers, dense, expert, pipeline
+from megatron_adapter.state import STORE, VARIABLES, initial
 
 SUPPORTED = ("0.15.3", "0.16.1")
 """The versions of megatron-core that are tested; others of these two series may serve."""
@@ -79,8 +80,6 @@ class Installation:
 
     def publish(self, values: dict[str, Any] | None) -> None:
         """Shows these variables; None: every function that asks for state raises."""
-        from megatron_adapter import parallel_state as ours
-
         for name in [n for n in self._redirected if not hasattr(lifecycle, n)]:
             self._restore(name)
         shown = initial() if values is None else values
@@ -88,7 +87,7 @@ class Installation:
             self.variables[name] = shown[name]
         if values is None:
             for name in _stateful(self._module):
-                self._redirect(name, getattr(ours, name))
+                self._redirect(name, getattr(parallel_state, name))
         elif shown["_DATA_PARALLEL_GROUP"] is not None and shown["_GLOBAL_MEMORY_BUFFER"] is None:
             self._module._set_global_memory_buffer()
 
@@ -102,8 +101,6 @@ class Installation:
 
 def _stateful(module: ModuleType) -> list[str]:
     """Megatron's public functions that ask for or set state of a grid."""
-    from megatron_adapter.parallel_state import buffers, dense, expert, pipeline
-
     ours = {
         *dense.__all__, *expert.__all__, *pipeline.__all__,
         *(name for name in vars(buffers) if name.endswith("_buffer")),
@@ -142,16 +139,16 @@ def install(grid: HyperCommGrid | None = None) -> None:
                 "megatron-core's model parallel state is initialized already, by its own groups; "
                 "call install before initialize_model_parallel, or destroy_model_parallel first"
             )
-        state = _state_of(chosen)
+        state = None if chosen is None else STORE.state_of(chosen)
         _installation = Installation(module)
         STORE.follow(_installation)
-    elif chosen is not None and grid is not None and STORE.of(chosen) is not None:
+    elif grid is not None and any(state.grid is grid for state in STORE.states):
         raise MegatronStateError(
-            f"grid {chosen.name!r} is installed already; call megatron_adapter.uninstall() first"
+            f"grid {grid.name!r} is installed already; call megatron_adapter.uninstall() first"
         )
     else:
-        state = _state_of(chosen)
-    if state is not None and state not in STORE.states:
+        state = None if chosen is None else STORE.state_of(chosen)
+    if state is not None:
         STORE.add(state)
 
 
@@ -181,10 +178,6 @@ def _only_grid() -> HyperCommGrid | None:
             f"grids {names} are alive; say which one is meant: megatron_adapter.install(grid)"
         )
     return alive[0] if alive else None
-
-
-def _state_of(grid: HyperCommGrid | None) -> MegatronState | None:
-    return None if grid is None else STORE.of(grid) or MegatronState(grid)
 
 
 def load_megatron() -> ModuleType:
@@ -220,15 +213,12 @@ def differences(module: ModuleType) -> list[str]:
     state.discard(_TARGETS)
     found = [f"variable {name} is not known" for name in sorted(state.difference(VARIABLES))]
     missing = set(VARIABLES) - state - _SINCE_0_16
-    # Megatron has no override of these two; the adapter keeps all ten alike.
     found += [f"variable {name} is missing" for name in sorted(missing)]
     theirs = inspect.signature(module.initialize_model_parallel).parameters
     ours = inspect.signature(lifecycle.initialize_model_parallel).parameters
     found += [
         f"initialize_model_parallel has a parameter {name}" for name in theirs if name not in ours
     ]
-    from megatron_adapter import parallel_state
-
     found += [
         f"function {name} is not known"
         for name, value in vars(module).items()

@@ -152,7 +152,7 @@ def initialize_model_parallel(
     ):
         if chosen is not None and state.values[variable] is not None:
             state.values[variable] = [pipeline[i] for i in chosen]  # in the function's order
-    STORE.add(state)
+    STORE.add(STORE.keep(state))
     return grid
 
 

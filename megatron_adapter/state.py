@@ -197,7 +197,8 @@ class Store:
     """Every grid that has a Megatron state, and which of them is asked."""
 
     def __init__(self) -> None:
-        self.states: list[MegatronState] = []
+        self.states: list[MegatronState] = []  # those that getters answer for
+        self._made: list[MegatronState] = []  # those and what only collections were made of
         self._chosen: list[MegatronState] = []
         self._blank = initial()  # what is asked and set while there is no grid
         self._publisher: Publisher | None = None
@@ -205,27 +206,43 @@ class Store:
 
     # -- which grids there are ----------------------------------------------------------
 
+    def state_of(self, grid: HyperCommGrid) -> MegatronState:
+        """The state of a grid; made, with all its ranks, at the first call.
+
+        Raises:
+            SpecError: Megatron cannot express the grid.
+        """
+        for state in self._made:
+            if state.grid is grid:
+                return state
+        return self.keep(MegatronState(grid))
+
+    def keep(self, state: MegatronState) -> MegatronState:
+        """A new state, which goes when its grid does."""
+        self._made.append(state)
+        state.grid.before_destroy(lambda: self.remove(state))
+        return state
+
     def add(self, state: MegatronState) -> None:
-        """A state that is asked from now on, alone or after a choice."""
+        """A state that getters answer for from now on, alone or after a choice."""
+        if state in self.states:
+            return
         overrides = {name: self._blank[name] for name in _OVERRIDES}
         state.values.update((name, v) for name, v in overrides.items() if v is not None)
         self._blank = initial()
         self.states.append(state)
-        state.grid.before_destroy(lambda: self.remove(state))
         self._show()
 
     def remove(self, state: MegatronState) -> None:
         """Forgets a state and destroys what it made."""
-        if state not in self.states:
+        if state not in self._made:
             return
-        self.states.remove(state)
-        self._chosen = [one for one in self._chosen if one is not state]
-        self._show()
+        self._made.remove(state)
+        if state in self.states:
+            self.states.remove(state)
+            self._chosen = [one for one in self._chosen if one is not state]
+            self._show()
         state.close()
-
-    def of(self, grid: HyperCommGrid) -> MegatronState | None:
-        """The state of a grid, if it has one."""
-        return next((state for state in self.states if state.grid is grid), None)
 
     # -- which is asked -----------------------------------------------------------------
 
@@ -326,9 +343,7 @@ def active(grid: HyperCommGrid | str) -> Iterator[HyperCommGrid]:
         >>> commgrid.shutdown()
     """
     found = get_grid(grid) if isinstance(grid, str) else grid
-    state = STORE.of(found)
-    if state is None:
-        state = MegatronState(found)
-        STORE.add(state)
+    state = STORE.state_of(found)
+    STORE.add(state)
     with STORE.choose(state):
         yield found
