@@ -82,7 +82,7 @@ class HyperCommGrid:
                 "torch.distributed is not up; commgrid.initialize starts it, HyperCommGrid does not"
             )
         deadline = time.monotonic() + startup
-        self._name = name
+        self._name, self._backend, self._timeout = name, backend, limit
         self._rank = _dist.world_rank()
         self._spec = GridSpec.from_config(spec).resolve(_dist.world_size())
         self._plan = GroupPlan.for_rank(self._spec, self._rank)
@@ -194,6 +194,16 @@ class HyperCommGrid:
     def spec(self) -> GridSpec:
         """The resolved spec."""
         return self._spec
+
+    @property
+    def backend(self) -> str | None:
+        """The backend it was given; None: WORLD's."""
+        return self._backend
+
+    @property
+    def timeout(self) -> float | None:
+        """The seconds a collective may take, as it was given; None: torch's default."""
+        return self._timeout
 
     @property
     def rank(self) -> int:

@@ -17,7 +17,7 @@ from commgrid.errors import NotInGroupError, UnknownGroupError
 from commgrid.grid import HyperCommGrid
 from commgrid.names import nearest
 from megatron_adapter.errors import MegatronVersionError
-from megatron_adapter.names import MEGATRON_GROUPS
+from megatron_adapter.names import MEGATRON_GROUPS, hierarchical
 from megatron_adapter.state import STORE
 
 FIELDS = {group.field: group for group in MEGATRON_GROUPS if group.field is not None}
@@ -33,7 +33,8 @@ def process_group_collection(grid: HyperCommGrid, required: Iterable[str] | None
         required: the fields to fill; None: every one.
 
     Returns:
-        A `megatron.core.process_groups_config.ProcessGroupCollection`. Fields are None where
+        A `megatron.core.process_groups_config.ProcessGroupCollection`, whose groups live as long
+        as the grid. Fields are None where
         Megatron's are: groups this rank is not in, levels or instances that were not asked for.
 
     Raises:
@@ -63,6 +64,7 @@ def process_group_collection(grid: HyperCommGrid, required: Iterable[str] | None
                 f"{', '.join(sorted(known))}{nearest(name, known)}"
             )
     state = STORE.state_of(grid)
+    state.handed_out = True
     variables = {"hcp": "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"}
     variables |= {name: group.state for name, group in FIELDS.items()}
     return ProcessGroupCollection(**{name: state.values[variables[name]] for name in wanted})
@@ -84,30 +86,32 @@ class CollectionGrid:
     """
 
     def __init__(self, collection: Any) -> None:
-        self._collection = collection
-        self._names = {
-            group.name: field for field, group in FIELDS.items() if hasattr(collection, field)
-        }
+        self._groups: dict[str, tuple[str, ProcessGroup | None]] = {
+            group.name: (field, getattr(collection, field))
+            for field, group in FIELDS.items() if hasattr(collection, field)
+        }  # fmt: skip
+        for level, group in enumerate(getattr(collection, "hcp", None) or []):
+            self._groups[hierarchical(level)] = (f"hcp[{level}]", group)
 
     @property
     def group_names(self) -> tuple[str, ...]:
         """The names it has, also those of groups this rank is not in."""
-        return tuple(self._names)
+        return tuple(self._groups)
 
     @property
     def rank(self) -> int:
         """This process's global rank."""
         return dist.get_rank()
 
-    def _field(self, names: tuple[str, ...]) -> str:
+    def _find(self, names: tuple[str, ...]) -> tuple[str, ProcessGroup | None]:
         asked = "_".join(names)
         parts = sorted(asked.split("_"))
-        for name, field in self._names.items():
+        for name, found in self._groups.items():
             if name == asked or sorted(name.split("_")) == parts:
-                return field
+                return found
         raise UnknownGroupError(
-            f"the collection has no group {asked!r}, but {', '.join(self._names)}"
-            f"{nearest(asked, self._names)}"
+            f"the collection has no group {asked!r}, but {', '.join(self._groups)}"
+            f"{nearest(asked, self._groups)}"
         )
 
     def get_group(self, *names: str) -> ProcessGroup:
@@ -117,8 +121,7 @@ class CollectionGrid:
             UnknownGroupError: the collection has no such field.
             NotInGroupError: it is None: this rank is not in it, or it was not created.
         """
-        field = self._field(names)
-        group: ProcessGroup | None = getattr(self._collection, field)
+        field, group = self._find(names)
         if group is None:
             raise NotInGroupError(
                 f"rank {self.rank} is not in group {'_'.join(names)!r}: the collection's "
@@ -128,7 +131,7 @@ class CollectionGrid:
 
     def is_member(self, *names: str) -> bool:
         """Whether this rank is in the group."""
-        return getattr(self._collection, self._field(names)) is not None
+        return self._find(names)[1] is not None
 
     def size(self, *names: str) -> int:
         """The number of ranks in the group."""

@@ -144,7 +144,8 @@ class HyperCommGrid:
         Raises:
             KeyError: it was created already.
             SpecError: unknown dims or view.
-            GridMismatchError, PeerTimeoutError: a rank asks for another, or does not come.
+            GridMismatchError, PeerTimeoutError, PeerFailedError: a rank asks for another, does
+                not come, or fails.
         """
         key = view_name, name = self._key(dims, view)
         if key in self._groups:
@@ -158,30 +159,39 @@ class HyperCommGrid:
             return None
         members = self._views[view_name].group(rank, *name.split("-"))
         document = {
-            "shape": self.shape, "dim_names": self.dim_names, "backend": self.backend,
-            "view": view_name, "dims": name, "timeout": str(timeout),
+            "backend": self.backend, "view": view_name, "dims": name, "timeout": str(timeout),
         }  # fmt: skip
+        dims_and_sizes = dict(zip(self.dim_names, self.shape, strict=True))
         meeting = None
         incarnation, patience = uuid4().hex, _STARTUP_SECONDS
         if _dist.world_backend() != _dist.FAKE:
             meeting = Meeting(
-                _dist.world_store(), name="HyperCommGrid.create_pg", rank=rank, ranks=ranks,
+                _dist.world_store(), name=f"HyperCommGrid {dims_and_sizes}", rank=rank, ranks=ranks,
                 document=document, deadline=time.monotonic() + _STARTUP_SECONDS,
             )  # fmt: skip
             incarnation, patience = str(meeting.incarnation), meeting.patience()
-        made = _dist.create_group(
-            f"commgrid/megatron/{incarnation}/{name}/{members}",
-            group_desc or name,
-            members,
-            backend=self.backend,
-            options=GroupOptions(),
-            timeout=None if timeout is None else timeout.total_seconds(),
-            startup_timeout=patience,
-            backend_options=pg_options,
-        )
+        made = None
+        try:
+            made = _dist.create_group(
+                f"commgrid/megatron/{incarnation}/{name}/{members}",
+                group_desc or name,
+                members,
+                backend=self.backend,
+                options=GroupOptions(),
+                timeout=None if timeout is None else timeout.total_seconds(),
+                startup_timeout=patience,
+                backend_options=pg_options,
+            )
+            if meeting is not None:
+                meeting.meet("created")
+        except BaseException as error:
+            what = f"{name} of HyperCommGrid {dims_and_sizes} cannot be created"
+            said = _dist.as_peer_error(what, error) if isinstance(error, RuntimeError) else error
+            cause = said if meeting is None else meeting.give_up("created", said)
+            if made is not None:
+                _dist.destroy_group(made)
+            raise cause from error
         self._groups[key] = made
-        if meeting is not None:
-            meeting.meet("created")
         return made
 
     def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup | None:

@@ -13,12 +13,11 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from importlib.metadata import version
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from commgrid.grid import HyperCommGrid
-from commgrid.registry import live_grids
+from commgrid.registry import is_initialized, live_grids
 from megatron_adapter import lifecycle, parallel_state
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError, MegatronVersionError
 from megatron_adapter.parallel_state import buffers, dense, expert, pipeline
@@ -46,14 +45,17 @@ class Installation:
         self.variables = vars(module)
         self._module = module
         self._before = {name: self.variables[name] for name in VARIABLES if name in self.variables}
+        self.names = frozenset(self._before)
+        # Megatron's own function objects, whatever comes to stand under their names later.
+        self._functions = _own_functions(module)
         self._redirected: dict[str, tuple[CodeType, Any, Any]] = {}
         self.variables[_TARGETS] = {}
-        for name in ("initialize_model_parallel", "destroy_model_parallel"):
-            self._redirect(name, getattr(lifecycle, name))
+        for name, target in _LIFECYCLE.items():
+            self._redirect(name, target)
 
     def _redirect(self, name: str, target: Callable[..., Any]) -> None:
         """Makes one of Megatron's functions call another, with the arguments it would take."""
-        function: FunctionType = self.variables[name]
+        function = self._functions[name]
         signature = inspect.signature(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +74,7 @@ class Installation:
 
     def _restore(self, name: str) -> None:
         """Gives a function its own code back."""
-        function: FunctionType = self.variables[name]
+        function = self._functions[name]
         function.__code__, function.__defaults__, function.__kwdefaults__ = (
             self._redirected.pop(name)
         )  # fmt: skip
@@ -80,13 +82,13 @@ class Installation:
 
     def publish(self, values: dict[str, Any] | None) -> None:
         """Shows these variables; None: every function that asks for state raises."""
-        for name in [n for n in self._redirected if not hasattr(lifecycle, n)]:
+        for name in self._redirected.keys() - _LIFECYCLE:
             self._restore(name)
         shown = initial() if values is None else values
         for name in self._before:
             self.variables[name] = shown[name]
         if values is None:
-            for name in _stateful(self._module):
+            for name in _STATEFUL & self._functions.keys():
                 self._redirect(name, getattr(parallel_state, name))
         elif shown["_DATA_PARALLEL_GROUP"] is not None and shown["_GLOBAL_MEMORY_BUFFER"] is None:
             self._module._set_global_memory_buffer()
@@ -99,13 +101,37 @@ class Installation:
         del self.variables[_TARGETS]
 
 
-def _stateful(module: ModuleType) -> list[str]:
-    """Megatron's public functions that ask for or set state of a grid."""
-    ours = {
-        *dense.__all__, *expert.__all__, *pipeline.__all__,
-        *(name for name in vars(buffers) if name.endswith("_buffer")),
+def _own_functions(module: ModuleType) -> dict[str, FunctionType]:
+    """The functions that a module defines itself."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__globals__ is vars(module)
     }  # fmt: skip
-    return sorted(name for name in ours if hasattr(module, name))
+
+
+def _initialize(**given: Any) -> None:
+    """What Megatron's `initialize_model_parallel` does once installed."""
+    name = inspect.signature(lifecycle.initialize_model_parallel).parameters["name"].default
+    if STORE.states or is_initialized(name):
+        alive = ", ".join(repr(grid.name) for grid in live_grids())
+        raise MegatronStateError(
+            f"model parallel is already initialized: grid {alive} is alive; end it with "
+            "destroy_model_parallel, or commgrid.destroy where it is not Megatron's, before another"
+        )
+    lifecycle.initialize_model_parallel(**given)
+
+
+_LIFECYCLE: dict[str, Callable[..., Any]] = {
+    "initialize_model_parallel": _initialize,
+    "destroy_model_parallel": lifecycle.destroy_model_parallel,
+}
+_STATEFUL = {
+    *dense.__all__, *expert.__all__, *pipeline.__all__,
+    *(name for name in vars(buffers) if name.endswith("_buffer")),
+    "create_group", "update_pg_timeout",
+}  # fmt: skip
+"""Megatron's public functions that ask for or set state of a grid."""
 
 
 _installation: Installation | None = None
@@ -124,14 +150,12 @@ def install(grid: HyperCommGrid | None = None) -> None:
     Raises:
         MegatronVersionError: megatron-core is not installed, of another version, or has state
             that the adapter does not know, which is listed.
-        MegatronStateError: Megatron's own state is initialized, or this grid is installed.
+        MegatronStateError: Megatron's own state is initialized, or the grid was destroyed.
         AmbiguousGridError: several grids are alive and none was given.
         SpecError: Megatron cannot express the grid.
     """
     global _installation
     chosen = grid if grid is not None else _only_grid()
-    if chosen is not None and chosen.is_destroyed:
-        raise MegatronStateError(f"grid {chosen.name!r} was destroyed; install one that is alive")
     if _installation is None:
         module = load_megatron()
         if module.model_parallel_is_initialized() or module.is_initialized():
@@ -142,10 +166,6 @@ def install(grid: HyperCommGrid | None = None) -> None:
         state = None if chosen is None else STORE.state_of(chosen)
         _installation = Installation(module)
         STORE.follow(_installation)
-    elif grid is not None and any(state.grid is grid for state in STORE.states):
-        raise MegatronStateError(
-            f"grid {grid.name!r} is installed already; call megatron_adapter.uninstall() first"
-        )
     else:
         state = None if chosen is None else STORE.state_of(chosen)
     if state is not None:
@@ -155,16 +175,17 @@ def install(grid: HyperCommGrid | None = None) -> None:
 def uninstall() -> None:
     """Leaves megatron-core as it was before `install`; grids stay alive. Twice is fine.
 
-    What was created for Megatron beside a grid that was given to `install` is destroyed. A grid
-    that Megatron's `initialize_model_parallel` made lives on until `destroy_model_parallel` or
+    What was created for Megatron beside a grid that was given to `install` is destroyed, unless a
+    ProcessGroupCollection was made of it: then it lives as long as the grid. A grid that Megatron's
+    `initialize_model_parallel` made lives on until `destroy_model_parallel` or
     `commgrid.destroy`, and the next `install` finds it.
     """
     global _installation
     if _installation is None:
         return
     STORE.follow(None)
-    installation, _installation = _installation, None
-    installation.close()
+    _installation.close()
+    _installation = None
     for state in [state for state in STORE.states if not state.owns_grid]:
         STORE.remove(state)
 
@@ -188,14 +209,14 @@ def load_megatron() -> ModuleType:
     """
     try:
         module = importlib.import_module(_MODULE)
-        found = version("megatron-core")
+        found: str = importlib.import_module("megatron.core").__version__
     except ImportError as error:
         raise MegatronVersionError(
             f"megatron-core cannot be imported ({error}); pip install megatron-core=="
             f"{SUPPORTED[-1]}"
         ) from error
     problems = differences(module)
-    if found.rsplit(".", 1)[0] not in {known.rsplit(".", 1)[0] for known in SUPPORTED}:
+    if found.split(".")[:2] not in [known.split(".")[:2] for known in SUPPORTED]:
         problems.insert(0, f"its version is {found}, known are {', '.join(SUPPORTED)}")
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
@@ -219,10 +240,10 @@ def differences(module: ModuleType) -> list[str]:
     found += [
         f"initialize_model_parallel has a parameter {name}" for name in theirs if name not in ours
     ]
+    own = _own_functions(module)
     found += [
         f"function {name} is not known"
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-        and not name.startswith("_") and not hasattr(parallel_state, name)
+        for name in own if not name.startswith("_") and not hasattr(parallel_state, name)
     ]  # fmt: skip
+    found += [f"function {name} was replaced by another" for name in _LIFECYCLE if name not in own]
     return found

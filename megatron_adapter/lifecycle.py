@@ -202,6 +202,7 @@ def destroy_model_parallel() -> None:
     """
     state = STORE.current
     if state is None:
+        STORE.clear()
         return
     if state.owns_grid:
         commgrid.destroy(state.grid.name)

@@ -2,7 +2,8 @@
 
 What it finds is what keeps two grids from living in one program, since each read answers for
 whichever is active; `pg_collection=` or a commgrid name is the way out. It reads syntax only:
-a module fetched at run time, or a name handed on, is not followed.
+modules fetched at run time, relative imports, and names handed on are not followed. Calls that
+make or end the state are no reads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commgrid.errors import SpecError
+from megatron_adapter.parallel_state import dense, expert, pipeline
 
 MODULES = ("megatron.core.parallel_state", "megatron.core.mpu", "megatron_adapter.parallel_state")
 _READS = ("get_", "is_", "set_", "has_", "model_parallel_is_initialized")
@@ -55,11 +57,12 @@ def _reads(path: Path) -> list[Read]:
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         raise SpecError(f"{path}: cannot be read as Python: {error}") from error
     names = _Names(tree)
-    found = set()
-    for node in ast.walk(tree):
-        for name in names.read_by(node):
-            found.add(Read(path, getattr(node, "lineno", 0), name))
-    return sorted(found)
+    found = [
+        (node.lineno, node.col_offset, name)
+        for node in ast.walk(tree) if isinstance(node, ast.expr)
+        for name in names.read_by(node)
+    ]  # fmt: skip
+    return [Read(path, line, name) for line, _, name in sorted(found)]
 
 
 class _Names:
@@ -89,6 +92,8 @@ class _Names:
                 self.modules.add(local)
             elif full == "megatron.core":
                 self.modules.update({f"{local}.parallel_state", f"{local}.mpu"})
+            elif module in MODULES and alias.name == "*":
+                self.functions.update((name, name) for name in _PUBLIC)
             elif module in MODULES and _is_state(alias.name):
                 self.functions[local] = alias.name
 
@@ -103,7 +108,12 @@ class _Names:
 
 def _is_state(name: str) -> bool:
     private = name.startswith("_") and name.strip("_").isupper()
+    private = private or name == "_global_process_group_list"
     return (name.startswith(_READS) and name not in _NOT_STATE) or private
+
+
+_PUBLIC = [*dense.__all__, *expert.__all__, *pipeline.__all__]
+"""What `from … import *` brings."""
 
 
 def _dotted(node: ast.AST) -> str:

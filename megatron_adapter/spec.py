@@ -195,7 +195,7 @@ class MegatronSizes:
 
     def _combinations(self, groups: Mapping[str, Any]) -> list[str]:
         """The names to create that are combinations of axes, and no rows of the groups table."""
-        rows = {*groups, "intra_dp_cp", *OPTIONAL}
+        rows = {*groups, "intra_dp_cp", "embedding", "position_embedding", *OPTIONAL}
         plain = (group.name for group in MEGATRON_GROUPS if not group.name.endswith("_gloo"))
         return [n for n in plain if n not in rows] + ["inter_edp"] * (self.instances > 1)
 
@@ -322,7 +322,10 @@ def sizes_of(spec: GridSpec, world_size: int) -> MegatronSizes:
     wrong = [axis for axis in dense.axes if axis not in ("tp", "cp", "dp", "pp")]
     expert = [r for r in others if r.name == "expert"]
     for region in others:
-        plain = {*region.axes} - {"etp", "ep", "pp"} in ({"edp"}, {"intra_edp", "inter_edp"})
+        data = {*region.axes} - {"etp", "ep", "pp"}
+        plain = len(region.axes) == 3 + len(data) and (
+            data in ({"edp"}, {"intra_edp", "inter_edp"})
+        )
         wrong += [] if region.name == "expert" and plain else [f"region {region.name}"]
     if wrong or not {"tp", "pp"} <= {*dense.axes}:
         raise SpecError(
@@ -332,15 +335,30 @@ def sizes_of(spec: GridSpec, world_size: int) -> MegatronSizes:
     placed = list(dense.axes)
     if expert:
         axes = list(expert[0].axes)
-        after = axes[axes.index("ep") + 1 :]
-        follower = next(a for a in after if a in ("edp", "intra_edp", "pp", "etp")) if after else ""
-        renamed = {"edp": "dp", "intra_edp": "dp", "etp": "tp"}.get(follower, follower)
-        placed.insert(placed.index(renamed) if renamed else len(placed), "ep")
+        after = (axis for axis in axes[axes.index("ep") + 1 :] if shape[axis] > 1)
+        follower = {"edp": "dp", "intra_edp": "dp", "inter_edp": "dp", "etp": "tp", "pp": "pp"}
+        place = next((placed.index(follower[axis]) for axis in after), len(placed))
+        placed.insert(place, "ep")
     else:
         placed.insert(placed.index("dp"), "ep")
-    return MegatronSizes(
+    levels: list[int] = []
+    while hierarchical(len(levels)) in spec.definitions:
+        definition = spec.definitions[hierarchical(len(levels))]
+        levels.append(definition.size(shape))
+    sizes = MegatronSizes(
         world_size=world_size,
         tp=shape["tp"], pp=shape["pp"], cp=shape.get("cp", 1), ep=shape.get("ep", 1),
         etp=shape.get("etp", shape["tp"]), instances=shape.get("inter_edp", 1),
-        order="-".join(placed),
+        order="-".join(placed), hierarchical=tuple(levels),
+        hybrid=not spec.definitions.keys().isdisjoint((hybrid(2), hybrid(2, 0))),
+        all_gather="dp_cp_ag" in spec.definitions,
     )  # fmt: skip
+    for mine, theirs in zip(spec.regions, sizes.spec().regions, strict=False):
+        layouts = [[one for one in region.numbers if one[1] > 1] for region in (mine, theirs)]
+        if layouts[0] != layouts[1]:
+            orders = ["-".join(axis for axis, _ in layout) for layout in layouts]
+            raise SpecError(
+                f"Megatron cannot express region {mine.name!r} in the order {orders[0]}; both its "
+                f"regions have one order, in which this one is {orders[1]}"
+            )
+    return sizes

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.grid import HyperCommGrid
 from commgrid.registry import get_grid
 from commgrid.spec import GridSpec
-from megatron_adapter.errors import AmbiguousGridError
+from megatron_adapter.errors import AmbiguousGridError, MegatronStateError
 from megatron_adapter.names import MEGATRON_GROUPS, hierarchical, hybrid
 from megatron_adapter.spec import sizes_of
 
@@ -36,6 +37,9 @@ _OTHERS = (
     "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_HYBRID_DP_CP_GROUPS", "_GLOBAL_MEMORY_BUFFER",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list",
 )  # fmt: skip
+_KEPT = (*_OVERRIDES, *_OTHERS[:2])
+"""What is not initialization's to set alone: it stays if it was set before."""
+
 VARIABLES = (
     *(group.state for group in MEGATRON_GROUPS),
     *(group.ranks for group in MEGATRON_GROUPS if group.ranks is not None),
@@ -71,7 +75,15 @@ class MegatronState:
         self.grid, self.owns_grid = grid, owns_grid
         self._expected = grid.spec if owns_grid else sizes_of(grid.spec, grid.world_size).spec()
         self.companion = None if owns_grid else self._make_companion()
+        self.handed_out = False  # whether somebody keeps its groups, as in a collection
         self.values = initial()
+        try:
+            self._fill()
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self) -> None:
         for group in MEGATRON_GROUPS:
             name = self._meaning(group.name)
             if self.is_member(name):
@@ -102,8 +114,9 @@ class MegatronState:
         wanted = {self._meaning(group.name) for group in MEGATRON_GROUPS}
         known = {name for name in wanted if _canonical(expected, name) in expected.definitions}
         missing = [name for name in sorted(known) if not _has(self.grid, name)]
-        for name in known.difference(missing) & rows.keys():
-            _check_same(self.grid, expected, name)
+        for name in rows:
+            if name in self.grid.spec.definitions:
+                _check_same(self.grid, expected, name)
         if not missing:
             return None
         spec = replace(
@@ -114,7 +127,10 @@ class MegatronState:
             share=self.grid.spec.share,
             ranks=self.grid.spec.ranks,
         )
-        return HyperCommGrid(spec, name=f"{self.grid.name}/megatron")
+        return HyperCommGrid(
+            spec, name=f"{self.grid.name}/megatron", backend=self.grid.backend,
+            timeout=self.grid.timeout,
+        )  # fmt: skip
 
     def _grid_with(self, name: str) -> HyperCommGrid:
         for grid in self._grids:
@@ -154,6 +170,7 @@ class MegatronState:
 
     def close(self) -> None:
         """Destroys what it made."""
+        self.values = initial()
         companion, self.companion = self.companion, None
         if companion is not None:
             companion.destroy()
@@ -176,18 +193,21 @@ def _check_same(grid: HyperCommGrid, expected: GridSpec, name: str) -> None:
     """Refuses a group that has one of Megatron's names and other members."""
     mine, theirs = grid.spec.definitions[name], expected.definitions[name]
     size = grid.size(*mine.axes)
-    pairs = [(d.region, d.axes, d.positions(size), d.part) for d in (mine, theirs)]
-    if pairs[0] != pairs[1]:
+    pairs = [(d.region, {*d.axes}, d.positions(size), d.part) for d in (mine, theirs)]
+    over = theirs.options.backend in (None, mine.options.backend)
+    if pairs[0] != pairs[1] or (theirs.own and not mine.own) or not over:
+        row = next(e for e in expected.groups if name in (e.name, *dict(e.split or ())))
         raise SpecError(
             f"groups.{name} of grid {grid.name!r} is not what Megatron means by it; expected "
-            f"{next(e.to_dict() for e in expected.groups if e.name == name)}"
+            f"{row.to_dict()}, or another name"
         )
 
 
 class Publisher(Protocol):
-    """An installed megatron-core, whose variables follow."""
+    """An installed megatron-core, whose variables of these names follow."""
 
     variables: dict[str, Any]
+    names: frozenset[str]
 
     def publish(self, values: dict[str, Any] | None) -> None:
         """Shows these variables; None: a grid must be chosen first."""
@@ -199,6 +219,7 @@ class Store:
     def __init__(self) -> None:
         self.states: list[MegatronState] = []  # those that getters answer for
         self._made: list[MegatronState] = []  # those and what only collections were made of
+        self._watched: WeakSet[HyperCommGrid] = WeakSet()
         self._chosen: list[MegatronState] = []
         self._blank = initial()  # what is asked and set while there is no grid
         self._publisher: Publisher | None = None
@@ -210,8 +231,14 @@ class Store:
         """The state of a grid; made, with all its ranks, at the first call.
 
         Raises:
+            MegatronStateError: the grid was destroyed.
             SpecError: Megatron cannot express the grid.
         """
+        if grid.is_destroyed:
+            raise MegatronStateError(
+                f"grid {grid.name!r} was destroyed; give one that is alive, as "
+                "commgrid.initialize makes it"
+            )
         for state in self._made:
             if state.grid is grid:
                 return state
@@ -220,29 +247,45 @@ class Store:
     def keep(self, state: MegatronState) -> MegatronState:
         """A new state, which goes when its grid does."""
         self._made.append(state)
-        state.grid.before_destroy(lambda: self.remove(state))
+        grid = state.grid
+        if grid not in self._watched:
+            self._watched.add(grid)
+            grid.before_destroy(lambda: self._grid_goes(grid))
         return state
+
+    def _grid_goes(self, grid: HyperCommGrid) -> None:
+        for state in [state for state in self._made if state.grid is grid]:
+            state.handed_out = False
+            self.remove(state)
 
     def add(self, state: MegatronState) -> None:
         """A state that getters answer for from now on, alone or after a choice."""
         if state in self.states:
             return
-        overrides = {name: self._blank[name] for name in _OVERRIDES}
-        state.values.update((name, v) for name, v in overrides.items() if v is not None)
+        self._take_back()
+        for name in _KEPT:  # what was set before there was a grid
+            if state.values[name] is None:
+                state.values[name] = self._blank[name]
+        more = self._blank["_global_process_group_list"] or [None]
+        state.values["_global_process_group_list"] += more[1:]
         self._blank = initial()
         self.states.append(state)
         self._show()
 
     def remove(self, state: MegatronState) -> None:
-        """Forgets a state and destroys what it made."""
-        if state not in self._made:
-            return
-        self._made.remove(state)
+        """Getters do not answer for it any more; what it made goes, unless somebody keeps it."""
         if state in self.states:
             self.states.remove(state)
-            self._chosen = [one for one in self._chosen if one is not state]
             self._show()
-        state.close()
+        if state in self._made and not state.handed_out:
+            self._made.remove(state)
+            state.close()
+
+    def clear(self) -> None:
+        """Forgets what was set while there was no grid."""
+        self._take_back()
+        self._blank = initial()
+        self._show()
 
     # -- which is asked -----------------------------------------------------------------
 
@@ -252,9 +295,16 @@ class Store:
 
         Raises:
             AmbiguousGridError: there are several and none was chosen.
+            MegatronStateError: the one that was chosen is gone.
         """
         if self._chosen:
-            return self._chosen[-1]
+            chosen = self._chosen[-1]
+            if chosen not in self.states:
+                raise MegatronStateError(
+                    f"grid {chosen.grid.name!r}, which megatron_adapter.active chose here, was "
+                    "destroyed or uninstalled meanwhile; leave the `with`, or choose another"
+                )
+            return chosen
         if len(self.states) > 1:
             names = ", ".join(repr(state.grid.name) for state in self.states)
             raise AmbiguousGridError(
@@ -263,12 +313,16 @@ class Store:
             )
         return self.states[0] if self.states else None
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """The variables to read and write now."""
+    def variables(self, name: str) -> dict[str, Any]:
+        """Where a variable is read and written now: in an installed megatron-core if it is there.
+
+        Raises:
+            MegatronStateError: see `current`.
+        """
         state = self.current
-        if self._publisher is not None and self._shown is not None:
-            return self._publisher.variables
+        publisher = None if self._shown is None else self._publisher
+        if publisher is not None and name in publisher.names:
+            return publisher.variables
         return self._blank if state is None else state.values
 
     @contextmanager
@@ -279,10 +333,7 @@ class Store:
         try:
             yield
         finally:
-            if self._chosen and state in self._chosen:
-                self._chosen.reverse()
-                self._chosen.remove(state)
-                self._chosen.reverse()
+            self._chosen.remove(state)  # the same state may be there twice; either will do
             self._show()
 
     # -- an installed megatron-core -----------------------------------------------------
@@ -298,13 +349,8 @@ class Store:
     def _take_back(self) -> None:
         """What Megatron's own functions have set belongs to the grid it was set for."""
         if self._publisher is not None and self._shown is not None:
-            self._shown.update((n, self._publisher.variables[n]) for n in self._publisher_names)
+            self._shown.update((n, self._publisher.variables[n]) for n in self._publisher.names)
         self._shown = None
-
-    @property
-    def _publisher_names(self) -> list[str]:
-        assert self._publisher is not None
-        return [name for name in VARIABLES if name in self._publisher.variables]
 
     def _show(self) -> None:
         if self._publisher is None:
@@ -312,7 +358,7 @@ class Store:
         self._take_back()
         try:
             state = self.current
-        except AmbiguousGridError:
+        except MegatronStateError:
             self._publisher.publish(None)
             return
         shown = self._blank if state is None else state.values
@@ -332,6 +378,7 @@ def active(grid: HyperCommGrid | str) -> Iterator[HyperCommGrid]:
 
     Raises:
         SpecError: Megatron cannot express the grid.
+        MegatronStateError: the grid was destroyed.
 
     Example:
         >>> import commgrid, megatron_adapter

@@ -12,7 +12,7 @@ from megatron_adapter.state import STORE
 
 def peek(variable: str) -> Any:
     """A variable, None where nobody set it."""
-    return STORE.values.get(variable)
+    return STORE.variables(variable).get(variable)
 
 
 def read(variable: str, what: str, check_initialized: bool = True) -> Any:
@@ -21,18 +21,18 @@ def read(variable: str, what: str, check_initialized: bool = True) -> Any:
     Raises:
         MegatronStateError: it did not, and `check_initialized` asks for it.
     """
-    found = STORE.values.get(variable)
+    found = peek(variable)
     if found is None and check_initialized:
         raise MegatronStateError(
-            f"{what} is not initialized; call initialize_model_parallel, or "
-            "megatron_adapter.install(grid), with the option that creates it"
+            f"{what} is not initialized; call initialize_model_parallel with the option that "
+            "creates it, or choose a grid with megatron_adapter.active or install"
         )
     return found
 
 
 def write(variable: str, value: Any) -> None:
     """Sets a variable of the grid that is asked."""
-    STORE.values[variable] = value
+    STORE.variables(variable)[variable] = value
 
 
 def is_up() -> bool:

@@ -49,7 +49,7 @@ __all__ = [
 
 def is_initialized() -> bool:
     """Whether there is a state to ask, of one grid or several."""
-    return len(STORE.states) > 1 or peek("_DATA_PARALLEL_GROUP") is not None
+    return bool(STORE.states)
 
 
 def is_unitialized() -> bool:
@@ -62,10 +62,7 @@ def is_unitialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Whether the tensor, pipeline and data parallel groups exist."""
-    kinds = ("TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
-    return len(STORE.states) > 1 or all(
-        peek(f"_{kind}_PARALLEL_GROUP") is not None for kind in kinds
-    )
+    return bool(STORE.states)
 
 
 # -- tensor and model parallel ----------------------------------------------------------

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from commgrid.layout import RankLayout
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.parallel_state.access import peek, write
+from megatron_adapter.state import STORE
 
 _AXES = ("tp", "pp", "dp", "ep", "cp")
 
@@ -122,13 +123,12 @@ def create_group(
     group_desc: str | None = None,
 ) -> Any:
     """`torch.distributed.new_group`; `update_pg_timeout` knows the group from then on."""
+    known = peek("_global_process_group_list") or [None]
     group = dist.new_group(
         ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
     )
     if ranks is None or dist.get_rank() in ranks:
-        write(
-            "_global_process_group_list", [*(peek("_global_process_group_list") or [None]), group]
-        )
+        write("_global_process_group_list", [*known, group])
     return group
 
 
@@ -229,13 +229,19 @@ def overwrite_nccl_comm_cfgs(
 
 
 def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -> None:
-    """Gives every group of the grid that is asked, and WORLD, another timeout; or one group.
+    """Gives every group of the grid that is asked another timeout; or one group.
 
-    All its ranks call it, since it waits for them first.
+    WORLD gets it too, unless the grid covers a part of it. All ranks of the grid (or group) call
+    it, since it waits for them first.
     """
-    dist.barrier(pg)
+    state = STORE.current
+    groups = [pg] if pg is not None else peek("_global_process_group_list") or [None]
+    everyone = pg
+    if pg is None and state is not None and state.grid.world_size < dist.get_world_size():
+        groups = groups[1:]
+        everyone = peek("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")  # all ranks of the grid
+    dist.barrier(everyone)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    groups = [pg] if pg is not None else peek("_global_process_group_list") or []
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timeout, group)

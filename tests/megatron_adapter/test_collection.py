@@ -57,6 +57,8 @@ def collections() -> None:
         if not view.is_member("embedding"):
             with pytest.raises(NotInGroupError, match="the collection's embd is None"):
                 view.get_group("embedding")
+        if found.hcp is not None:
+            assert [view.get_group(f"hcp_{i}") for i in range(len(found.hcp))] == found.hcp
         with pytest.raises(UnknownGroupError, match="no group 'dq'"):
             view.size("dq")
         megatron_adapter.destroy_model_parallel()

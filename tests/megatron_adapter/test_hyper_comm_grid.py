@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commgrid import GridMismatchError, GridNotInitializedError, SpecError
+from commgrid import (
+    CommGridError,
+    GridMismatchError,
+    GridNotInitializedError,
+    PeerFailedError,
+    SpecError,
+    _dist,
+)
 from megatron_adapter import HyperCommGrid, MegatronSizeError
 from tests.ranks import run_on_ranks
 
@@ -73,11 +80,39 @@ def groups() -> None:
     assert len(dist.distributed_c10d._world.pg_map) == before - (4 if 0 < rank < 7 else 0)
     mine.create_pg("tp")  # and again
 
+    # Grids that overlap do not take each other's ranks for their own.
+    small, large = HyperCommGrid([2, 2], ["tp", "dp"]), HyperCommGrid([2, 4], ["tp", "dp"])
+    if rank < 4:
+        assert small.create_pg("dp") is not None
+    assert large.create_pg("dp") is not None
+
     # Ranks that ask for different groups are told so.
     asked = "tp" if rank % 2 else "dp"
     other = HyperCommGrid([4, 2], ["tp", "dp"])
     with pytest.raises(GridMismatchError, match="dims"):
         other.create_pg(asked)
+
+
+def one_fails() -> None:
+    grid = HyperCommGrid([1, 2], ["tp", "dp"])
+    before = len(dist.distributed_c10d._world.pg_map)
+    create = _dist.create_group
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such device")
+
+    if dist.get_rank() == 1:
+        _dist.create_group = broken
+    kind = CommGridError if dist.get_rank() == 1 else PeerFailedError
+    with pytest.raises(kind, match="no such device"):
+        grid.create_pg("tp")
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    _dist.create_group = create
+    assert grid.create_pg("tp") is not None  # the second try
+
+
+def test_a_rank_that_fails_is_told_to_the_others() -> None:
+    run_on_ranks(one_fails, 2)
 
 
 def test_groups_are_megatrons() -> None:

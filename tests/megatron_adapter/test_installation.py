@@ -6,9 +6,11 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import commgrid
@@ -53,8 +55,10 @@ def lifecycle() -> None:
         assert inspect.signature(initialize) == inspect.signature(theirs.initialize_model_parallel)
         assert tensor_group() is commgrid.get_group("tp")
         assert type(theirs.get_global_memory_buffer()).__module__ == "megatron.core.utils"
-        with pytest.raises(MegatronStateError, match="already initialized on grid 'default'"):
+        with pytest.raises(MegatronStateError, match="already initialized: grid 'default' is"):
             initialize(2)
+        with pytest.raises(MegatronStateError, match="already initialized on grid 'default'"):
+            megatron_adapter.initialize_model_parallel(2)
         theirs.destroy_model_parallel()
         assert not theirs.is_initialized()
         assert not commgrid.is_initialized()
@@ -97,8 +101,7 @@ def plain_grid() -> None:
     assert dist.get_backend(theirs.get_data_parallel_group_gloo()) == "gloo"
     assert theirs.get_data_parallel_group_gloo() is not grid.get_group("dp")
     assert len(groups) > before
-    with pytest.raises(MegatronStateError, match="installed already"):
-        megatron_adapter.install(grid)
+    megatron_adapter.install(grid)  # twice is fine
     theirs.destroy_model_parallel()  # takes what was made beside it, and leaves the grid
     assert len(groups) == before
     assert grid.check()
@@ -150,6 +153,127 @@ def two_grids() -> None:
 
 def test_two_grids_and_no_choice_is_an_error() -> None:
     run_on_ranks(two_grids, 4)
+
+
+def chosen_and_gone() -> None:
+    """What is chosen and then destroyed is not silently another grid's."""
+    first = megatron_adapter.initialize_model_parallel(2, name="first")
+    megatron_adapter.initialize_model_parallel(1, name="second")
+    megatron_adapter.install(first)
+    with megatron_adapter.active("first"):
+        commgrid.destroy("first")
+        for ask in (world_size, mpu.get_tensor_model_parallel_world_size):
+            with pytest.raises(MegatronStateError, match=r"'first', which .* chose here, was des"):
+                ask()
+    assert world_size() == mpu.get_tensor_model_parallel_world_size() == 1
+    before = len(dist.distributed_c10d._world.pg_map)
+    for use in (megatron_adapter.install, megatron_adapter.process_group_collection):
+        with pytest.raises(MegatronStateError, match="grid 'first' was destroyed"):
+            use(first)
+    with (
+        pytest.raises(MegatronStateError, match="was destroyed"), megatron_adapter.active(first)
+    ):  # fmt: skip
+        pass
+    with (
+        pytest.raises(KeyError), megatron_adapter.active("second"),
+        megatron_adapter.active("second"),
+    ):  # fmt: skip
+        raise KeyError
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    megatron_adapter.uninstall()
+    mpu.destroy_model_parallel()
+
+
+def test_a_choice_that_is_gone() -> None:
+    run_on_ranks(chosen_and_gone, 2)
+
+
+def set_before() -> None:
+    """What is set before there is a grid stays, and what is ended is forgotten."""
+    for module, begin in (
+        (theirs, theirs.initialize_model_parallel), (mpu, mpu.initialize_model_parallel),
+    ):  # fmt: skip
+        megatron_adapter.install()
+        module.set_tensor_model_parallel_world_size(4)
+        module.set_virtual_pipeline_model_parallel_world_size(3)
+        module.destroy_model_parallel()
+        with pytest.raises(AssertionError):
+            module.get_tensor_model_parallel_world_size()
+        module.set_tensor_model_parallel_world_size(4)
+        module.set_virtual_pipeline_model_parallel_world_size(3)
+        begin(2)
+        assert theirs.get_tensor_model_parallel_world_size() == 4
+        assert mpu.get_tensor_model_parallel_world_size() == 4
+        assert mpu.get_virtual_pipeline_model_parallel_world_size() == 3
+        made = module.create_group([0, 1], timeout=timedelta(seconds=71))
+        mpu.update_pg_timeout(timedelta(seconds=77))
+        for group in (made, commgrid.get_group("tp"), dist.group.WORLD):
+            options = group._get_backend(torch.device("cpu")).options
+            assert options._timeout == timedelta(seconds=77)
+        dist.destroy_process_group(made)
+        module.destroy_model_parallel()
+        megatron_adapter.uninstall()
+
+
+def test_what_is_set_before_initialization_stays() -> None:
+    run_on_ranks(set_before, 2)
+
+
+def patched() -> None:
+    """Functions that a user replaced stay the user's, and Megatron's own come back."""
+    before = picture()
+    megatron_adapter.install()
+    original = theirs.destroy_model_parallel
+    calls = []
+
+    def mine() -> None:
+        calls.append(1)
+        original()
+
+    theirs.destroy_model_parallel = mine
+    theirs.initialize_model_parallel(2)
+    megatron_adapter.initialize_model_parallel(1, name="other")
+    with pytest.raises(AmbiguousGridError):
+        mine()
+    commgrid.destroy("other")
+    mine()
+    assert calls == [1, 1]
+    megatron_adapter.uninstall()
+    theirs.destroy_model_parallel = original
+    assert picture() == before
+
+
+def test_functions_that_were_replaced() -> None:
+    run_on_ranks(patched, 2)
+
+
+def part_of_the_world() -> None:
+    """A grid on ranks 2 and 3 of 4, with its own timeout, and what is made beside it."""
+    if dist.get_rank() < 2:
+        return
+    grid = commgrid.initialize(tp=2, ranks=range(2, 4), timeout=33)
+    for _ in range(3):
+        megatron_adapter.install(grid)
+        assert theirs.get_tensor_model_parallel_src_rank() == 2
+        for group in (tensor_group(), theirs.get_embedding_group()):
+            options = group._get_backend(torch.device("cpu")).options
+            assert options._timeout == timedelta(seconds=33)
+        megatron_adapter.uninstall()
+    assert len(grid._before_destroy) == 1
+    collection = megatron_adapter.process_group_collection(grid)
+    megatron_adapter.install(grid)
+    mpu.update_pg_timeout(timedelta(seconds=55))  # waits for this grid's ranks alone
+    megatron_adapter.uninstall()
+    world = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    assert world != timedelta(seconds=55)
+    dist.barrier(collection.mp)  # it lives on
+    assert megatron_adapter.grid_view(collection).get_ranks("embedding") == (dist.get_rank(),)
+    commgrid.destroy()
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def test_a_grid_on_a_part_of_the_world() -> None:
+    run_on_ranks(part_of_the_world, 4)
 
 
 def chosen_grid() -> None:
@@ -242,10 +366,24 @@ def no_words_for_it() -> None:
             megatron_adapter.install(grid)
         assert not hasattr(theirs, "_commgrid_targets")
         commgrid.destroy()
-    other = commgrid.initialize(pp=2, groups={"embedding": {"of": "pp", "pick": ["last"]}})
-    with pytest.raises(SpecError, match=r"groups.embedding of grid 'default' is not what Megatron"):
-        megatron_adapter.install(other)
-    commgrid.destroy()
+    for axes, said in (
+        ({"edp": 1, "ep": 2, "etp": 1, "pp": 1}, ""),
+        ({"edp": 2, "pp": 1}, "region expert"),
+    ):  # fmt: skip
+        region = {"expert": {"axes": axes, "order": "-".join(axes)}}
+        grid = commgrid.initialize(config={"axes": {"tp": 2}, "regions": region})
+        if said:
+            with pytest.raises(SpecError, match=said):
+                megatron_adapter.install(grid)
+        commgrid.destroy()
+    for name, row in (
+        ("embedding", {"of": "pp", "pick": ["last"]}), ("dp_gloo", {"of": "dp"}),
+        ("dp_cp_ag", {"of": "tp", "own": True}), ("hcp_0", {"of": "tp"}),
+    ):  # fmt: skip
+        other = commgrid.initialize(pp=2, groups={name: row})
+        with pytest.raises(SpecError, match=f"groups.{name} of grid 'default' is not what Megat"):
+            megatron_adapter.install(other)
+        commgrid.destroy()
     with pytest.raises(MegatronStateError, match="was destroyed"):
         megatron_adapter.install(other)
     theirs.initialize_model_parallel(2)
@@ -257,19 +395,39 @@ def test_grids_that_cannot_be_installed() -> None:
     run_on_ranks(no_words_for_it, 2)
 
 
+def regions() -> None:
+    """The experts' order must be one that Megatron has for both regions."""
+
+    def grid(order: str, **axes: int) -> commgrid.HyperCommGrid:
+        region = {"expert": {"axes": {"etp": 1, "pp": 1, **axes}, "order": order}}
+        dense = {"tp": 2, "dp": 4}
+        return commgrid.initialize(config={"axes": dense, "order": "tp-dp", "regions": region})
+
+    ranks = dist.get_process_group_ranks
+    for order in ("etp-ep-edp-pp", "edp-ep-etp-pp", "ep-edp-etp-pp"):
+        made = grid(order, ep=2, edp=4)
+        megatron_adapter.install(made)
+        assert ranks(theirs.get_expert_model_parallel_group()) == list(made.get_ranks("ep"))
+        twin = theirs.get_expert_data_parallel_group_gloo()
+        assert ranks(twin) == list(made.get_ranks("edp"))
+        megatron_adapter.uninstall()
+        commgrid.destroy()
+    made = grid("edp-etp-ep-pp", ep=2, edp=2, etp=2)
+    with pytest.raises(SpecError, match="'expert' in the order edp-etp-ep; both its"):
+        megatron_adapter.install(made)
+
+
+def test_the_experts_order() -> None:
+    run_on_ranks(regions, 8)
+
+
 def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(theirs) == []
     strange = types.ModuleType("megatron.core.parallel_state")
     vars(strange).update(vars(theirs))
     strange._SPARE_GROUP = None
-
-    def initialize_model_parallel(tensor_model_parallel_size: int = 1, rings: int = 1) -> None: ...
-
-    def get_ring_group() -> None: ...
-
-    for function in (initialize_model_parallel, get_ring_group):
-        function.__module__ = strange.__name__
-        setattr(strange, function.__name__, function)
+    text = "def initialize_model_parallel(tensor_model_parallel_size=1, rings=1): ..."
+    exec(f"{text}\ndef get_ring_group(): ...", vars(strange))
     del strange._EMBEDDING_GROUP
     found = differences(strange)
     assert found == [
@@ -277,8 +435,9 @@ def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "variable _EMBEDDING_GROUP is missing",
         "initialize_model_parallel has a parameter rings",
         "function get_ring_group is not known",
+        "function destroy_model_parallel was replaced by another",  # it is of another module
     ]
-    monkeypatch.setattr("megatron_adapter.installation.version", lambda _: "0.9.0")
+    monkeypatch.setattr("megatron.core.__version__", "0.9.0")
     with pytest.raises(MegatronVersionError, match=r"its version is 0.9.0, known are 0.15.3, 0.16"):
         load_megatron()
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", None)

@@ -51,6 +51,14 @@ def test_every_way_to_read_is_found_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "code.py"
     path.write_text(CODE)
     assert [(read.line, read.name) for read in scan(path)] == EXPECTED
+    star = tmp_path / "star.py"
+    star.write_text(
+        "from megatron.core.parallel_state import *\n"
+        "a = get_data_parallel_rank() + get_data_parallel_rank()\n"
+        "destroy_model_parallel()\n"
+    )
+    assert [(read.line, read.name) for read in scan(star)] == [(2, "get_data_parallel_rank")] * 2
+    star.unlink()
     (tmp_path / "clean.py").write_text("import torch\nprint(torch.get_default_dtype())\n")
     assert [(read.line, read.name) for read in scan(tmp_path)] == EXPECTED
 

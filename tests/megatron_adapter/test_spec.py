@@ -128,7 +128,7 @@ def test_sizes_of_a_grid_are_found_again() -> None:
         MegatronSizes(16, tp=2, pp=2, ep=4, etp=1),
         MegatronSizes(16, tp=2, ep=2, etp=1, instances=2),
         MegatronSizes(16, tp=2, pp=2, cp=2, etp=4, order="tp-cp-pp-ep-dp"),
-        MegatronSizes(8, order="ep-tp-dp-cp-pp", ep=2),
+        MegatronSizes(8, tp=2, ep=2, order="ep-tp-cp-dp-pp"),
     ):
         again = sizes_of(sizes.spec(), sizes.world_size)
         assert again.spec() == sizes.spec()
