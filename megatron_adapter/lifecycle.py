@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +81,52 @@ def initialize_model_parallel(
         MegatronSizeError: sizes that do not fit (a RuntimeError, as Megatron's).
         SpecError, GridMismatchError, PeerTimeoutError: see `commgrid.initialize`.
     """
+    virtual = virtual_pipeline_model_parallel_size
+    _check_start(name, pipeline_model_parallel_size, virtual)
+    nccl = read_nccl_config(nccl_communicator_config_path, high_priority_stream_groups)
+    sharp = _sharp_group(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
+    if sharp is not None:
+        nccl.setdefault(sharp, {})[SHARP] = 1
+    sizes = MegatronSizes(
+        world_size=dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+        etp=expert_tensor_parallel_size,
+        instances=num_distributed_optimizer_instances,
+        order=order,
+        hierarchical=tuple(hierarchical_context_parallel_sizes or ()),
+        hybrid=hybrid_context_parallel,
+        gloo=create_gloo_process_groups,
+        all_gather=bool(create_all_gather_group),
+        pipeline_backend=pipeline_model_parallel_comm_backend,
+        backend=dist.get_backend_config(),
+        nccl=nccl,
+    )
+    sizes.check()
+    chosen = _choose(sizes, get_embedding_ranks, get_position_embedding_ranks)
+    picks: dict[str, Any] = {one: tuple(sorted(positions)) for one, positions in chosen.items()}
+    grid = commgrid.initialize(
+        config=replace(sizes, **picks).spec(share=share, connect=connect),
+        timeout=timedelta(minutes=distributed_timeout_minutes),
+        startup_timeout=startup_timeout,
+        name=name,
+    )
+    state = MegatronState(grid, owns_grid=True)
+    if virtual is not None:
+        state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
+        state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual
+    for embedding, positions in chosen.items():
+        variable = f"_{embedding.upper()}_GLOBAL_RANKS"
+        if state.values[variable] is not None:  # in the order in which the function named them
+            state.values[variable] = [grid.get_ranks("pp")[i] for i in positions]
+    STORE.add(STORE.keep(state))
+    return grid
+
+
+def _check_start(name: str, pp: int, virtual: int | None) -> None:
+    """Refuses to start where Megatron's asserts would, or with virtual stages of one stage."""
     if not dist.is_initialized():
         raise MegatronStateError(
             "torch.distributed is not initialized; call torch.distributed.init_process_group "
@@ -90,70 +137,11 @@ def initialize_model_parallel(
             f"model parallel is already initialized on grid {name!r}; call destroy_model_parallel "
             "first, or give another name="
         )
-    if pipeline_model_parallel_comm_backend not in (None, "nccl", "ucc"):
-        raise MegatronStateError(
-            f"pipeline_model_parallel_comm_backend={pipeline_model_parallel_comm_backend!r}; "
-            "expected None, nccl or ucc"
-        )
-    virtual = virtual_pipeline_model_parallel_size
-    if virtual is not None and pipeline_model_parallel_size < 2:
+    if virtual is not None and pp < 2:
         raise MegatronSizeError(
             f"virtual_pipeline_model_parallel_size={virtual} needs a "
-            f"pipeline_model_parallel_size above 1, not {pipeline_model_parallel_size}"
+            f"pipeline_model_parallel_size above 1, not {pp}"
         )
-    nccl = read_nccl_config(nccl_communicator_config_path, high_priority_stream_groups)
-    sharp = _sharp_group(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
-    if sharp is not None:
-        nccl.setdefault(sharp, {})[SHARP] = 1
-    sizes: dict[str, Any] = {
-        "world_size": dist.get_world_size(),
-        "tp": tensor_model_parallel_size,
-        "pp": pipeline_model_parallel_size,
-        "cp": context_parallel_size,
-        "ep": expert_model_parallel_size,
-        "etp": expert_tensor_parallel_size,
-        "instances": num_distributed_optimizer_instances,
-        "order": order,
-        "hierarchical": tuple(hierarchical_context_parallel_sizes or ()),
-        "hybrid": hybrid_context_parallel,
-        "gloo": create_gloo_process_groups,
-        "all_gather": bool(create_all_gather_group),
-        "pipeline_backend": pipeline_model_parallel_comm_backend,
-        "backend": dist.get_backend_config(),
-        "nccl": nccl,
-    }
-    plain = MegatronSizes(**sizes)
-    plain.check()
-    pipeline = _pipeline(plain)
-    embedding, position = (
-        _positions(function, which, pipeline)
-        for function, which in (
-            (get_embedding_ranks, "get_embedding_ranks"),
-            (get_position_embedding_ranks, "get_position_embedding_ranks"),
-        )
-    )
-    if embedding is not None:
-        sizes["embedding"] = tuple(sorted(embedding))
-    if position is not None:
-        sizes["position_embedding"] = tuple(sorted(position))
-    grid = commgrid.initialize(
-        config=MegatronSizes(**sizes).spec(share=share, connect=connect),
-        timeout=timedelta(minutes=distributed_timeout_minutes),
-        startup_timeout=startup_timeout,
-        name=name,
-    )
-    state = MegatronState(grid, owns_grid=True)
-    if virtual is not None:
-        state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
-        state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual
-    for variable, chosen in (
-        ("_EMBEDDING_GLOBAL_RANKS", embedding),
-        ("_POSITION_EMBEDDING_GLOBAL_RANKS", position),
-    ):
-        if chosen is not None and state.values[variable] is not None:
-            state.values[variable] = [pipeline[i] for i in chosen]  # in the function's order
-    STORE.add(STORE.keep(state))
-    return grid
 
 
 def _sharp_group(use_sharp: bool, group: str | None, instances: int) -> str | None:
@@ -173,23 +161,25 @@ def _sharp_group(use_sharp: bool, group: str | None, instances: int) -> str | No
     return "inter_ep_dp" if group == "dp_replica" else "dp_cp"
 
 
-def _pipeline(sizes: MegatronSizes) -> list[int]:
-    """The ranks of this rank's pipeline."""
+def _choose(
+    sizes: MegatronSizes, embedding: RanksOf | None, position_embedding: RanksOf | None
+) -> dict[str, Pick]:
+    """Where in its pipeline the ranks are that functions choose for an embedding."""
     dense, _ = sizes.axes()
-    return list(RankLayout.from_sizes(dense).group(dist.get_rank(), "pp"))
-
-
-def _positions(function: RanksOf | None, name: str, pipeline: list[int]) -> Pick | None:
-    """Where in its pipeline the ranks are that a function chooses."""
-    if function is None:
-        return None
-    chosen = list(function(list(pipeline)))
-    if not set(chosen) <= set(pipeline) or len(set(chosen)) < len(chosen):
-        raise MegatronStateError(
-            f"{name} answered {chosen} for the pipeline {pipeline}; expected some of its ranks, "
-            "each once"
-        )
-    return tuple(pipeline.index(rank) for rank in chosen)
+    pipeline = list(RankLayout.from_sizes(dense).group(dist.get_rank(), "pp"))
+    found = {}
+    functions = {"embedding": embedding, "position_embedding": position_embedding}
+    for name, function in functions.items():
+        if function is None:
+            continue
+        chosen = list(function(list(pipeline)))
+        if not set(chosen) <= set(pipeline) or len(set(chosen)) < len(chosen):
+            raise MegatronStateError(
+                f"get_{name}_ranks answered {chosen} for the pipeline {pipeline}; expected some "
+                "of its ranks, each once"
+            )
+        found[name] = tuple(pipeline.index(rank) for rank in chosen)
+    return found
 
 
 def destroy_model_parallel() -> None:

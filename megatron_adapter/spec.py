@@ -128,6 +128,11 @@ class MegatronSizes:
                     f"{self.instances} distributed optimizer instances do not divide the {name} "
                     f"size {size}"
                 )
+        if self.pipeline_backend not in (None, "nccl", "ucc"):
+            raise MegatronStateError(
+                f"pipeline_model_parallel_comm_backend={self.pipeline_backend!r}; expected None, "
+                "nccl or ucc"
+            )
         if self.hierarchical and math.prod(self.hierarchical) != self.cp:
             raise MegatronStateError(
                 f"hierarchical_context_parallel_sizes={list(self.hierarchical)}: their product is "

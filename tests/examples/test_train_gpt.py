@@ -95,6 +95,7 @@ def test_same_curve_however_it_is_cut(dtype: str, tmp_path: Path) -> None:
 def test_same_curve_on_eight_ranks(dtype: str, tmp_path: Path) -> None:
     arguments = [*SMALL, "--steps", "20", "--dtype", dtype]
     reference = curves(1, 1, {"alone": arguments}, tmp_path)["alone"]
+    assert len(reference) == 20
     for tp, dp in [(8, 1), (2, 4), (1, 8)]:
         same_curve(
             curves(tp, dp, {f"{tp}-{dp}": arguments}, tmp_path)[f"{tp}-{dp}"], reference, dtype
