@@ -13,7 +13,14 @@ import commgrid
 from commgrid.grid import HyperCommGrid, Seconds
 from commgrid.layout import RankLayout
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
-from megatron_adapter.spec import DEFAULT_ORDER, SHARP, MegatronSizes, Pick, read_nccl_config
+from megatron_adapter.spec import (
+    CONNECT,
+    DEFAULT_ORDER,
+    SHARP,
+    MegatronSizes,
+    Pick,
+    read_nccl_config,
+)
 from megatron_adapter.state import STORE, MegatronState
 
 RanksOf = Callable[[list[int]], Sequence[int]]
@@ -43,7 +50,7 @@ def initialize_model_parallel(
     create_all_gather_group: bool | None = False,
     *,
     share: str = "region",
-    connect: str | Sequence[str] = "axes",
+    connect: str | Sequence[str] = CONNECT,
     startup_timeout: Seconds = 60.0,
     name: str = "default",
 ) -> HyperCommGrid:
@@ -70,7 +77,9 @@ def initialize_model_parallel(
         high_priority_stream_groups: Megatron's names of groups with streams of high priority.
         sharp_enabled_group: "dp" or "dp_replica".
         create_all_gather_group: whether dp_cp has a second communicator.
-        share, connect, startup_timeout, name: as `commgrid.initialize` takes them.
+        share, startup_timeout, name: as `commgrid.initialize` takes them.
+        connect: likewise; by default tp, cp, dp and pp connect now, the rest at first use, as
+            all of Megatron's do.
 
     Returns:
         The grid.

@@ -33,6 +33,9 @@ NCCL_KEYS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name", "is_high_pr
 SHARP = "collnet_enable"
 """The NCCL option of a communicator that uses SHARP."""
 
+CONNECT = ("tp", "cp", "dp", "pp")
+"""What connects during initialization; the rest does at first use, as all of Megatron's do."""
+
 Pick = tuple[int, ...]
 
 
@@ -172,7 +175,7 @@ class MegatronSizes:
         expert = {name: size for axis in placed for name, size in parts[axis].items()}
         return dense, expert
 
-    def spec(self, *, share: str = "region", connect: str | Sequence[str] = "axes") -> GridSpec:
+    def spec(self, *, share: str = "region", connect: str | Sequence[str] = CONNECT) -> GridSpec:
         """The grid with Megatron's groups.
 
         Args:
