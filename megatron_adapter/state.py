@@ -277,6 +277,7 @@ class Store:
         if state in self.states:
             self.states.remove(state)
             self._show()
+            state.values |= dict.fromkeys((*_KEPT, "_GLOBAL_MEMORY_BUFFER"))
         if state in self._made and not state.handed_out:
             self._made.remove(state)
             state.close()

@@ -263,6 +263,12 @@ def part_of_the_world() -> None:
     collection = megatron_adapter.process_group_collection(grid)
     megatron_adapter.install(grid)
     mpu.update_pg_timeout(timedelta(seconds=55))  # waits for this grid's ranks alone
+    theirs.set_virtual_pipeline_model_parallel_world_size(3)
+    buffer = theirs.get_global_memory_buffer()
+    megatron_adapter.uninstall()
+    megatron_adapter.install(grid)
+    assert theirs.get_virtual_pipeline_model_parallel_world_size() is None
+    assert theirs.get_global_memory_buffer() is not buffer
     megatron_adapter.uninstall()
     world = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     assert world != timedelta(seconds=55)
