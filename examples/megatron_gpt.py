@@ -1,11 +1,12 @@
 """Train megatron-core's own GPTModel, through its own schedule, on commgrid's groups.
 
     torchrun --standalone --nproc-per-node 4 examples/megatron_gpt.py --tp 2 --pp 2
-    torchrun --standalone --nproc-per-node 4 examples/megatron_gpt.py --tp 2 --experts 4 --ep 2
+    torchrun --standalone --nproc-per-node 4 examples/megatron_gpt.py --experts 4 --ep 2 \\
+        --tp 2 --etp 1 --sequence-parallel          # which Megatron wants of experts beside tp
 
 The program is one for megatron-core; the lines marked <- commgrid are all that was added. With
 --groups megatron they do nothing, and the losses are the same to the last bit. Needs
-megatron-core 0.15.3 or 0.16.1; the tokens are drawn from --seed.
+megatron-core 0.15.3 or 0.16.1. There is one thing to learn: a token is 3 times the one before + 1.
 
 On a machine without CUDA a few stand-ins make megatron-core run (the end of this file); they
 have nothing to do with commgrid.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -44,6 +46,7 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
+import commgrid  # <- commgrid
 import megatron_adapter  # <- commgrid
 
 VOCABULARY, LENGTH = 64, 16
@@ -52,6 +55,8 @@ VOCABULARY, LENGTH = 64, 16
 def start(args: argparse.Namespace) -> Any:
     """torch.distributed, Megatron's groups, and with --groups collection a collection of them."""
     if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise SystemExit("start it with torchrun: " + (__doc__ or "").splitlines()[2].strip())
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -150,7 +155,10 @@ def batches(args: argparse.Namespace, step: int, data_rank: int) -> Iterator[tor
     generator = torch.Generator().manual_seed(args.seed + 1000 * step + data_rank)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for _ in range(args.microbatches):
-        yield torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator).to(device)
+        tokens = [torch.randint(VOCABULARY, (2,), generator=generator)]
+        for _ in range(LENGTH):
+            tokens.append((3 * tokens[-1] + 1) % VOCABULARY)
+        yield torch.stack(tokens, 1).to(device)
 
 
 def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -323,6 +331,9 @@ def run_without_cuda() -> None:
 
 if __name__ == "__main__":
     arguments = parse()
-    train(arguments)
+    try:
+        train(arguments)
+    except commgrid.CommGridError as error:  # <- commgrid
+        sys.exit(f"{type(error).__name__}: {error}")
     finish(arguments)
     dist.destroy_process_group()

@@ -110,7 +110,7 @@ class MegatronSizes:
                 equation = " · ".join(f"{name}={size}" for name, size in sizes.items())
                 raise MegatronSizeError(
                     f"world_size ({self.world_size}) is not divisible by the {what} parallel size "
-                    f"{equation} = {product}"
+                    f"{equation} = {product}; nearest that fit: {_fits(sizes, self.world_size)}"
                 )
         dense, expert = self.axes()
         before = [math.prod(list(r.values())[: list(r).index("pp")]) for r in (dense, expert)]
@@ -296,6 +296,21 @@ class MegatronSizes:
             for name in {"embedding", "position_embedding"} & groups.keys():
                 rows.setdefault(name, {})["backend"] = self.backend
         return rows
+
+
+def _fits(sizes: Mapping[str, int], world: int) -> str:
+    """For each size the nearest ones with which the product divides the world."""
+    product = math.prod(sizes.values())
+    found = []
+    for name, size in sizes.items():
+        rest = product // size
+        good = [one for one in range(1, world // rest + 1) if world % (rest * one) == 0]
+        nearest_two = [
+            *[one for one in good if one < size][-1:],
+            *[g for g in good if g > size][:1],
+        ]
+        found += [f"{name}={one}" for one in nearest_two]
+    return ", ".join([*found, f"a multiple of {product} ranks"])
 
 
 def read_nccl_config(

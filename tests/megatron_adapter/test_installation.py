@@ -317,7 +317,11 @@ def refused() -> None:
             megatron_adapter.uninstall()
 
     tp, pp = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-    fails(RuntimeError, r"world_size \(2\) is not divisible .* tp=3 · pp=1 · cp=1 = 3", **{tp: 3})
+    fails(
+        RuntimeError,
+        r"world_size \(2\) is not divisible .* tp=3 · pp=1 · cp=1 = 3; nearest that fit: tp=2,",
+        **{tp: 3},
+    )
     fails(RuntimeError, "expert model parallel size etp=1 · ep=4 · pp=1 = 4",
           expert_model_parallel_size=4)  # fmt: skip
     fails(RuntimeError, "virtual_pipeline_model_parallel_size=2 needs",
