@@ -33,6 +33,27 @@ def test_the_older_version(tmp_path: Path) -> None:
     assert done.stdout.endswith("all the same\n")
 
 
+def newer_state() -> list[object]:
+    """What the older version has no variables for, asked through the adapter's own module."""
+    import megatron_adapter
+    import megatron_adapter.parallel_state as mpu
+    from tests.peers import parallel_state as theirs
+
+    before = set(vars(theirs))
+    megatron_adapter.install()
+    mpu.initialize_model_parallel(
+        create_all_gather_group=True, hybrid_context_parallel=True, expert_model_parallel_size=2
+    )
+    found: list[object] = [mpu.has_separate_all_gather_group()]
+    found.append(mpu.get_expert_model_parallel_src_rank())
+    found.append(mpu.get_hybrid_data_context_parallel_groups(group_size=2).size())
+    mpu.destroy_global_symmetric_memory_buffer()
+    megatron_adapter.uninstall()
+    mpu.destroy_model_parallel()
+    assert set(vars(theirs)) == before
+    return found
+
+
 def main() -> None:
     """Runs in a process whose megatron-core is the older one."""
     warnings.simplefilter("ignore")
@@ -49,6 +70,8 @@ def main() -> None:
 
     for found in run_on_ranks(every, 4, timeout=200):
         assert not found, "\n".join(found[:20])
+    for rank, state in enumerate(run_on_ranks(newer_state, 4, timeout=100)):
+        assert state == [True, rank // 2 * 2, 2], (rank, state)
     for given in ("--tp 2", "--pp 2 --vpp 2", "--experts 4 --ep 2"):
         for losses in run_on_ranks(test_gpt.two_losses, 2, given, timeout=200):
             assert losses["commgrid"] == losses["megatron"], given
