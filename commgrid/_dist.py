@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -208,13 +208,26 @@ def create_group(
 
 def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
     """What torch's error while meeting peers means: that one did not come, or something else."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    words = ("timeout", "timed out", "connect", "reset by peer", "closed by peer")
     if isinstance(error, CommGridError):
         return error
+    text = first_line(error)
+    words = ("timeout", "timed out", "connect", "reset by peer", "closed by peer")
     if any(word in text.lower() for word in words):
         return PeerTimeoutError(f"{what}: a member did not answer in time ({text})")
     return CommGridError(f"{what}: {text}")
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether a backend raised it, as it does where another rank is gone or does not answer."""
+    if isinstance(error, CommGridError) or not isinstance(error, RuntimeError):
+        return False
+    said = first_line(error).lower()
+    return isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message without what follows its first line."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def check_backend(key: str, backend: str | None) -> None:
@@ -314,6 +327,16 @@ def gather_ranks(
     work = dist.all_gather(heard, mine, group=group, async_op=True)
     assert work is not None  # only non-members get None
     return work, heard
+
+
+def abort_all(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroys groups whose members may have failed, without waiting for any of them."""
+    for group in reversed(list(groups)):
+        with suppress(RuntimeError):
+            if is_alive(group):
+                if any(device.type == "cuda" for device in devices_of(group)):
+                    group.abort()  # what NCCL has under way would be waited for
+                dist.destroy_process_group(group)
 
 
 def group_count() -> int:

@@ -92,7 +92,7 @@ class HyperCommGrid:
             for definition in self._plan.created.values():
                 key = f"groups.{definition.name}.backend"
                 _dist.check_backend(key, definition.options.backend)
-        self._destroyed = False
+        self._destroyed, self._incarnation = False, ""
         self._before_destroy: list[Callable[[], object]] = []
         self._communicators: list[Communicator] = []
         # What get_group reads; emptied by destroy, so that a look-up needs no check.
@@ -141,6 +141,7 @@ class HyperCommGrid:
         limit: float | None,
         patience: Callable[[], float],
     ) -> None:
+        self._incarnation = incarnation
         for planned in self._plan.communicators:
             started = time.perf_counter()
             try:
@@ -169,6 +170,16 @@ class HyperCommGrid:
 
     def destroy(self) -> None:
         """Destroys the grid's communicators; nothing else, and not twice."""
+        _dist.destroy_all(self._let_go())
+
+    def abort(self) -> None:
+        """Destroys the grid without waiting for what is under way, after a failure.
+
+        Peers that wait for this rank get an error instead of what they wait for.
+        """
+        _dist.abort_all(self._let_go())
+
+    def _let_go(self) -> list[ProcessGroup]:
         self._destroyed = True
         while self._before_destroy:
             self._before_destroy.pop()()
@@ -176,7 +187,7 @@ class HyperCommGrid:
         self._positions.clear()
         self._around.clear()
         made, self._communicators = self._communicators, []
-        _dist.destroy_all([communicator.group for communicator in made])
+        return [communicator.group for communicator in made]
 
     @property
     def is_destroyed(self) -> bool:
@@ -204,6 +215,11 @@ class HyperCommGrid:
     def timeout(self) -> float | None:
         """The seconds a collective may take, as it was given; None: torch's default."""
         return self._timeout
+
+    @property
+    def identity(self) -> str:
+        """What no other grid at this store ever is called: name, first rank and incarnation."""
+        return f"{self._name}@{self._spec.rank_range[0]}/{self._incarnation}"
 
     @property
     def rank(self) -> int:

@@ -55,8 +55,9 @@ def drop_main_grad(parameter: nn.Parameter) -> None:
 class Mark:
     """What `mark_parameters` says of a module's parameters."""
 
-    partial: GroupRef | None
-    region: str
+    partial: GroupRef | None = None
+    region: str = "dense"
+    shared: GroupRef | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Placement:
         shards: which dims of the full parameter it is sliced along, and over which group.
         partial: the group over which its gradients are parts of a sum; None: none.
         region: "dense" or "expert": which data-parallel group holds copies of it.
+        shared: the group whose ranks each use a copy of it for something else, as first and last
+            stage do tied embeddings, so that its gradient is the sum over them; None: none.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Placement:
     shards: tuple[tuple[int, GroupRef], ...]
     partial: GroupRef | None
     region: str
+    shared: GroupRef | None = None
 
     @property
     def num_slices(self) -> int:
@@ -94,6 +98,7 @@ def mark_parameters(
     *,
     partial: str | ProcessGroup | None = None,
     region: str = "dense",
+    shared: str | ProcessGroup | None = None,
     grid: HyperCommGrid | None = None,
 ) -> Module:
     """Says how the parameters of a plain module, and of all modules in it, lie on the grid.
@@ -105,13 +110,16 @@ def mark_parameters(
         partial: the group whose ranks each see a part of the input, as a norm under sequence
             parallelism does, so that its gradients are summed over that group.
         region: "expert" for parameters that other expert-parallel ranks do not have.
+        shared: the group whose ranks have copies that are to stay equal although each uses its own
+            elsewhere, such as the embedding group of first and last stage for tied embeddings; what
+            each of them finds as gradient is added up.
         grid: where to look the group's name up; None: the default grid.
 
     Returns:
         The module itself.
 
     Raises:
-        SpecError: another region, or a module marked as partial over another group.
+        SpecError: another region, or a module marked with another group before.
 
     Example:
         >>> import commgrid
@@ -126,15 +134,21 @@ def mark_parameters(
         raise SpecError(f"region={region!r}: expected one of {', '.join(REGIONS)}")
     owner = f"{type(module).__name__}"
     group = None if partial is None else GroupRef(partial, grid, owner=owner)
+    sharing = None if shared is None else GroupRef(shared, grid, owner=owner)
     for part in module.modules():
-        mark: Mark = getattr(part, "_commgrid_mark", Mark(None, "dense"))
-        if None not in (group, mark.partial) and _name(group) != _name(mark.partial):
-            raise SpecError(
-                f"{type(part).__name__}: its gradients were marked as partial over {mark.partial} "
-                f"and are now to be over {group}; mark it once, with a group that has both axes"
-            )
+        mark: Mark = getattr(part, "_commgrid_mark", Mark())
+        for said, before, now in (
+            ("partial over", mark.partial, group), ("shared with", mark.shared, sharing)
+        ):  # fmt: skip
+            if None not in (now, before) and _name(now) != _name(before):
+                raise SpecError(
+                    f"{type(part).__name__}: its gradients were marked as {said} {before} and are "
+                    f"now to be {said} {now}; mark it once, with a group that has all axes"
+                )
         part._commgrid_mark = Mark(  # type: ignore[assignment]
-            group or mark.partial, region if region != "dense" else mark.region
+            group or mark.partial,
+            region if region != "dense" else mark.region,
+            sharing or mark.shared,
         )
     return module
 
@@ -147,7 +161,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
     """
     found: dict[int, Placement] = {}
     for prefix, module in model.named_modules():
-        mark: Mark = getattr(module, "_commgrid_mark", Mark(None, "dense"))
+        mark: Mark = getattr(module, "_commgrid_mark", Mark())
         for name, parameter in module.named_parameters(recurse=False):
             shards: tuple[tuple[int, GroupRef], ...] = ()
             partial = mark.partial
@@ -157,19 +171,19 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                 elif name in module.partial:
                     partial = module.group
             full = f"{prefix}.{name}" if prefix else name
-            placement = Placement(full, parameter, shards, partial, mark.region)
+            placement = Placement(full, parameter, shards, partial, mark.region, mark.shared)
             first = found.setdefault(id(parameter), placement)
             if _told(first) != _told(placement):
                 raise SpecError(
                     f"{first.name} and {full} are one parameter, but their modules say "
-                    f"{_told(first)} and {_told(placement)} of its slices, partial sums and region"
+                    f"{_told(first)} and {_told(placement)} of its slices, partial sums, region and copies"
                 )
     yield from found.values()
 
 
 def _told(placement: Placement) -> tuple[Any, ...]:
     shards = tuple((dim, group.name, group.size) for dim, group in placement.shards)
-    return shards, _name(placement.partial), placement.region
+    return shards, _name(placement.partial), placement.region, _name(placement.shared)
 
 
 def _name(group: GroupRef | None) -> str | None:

@@ -1,12 +1,13 @@
-"""Train a small byte-level GPT with tensor, sequence and data parallelism.
+"""Train a small byte-level GPT with tensor, sequence, pipeline and data parallelism.
 
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --tp 2 --sequence-parallel
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --pp 4 --schedule zb-h1
     python examples/train_gpt.py --steps 20                  # one process, no launcher
 
 Every rank draws the same weights and the same batches from --seed, so the loss curve does
-not depend on how the job is cut: not on --tp, --dp, --sequence-parallel, --zero1 or
---grad-accum. (With --dropout it does, since ranks drop other elements.) The text is Python's own
-documentation, unless --data names a file.
+not depend on how the job is cut: not on --tp, --dp, --sequence-parallel, --zero1, --pp, --chunks,
+--schedule or --microbatches. (With --dropout it does, since ranks drop other elements.) The text is
+Python's own documentation, unless --data names a file.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ import yaml
 from torch import Tensor, nn
 
 import commgrid
-from commgrid.collectives import all_gather, all_reduce
+from commgrid.collectives import all_gather, all_reduce, broadcast
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.failures import named_failures
 from commgrid.names import nearest
 from commgrid.parameters import mark_parameters
+from commgrid.pipeline import Pipeline, partition_layers
+from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
     QKVParallelLinear,
@@ -111,31 +115,70 @@ class Positions(nn.Embedding):
         nn.init.normal_(self.weight, std=0.02)
 
 
-class GPT(nn.Module):
-    """GPT-2's shape over bytes, its vocabulary, heads and MLP shared out over the tp group."""
+class Part(nn.Module):
+    """Consecutive blocks of a GPT-2 over bytes; the first part embeds, the last has the head.
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    Its modules have the names they have in the whole model, so that their weights are drawn alike.
+
+    Args:
+        args: the command line's.
+        layers: which blocks.
+        tokens: the first part's embedding, where the tied head is on the same rank.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, layers: range, tokens: VocabParallelEmbedding | None = None
+    ) -> None:
         super().__init__()
         self.sequence_parallel = args.sequence_parallel
+        self.is_first, self.is_last = layers.start == 0, layers.stop == args.layers
         options = {"sequence_parallel": args.sequence_parallel, "dtype": DTYPES[args.dtype]}
-        self.tokens = VocabParallelEmbedding(VOCABULARY, args.hidden, init=weights(), **options)
-        self.positions = Positions(args.seq_len, args.hidden, dtype=DTYPES[args.dtype])
-        if args.sequence_parallel:  # each rank sees its slice of the sequence only
-            mark_parameters(self.positions, partial="tp")
-        self.drop = Dropout(args)
-        self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
-        self.norm = norm(args)
-        self.head = VocabParallelHead(args.hidden, VOCABULARY, init=weights(), **options)
+        tied = self.is_last and args.tie_embeddings
+        if self.is_first or tied:
+            self.tokens = tokens or VocabParallelEmbedding(
+                VOCABULARY, args.hidden, init=weights(), **options
+            )
+        if self.is_first:
+            self.positions = Positions(args.seq_len, args.hidden, dtype=DTYPES[args.dtype])
+            if args.sequence_parallel:  # each rank sees its slice of the sequence only
+                mark_parameters(self.positions, partial="tp")
+            self.drop = Dropout(args)
+        self.blocks = nn.ModuleDict({str(layer): Block(args) for layer in layers})
+        if self.is_last:
+            self.norm = norm(args)
+            weight = self.tokens.weight if tied else None
+            self.head = VocabParallelHead(
+                args.hidden, VOCABULARY, init=weights(), weight=weight, **options
+            )
+        if args.tie_embeddings:  # first and last stage each have the table, and use it differently
+            for name in ("tokens", "head"):
+                if hasattr(self, name):
+                    mark_parameters(getattr(self, name), shared="embedding")
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (sequence, batch) to this rank's part of the logits (sequence, batch, part)."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (sequence, batch), or what the part before made of them, (sequence, batch, hidden),
+        to the next part's input or this rank's part of the logits (sequence, batch, part)."""
+        if self.is_first:
+            x = self.drop(self.embed(x))
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x)) if self.is_last else x
+
+    def embed(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
         first = commgrid.get_grid().get_local_rank("tp") * len(x) if self.sequence_parallel else 0
-        x = x + self.positions(torch.arange(first, first + len(x), device=x.device))[:, None]
-        x = self.drop(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return x + self.positions(torch.arange(first, first + len(x), device=x.device))[:, None]
+
+
+def build(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> list[Part]:
+    """This stage's chunks of the model."""
+    stages, stage = grid.size("pp"), grid.get_local_rank("pp")
+    head = VOCABULARY / (12 * args.hidden)  # of a block's multiplications
+    layers = partition_layers(args.layers, stages * args.chunks, head=head)
+    parts: list[Part] = []
+    for own in layers[stage::stages]:
+        parts.append(Part(args, own, parts[0].tokens if parts and stages == 1 else None))
+    return parts
 
 
 def norm(args: argparse.Namespace) -> nn.LayerNorm:
@@ -179,14 +222,15 @@ def global_batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
 
 
 class Trainer:
-    """Model, reducer and optimizer, and the steps they take together."""
+    """Model, reducer, pipeline and optimizer, and the steps they take together."""
 
     def __init__(self, args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
         self.args, self.grid = args, grid
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = GPT(args)
-        initialize_parameters(self.model, args.seed)
-        self.model.to(self.device)
+        chunks = build(args, grid)
+        for chunk in chunks:
+            initialize_parameters(chunk, args.seed)
+        self.model = nn.ModuleList(chunks).to(self.device)
         set_random_seed(args.seed)  # of dropout: the same on the ranks of a tp group
         self.reducer = GradientReducer(self.model, shard=args.zero1)
         options: dict[str, Any] = {"lr": args.lr, "weight_decay": 0.01}
@@ -195,33 +239,36 @@ class Trainer:
             self.optimizer = ShardedOptimizer(self.reducer, torch.optim.AdamW, **options)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        self.pipeline = Pipeline(
+            chunks, args.schedule, num_microbatches=args.microbatches,
+            loss=partial(vocab_parallel_cross_entropy, vocabulary=VOCABULARY, reduction="sum"),
+            reducer=self.reducer,
+        )  # fmt: skip
 
     def step(self, step: int, batch: Tensor) -> tuple[float, float]:
         """One optimizer step on the whole batch, (batch_size, seq_len + 1): loss and norm."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.lr * min(1.0, step / self.args.warmup)
         mine = batch.chunk(self.grid.size("dp"))[self.grid.get_local_rank("dp")]
-        microbatches = mine.to(self.device).chunk(self.args.grad_accum)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for i, microbatch in enumerate(microbatches, 1):
-            tokens = microbatch.t()
-            logits = self.model(tokens[:-1])
-            loss = vocab_parallel_cross_entropy(
-                logits, tokens[1:], vocabulary=VOCABULARY, reduction="sum"
-            )
-            with self.reducer.no_sync() if i < len(microbatches) else nullcontext():
-                loss.backward()
-            total += loss.detach()
+        microbatches = [one.t() for one in mine.to(self.device).chunk(self.args.microbatches)]
+        losses = self.pipeline.step([one[:-1] for one in microbatches], [one[1:] for one in microbatches])
         self.reducer.finish(count=mine[:, 1:].numel())
         clip = self.args.clip_grad
         norm = self.reducer.clip_gradients(clip) if clip else self.reducer.gradient_norm()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return all_reduce(total, "dp_cp").item() / batch[:, 1:].numel(), norm.item()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if losses is not None:  # on the last stage
+            total += all_reduce(losses.double().sum(), "dp_cp")
+        total = broadcast(total, "pp", source=self.grid.size("pp") - 1)
+        return total.item() / batch[:, 1:].numel(), norm.item()
 
 
 def train(args: argparse.Namespace) -> None:
-    grid = commgrid.initialize(tp=args.tp, dp=args.dp)
+    embedding = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
+    grid = commgrid.initialize(
+        tp=args.tp, pp=args.pp, dp=args.dp, groups=embedding if args.tie_embeddings else None
+    )
     check(args, grid)
     text = read_text(args.data, args.seq_len)
     trainer = Trainer(args, grid)
@@ -232,7 +279,8 @@ def train(args: argparse.Namespace) -> None:
         Path(args.metrics).write_text("")
     for step in range(1, args.steps + 1):
         started = time.perf_counter()
-        loss, norm = trainer.step(step, global_batch(text, step, args))
+        with named_failures(grid, partial("step {}".format, step)):
+            loss, norm = trainer.step(step, global_batch(text, step, args))
         speed = args.batch_size * args.seq_len / (time.perf_counter() - started)
         if main_rank:
             print(f"step {step:4}  loss {loss:.4f}  {speed:,.0f} tokens/s", flush=True)
@@ -240,25 +288,31 @@ def train(args: argparse.Namespace) -> None:
             row = {"step": step, "loss": loss, "grad_norm": norm, "tokens_per_s": speed}
             with Path(args.metrics).open("a") as lines:
                 print(json.dumps(row), file=lines)
-    sample = generate(trainer.model, args, trainer.device)
+    sample = generate(trainer)
     if main_rank:
         print(f"--- a sample\n{sample}")
     commgrid.shutdown()
 
 
 @torch.no_grad()
-def generate(model: GPT, args: argparse.Namespace, device: torch.device, length: int = 120) -> str:
+def generate(trainer: Trainer, length: int = 120) -> str:
     """Text sampled from the model; every rank takes part, and draws the same bytes."""
-    model.eval()
+    args, stages = trainer.args, trainer.grid.size("pp")
+    trainer.model.eval()
+    trainer.pipeline.forget_shapes()  # a batch of one from here on
     generator = torch.Generator().manual_seed(args.seed)
-    text = torch.tensor(list(b"The "), device=device)
+    text = torch.tensor(list(b"The "), device=trainer.device)
     for _ in range(length):
         seen = text[-args.seq_len :]
-        padding = -len(seen) % args.tp  # sequence parallelism shares the sequence out
-        logits = all_gather(model(F.pad(seen, (0, padding))[:, None]), "tp", dim=-1)
-        share = torch.softmax(logits[len(seen) - 1, 0].double().cpu() / 0.8, -1)
+        # What follows does not matter to a causal model, and shapes stay as they are.
+        outputs = trainer.pipeline.forward([F.pad(seen, (0, args.seq_len - len(seen)))[:, None]])
+        share = torch.zeros(VOCABULARY, dtype=torch.float64, device=trainer.device)
+        if outputs is not None:  # on the last stage
+            logits = all_gather(outputs[0], "tp", dim=-1)[len(seen) - 1, 0, :VOCABULARY]
+            share = torch.softmax(logits.double() / 0.8, -1)
+        share = broadcast(share, "pp", source=stages - 1).cpu()
         drawn = torch.multinomial(share, 1, generator=generator)
-        text = torch.cat([text, drawn.to(device)])
+        text = torch.cat([text, drawn.to(trainer.device)])
     return bytes(text.tolist()).decode(errors="replace")
 
 
@@ -278,10 +332,15 @@ def check(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
                 f"expected a multiple of {grid.size(by)}"
             )
     share = args.batch_size // grid.size("dp")
-    if share % args.grad_accum:
+    if share % args.microbatches:
         raise SystemExit(
-            f"--grad-accum {args.grad_accum} does not divide the {share} sequences a step that "
+            f"--microbatches (--grad-accum) {args.microbatches} does not divide the {share} sequences a step that "
             f"each of the {grid.size('dp')} ranks of dp has of --batch-size {args.batch_size}"
+        )
+    if args.layers < args.pp * args.chunks:
+        raise SystemExit(
+            f"--layers {args.layers} are fewer than --pp {args.pp} × --chunks {args.chunks} = "
+            f"{args.pp * args.chunks} parts; expected a layer for each, or more"
         )
     if args.hidden % args.heads:
         raise SystemExit(f"--hidden {args.hidden} is not a multiple of --heads {args.heads}")
@@ -316,6 +375,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--config", metavar="FILE", help="YAML with any of these flags, as batch_size: 32")
     add("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
     add("--dp", type=int, default=-1, help="data-parallel size (default: what the ranks leave)")
+    add("--pp", type=positive, default=1, help="pipeline stages (default 1)")
+    add("--chunks", type=positive, default=1, help="parts of the model per stage (default 1)")
+    add(
+        "--schedule",
+        choices=list(SCHEDULES),
+        help="of the pipeline (default 1f1b, with chunks interleaved)",
+    )
+    add(
+        "--microbatches",
+        "--grad-accum",
+        type=positive,
+        help="parts that each dp rank's share of a step is cut into (default: as many as --pp)",
+    )
+    add("--tie-embeddings", action="store_true", help="one table for embedding and head")
     add("--sequence-parallel", action="store_true", help="shard activations over tp as well")
     add("--zero1", action="store_true", help="shard the optimizer over dp")
     add("--steps", type=positive, default=200, help="optimizer steps (default 200)")
@@ -325,12 +398,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=positive,
         default=16,
         help="sequences a step, in all (default 16)",
-    )
-    add(
-        "--grad-accum",
-        type=positive,
-        default=1,
-        help="microbatches that each rank's share of a step is cut into (default 1)",
     )
     add("--seq-len", type=positive, default=64, help="bytes a sequence (default 64)")
     add("--layers", type=positive, default=4, help="transformer blocks (default 4)")
@@ -344,10 +411,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=list(DTYPES), default="fp32", help="of weights (default fp32)")
     add("--data", metavar="FILE", help="text to train on (default: Python's documentation)")
     add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss, grad_norm, …")
-    first = parser.parse_args(argv)
-    if first.config:
-        parser.set_defaults(**read_config(first.config, parser))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.config:
+        parser.set_defaults(**read_config(args.config, parser))
+        args = parser.parse_args(argv)
+    args.schedule = args.schedule or ("interleaved" if args.chunks > 1 else "1f1b")
+    args.microbatches = args.microbatches or args.pp
+    return args
 
 
 def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -359,6 +429,8 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     if not isinstance(given, dict):
         parser.error(f"--config {path}: expected a mapping of flags such as tp: 2")
     known = {action.dest: action for action in parser._actions}
+    if "grad_accum" in given:
+        given.setdefault("microbatches", given.pop("grad_accum"))
     for key, value in given.items():
         if key not in known or key in ("config", "help"):
             parser.error(f"--config {path}: unknown key {key!r}{nearest(str(key), known)}")

@@ -7,7 +7,8 @@
 A lane is a communicator and the buckets that go over it. The buckets of all lanes are sent in
 one order, the same on all ranks, so that no two ranks wait for each other in different lanes.
 A bucket holds parameters of one dtype and device, last registered first, as backward reaches
-them. Where gradients are sharded each rank keeps one of n equal parts.
+them; parameters of which other stages have copies come last, in buckets of their own. Where
+gradients are sharded each rank keeps one of n equal parts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed import ProcessGroup
 from commgrid.async_collectives import Pending
 from commgrid.parameters import Placement
 
-Kind = tuple[ProcessGroup, torch.dtype, torch.device]
+Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]
 """What the parameters of one bucket have in common."""
 
 _ALIGNMENT = 64  # elements: every parameter begins on a cache line, whatever its dtype
@@ -65,12 +66,14 @@ class Bucket:
     Args:
         slots: in order, without gaps but for alignment.
         group: the communicator of its lane.
+        shared: the group whose ranks have a bucket like it, to be summed over first; None: none.
         gradient: the flat buffer; every slot's `view` is a part of it.
         own: the range of elements this rank keeps after the reduction.
     """
 
     slots: list[Slot]
     group: ProcessGroup
+    shared: ProcessGroup | None
     gradient: Tensor
     own: slice
     missing: set[int] = field(default_factory=set)
@@ -160,20 +163,27 @@ def make_lanes(
     def close(key: Kind) -> None:
         found = filling.pop(key)
         group, name = group_of(found[0])
-        lane = lanes.setdefault(group, Lane(group, name))
+        lanes.setdefault(group, Lane(group, name))
         buckets.append(_make_bucket(found, group, shard, _buffer_dtype(found[0], dtype)))
-        lane.buckets.append(buckets[-1])
 
     for placement in reversed(list(placements)):
         parameter = placement.parameter
-        key = (group_of(placement)[0], parameter.dtype, parameter.device)
+        key = (group_of(placement)[0], _sharers(placement), parameter.dtype, parameter.device)
         filling.setdefault(key, []).append(placement)
         size = _buffer_dtype(placement, dtype).itemsize
         if sum(one.parameter.numel() for one in filling[key]) * size >= bucket_bytes:
             close(key)
     for key in list(filling):
         close(key)
+    buckets.sort(key=lambda bucket: bucket.shared is not None)
+    for bucket in buckets:
+        lanes[bucket.group].buckets.append(bucket)
     return list(lanes.values()), buckets
+
+
+def _sharers(placement: Placement) -> ProcessGroup | None:
+    shared = placement.shared
+    return shared.group if shared is not None and shared.size > 1 else None
 
 
 def _buffer_dtype(placement: Placement, dtype: torch.dtype | None) -> torch.dtype:
@@ -191,7 +201,8 @@ def _make_bucket(
     part = _round_up(-(-end // parts), _ALIGNMENT)
     gradient = torch.zeros(parts * part, dtype=dtype, device=placements[0].parameter.device)
     first = group.rank() * part if shard else 0
-    return Bucket(slots, group, gradient, slice(first, first + part))
+    sharers = _sharers(placements[0])
+    return Bucket(slots, group, sharers, gradient, slice(first, first + part))
 
 
 def pieces_of(buckets: Iterable[Bucket]) -> list[Piece]:

@@ -108,11 +108,12 @@ def norm_group(
     return grid.get_group(*axes) if axes else None
 
 
-def num_parts(placement: Placement, grid: HyperCommGrid) -> int:
+def num_parts(placement: Placement, grid: HyperCommGrid) -> float:
     """How many different parameters or slices there are in the places of this one.
 
     A parameter's slices are different, and so are the stages of a pipeline and the experts of
     an expert-parallel group, whether these hold slices of one tensor or tensors of their own.
+    Copies on several stages are one parameter.
     """
     sliced = {
         axis
@@ -121,15 +122,15 @@ def num_parts(placement: Placement, grid: HyperCommGrid) -> int:
         for axis in grid.spec.definitions[grid.spec.resolve_name(group.name)].axes
     }
     apart = ("pp", "ep") if placement.region == "expert" else ("pp",)
-    parts = placement.num_slices
+    parts: float = placement.num_slices
     for axis in apart:
         if axis in grid.shape and axis not in sliced:
             parts *= grid.size(axis)
-    return parts
+    return parts / placement.shared.size if placement.shared is not None else parts
 
 
 def total_norm(
-    held: Iterable[tuple[Tensor, int]],
+    held: Iterable[tuple[Tensor, float]],
     group: ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:

@@ -9,6 +9,7 @@ starts, while backward goes on:
 | dense | `group` | `dp_cp` |
 | dense with partial gradients, as norms under sequence parallelism | `group` and their group at once | `dp_cp_tp` |
 | expert | `expert_group` | `edp` |
+| with copies on other stages, as tied embeddings | their group, then as above | `embedding`, `dp_cp` |
 
 The sum is then divided by the size of `group`, or by what `finish(count)` says.
 """  # noqa: E501
@@ -229,8 +230,19 @@ class GradientReducer:
             for slot in bucket.slots:
                 if getattr(slot.parameter, "overwrite_main_grad", False):
                     slot.view.zero_()  # no gradient here: nothing of the step before either
-            if bucket.group.size() > 1:
+            if bucket.shared is not None:
+                bucket.pending = self._start_shared(bucket, bucket.shared)
+            elif bucket.group.size() > 1:
                 bucket.pending = self._start(bucket)
+
+    def _start_shared(self, bucket: Bucket, sharers: ProcessGroup) -> Pending:
+        """The sum over the copies of other stages, and only then the sum over other data."""
+        adding = start_all_reduce_(bucket.gradient, sharers)
+
+        def then() -> Tensor:
+            return self._start(bucket).wait() if bucket.group.size() > 1 else bucket.gradient
+
+        return Pending(adding.work, then)
 
     def _start(self, bucket: Bucket) -> Pending:
         if not self.shard:

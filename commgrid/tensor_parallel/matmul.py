@@ -95,7 +95,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = wanted(ctx)
         dy = _rows(dy)
         dx = (dy @ weight.to(dy.dtype)).view(x.shape) if needs_x else None
         dw = weight_gradient(weight, dy, _rows(x), ctx) if needs_weight else None
@@ -117,7 +117,7 @@ class _ColumnMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, _, _, *needs = ctx.needs_input_grad
+        needs_x, _, _, *needs = wanted(ctx)
         sequence_dim, group = ctx.sequence_dim, ctx.group
         gathering = None
         if sequence_dim is not None and any(needs[::2]):
@@ -164,7 +164,7 @@ class _RowMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_weight, needs_bias = wanted(ctx)[:3]
         db = _rows(dy).sum(0) if needs_bias else None
         if ctx.sequence_dim is not None:
             dy = start_all_gather(dy, ctx.group, ctx.sequence_dim).wait()
@@ -172,6 +172,26 @@ class _RowMatmul(torch.autograd.Function):
         dx = (rows @ weight.to(rows.dtype)).view(x.shape) if needs_x else None
         dw = weight_gradient(weight, rows, _rows(x), ctx) if needs_weight else None
         return dx, dw, db, None, None
+
+
+def wanted(ctx: Any) -> tuple[bool, ...]:
+    """Which inputs' gradients this backward is after; `needs_input_grad` is of any backward.
+
+    They differ where a pipeline asks for the inputs' and the weights' gradients one after the
+    other.
+    """
+    if torch.compiler.is_compiling():
+        return tuple(ctx.needs_input_grad)
+    # One for each tensor among the inputs, None for those that need no gradient.
+    nodes = (node for node, _ in ctx.next_functions if node is not None)
+    return tuple(needed and _will_run(next(nodes)) for needed in ctx.needs_input_grad)
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad with respect to this very leaf
+        return True
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, ctx: Any) -> Tensor | None:

@@ -1,0 +1,149 @@
+"""Backward in two halves: first the gradients of the inputs, later those of the weights.
+
+The first half runs autograd for the inputs alone. Where the way of a gradient to the inputs passes
+a branch that leads to weights only, such as the W of y = W x, it writes down what arrives there:
+
+    outputs ── GeluBackward ── AddmmBackward ── … ── inputs        first half
+                                  └ noted: ∂y          └─► sent to the stage before
+                                  TBackward ── W                   second half, starts from ∂y
+
+The second half goes down these branches from what was noted. What the graph has saved stays until
+then, and modules need nothing special: each node computes what it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass
+class _Fork:
+    """A node whose gradient goes on to weights, and perhaps to the inputs as well."""
+
+    node: Any
+    weights: list[Tensor] = field(default_factory=list)
+    arrived: Gradients = ()
+
+
+class WeightGradients:
+    """The second half of a backward, called once."""
+
+    def __init__(self, forks: Sequence[_Fork]) -> None:
+        self._forks = list(forks)
+
+    def __call__(self) -> None:
+        """Adds the weights' gradients where autograd would have added them."""
+        forks, self._forks = self._forks, []
+        for fork in forks:
+            roots = [
+                (GradientEdge(fork.node, i), gradient)
+                for i, gradient in enumerate(fork.arrived)
+                if gradient is not None
+            ]
+            if roots:
+                edges, gradients = zip(*roots, strict=True)
+                torch.autograd.backward(edges, gradients, inputs=fork.weights)
+
+
+def backward_input(
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> WeightGradients:
+    """Adds the inputs' gradients to their `.grad`; returns what does so for the weights.
+
+    A weight that is used in several places of the graph gets its gradient at once. Without inputs,
+    as on the first stage, nobody waits for the first half, and it does everything.
+
+    Args:
+        outputs: where the graph begins, of tensors that need a gradient.
+        gradients: of each.
+        inputs: leaves that require a gradient.
+    """
+    leading, forks = _find_forks([edge.node for edge in outputs], inputs)
+    if not any(edge.node in leading for edge in outputs):
+        torch.autograd.backward(outputs, gradients)
+        return WeightGradients([])
+    counts: dict[Tensor, int] = {}
+    for fork in forks:
+        for weight in fork.weights:
+            counts[weight] = counts.get(weight, 0) + 1
+    shared = [weight for weight, count in counts.items() if count > 1]
+    later = []
+    for fork in forks:
+        fork.weights = [weight for weight in fork.weights if counts[weight] == 1]
+        if fork.weights:
+            later.append(fork)
+    # A fork that leads to no input is not passed in the first half: it starts from what is given.
+    given = {fork.node: fork for fork in later if fork.node not in leading}
+    for edge, gradient in zip(outputs, gradients, strict=True):
+        if edge.node in given:
+            fork = given[edge.node]
+            known = [*fork.arrived, *[None] * (edge.output_nr + 1 - len(fork.arrived))]
+            before = known[edge.output_nr]
+            known[edge.output_nr] = gradient if before is None else before + gradient
+            fork.arrived = tuple(known)
+    handles = [fork.node.register_prehook(_note(fork)) for fork in later if fork.node in leading]
+    try:
+        torch.autograd.backward(outputs, gradients, inputs=[*inputs, *shared], retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return WeightGradients(later)
+
+
+def _note(fork: _Fork) -> Any:
+    def hook(arriving: Gradients) -> None:
+        fork.arrived = arriving
+
+    return hook
+
+
+def _find_forks(roots: Iterable[Any], inputs: Sequence[Tensor]) -> tuple[dict[Any, None], list[_Fork]]:
+    """The nodes that lead to an input, and those at which branches to weights only begin.
+
+    In an order that depends on the graph alone: layers communicate when their node is run.
+    """
+    wanted = {id(tensor) for tensor in inputs}
+    leading: dict[Any, None] = {}
+    weights: dict[Any, tuple[Tensor, ...]] = {}  # of a node that does not lead to an input
+    roots = list(dict.fromkeys(roots))
+    for node in _children_first(roots):
+        variable = getattr(node, "variable", None)
+        children = [child for child, _ in node.next_functions if child is not None]
+        if variable is not None and id(variable) in wanted or any(c in leading for c in children):
+            leading[node] = None
+        elif variable is not None:
+            weights[node] = (variable,)
+        else:
+            weights[node] = tuple(dict.fromkeys(w for c in children for w in weights[c]))
+    forks = []
+    for node in [*leading, *(root for root in roots if root not in leading)]:
+        if node in leading:
+            branches = [child for child, _ in node.next_functions if child in weights]
+            own = tuple(dict.fromkeys(w for child in branches for w in weights[child]))
+        else:
+            own = weights[node]
+        if own:
+            forks.append(_Fork(node, list(own)))
+    return leading, forks
+
+
+def _children_first(roots: Iterable[Any]) -> Iterable[Any]:
+    """Every node of the graph, after all that it leads to."""
+    seen: set[Any] = set()
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in node.next_functions if child is not None)

@@ -1,0 +1,282 @@
+"""Messages between the stages of a pipeline: several tensors each, along a named axis.
+
+    links = StageLinks("pp", device=device)
+    links.start(exchange, tensors_of)      posts what one time of a program sends and receives
+    x, mask = links.take(message)          waits for one message that was posted
+    links.finish()                         waits until everything has left
+
+A message's shapes and dtypes are declared once: what crosses a boundary for the first time is
+preceded by a header that describes it, and every later message must be the same, so that nothing
+but tensors travels and nobody waits to learn what will come. Gradients are like the activations
+they belong to, those of floating point.
+
+On NCCL an exchange is one batch, on gloo its messages travel one by one; both beside what the
+stage computes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commgrid._dist import first_line, is_peer_failure
+from commgrid.errors import ShapeError, SpecError
+from commgrid.failures import GoneError
+from commgrid.grid import HyperCommGrid
+from commgrid.group_ref import GroupRef
+from commgrid.pipeline.exchange import Exchange
+from commgrid.pipeline.schedule import Message, Send
+from commgrid.registry import get_grid
+
+_HEADER_NUMBERS = 128
+_MOST_LEAVING = 4  # messages whose tensors are kept because they may still be on their way
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether such a tensor can have a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def __repr__(self) -> str:
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+Specs = tuple[TensorSpec, ...]
+
+
+@dataclass
+class _Travelling:
+    """Tensors on their way to or from another stage."""
+
+    peer: int
+    what: str
+    tensors: list[Tensor]
+    works: list[dist.Work] = field(default_factory=list)
+
+
+class StageLinks:
+    """Sends and receives between this rank's stage and the others of its pipeline.
+
+    Args:
+        group: the axis whose ranks are the stages, first to last.
+        grid: where it is looked up; None: the default grid.
+        device: where received tensors are put.
+
+    Example:
+        >>> import commgrid
+        >>> grid = commgrid.initialize()
+        >>> links = StageLinks("pp", device=torch.device("cpu"))
+        >>> links.stage, links.num_stages
+        (0, 1)
+        >>> commgrid.shutdown()
+    """
+
+    def __init__(
+        self, group: str = "pp", grid: HyperCommGrid | None = None, *, device: torch.device
+    ) -> None:
+        grid = grid or get_grid()
+        self.group, self.device = GroupRef(group, grid, owner="StageLinks"), device
+        self.ranks = grid.get_ranks(group)
+        self.stage, self.num_stages = self.group.rank, self.group.size
+        self._declared: dict[int, Specs] = {}  # by boundary
+        self._arriving: dict[Message, _Travelling] = {}
+        self._leaving: deque[_Travelling] = deque()
+
+    # -- sending and receiving ----------------------------------------------------------
+
+    def start(self, exchange: Exchange, tensors_of: Callable[[Send], Sequence[Tensor]]) -> None:
+        """Posts all of an exchange and returns.
+
+        Args:
+            exchange: of this stage's program.
+            tensors_of: what a Send sends.
+
+        Raises:
+            ShapeError: tensors of other shapes or dtypes than were declared.
+            GoneError: the stage that a header is awaited from is gone.
+        """
+        sent = {send: [t.detach() for t in tensors_of(send)] for send in exchange.sends}
+        self._declare(exchange, sent)
+        under_way: list[tuple[Any, _Travelling]] = []
+        for send, tensors in sent.items():
+            self._check(send.message, tensors)
+            leaving = _Travelling(
+                send.peer, f"the {send.message}", [tensor.contiguous() for tensor in tensors]
+            )
+            self._leaving.append(leaving)
+            under_way.append((dist.isend, leaving))
+        for recv in exchange.recvs:
+            buffers = [
+                torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+                for spec in self.specs_of(recv.message)
+            ]
+            arriving = _Travelling(recv.peer, f"the {recv.message}", buffers)
+            self._arriving[recv.message] = arriving
+            under_way.append((dist.irecv, arriving))
+        self._post(under_way)
+        self._let_leave(_MOST_LEAVING)
+
+    def take(self, message: Message) -> list[Tensor]:
+        """A message's tensors, once they are there (on CUDA: once the stream may use them).
+
+        Raises:
+            GoneError: the stage that sends it is gone, or does not answer.
+        """
+        arriving = self._arriving.pop(message)
+        self._wait(arriving)
+        return arriving.tensors
+
+    def hand_over(self, message: Message, tensors: Iterable[Tensor]) -> None:
+        """A message from one chunk of this stage to another, which `take` finds."""
+        kept = [tensor.detach() for tensor in tensors]
+        self._arriving[message] = _Travelling(self.stage, f"the {message}", kept)
+
+    def finish(self) -> None:
+        """Returns when everything that was sent has left.
+
+        Raises:
+            GoneError: a stage that should receive is gone, or does not answer.
+        """
+        self._let_leave(0)
+
+    def _let_leave(self, remaining: int) -> None:
+        while len(self._leaving) > remaining:
+            self._wait(self._leaving.popleft())
+
+    def _post(self, under_way: Sequence[tuple[Any, _Travelling]]) -> None:
+        group = self.group.group
+        operations = [
+            (dist.P2POp(operation, tensor, group=group, group_peer=travelling.peer), travelling)
+            for operation, travelling in under_way
+            for tensor in travelling.tensors
+            if tensor.numel()
+        ]
+        if not operations:
+            return
+        try:
+            works = dist.batch_isend_irecv([operation for operation, _ in operations])
+        except RuntimeError as error:
+            raise self._explain(error, operations[0][1]) from error
+        if len(works) == len(operations):
+            for (_, travelling), work in zip(operations, works, strict=True):
+                travelling.works.append(work)
+        else:  # one batch, which is over when all of it is
+            for _, travelling in under_way:
+                travelling.works.extend(works)
+
+    def _wait(self, travelling: _Travelling) -> None:
+        try:
+            for work in travelling.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._explain(error, travelling) from error
+
+    def _explain(self, error: RuntimeError, travelling: _Travelling) -> RuntimeError:
+        if not is_peer_failure(error):
+            return error
+        peer, me = travelling.peer, self.stage
+        return GoneError(
+            f"stage {peer} (rank {self.ranks[peer]}) is gone or does not answer: stage {me} (rank "
+            f"{self.ranks[me]}) waited for {travelling.what} and got {first_line(error)}"
+        )
+
+    # -- declaring ----------------------------------------------------------------------
+
+    def forget_shapes(self) -> None:
+        """Declares anew with the next messages, as where an evaluation has other sizes.
+
+        On all stages, between two steps.
+        """
+        self._declared.clear()
+
+    def specs_of(self, message: Message) -> Specs:
+        """What a message that was declared consists of."""
+        specs = self._declared[message.boundary]
+        if message.kind == "activation":
+            return specs
+        return tuple(spec for spec in specs if spec.is_differentiable)
+
+    def _declare(self, exchange: Exchange, sent: dict[Send, list[Tensor]]) -> None:
+        """Sends and receives headers of what crosses a boundary for the first time."""
+        under_way: list[tuple[Any, _Travelling]] = []
+        arriving: dict[int, _Travelling] = {}
+        for send in exchange.sends:
+            boundary = send.message.boundary
+            if boundary not in self._declared:
+                specs = tuple(TensorSpec(tuple(t.shape), t.dtype) for t in sent[send])
+                self._declared[boundary] = specs
+                header = torch.tensor(_encode(specs, str(send.message)), device=self.device)
+                leaving = _Travelling(send.peer, f"the header of the {send.message}", [header])
+                self._leaving.append(leaving)
+                under_way.append((dist.isend, leaving))
+        for recv in exchange.recvs:
+            boundary = recv.message.boundary
+            if boundary not in self._declared and boundary not in arriving:
+                buffer = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self.device)
+                coming = _Travelling(recv.peer, f"the header of the {recv.message}", [buffer])
+                arriving[boundary] = coming
+                under_way.append((dist.irecv, coming))
+        self._post(under_way)
+        for boundary, coming in arriving.items():
+            self._wait(coming)
+            self._declared[boundary] = _decode(coming.tensors[0].tolist())
+
+    def _check(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        found = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        declared = self.specs_of(message)
+        if found != declared:
+            raise ShapeError(
+                f"the {message} is {_said(found)}, but the first one over that boundary declared "
+                f"{_said(declared)}; give every microbatch one shape (pad it), or call "
+                "forget_shapes() on all stages between two steps"
+            )
+
+
+def _said(specs: Specs) -> str:
+    return " and ".join(map(repr, specs)) or "nothing"
+
+
+def _encode(specs: Specs, what: str) -> list[int]:
+    """The count, then for each tensor its dtype's number, its number of dims and its dims."""
+    numbers = [len(specs)]
+    for spec in specs:
+        if spec.dtype not in _DTYPES:
+            raise SpecError(
+                f"the {what} has a tensor of {spec.dtype}; expected one of "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
+            )
+        numbers += [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
+    if len(numbers) > _HEADER_NUMBERS:
+        raise SpecError(
+            f"the {what} has {len(specs)} tensors, whose dims a header of {_HEADER_NUMBERS} "
+            "numbers does not hold; send fewer, or join them"
+        )
+    return numbers + [0] * (_HEADER_NUMBERS - len(numbers))
+
+
+def _decode(numbers: Sequence[int]) -> Specs:
+    count, *rest = numbers
+    specs = []
+    for _ in range(count):
+        dtype, dims, *rest = rest
+        specs.append(TensorSpec(tuple(rest[:dims]), _DTYPES[dtype]))
+        rest = rest[dims:]
+    return tuple(specs)

@@ -1,0 +1,461 @@
+"""Pipeline: runs a schedule on this stage's chunks of the model.
+
+Each stage walks down its program of computations and exchanges:
+
+    exchange       post what the program sends and receives now, and go on
+    forward        take the activation, run the chunk, keep the graph's end and the inputs
+    backward       take the gradient, run autograd, let the microbatch go
+    backward input, backward weight    the two halves of a backward, with other work in between
+
+Of an output nothing is kept but its place in the graph: once it has left, its memory is free
+unless the graph needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from commgrid.async_collectives import start_all_reduce_
+from commgrid.collectives import all_gather
+from commgrid.data_parallel.norm import device_of
+from commgrid.errors import GridMismatchError, ShapeError, SpecError
+from commgrid.failures import named_failures
+from commgrid.parameters import placements
+from commgrid.pipeline.backward import WeightGradients, backward_input
+from commgrid.pipeline.exchange import Exchange, Program, message_of, programs
+from commgrid.pipeline.p2p import StageLinks
+from commgrid.pipeline.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Computation,
+    Forward,
+    Message,
+    Schedule,
+    Send,
+    forward_only,
+    make_schedule,
+)
+from commgrid.registry import get_grid
+
+if TYPE_CHECKING:
+    from commgrid.data_parallel.reducer import GradientReducer
+    from commgrid.grid import HyperCommGrid
+
+Loss = Callable[[Any, Any], Tensor]
+"""From the last chunk's output and a target to a scalar."""
+
+_SAID = {
+    Forward: "the forward",
+    Backward: "the backward",
+    BackwardInput: "the input gradients",
+    BackwardWeight: "the weight gradients",
+}
+
+
+class Pipeline:
+    """This rank's stage of a pipeline, and how it takes part in a step.
+
+    Chunk c of stage s is part c · p + s of the model, p being the number of stages. The first
+    part is called with a microbatch's inputs, every other with the tensors that the one before it
+    returned, one or a tuple.
+
+    Args:
+        chunks: this stage's modules, on their device; a single one, or in the order of chunks.
+        schedule: gpipe, 1f1b, interleaved, zb-h1, or a Schedule of one's own.
+        num_microbatches: how many a step takes.
+        loss: from the last part's output and a microbatch's target to a scalar; None: the last
+            part returns the scalar itself.
+        reducer: of the data-parallel gradients of all chunks; it starts to reduce a chunk's when
+            the backward of the last microbatch has passed. Call its `finish` after `step`.
+        group: the axis whose ranks are the stages.
+        grid: where the group is looked up; None: the default grid.
+
+    Raises:
+        SpecError: a schedule that does not fit the sizes, or chunks that do not fit the schedule.
+        GridMismatchError: the stages were given different schedules, microbatches or chunks.
+
+    Example:
+        >>> import commgrid, torch
+        >>> grid = commgrid.initialize()
+        >>> pipeline = Pipeline(
+        ...     torch.nn.Linear(2, 1), "1f1b", num_microbatches=2,
+        ...     loss=lambda y, target: (y - target).square().sum(),
+        ... )
+        >>> microbatches = torch.ones(2, 3, 2)
+        >>> losses = pipeline.step(microbatches, targets=torch.zeros(2, 3, 1))
+        >>> losses.shape
+        torch.Size([2])
+        >>> commgrid.shutdown()
+    """
+
+    def __init__(
+        self,
+        chunks: nn.Module | Sequence[nn.Module],
+        schedule: str | Schedule = "1f1b",
+        *,
+        num_microbatches: int,
+        loss: Loss | None = None,
+        reducer: GradientReducer | None = None,
+        group: str = "pp",
+        grid: HyperCommGrid | None = None,
+    ) -> None:
+        self._grid = grid or get_grid()
+        self.chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
+        self.loss, self.reducer = loss, reducer
+        stages = self._grid.size(group)
+        self.schedule = (
+            make_schedule(schedule, stages, num_microbatches, len(self.chunks))
+            if isinstance(schedule, str) else schedule
+        )  # fmt: skip
+        given = (stages, num_microbatches, len(self.chunks))
+        theirs = self.schedule
+        if (theirs.num_stages, theirs.num_microbatches, theirs.num_chunks) != given:
+            raise SpecError(
+                f"{theirs} does not fit group {group!r} of {stages} ranks with "
+                f"num_microbatches={num_microbatches} and {len(self.chunks)} chunks on this one"
+            )
+        device = next((device_of(chunk) for chunk in self.chunks), torch.device("cpu"))
+        self.links = StageLinks(group, self._grid, device=device)
+        self.stage = self.links.stage
+        self._agree(self.schedule)
+        self._program = programs(self.schedule)[self.stage]
+        self._final = {
+            action.chunk: action for action in self.schedule.orders[self.stage]
+            if isinstance(action, Backward | BackwardWeight)
+        }  # fmt: skip
+        self._alone = [
+            not {*map(id, chunk.parameters())}
+            & {id(p) for other in self.chunks if other is not chunk for p in other.parameters()}
+            for chunk in self.chunks
+        ]
+        self._evaluations: dict[int, tuple[Schedule, Program]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage has the first part, which takes the inputs."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage has the last part, which takes the targets."""
+        return self.stage == self.schedule.num_stages - 1
+
+    # -- what a step does ---------------------------------------------------------------
+
+    def step(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Tensor | None:
+        """Forward and backward of all microbatches; gradients are added to what is there.
+
+        On all stages at once. What other stages than the one that needs it are given is ignored.
+
+        Args:
+            inputs: a microbatch each, on the first stage: a tensor, or a tuple of arguments.
+            targets: a microbatch each, on the last stage; with `loss`.
+            kwargs: further arguments of every chunk on this stage, a microbatch each.
+
+        Returns:
+            On the last stage the losses, of shape (num_microbatches,); elsewhere None.
+
+        Raises:
+            ShapeError: another number of microbatches, or tensors whose shapes change between
+                microbatches.
+            PeerFailedError: another stage failed, or is gone; names it. The grid is then destroyed,
+                as it is on the failing stage, which raises its own error.
+        """
+        run = _Run(self, self.schedule, _Batch(inputs, targets, kwargs), train=True)
+        with named_failures(self._grid, run.where):
+            self._check(run)
+            found = run.through(self._program)
+            if self.reducer is None:
+                self._reduce_shared()
+        return torch.stack([found[i].detach() for i in sorted(found)]) if found else None
+
+    def evaluate(
+        self,
+        inputs: Sequence[Any],
+        targets: Sequence[Any] | None = None,
+        *,
+        kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Tensor | None:
+        """The losses of any number of microbatches, forward only; otherwise as `step`.
+
+        Args:
+            inputs: on every stage as many microbatches.
+        """
+        found = self._run_forward(inputs, targets, kwargs)
+        return torch.stack([found[i] for i in sorted(found)]) if found else None
+
+    def forward(
+        self, inputs: Sequence[Any], *, kwargs: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Any] | None:
+        """The last part's outputs, forward only, without the loss; otherwise as `evaluate`."""
+        found = self._run_forward(inputs, None, kwargs, with_loss=False)
+        return [found[i] for i in sorted(found)] if found else None
+
+    def forget_shapes(self) -> None:
+        """Lets the next microbatches have other shapes; on all stages, between two calls."""
+        self.links.forget_shapes()
+
+    def _run_forward(
+        self,
+        inputs: Sequence[Any],
+        targets: Sequence[Any] | None,
+        kwargs: Sequence[Mapping[str, Any]] | None,
+        *,
+        with_loss: bool = True,
+    ) -> dict[int, Any]:
+        count = len(inputs)
+        if count not in self._evaluations:
+            schedule = forward_only(self.schedule.num_stages, count, self.schedule.num_chunks)
+            self._agree(schedule)
+            self._evaluations[count] = schedule, programs(schedule)[self.stage]
+        schedule, program = self._evaluations[count]
+        run = _Run(
+            self, schedule, _Batch(inputs, targets, kwargs), train=False, with_loss=with_loss
+        )
+        with named_failures(self._grid, run.where), torch.no_grad():
+            self._check(run)
+            return run.through(program)
+
+    def final_backward(self, action: Computation) -> AbstractContextManager[None]:
+        """What a backward runs in: the reducer sends gradients only when a chunk's are complete."""
+        if self.reducer is None:
+            return nullcontext()
+        if self._final[action.chunk] == action and self._alone[action.chunk]:
+            return nullcontext()
+        return self.reducer.no_sync()
+
+    def _reduce_shared(self) -> None:
+        """Sums the gradients of parameters that several stages have, where no reducer does it."""
+        for placement in placements(nn.ModuleList(self.chunks)):
+            shared = placement.shared
+            if shared is not None and shared.size > 1 and placement.parameter.grad is not None:
+                start_all_reduce_(placement.parameter.grad, shared.group).wait()
+
+    # -- what could be wrong ------------------------------------------------------------
+
+    def _agree(self, schedule: Schedule) -> None:
+        """Refuses stages that would wait for messages that nobody sends."""
+        digest = hashlib.sha256(repr(schedule).encode()).digest()
+        told = torch.tensor([int.from_bytes(digest[:7], "big")], device=self.links.device)
+        found = all_gather(told, self.links.group).tolist()
+        usual = max(found, key=found.count)
+        odd = [rank for rank, theirs in zip(self.links.ranks, found, strict=True) if theirs != usual]
+        if odd:
+            raise GridMismatchError(
+                f"ranks {odd} of {list(self.links.ranks)} were given another schedule, number of "
+                f"microbatches or number of chunks than the other stages; this rank has {schedule}"
+            )
+
+    def _check(self, run: _Run) -> None:
+        wanted = run.schedule.num_microbatches
+        needed = [("inputs", run.batch.inputs, self.is_first)]
+        needed.append(("targets", run.batch.targets, self.is_last and run.takes_targets))
+        needed.append(("kwargs", run.batch.kwargs, run.batch.kwargs is not None))
+        for key, given, is_needed in needed:
+            if is_needed and (given is None or len(given) != wanted):
+                count = "none" if given is None else len(given)
+                raise ShapeError(
+                    f"{key}: {count} given on stage {self.stage} of {self.schedule.num_stages}; "
+                    f"expected {wanted} microbatches, as {run.schedule} takes them"
+                )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A step's microbatches."""
+
+    inputs: Sequence[Any] | None
+    targets: Sequence[Any] | None
+    kwargs: Sequence[Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A microbatch between its forward and its backward.
+
+    Args:
+        inputs: what was received and can have a gradient.
+        edges: where the graph begins, for each output that can have a gradient; None: it has none.
+        ones: the loss's gradient; None: not the last part.
+    """
+
+    inputs: list[Tensor]
+    edges: list[GradientEdge | None]
+    ones: Tensor | None
+
+
+class _Run:
+    """One pass of a stage through its program."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        batch: _Batch,
+        *,
+        train: bool,
+        with_loss: bool = True,
+    ) -> None:
+        self.pipeline, self.schedule, self.batch, self.train = pipeline, schedule, batch, train
+        self.takes_targets = with_loss and pipeline.loss is not None
+        self.links = pipeline.links
+        self._action: Computation | None = None
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._weights: dict[tuple[int, int], WeightGradients] = {}
+        self._leaving: dict[Message, Sequence[Tensor]] = {}
+        self._found: dict[int, Any] = {}
+
+    def where(self) -> str:
+        """What this stage is at, for messages."""
+        stage = f"stage {self.links.stage}"
+        if self._action is None:
+            return f"a step of {stage}"
+        chunk = f" in chunk {self._action.chunk}" if self.schedule.num_chunks > 1 else ""
+        return (
+            f"{_SAID[type(self._action)]} of microbatch {self._action.microbatch}{chunk} of {stage}"
+        )
+
+    def through(self, program: Program) -> dict[int, Any]:
+        """Runs it all; losses or outputs by microbatch, on the last stage."""
+        work: dict[type[Computation], Callable[[Computation], Sequence[Tensor]]] = {
+            Forward: self._forward,
+            Backward: self._backward,
+            BackwardInput: self._backward_input,
+            BackwardWeight: self._backward_weight,
+        }
+        for step in program:
+            if isinstance(step, Exchange):
+                self.links.start(step, self._pop)
+                continue
+            self._action = step
+            made = work[type(step)](step)
+            message = message_of(self.schedule, step)
+            if message is None:
+                continue
+            later = message.boundary + (message.kind == "activation")
+            if self.schedule.place(later)[0] == self.links.stage:
+                self.links.hand_over(message, made)
+            else:
+                self._leaving[message] = made
+        self.links.finish()
+        return self._found
+
+    def _pop(self, send: Send) -> Sequence[Tensor]:
+        return self._leaving.pop(send.message)
+
+    def _forward(self, action: Computation) -> Sequence[Tensor]:
+        part, microbatch = self.schedule.part(action), action.microbatch
+        given, received = self._inputs(part, microbatch)
+        kwargs = self.batch.kwargs[microbatch] if self.batch.kwargs is not None else {}
+        output = self.pipeline.chunks[action.chunk](*given, **kwargs)
+        is_last = part + 1 == self.schedule.num_parts
+        if is_last:
+            if self.takes_targets:
+                assert self.pipeline.loss is not None
+                assert self.batch.targets is not None
+                output = self.pipeline.loss(output, self.batch.targets[microbatch])
+            self._found[microbatch] = output.detach() if self.train else output
+        if is_last and not self.train:
+            return ()
+        outputs = self._as_tensors(output, action, is_last=is_last)
+        if self.train:
+            self._live[action.chunk, microbatch] = _Live(
+                received,
+                [get_gradient_edge(t) if t.requires_grad else None for t in _differentiable(outputs)],
+                torch.ones_like(output) if is_last else None,
+            )
+        return outputs
+
+    def _inputs(self, part: int, microbatch: int) -> tuple[Sequence[Any], list[Tensor]]:
+        """What a part is called with, and what of it is given a gradient."""
+        if part == 0:
+            assert self.batch.inputs is not None
+            given = self.batch.inputs[microbatch]
+            return (given if isinstance(given, tuple) else (given,)), []
+        tensors = self.links.take(Message("activation", part - 1, microbatch))
+        differentiable = _differentiable(tensors)
+        if self.train:
+            for tensor in differentiable:
+                tensor.requires_grad_()
+        return tensors, differentiable
+
+    def _as_tensors(self, output: Any, action: Computation, *, is_last: bool) -> Sequence[Tensor]:
+        outputs: Sequence[Any] = output if isinstance(output, tuple | list) else (output,)
+        who = f"part {self.schedule.part(action)} of {self.schedule.num_parts} (stage {action.stage}"
+        who += f", chunk {action.chunk})"
+        if is_last and (len(outputs) != 1 or not isinstance(output, Tensor) or output.dim() != 0):
+            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ShapeError(f"{who}: its loss is {shape}; expected one scalar tensor")
+        for one in outputs:
+            if not isinstance(one, Tensor):
+                raise ShapeError(
+                    f"{who} returned a {type(one).__name__}; expected a tensor, or a tuple of "
+                    "tensors, for the next part"
+                )
+        return outputs
+
+    def _backward(self, action: Computation) -> Sequence[Tensor]:
+        live, edges, gradients = self._arrived(action)
+        if edges:
+            with self.pipeline.final_backward(action):
+                torch.autograd.backward(edges, gradients)
+        return _gradients(live.inputs)
+
+    def _backward_input(self, action: Computation) -> Sequence[Tensor]:
+        live, edges, gradients = self._arrived(action)
+        if edges:
+            with self.pipeline.final_backward(action):
+                self._weights[action.chunk, action.microbatch] = backward_input(
+                    edges, gradients, live.inputs
+                )
+        return _gradients(live.inputs)
+
+    def _backward_weight(self, action: Computation) -> Sequence[Tensor]:
+        weights = self._weights.pop((action.chunk, action.microbatch), None)
+        if weights is not None:
+            with self.pipeline.final_backward(action):
+                weights()
+        return ()
+
+    def _arrived(self, action: Computation) -> tuple[_Live, list[GradientEdge], list[Tensor]]:
+        """A microbatch, and the gradients that its graph begins with."""
+        live = self._live.pop((action.chunk, action.microbatch))
+        if live.ones is not None:
+            arrived = [live.ones]
+        else:
+            message = Message("gradient", self.schedule.part(action), action.microbatch)
+            arrived = self.links.take(message)
+        pairs = [
+            (edge, gradient)
+            for edge, gradient in zip(live.edges, arrived, strict=True)
+            if edge is not None
+        ]
+        return live, [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
+
+
+def _gradients(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What goes back to the part before; the input is then free."""
+    found = []
+    for tensor in inputs:
+        found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+        tensor.grad = None
+    return found

@@ -1,0 +1,202 @@
+"""How long a schedule takes, how much of that is idle, and what it keeps alive.
+
+A stage computes one action at a time, in its order; an action starts when its stage is free and
+what it needs is there:
+
+    forward of part q            the forward of part q - 1, and its transfer
+    backward (input) of part q   the forward of part q; the backward of part q + 1, and its transfer
+    backward (weight) of part q  the backward (input) of part q
+
+With F, I, W for forward, input gradient and weight gradient (B = I + W), p stages, v chunks, m
+microbatches and free transfers, the idle time of a step is
+
+    gpipe, 1f1b, interleaved     (p - 1) · (F + B)                 with times of one chunk
+    zb-h1                        (p - 1) · (F + I) - min(m - 1, p - 1) · W        for W at most F and I
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from commgrid.errors import SpecError
+from commgrid.pipeline.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Computation,
+    Forward,
+    Schedule,
+)
+
+Seconds = float | Mapping[tuple[int, int], float]
+"""One time for all chunks, or a table of them by (stage, chunk)."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long each kind of action takes, in any one unit.
+
+    Args:
+        forward, backward_input, backward_weight: of one chunk. A Backward takes the sum of the
+            latter two.
+        transfer: of an activation or a gradient between two stages; it keeps neither busy.
+    """
+
+    forward: Seconds = 1.0
+    backward_input: Seconds = 1.0
+    backward_weight: Seconds = 1.0
+    transfer: float = 0.0
+
+    def of(self, action: Computation) -> float:
+        """The time of one action."""
+        kinds = {
+            Forward: [self.forward],
+            Backward: [self.backward_input, self.backward_weight],
+            BackwardInput: [self.backward_input],
+            BackwardWeight: [self.backward_weight],
+        }[type(action)]
+        place = (action.stage, action.chunk)
+        return sum(kind[place] if isinstance(kind, Mapping) else kind for kind in kinds)
+
+
+Span = tuple[float, float]
+"""Start and end."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule comes to with given times.
+
+    Args:
+        schedule: what was simulated.
+        spans: when each action starts and ends.
+        peak_live: for each stage, how many microbatches of a chunk are at most between their
+            forward and the end of their backward (where it is split, of its weight part).
+    """
+
+    schedule: Schedule
+    spans: Mapping[Computation, Span]
+    peak_live: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max(end for _, end in self.spans.values())
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For each stage, the time it computes."""
+        return tuple(
+            sum(self.spans[action][1] - self.spans[action][0] for action in order)
+            for order in self.schedule.orders
+        )
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time over ideal time: what the busiest stage waits, as a share of what it works."""
+        ideal = max(self.busy)
+        return (self.makespan - ideal) / ideal if ideal else 0.0
+
+    def draw(self, width: int | None = None) -> str:
+        """A staircase: a line per stage, `width` characters per unit of time (None: as needed).
+
+        F, B, I and W with the number of the microbatch are forward, backward and its two parts,
+        input and weight; chunks after the first are b, c, d.
+
+        >>> from commgrid.pipeline.schedule import one_f_one_b
+        >>> print(simulate(one_f_one_b(3, 3)).draw())
+        stage 0  F0 F1 F2 .  .  .  .  B0=== .  B1=== .  B2===
+        stage 1  .  F0 F1 .  .  B0=== F2 B1=== .  B2=== .  .
+        stage 2  .  .  F0 B0=== F1 B1=== F2 B2=== .  .  .  .
+        """
+        width = width or 1 + max(len(str(action)) for action in self.spans)
+        lines = []
+        for stage, order in enumerate(self.schedule.orders):
+            line = list("." .ljust(width)) * math.ceil(self.makespan)
+            for action in order:
+                start, end = (round(edge * width) for edge in self.spans[action])
+                room = max(end - start - 1, 0)
+                line[start:end] = f"{str(action)[:room]:=<{room}} "[: end - start]
+            lines.append(f"stage {stage}  {''.join(line)}".rstrip())
+        return "\n".join(lines)
+
+
+def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
+    """Runs a schedule on paper.
+
+    Args:
+        schedule: any.
+        times: None: every kind of action takes 1 and transfers nothing.
+
+    Raises:
+        SpecError: the schedule is stuck; names what each stage waits for.
+
+    Example:
+        >>> from commgrid.pipeline.schedule import make_schedule
+        >>> for name in ("gpipe", "1f1b", "zb-h1"):
+        ...     found = simulate(make_schedule(name, num_stages=4, num_microbatches=8))
+        ...     print(name, found.makespan, found.bubble_fraction, found.peak_live)
+        gpipe 33.0 0.375 (8, 8, 8, 8)
+        1f1b 33.0 0.375 (4, 3, 2, 1)
+        zb-h1 27.0 0.125 (4, 4, 4, 4)
+    """
+    times = times or Times()
+    spans: dict[Computation, Span] = {}
+    done: dict[tuple[str, int, int], tuple[float, int]] = {}  # when, and on which stage
+    at, free = [0] * schedule.num_stages, [0.0] * schedule.num_stages
+    moving = True
+    while moving:
+        moving = False
+        for stage, order in enumerate(schedule.orders):
+            while at[stage] < len(order):
+                action = order[at[stage]]
+                needs = [done.get(need) for need in _needs(schedule, action)]
+                if None in needs:
+                    break
+                ready = [
+                    when + (times.transfer if where != stage else 0.0)
+                    for when, where in needs  # type: ignore[misc]
+                ]
+                start = max([free[stage], *ready])
+                free[stage] = start + times.of(action)
+                spans[action] = (start, free[stage])
+                done[_result(schedule, action)] = (free[stage], stage)
+                at[stage] += 1
+                moving = True
+    stuck = [
+        f"stage {stage} before {order[at[stage]]}"
+        for stage, order in enumerate(schedule.orders)
+        if at[stage] < len(order)
+    ]
+    if stuck:
+        raise SpecError(f"{schedule} waits for ever: {', '.join(stuck)}")
+    return Simulation(schedule, spans, tuple(_peak(order) for order in schedule.orders))
+
+
+def _needs(schedule: Schedule, action: Computation) -> list[tuple[str, int, int]]:
+    """What has to be there before an action starts."""
+    part, microbatch = schedule.part(action), action.microbatch
+    if isinstance(action, Forward):
+        return [("forward", part - 1, microbatch)] if part > 0 else []
+    if isinstance(action, BackwardWeight):
+        return [("backward", part, microbatch)]
+    needs = [("forward", part, microbatch)]
+    if part + 1 < schedule.num_parts:
+        needs.append(("backward", part + 1, microbatch))
+    return needs
+
+
+def _result(schedule: Schedule, action: Computation) -> tuple[str, int, int]:
+    kinds = {Forward: "forward", BackwardWeight: "weight"}
+    return kinds.get(type(action), "backward"), schedule.part(action), action.microbatch
+
+
+def _peak(order: tuple[Computation, ...]) -> int:
+    live = peak = 0
+    for action in order:
+        live += isinstance(action, Forward)
+        peak = max(peak, live)
+        live -= isinstance(action, Backward | BackwardWeight)
+    return peak
