@@ -176,7 +176,8 @@ def placements(model: nn.Module) -> Iterator[Placement]:
             if _told(first) != _told(placement):
                 raise SpecError(
                     f"{first.name} and {full} are one parameter, but their modules say "
-                    f"{_told(first)} and {_told(placement)} of its slices, partial sums, region and copies"
+                    f"{_told(first)} and {_told(placement)} of its slices, partial "
+                    "sums, region and copies"
                 )
     yield from found.values()
 

@@ -156,8 +156,8 @@ class Part(nn.Module):
                     mark_parameters(getattr(self, name), shared="embedding")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (sequence, batch), or what the part before made of them, (sequence, batch, hidden),
-        to the next part's input or this rank's part of the logits (sequence, batch, part)."""
+        """Tokens (sequence, batch), or the part before's output (sequence, batch, hidden), to the
+        next part's input, or this rank's part of the logits (sequence, batch, part)."""
         if self.is_first:
             x = self.drop(self.embed(x))
         for block in self.blocks.values():
@@ -251,7 +251,9 @@ class Trainer:
             group["lr"] = self.args.lr * min(1.0, step / self.args.warmup)
         mine = batch.chunk(self.grid.size("dp"))[self.grid.get_local_rank("dp")]
         microbatches = [one.t() for one in mine.to(self.device).chunk(self.args.microbatches)]
-        losses = self.pipeline.step([one[:-1] for one in microbatches], [one[1:] for one in microbatches])
+        losses = self.pipeline.step(
+            [one[:-1] for one in microbatches], [one[1:] for one in microbatches]
+        )
         self.reducer.finish(count=mine[:, 1:].numel())
         clip = self.args.clip_grad
         norm = self.reducer.clip_gradients(clip) if clip else self.reducer.gradient_norm()
@@ -334,8 +336,9 @@ def check(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
     share = args.batch_size // grid.size("dp")
     if share % args.microbatches:
         raise SystemExit(
-            f"--microbatches (--grad-accum) {args.microbatches} does not divide the {share} sequences a step that "
-            f"each of the {grid.size('dp')} ranks of dp has of --batch-size {args.batch_size}"
+            f"--microbatches (--grad-accum) {args.microbatches} does not divide the {share} "
+            f"sequences a step that each of the {grid.size('dp')} ranks of dp has of --batch-size "
+            f"{args.batch_size}"
         )
     if args.layers < args.pp * args.chunks:
         raise SystemExit(

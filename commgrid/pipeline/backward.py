@@ -105,7 +105,9 @@ def _note(fork: _Fork) -> Any:
     return hook
 
 
-def _find_forks(roots: Iterable[Any], inputs: Sequence[Tensor]) -> tuple[dict[Any, None], list[_Fork]]:
+def _find_forks(
+    roots: Iterable[Any], inputs: Sequence[Tensor]
+) -> tuple[dict[Any, None], list[_Fork]]:
     """The nodes that lead to an input, and those at which branches to weights only begin.
 
     In an order that depends on the graph alone: layers communicate when their node is run.
@@ -117,7 +119,7 @@ def _find_forks(roots: Iterable[Any], inputs: Sequence[Tensor]) -> tuple[dict[An
     for node in _children_first(roots):
         variable = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]
-        if variable is not None and id(variable) in wanted or any(c in leading for c in children):
+        if (variable is not None and id(variable) in wanted) or any(c in leading for c in children):
             leading[node] = None
         elif variable is not None:
             weights[node] = (variable,)

@@ -149,8 +149,8 @@ def _complete(stages: tuple[Program, ...], at: list[int]) -> list[set[int]]:
     while True:
         met = {
             stage for stage in waiting
-            if all(send.message in wanted and send.peer in waiting for send in _sends(current[stage]))
-            and all(recv.message in offered and recv.peer in waiting for recv in _recvs(current[stage]))
+            if all(s.message in wanted and s.peer in waiting for s in _sends(current[stage]))
+            and all(r.message in offered and r.peer in waiting for r in _recvs(current[stage]))
         }  # fmt: skip
         if met == waiting:
             return [met] if met else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from commgrid.errors import SpecError
 
@@ -51,7 +52,9 @@ def partition_layers(
         )
     costs = list(weights) if weights is not None else [1.0] * num_layers
     if len(costs) != num_layers:
-        raise SpecError(f"weights has {len(costs)} entries for {num_layers} layers; expected one each")
+        raise SpecError(
+            f"weights has {len(costs)} entries for {num_layers} layers; expected one each"
+        )
     for key, value in [
         ("embedding", embedding),
         ("head", head),
@@ -65,7 +68,7 @@ def partition_layers(
 
 
 def _best_cut(costs: Sequence[float], num_parts: int) -> tuple[range, ...]:
-    """Least largest part, then least sum of squares, by dynamic programming over the end of parts."""
+    """Least largest part, then least sum of squares, by dynamic programming."""
     whole = sum(costs) or 1.0
     ends = [0.0]
     for cost in costs:
@@ -85,4 +88,4 @@ def _best_cut(costs: Sequence[float], num_parts: int) -> tuple[range, ...]:
             reached[stop] = min(options)
         best = reached
     cuts = best[len(costs)][1]
-    return tuple(range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(cuts))

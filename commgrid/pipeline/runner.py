@@ -254,7 +254,9 @@ class Pipeline:
         told = torch.tensor([int.from_bytes(digest[:7], "big")], device=self.links.device)
         found = all_gather(told, self.links.group).tolist()
         usual = max(found, key=found.count)
-        odd = [rank for rank, theirs in zip(self.links.ranks, found, strict=True) if theirs != usual]
+        odd = [
+            rank for rank, theirs in zip(self.links.ranks, found, strict=True) if theirs != usual
+        ]
         if odd:
             raise GridMismatchError(
                 f"ranks {odd} of {list(self.links.ranks)} were given another schedule, number of "
@@ -376,7 +378,10 @@ class _Run:
         if self.train:
             self._live[action.chunk, microbatch] = _Live(
                 received,
-                [get_gradient_edge(t) if t.requires_grad else None for t in _differentiable(outputs)],
+                [
+                    get_gradient_edge(t) if t.requires_grad else None
+                    for t in _differentiable(outputs)
+                ],
                 torch.ones_like(output) if is_last else None,
             )
         return outputs
@@ -396,7 +401,9 @@ class _Run:
 
     def _as_tensors(self, output: Any, action: Computation, *, is_last: bool) -> Sequence[Tensor]:
         outputs: Sequence[Any] = output if isinstance(output, tuple | list) else (output,)
-        who = f"part {self.schedule.part(action)} of {self.schedule.num_parts} (stage {action.stage}"
+        who = (
+            f"part {self.schedule.part(action)} of {self.schedule.num_parts} (stage {action.stage}"
+        )
         who += f", chunk {action.chunk})"
         if is_last and (len(outputs) != 1 or not isinstance(output, Tensor) or output.dim() != 0):
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

@@ -14,11 +14,11 @@ A schedule lists each stage's computations. What has to be sent for them follows
 |---|---|---|---|
 | `gpipe` | GPipe, arXiv 1811.06965 | (p - 1) / (v · m) | m |
 | `one_f_one_b` | PipeDream-Flush, arXiv 2006.09503 | (p - 1) / m | p - stage |
-| `interleaved` | Megatron-LM, arXiv 2104.04473 section 2.2 | (p - 1) / (v · m) | more than p - stage |
+| `interleaved` | Megatron-LM, arXiv 2104.04473 section 2.2 | (p - 1) / (v · m) | more |
 | `zb_h1` | zero bubble, arXiv 2401.10241 section 2.2 | a third of 1F1B's | p |
 
-m is the number of microbatches; the last bubble is for equal times of forward, input gradient
-and weight gradient and m ≥ p, see `simulator`.
+m is the number of microbatches. GPipe's bubble with chunks is for m ≥ p, the last one for that and
+equal times of forward, input gradient and weight gradient, see `simulator`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ what it needs is there:
 With F, I, W for forward, input gradient and weight gradient (B = I + W), p stages, v chunks, m
 microbatches and free transfers, the idle time of a step is
 
-    gpipe, 1f1b, interleaved     (p - 1) · (F + B)                 with times of one chunk
-    zb-h1                        (p - 1) · (F + I) - min(m - 1, p - 1) · W        for W at most F and I
+    gpipe, 1f1b, interleaved   (p - 1) · (F + B)                          with times of one chunk
+    zb-h1                      (p - 1) · (F + I) - min(m - 1, p - 1) · W  for W at most F and I
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ class Simulation:
         width = width or 1 + max(len(str(action)) for action in self.spans)
         lines = []
         for stage, order in enumerate(self.schedule.orders):
-            line = list("." .ljust(width)) * math.ceil(self.makespan)
+            line = list(".".ljust(width)) * math.ceil(self.makespan)
             for action in order:
                 start, end = (round(edge * width) for edge in self.spans[action])
-                room = max(end - start - 1, 0)
-                line[start:end] = f"{str(action)[:room]:=<{room}} "[: end - start]
+                room, fill = max(end - start - 1, 0), "=" if end - start > width else " "
+                line[start:end] = f"{str(action)[:room]:{fill}<{room}} "[: end - start]
             lines.append(f"stage {stage}  {''.join(line)}".rstrip())
         return "\n".join(lines)
 
@@ -152,12 +152,12 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
         for stage, order in enumerate(schedule.orders):
             while at[stage] < len(order):
                 action = order[at[stage]]
-                needs = [done.get(need) for need in _needs(schedule, action)]
-                if None in needs:
+                needs = _needs(schedule, action)
+                if not all(need in done for need in needs):
                     break
                 ready = [
                     when + (times.transfer if where != stage else 0.0)
-                    for when, where in needs  # type: ignore[misc]
+                    for when, where in (done[need] for need in needs)
                 ]
                 start = max([free[stage], *ready])
                 free[stage] = start + times.of(action)

@@ -148,7 +148,10 @@ def test_bare_python_is_a_world_of_one(tmp_path: Path) -> None:
         (["--config", "nowhere.yaml"], "--config nowhere.yaml"),
         (["--hidden", "100"], "--hidden 100 is not a multiple of --heads 8"),
         (["--kv-heads", "3"], "num_kv_heads=3 does not divide num_heads=8"),
-        (["--grad-accum", "3"], "--microbatches (--grad-accum) 3 does not divide the 16 sequences a step that"),
+        (
+            ["--grad-accum", "3"],
+            "--microbatches (--grad-accum) 3 does not divide the 16 sequences",
+        ),
         (["--dropout", "1"], "--dropout: 1: expected 0 or more, and less than 1"),
         (["--clip-grad", "-1"], "--clip-grad: -1: expected 0 or more"),
         (["--data", "nowhere.txt"], "--data nowhere.txt: "),
