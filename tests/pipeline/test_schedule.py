@@ -3,6 +3,7 @@
 import dataclasses
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,11 @@ def sizes(name: str) -> Iterator[tuple[int, int, int]]:
                     yield stages, microbatches, chunks
 
 
+@cache
+def made(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    return make_schedule(name, stages, microbatches, chunks)
+
+
 def idle(found: Simulation) -> float:
     """Makespan beyond what each stage computes, all of them equally much."""
     work = found.busy[0]
@@ -53,7 +59,7 @@ def idle(found: Simulation) -> float:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_dependency_is_met_and_every_send_matched(name: str) -> None:
     for size in sizes(name):
-        schedule = make_schedule(name, *size)
+        schedule = made(name, *size)
         spans = simulate(schedule).spans
         dependencies_hold(schedule, spans)
         stages = programs(schedule)
@@ -94,9 +100,11 @@ def messages_match(schedule: Schedule, stages: tuple[tuple[object, ...], ...]) -
         for step in program:
             if isinstance(step, Exchange):
                 for send in step.sends:
-                    made = Forward if send.message.kind == "activation" else None
                     here = (stage, send.chunk, send.microbatch)
-                    results = {made(*here)} if made else {Backward(*here), BackwardInput(*here)}
+                    results = (
+                        {Forward(*here)} if send.message.kind == "activation"
+                        else {Backward(*here), BackwardInput(*here)}
+                    )  # fmt: skip
                     assert done & results, f"{send} before what it sends was computed"
                     assert send.message not in sent
                     sent[send.message] = send
@@ -126,7 +134,7 @@ def test_the_bubble_is_the_closed_form(name: str, times: Times) -> None:
     for stages, microbatches, chunks in sizes(name):
         if name == "gpipe" and chunks > 1 and microbatches < stages:
             continue  # a microbatch comes round to a stage that has long run out of others
-        found = simulate(make_schedule(name, stages, microbatches, chunks), times)
+        found = simulate(made(name, stages, microbatches, chunks), times)
         assert idle(found) == pytest.approx((stages - 1) * per_chunk)
         assert found.bubble_fraction == pytest.approx((stages - 1) / (chunks * microbatches))
 
@@ -134,8 +142,8 @@ def test_the_bubble_is_the_closed_form(name: str, times: Times) -> None:
 @pytest.mark.parametrize("times", TIMES)
 def test_zero_bubble_is_below_1f1b_with_the_same_memory(times: Times) -> None:
     for stages, microbatches, _ in sizes("zb-h1"):
-        ours = simulate(make_schedule("zb-h1", stages, microbatches), times)
-        plain = simulate(make_schedule("1f1b", stages, microbatches), times)
+        ours = simulate(made("zb-h1", stages, microbatches), times)
+        plain = simulate(made("1f1b", stages, microbatches), times)
         waits = (stages - 1) * (times.forward + times.backward_input)
         filled = min(microbatches - 1, stages - 1) * times.backward_weight
         assert idle(ours) == pytest.approx(waits - filled)
@@ -146,14 +154,14 @@ def test_zero_bubble_is_below_1f1b_with_the_same_memory(times: Times) -> None:
 
 def test_what_is_live() -> None:
     for stages, microbatches, _ in sizes("1f1b"):
-        found = simulate(make_schedule("1f1b", stages, microbatches))
+        found = simulate(made("1f1b", stages, microbatches))
         expected = tuple(min(microbatches, stages - stage) for stage in range(stages))
         assert found.peak_live == expected
     for stages, microbatches, chunks in sizes("gpipe"):
-        found = simulate(make_schedule("gpipe", stages, microbatches, chunks))
+        found = simulate(made("gpipe", stages, microbatches, chunks))
         assert found.peak_live == (microbatches * chunks,) * stages
     for stages, microbatches, chunks in sizes("interleaved"):
-        found = simulate(make_schedule("interleaved", stages, microbatches, chunks))
+        found = simulate(made("interleaved", stages, microbatches, chunks))
         for stage, peak in enumerate(found.peak_live):
             warmup = 2 * (stages - 1 - stage) + (chunks - 1) * stages
             assert peak == min(warmup + 1, microbatches * chunks)
