@@ -1,29 +1,16 @@
 """The main job: the same curve on any grid, a loss that falls, and flags that say what is wrong."""
 
-import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-import commgrid
+from tests.examples.curves import ROOT, curve, load, run, same_curve
 from tests.ranks import run_on_ranks
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "2", "--hidden", "64", "--batch-size", "8", "--seq-len", "16"]
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # What may be cut without the curve noticing: sizes of tp and dp, then switches, then microbatches.
@@ -40,20 +27,6 @@ TINY = [
 ]  # fmt: skip
 
 
-def run(*jobs: list[str]) -> None:
-    """Trains once for each list of arguments, in one process after the other."""
-    train_gpt = load()
-    train_gpt.generate = lambda *_: ""  # most of a short run's time, and of no concern here
-    down = commgrid.shutdown
-    for job in jobs:
-        commgrid.shutdown = commgrid.destroy if job is not jobs[-1] else down
-        train_gpt.train(train_gpt.parse(job))
-
-
-def curve(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def curves(tp: int, dp: int, jobs: dict[str, list[str]], folder: Path) -> dict[str, Any]:
     """What each job's metrics say, all run one after the other on the same ranks."""
     given = [
@@ -62,15 +35,6 @@ def curves(tp: int, dp: int, jobs: dict[str, list[str]], folder: Path) -> dict[s
     ]
     run_on_ranks(run, tp * dp, *given, init=None, launcher="torchrun", timeout=240)
     return {name: curve(folder / name) for name in jobs}
-
-
-def same_curve(ours: list[dict[str, float]], theirs: list[dict[str, float]], dtype: str) -> None:
-    # The bound of promise 6: sums in another order differ by some ulps, which 20 steps of Adam
-    # amplify by a few orders of magnitude and no more.
-    bound = {"fp64": 1e-9, "fp32": 1e-4}[dtype]
-    for mine, reference in zip(ours, theirs, strict=True):
-        for key in ("loss", "grad_norm"):
-            assert mine[key] == pytest.approx(reference[key], rel=bound), (key, mine["step"])
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])

@@ -1,6 +1,6 @@
 """Layers to parts: the best cut, against all cuts."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +29,7 @@ def test_no_other_cut_is_better(
         full[0] += embedding
         full[-1] += head
         edges = (0, *cuts, len(weights))
-        return [sum(full[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        return [sum(full[a:b]) for a, b in pairwise(edges)]
 
     def rating(given: list[int]) -> tuple[int, int]:
         return max(given), sum(load**2 for load in given)

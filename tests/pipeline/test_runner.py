@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import commgrid
-from commgrid import GridMismatchError, ShapeError, SpecError
+from commgrid import GridMismatchError, SpecError
 from commgrid.data_parallel import GradientReducer, gradient_norm
 from commgrid.parameters import mark_parameters
 from commgrid.pipeline import (
@@ -35,7 +35,9 @@ class Part(nn.Module):
         super().__init__()
         torch.manual_seed(part)
         self.first, self.last = part == 0, part == num_parts - 1
-        self.mix = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mix = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
         self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.ones(()))
         self.double()
 
@@ -55,7 +57,11 @@ def data(microbatches: int) -> tuple[list[Tensor], list[Tensor], list[dict[str, 
     torch.manual_seed(1)
     shape = (microbatches, ROWS, WIDTH)
     inputs, targets = torch.randn(shape).double(), torch.randn(shape).double()
-    return list(inputs), list(targets), [{"shift": torch.tensor(i / 8)} for i in range(microbatches)]
+    return (
+        list(inputs),
+        list(targets),
+        [{"shift": torch.tensor(i / 8)} for i in range(microbatches)],
+    )
 
 
 def unsplit(num_parts: int, microbatches: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -119,7 +125,9 @@ def trained(cases: list[tuple[str, int, int, int]]) -> int:
             assert evaluated is not None
             assert outputs is not None
             assert not evaluated.requires_grad
-            torch.testing.assert_close(evaluated, torch.stack(expected_losses[:2]), rtol=1e-12, atol=0)
+            torch.testing.assert_close(
+                evaluated, torch.stack(expected_losses[:2]), rtol=1e-12, atol=0
+            )
             again = loss(outputs[0], targets[0])
             torch.testing.assert_close(again, expected_losses[0], rtol=1e-12, atol=0)
         else:

@@ -279,7 +279,7 @@ def test_programs_that_wait_in_a_circle_are_found() -> None:
     with pytest.raises(SpecError, match="wait for each other in a circle: stage 0 at step"):
         check_programs((wrong, second))
     less = tuple(step for step in first if step != crossed[0])
-    with pytest.raises(SpecError, match="activation of microbatch 0 .* received, but never sent"):
+    with pytest.raises(SpecError, match=r"activation of microbatch 0 .* received, but never sent"):
         check_programs((less, second))
 
 

@@ -1,0 +1,44 @@
+"""train_gpt's loss curves: run in processes that are up already, read, and compared."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import commgrid
+
+ROOT = Path(__file__).parents[2]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*jobs: list[str]) -> None:
+    """Trains once for each list of arguments, in one process after the other."""
+    train_gpt = load()
+    train_gpt.generate = lambda *_: ""  # most of a short run's time, and of no concern here
+    down = commgrid.shutdown
+    for job in jobs:
+        commgrid.shutdown = commgrid.destroy if job is not jobs[-1] else down
+        train_gpt.train(train_gpt.parse(job))
+
+
+def curve(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def same_curve(ours: list[dict[str, float]], theirs: list[dict[str, float]], dtype: str) -> None:
+    # The bound of promise 6: sums in another order differ by some ulps, which 20 steps of Adam
+    # amplify by a few orders of magnitude and no more.
+    bound = {"fp64": 1e-9, "fp32": 1e-4}[dtype]
+    for mine, reference in zip(ours, theirs, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert mine[key] == pytest.approx(reference[key], rel=bound), (key, mine["step"])

@@ -1,0 +1,71 @@
+"""The same curve through every pipeline, on top of tensor and data parallelism."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.curves import curve, run, same_curve
+from tests.ranks import run_on_ranks
+
+TINY = [
+    "--hidden", "16", "--heads", "4", "--kv-heads", "2", "--batch-size", "8", "--seq-len", "4",
+    "--steps", "20", "--clip-grad", "1.5", "--dtype", "fp64",
+]  # fmt: skip
+TIED = {"untied": [], "tied": ["--tie-embeddings"]}
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("gpipe", 2)]
+GRIDS = [
+    (pp, tp, dp) for pp in (1, 2, 4) for tp in (1, 2) for dp in (1, 2) if pp * tp * dp <= 8
+]  # fmt: skip
+
+
+def train(pp: int, tp: int, dp: int, jobs: dict[str, list[str]], folder: Path) -> dict[str, Any]:
+    """What each job's metrics say, all run one after the other on the same ranks."""
+    sizes = ["--pp", str(pp), "--tp", str(tp), "--dp", str(dp)]
+    given = [[*job, *sizes, "--metrics", str(folder / name)] for name, job in jobs.items()]
+    run_on_ranks(run, pp * tp * dp, *given, init=None, launcher="torchrun", timeout=300)
+    return {name: curve(folder / name) for name in jobs}
+
+
+def layers(pp: int) -> list[str]:
+    """As many as 2 chunks on each stage need."""
+    return ["--layers", "8" if pp == 4 else "4"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The single process, for each number of layers, tied and untied."""
+    jobs = {f"{pp}-{tied}": [*TINY, *layers(pp), *TIED[tied]] for pp in (1, 2, 4) for tied in TIED}
+    found = train(1, 1, 1, jobs, tmp_path_factory.mktemp("alone"))
+    assert any(row["grad_norm"] > 1.5 for row in found["4-tied"])  # so that clipping clips
+    return found
+
+
+def cuts(pp: int, tp: int, dp: int) -> Iterator[tuple[str, str, list[str]]]:
+    """A name, tied or not, and flags; sharded optimizer and sequence parallelism in turn.
+
+    Every schedule tied and untied where ranks have few others to share two cores with; where they
+    do, or where there is one stage, in turn.
+    """
+    for i, (schedule, chunks) in enumerate(SCHEDULES):
+        for j, tied in enumerate(TIED):
+            more = ["--zero1", "--sequence-parallel"] if (i + pp + dp) % 2 else []
+            cut = ["--schedule", schedule, "--chunks", str(chunks), "--microbatches", "4", *more]
+            few = tp == 1 or (i + j) % 2 == dp % 2
+            if few if pp > 1 else schedule in ("1f1b", "interleaved") and (i + j) % 2 == dp % 2:
+                yield f"{schedule}-{chunks}-{tied}", tied, cut
+
+
+@pytest.mark.parametrize(("pp", "tp", "dp"), GRIDS)
+def test_same_curve(pp: int, tp: int, dp: int, alone: dict[str, Any], tmp_path: Path) -> None:
+    jobs, references = {}, {}
+    for name, tied, cut in cuts(pp, tp, dp):
+        jobs[name] = [*TINY, *layers(pp), *TIED[tied], *cut]
+        references[name] = alone[f"{pp}-{tied}"]
+    assert len(jobs) >= 2
+    for name, rows in train(pp, tp, dp, jobs, tmp_path).items():
+        try:
+            same_curve(rows, references[name], "fp64")
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error

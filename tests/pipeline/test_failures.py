@@ -1,0 +1,175 @@
+"""A stage raises, or is killed, in the middle of a step: every other rank ends, naming it."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import commgrid
+from commgrid.collectives import all_reduce
+from commgrid.failures import named_failures
+from commgrid.pipeline import Pipeline
+from tests.ranks import RanksFailed, run_on_ranks
+
+TIMEOUT = 40.0
+MICROBATCHES = 6
+
+
+class Failing(nn.Module):
+    """Linear over tp; does something in one microbatch's forward, or in its backward."""
+
+    def __init__(self, act: Callable[[], object] | None, microbatch: int, backward: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.act, self.microbatch, self.backward = act, microbatch, backward
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = all_reduce(x @ self.weight, "tp", op="avg").detach() + x @ self.weight
+        if self.act is not None and self.seen == self.microbatch:
+            if self.backward:
+                y.register_hook(lambda _: self.act and self.act())
+            else:
+                self.act()
+        self.seen += 1
+        return y
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    os._exit(7)
+
+
+def training(
+    act: Callable[[], object], odd: int, backward: bool, sizes: dict[str, int], schedule: str
+) -> None:
+    """Four steps; one rank acts in the middle of the second."""
+    grid = commgrid.initialize(**sizes)
+    module = Failing(act if grid.rank == odd else None, MICROBATCHES + 2, backward)
+    pipeline = Pipeline(
+        module, schedule, num_microbatches=MICROBATCHES, loss=lambda y, target: y.square().sum()
+    )
+    inputs = [torch.ones(4, 8)] * MICROBATCHES
+    with named_failures(grid):
+        for _ in range(4):
+            pipeline.step(inputs, inputs)
+            all_reduce(module.weight.grad, "dp")
+            module.zero_grad()
+            time.sleep(0.1)
+
+
+def outcomes(
+    act: Callable[[], object], odd: int, world: int, launcher: str | None = None, **job: object
+) -> dict[int, str]:
+    """The last line that each rank printed; every one of them has failed."""
+    sizes = {"pp": 4} if world == 4 else {"pp": 2, "tp": 2}
+    given = (act, odd, job.get("backward", False), sizes, job.get("schedule", "1f1b"))
+    started = time.monotonic()
+    init = None if launcher else "gloo"
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(training, world, *given, init=init, launcher=launcher, timeout=TIMEOUT)
+    assert time.monotonic() - started < TIMEOUT / 2
+    parts = re.split(r"--- rank (\d+) \(exit code (-?\d+), timeout .*\)\n", str(failed.value))[1:]
+    found = {}
+    for rank, code, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        assert int(code) != 0
+        raised = [line for line in text.splitlines() if re.match(r"[\w.]*Error: ", line)]
+        found[int(rank)] = raised[-1] if raised else f"exit code {code}"
+    assert sorted(found) == list(range(world)), "a rank that ended as if nothing had happened"
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_a_stage_raises(odd: int, backward: bool, schedule: str) -> None:
+    found = outcomes(boom, odd, 4, backward=backward, schedule=schedule)
+    assert found.pop(odd) == "ValueError: boom"
+    for rank, said in found.items():
+        what = r"(forward|backward|input gradients|weight gradients)" if backward else "forward"
+        where = rf"rank {odd} failed in the {what} of microbatch 2 of stage {odd}: ValueError: boom"
+        assert re.search(f"PeerFailedError: {where} \\(rank {rank} was in ", said), said
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_a_stage_is_killed(odd: int) -> None:
+    found = outcomes(killed, odd, 4)
+    assert found.pop(odd) == "exit code -9"
+    for said in found.values():
+        assert f"PeerFailedError: stage {odd} (rank {odd}) is gone or does not answer" in said
+
+
+def test_the_rank_that_serves_the_store_is_killed() -> None:
+    found = outcomes(killed, 0, 4, launcher="torchrun")
+    assert found.pop(0) == "exit code -9"
+    for rank, said in found.items():  # without a store each names whom it waited for
+        assert re.search(r"PeerFailedError: stage \d \(rank \d\) is gone or does not answer", said)
+        assert rank != 1 or "stage 0 (rank 0)" in said
+
+
+@pytest.mark.parametrize("act", [boom, killed, leave])
+def test_ranks_beside_the_stage_name_it_too(act: Callable[[], object]) -> None:
+    """One rank of pp 2 × tp 2 × dp 2: its tp peer, other stages, and the other replica."""
+    found = outcomes(act, 5, 8)
+    found.pop(5)
+    for said in found.values():
+        assert "PeerFailedError" in said
+        assert "rank 5" in said or "(rank 5)" in said, said
+
+
+def caught() -> str:
+    """A rank that catches its own error and goes on does not keep the others waiting."""
+    grid = commgrid.initialize(pp=2)
+    module = Failing(boom if grid.rank == 1 else None, 2, False)
+    pipeline = Pipeline(
+        module, num_microbatches=MICROBATCHES, loss=lambda y, target: y.square().sum()
+    )
+    inputs = [torch.ones(4, 8)] * MICROBATCHES
+    try:
+        pipeline.step(inputs, inputs)
+    except ValueError:
+        time.sleep(8)
+        return f"{grid.is_destroyed}"
+    except commgrid.PeerFailedError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_goes_on_after_its_error() -> None:
+    started = time.monotonic()
+    said, own = run_on_ranks(caught, 2)
+    assert own == "True"
+    assert "rank 1 failed in the forward of microbatch 2 of stage 1: ValueError: boom" in said
+    assert time.monotonic() - started < 30
+
+
+def in_a_loop(rank: int) -> str:
+    """What has nothing to do with a pipeline is named as well."""
+    grid = commgrid.initialize(tp=2)
+    try:
+        with named_failures(grid, lambda: "step 3"):
+            if rank == 2:
+                raise OSError("no more data")
+            while True:
+                all_reduce(torch.ones(4), "dp_tp")
+    except (commgrid.PeerFailedError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_any_failure_is_named() -> None:
+    found = run_on_ranks(in_a_loop, 4, per_rank=[(rank,) for rank in range(4)])
+    assert found.pop(2) == "OSError: no more data"
+    for said in found:
+        assert said.startswith("PeerFailedError: rank 2 failed in step 3: OSError: no more data (")
