@@ -198,14 +198,8 @@ class GradientReducer:
     def _arrived(self, bucket: Bucket, index: int) -> None:
         slot = bucket.slots[index]
         parameter: Any = slot.parameter
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            if parameter.overwrite_main_grad:
-                slot.view.copy_(gradient)
-                parameter.overwrite_main_grad = False
-            else:
-                slot.view.add_(gradient)
+        gradient = parameter.grad
+        _take_in(slot)
         if not self._synchronizing:
             return
         if bucket.launched:
@@ -281,6 +275,11 @@ class GradientReducer:
             ShapeError: the counts add up to zero.
             CommGridError: the model was moved, or its parameters replaced, frozen or unfrozen.
         """
+        for bucket in self.buckets:
+            if not bucket.launched:
+                for slot in bucket.slots:  # what was put into `.grad` without a backward
+                    if slot.parameter.grad is not slot.handed_out:
+                        _take_in(slot)
         self._launch(all_of_them=True)
         divisor, wrong = self._agree(count)
         self._reset()
@@ -433,6 +432,20 @@ class _Owner:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def _take_in(slot: Slot) -> None:
+    """Moves a parameter's `.grad` into its place in the bucket."""
+    parameter: Any = slot.parameter
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    if parameter.overwrite_main_grad:
+        slot.view.copy_(gradient)
+        parameter.overwrite_main_grad = False
+    else:
+        slot.view.add_(gradient)
 
 
 def _wait(bucket: Bucket) -> None:
