@@ -26,6 +26,8 @@ from commgrid.launch import Launch
 from commgrid.names import nearest
 
 FAKE = "fake"
+Transfer = tuple[torch.Tensor, int]
+"""A tensor, and the group rank that it goes to or comes from."""
 _STORE_TIMEOUT = timedelta(minutes=5)  # torch's own, for whoever uses the store after the start
 
 
@@ -337,6 +339,32 @@ def abort_all(groups: Iterable[dist.ProcessGroup]) -> None:
                 if any(device.type == "cuda" for device in devices_of(group)):
                     group.abort()  # what NCCL has under way would be waited for
                 dist.destroy_process_group(group)
+
+
+def start_transfers(
+    group: dist.ProcessGroup, sends: Sequence[Transfer], recvs: Sequence[Transfer]
+) -> list[dist.Work]:
+    """Starts sends and receives of tensors, each with the group rank it goes to or comes from.
+
+    Returns:
+        A handle for each, sends first, or where the backend batches them one for all.
+    """
+    if not sends and not recvs:
+        return []
+    device = (*sends, *recvs)[0][0].device
+    if not group._get_backend(device).supports_coalescing:
+        # What torch's batch does then, without its checks of every operation.
+        return [
+            *(group.send([tensor], peer, 0) for tensor, peer in sends),
+            *(group.recv([tensor], peer, 0) for tensor, peer in recvs),
+        ]
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(operation, tensor, group=group, group_peer=peer)
+            for operation, transfers in ((dist.isend, sends), (dist.irecv, recvs))
+            for tensor, peer in transfers
+        ]
+    )
 
 
 def group_count() -> int:

@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid._dist import first_line, is_peer_failure
+from commgrid._dist import first_line, is_peer_failure, start_transfers
 from commgrid.errors import ShapeError, SpecError
 from commgrid.failures import GoneError
 from commgrid.grid import HyperCommGrid
@@ -67,7 +66,7 @@ class _Travelling:
     """Tensors on their way to or from another stage."""
 
     peer: int
-    what: str
+    message: Message
     tensors: list[Tensor]
     works: list[dist.Work] = field(default_factory=list)
 
@@ -96,7 +95,8 @@ class StageLinks:
         self.group, self.device = GroupRef(group, grid, owner="StageLinks"), device
         self.ranks = grid.get_ranks(group)
         self.stage, self.num_stages = self.group.rank, self.group.size
-        self._declared: dict[int, Specs] = {}  # by boundary
+        self._declared: dict[int, Specs] = {}  # of activations, by boundary
+        self._gradients: dict[int, Specs] = {}
         self._arriving: dict[Message, _Travelling] = {}
         self._leaving: deque[_Travelling] = deque()
 
@@ -115,23 +115,19 @@ class StageLinks:
         """
         sent = {send: [t.detach() for t in tensors_of(send)] for send in exchange.sends}
         self._declare(exchange, sent)
-        under_way: list[tuple[Any, _Travelling]] = []
+        leaving, arriving = [], []
         for send, tensors in sent.items():
             self._check(send.message, tensors)
-            leaving = _Travelling(
-                send.peer, f"the {send.message}", [tensor.contiguous() for tensor in tensors]
-            )
-            self._leaving.append(leaving)
-            under_way.append((dist.isend, leaving))
+            whole = [tensor.contiguous() for tensor in tensors]
+            leaving.append(_Travelling(send.peer, send.message, whole))
         for recv in exchange.recvs:
             buffers = [
                 torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
                 for spec in self.specs_of(recv.message)
             ]
-            arriving = _Travelling(recv.peer, f"the {recv.message}", buffers)
-            self._arriving[recv.message] = arriving
-            under_way.append((dist.irecv, arriving))
-        self._post(under_way)
+            arriving.append(_Travelling(recv.peer, recv.message, buffers))
+            self._arriving[recv.message] = arriving[-1]
+        self._post(leaving, arriving)
         self._let_leave(_MOST_LEAVING)
 
     def take(self, message: Message) -> list[Tensor]:
@@ -147,7 +143,7 @@ class StageLinks:
     def hand_over(self, message: Message, tensors: Iterable[Tensor]) -> None:
         """A message from one chunk of this stage to another, which `take` finds."""
         kept = [tensor.detach() for tensor in tensors]
-        self._arriving[message] = _Travelling(self.stage, f"the {message}", kept)
+        self._arriving[message] = _Travelling(self.stage, message, kept)
 
     def finish(self) -> None:
         """Returns when everything that was sent has left.
@@ -161,26 +157,26 @@ class StageLinks:
         while len(self._leaving) > remaining:
             self._wait(self._leaving.popleft())
 
-    def _post(self, under_way: Sequence[tuple[Any, _Travelling]]) -> None:
-        group = self.group.group
-        operations = [
-            (dist.P2POp(operation, tensor, group=group, group_peer=travelling.peer), travelling)
-            for operation, travelling in under_way
-            for tensor in travelling.tensors
-            if tensor.numel()
-        ]
-        if not operations:
-            return
+    def _post(self, leaving: Sequence[_Travelling], arriving: Sequence[_Travelling]) -> None:
+        self._leaving.extend(leaving)
+        sends, recvs = (
+            [(tensor, one) for one in many for tensor in one.tensors if tensor.numel()]
+            for many in (leaving, arriving)
+        )
         try:
-            works = dist.batch_isend_irecv([operation for operation, _ in operations])
+            works = start_transfers(
+                self.group.group,
+                [(tensor, one.peer) for tensor, one in sends],
+                [(tensor, one.peer) for tensor, one in recvs],
+            )
         except RuntimeError as error:
-            raise self._explain(error, operations[0][1]) from error
-        if len(works) == len(operations):
-            for (_, travelling), work in zip(operations, works, strict=True):
-                travelling.works.append(work)
+            raise self._explain(error, (*leaving, *arriving)[0]) from error
+        if len(works) == len(sends) + len(recvs):
+            for (_, one), work in zip((*sends, *recvs), works, strict=True):
+                one.works.append(work)
         else:  # one batch, which is over when all of it is
-            for _, travelling in under_way:
-                travelling.works.extend(works)
+            for one in (*leaving, *arriving):
+                one.works.extend(works)
 
     def _wait(self, travelling: _Travelling) -> None:
         try:
@@ -195,7 +191,7 @@ class StageLinks:
         peer, me = travelling.peer, self.stage
         return GoneError(
             f"stage {peer} (rank {self.ranks[peer]}) is gone or does not answer: stage {me} (rank "
-            f"{self.ranks[me]}) waited for {travelling.what} and got {first_line(error)}"
+            f"{self.ranks[me]}) waited for the {travelling.message} and got {first_line(error)}"
         )
 
     # -- declaring ----------------------------------------------------------------------
@@ -206,43 +202,47 @@ class StageLinks:
         On all stages, between two steps.
         """
         self._declared.clear()
+        self._gradients.clear()
 
     def specs_of(self, message: Message) -> Specs:
         """What a message that was declared consists of."""
-        specs = self._declared[message.boundary]
-        if message.kind == "activation":
-            return specs
-        return tuple(spec for spec in specs if spec.is_differentiable)
+        kind = self._declared if message.kind == "activation" else self._gradients
+        return kind[message.boundary]
 
     def _declare(self, exchange: Exchange, sent: dict[Send, list[Tensor]]) -> None:
         """Sends and receives headers of what crosses a boundary for the first time."""
-        under_way: list[tuple[Any, _Travelling]] = []
+        leaving: list[_Travelling] = []
         arriving: dict[int, _Travelling] = {}
         for send in exchange.sends:
             boundary = send.message.boundary
             if boundary not in self._declared:
                 specs = tuple(TensorSpec(tuple(t.shape), t.dtype) for t in sent[send])
-                self._declared[boundary] = specs
+                self._set_specs(boundary, specs)
                 header = torch.tensor(_encode(specs, str(send.message)), device=self.device)
-                leaving = _Travelling(send.peer, f"the header of the {send.message}", [header])
-                self._leaving.append(leaving)
-                under_way.append((dist.isend, leaving))
+                leaving.append(_Travelling(send.peer, send.message, [header]))
         for recv in exchange.recvs:
             boundary = recv.message.boundary
             if boundary not in self._declared and boundary not in arriving:
                 buffer = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self.device)
-                coming = _Travelling(recv.peer, f"the header of the {recv.message}", [buffer])
-                arriving[boundary] = coming
-                under_way.append((dist.irecv, coming))
-        self._post(under_way)
+                arriving[boundary] = _Travelling(recv.peer, recv.message, [buffer])
+        if not leaving and not arriving:
+            return
+        self._post(leaving, list(arriving.values()))
         for boundary, coming in arriving.items():
             self._wait(coming)
-            self._declared[boundary] = _decode(coming.tensors[0].tolist())
+            self._set_specs(boundary, _decode(coming.tensors[0].tolist()))
+
+    def _set_specs(self, boundary: int, specs: Specs) -> None:
+        self._declared[boundary] = specs
+        self._gradients[boundary] = tuple(spec for spec in specs if spec.is_differentiable)
 
     def _check(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        found = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         declared = self.specs_of(message)
-        if found != declared:
+        if len(tensors) != len(declared) or any(
+            tensor.shape != spec.shape or tensor.dtype != spec.dtype
+            for tensor, spec in zip(tensors, declared, strict=True)
+        ):
+            found = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
             raise ShapeError(
                 f"the {message} is {_said(found)}, but the first one over that boundary declared "
                 f"{_said(declared)}; give every microbatch one shape (pad it), or call "

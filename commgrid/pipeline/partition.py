@@ -7,8 +7,8 @@ fast as can be, since every other waits for it, and of those the one whose parts
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 from commgrid.errors import SpecError
 
@@ -68,24 +68,39 @@ def partition_layers(
 
 
 def _best_cut(costs: Sequence[float], num_parts: int) -> tuple[range, ...]:
-    """Least largest part, then least sum of squares, by dynamic programming."""
+    """Least largest part, and of the cuts that have it the one of least squares."""
     whole = sum(costs) or 1.0
-    ends = [0.0]
-    for cost in costs:
-        ends.append(ends[-1] + cost / whole)
-    # best[stop]: of the cuts of layers 0 … stop - 1, the best one's rating and its last cut points.
-    best: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {0: ((0.0, 0.0), (0,))}
-    for part in range(1, num_parts + 1):
-        reached = {}
-        for stop in range(part, len(costs) - (num_parts - part) + 1):
-            options = []
-            for start, ((largest, squares), cuts) in best.items():
-                if start < stop:
-                    load = ends[stop] - ends[start]
-                    # Rounded, so that equally good cuts are found equally good.
-                    rating = (round(max(largest, load), 9), round(squares + load**2, 9))
-                    options.append((rating, (*cuts, stop)))
-            reached[stop] = min(options)
-        best = reached
-    cuts = best[len(costs)][1]
+    ends = [0.0, *accumulate(cost / whole for cost in costs)]
+
+    def load(start: int, stop: int) -> float:
+        return ends[stop] - ends[start]
+
+    largest, _ = _best(len(costs), num_parts, lambda rest, a, b: max(rest, load(a, b)))
+
+    def squares(rest: float, start: int, stop: int) -> float:
+        own = load(start, stop)
+        # Rounded, so that equally good cuts are found equally good.
+        return round(rest + own**2, 9) if own <= largest + 1e-9 else math.inf
+
+    _, cuts = _best(len(costs), num_parts, squares)
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
+
+
+def _best(
+    num_layers: int, num_parts: int, rate: Callable[[float, int, int], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The cut of least rating, and of several the one with the earliest cut points.
+
+    Args:
+        rate: a cut's rating from that of its other parts and the last one's first and stop layer.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # by where the part stops
+    for part in range(1, num_parts + 1):
+        best = {
+            stop: min(
+                (rate(rating, start, stop), (*cuts, stop))
+                for start, (rating, cuts) in best.items() if start < stop
+            )
+            for stop in range(part, num_layers - (num_parts - part) + 1)
+        }  # fmt: skip
+    return best[num_layers]

@@ -14,6 +14,7 @@ unless the graph needs it.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from commgrid.pipeline.schedule import (
     forward_only,
     make_schedule,
 )
+from commgrid.pipeline.simulator import Span
 from commgrid.registry import get_grid
 
 if TYPE_CHECKING:
@@ -138,6 +140,9 @@ class Pipeline:
             for chunk in self.chunks
         ]
         self._evaluations: dict[int, tuple[Schedule, Program]] = {}
+        self.spans: dict[Computation, Span] = {}
+        """When each computation of the last step ran, without what it waited for: seconds of
+        `time.perf_counter`, which on the CPU is when it was done and on CUDA when it was issued."""
 
     @property
     def is_first(self) -> bool:
@@ -180,6 +185,7 @@ class Pipeline:
         with named_failures(self._grid, run.where):
             self._check(run)
             found = run.through(self._program)
+            self.spans = run.spans
             if self.reducer is None:
                 self._reduce_shared()
         return torch.stack([found[i].detach() for i in sorted(found)]) if found else None
@@ -321,6 +327,8 @@ class _Run:
         self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._leaving: dict[Message, Sequence[Tensor]] = {}
         self._found: dict[int, Any] = {}
+        self._started = 0.0
+        self.spans: dict[Computation, Span] = {}
 
     def where(self) -> str:
         """What this stage is at, for messages."""
@@ -344,8 +352,9 @@ class _Run:
             if isinstance(step, Exchange):
                 self.links.start(step, self._pop)
                 continue
-            self._action = step
+            self._action, self._started = step, time.perf_counter()
             made = work[type(step)](step)
+            self.spans[step] = self._started, time.perf_counter()
             message = message_of(self.schedule, step)
             if message is None:
                 continue
@@ -363,6 +372,7 @@ class _Run:
     def _forward(self, action: Computation) -> Sequence[Tensor]:
         part, microbatch = self.schedule.part(action), action.microbatch
         given, received = self._inputs(part, microbatch)
+        self._started = time.perf_counter()
         kwargs = self.batch.kwargs[microbatch] if self.batch.kwargs is not None else {}
         output = self.pipeline.chunks[action.chunk](*given, **kwargs)
         is_last = part + 1 == self.schedule.num_parts
@@ -447,6 +457,7 @@ class _Run:
         else:
             message = Message("gradient", self.schedule.part(action), action.microbatch)
             arrived = self.links.take(message)
+            self._started = time.perf_counter()
         pairs = [
             (edge, gradient)
             for edge, gradient in zip(live.edges, arrived, strict=True)

@@ -12,10 +12,8 @@ ZeroRedundancyOptimizer.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +22,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -45,6 +42,7 @@ from commgrid.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from tests import megatron_layers
+from tests.benchmarks.race import Build, meet, race
 from tests.benchmarks.report import Row, compare, main
 from tests.gpu.on_gpus import on_gpus
 from tests.memory import peak_in_use
@@ -53,27 +51,6 @@ from tests.ranks import run_on_ranks
 warnings.simplefilter("ignore")
 RANKS = 4
 PEAKS = 5  # how often memory is measured
-Build = Callable[[], Callable[[], object]]
-"""Makes a contestant; what it returns runs it once."""
-
-
-def race(contestants: dict[str, Build], repeats: int, device: str) -> dict[str, list[float]]:
-    """Milliseconds of each repeat; in each the order is another one, the same on all ranks."""
-    with torch.device(device):
-        runs = {name: build() for name, build in contestants.items()}
-    spent: dict[str, list[float]] = {name: [] for name in runs}
-    shuffle = random.Random(0).shuffle
-    for repeat in range(repeats + 2):
-        order = list(runs)
-        shuffle(order)
-        for name in order:
-            _meet()
-            started = time.perf_counter()
-            runs[name]()
-            _meet()
-            if repeat >= 2:
-                spent[name].append((time.perf_counter() - started) * 1e3)
-    return spent
 
 
 def weigh(contestants: dict[str, Build], device: str) -> dict[str, list[float]]:
@@ -90,17 +67,10 @@ def weigh(contestants: dict[str, Build], device: str) -> dict[str, list[float]]:
         found = []
         for _ in range(1 + PEAKS):  # what is only made once in a process is made in the first
             megatron_layers.forget_buffers()  # what it keeps for the next layers counts as well
-            _meet()
+            meet()
             found.append(peak_in_use(twice) / 2**20)
         peaks[name] = found[1:]
     return peaks
-
-
-def _meet() -> None:
-    """Every rank has done what it was told, and so has its device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 # -- the contestants ----------------------------------------------------------------------

@@ -333,7 +333,7 @@ def marks() -> None:
     expert = mark_parameters(nn.Sequential(norm, nn.Linear(2, 2)), region="expert")
     found = [(p.partial and p.partial.name, p.region) for p in placements(expert)]
     assert found == [("tp", "expert")] * 2 + [(None, "expert")] * 2
-    with pytest.raises(SpecError, match=r"marked as partial over 'tp' .* now to be partial over 'dp'"):
+    with pytest.raises(SpecError, match=r"partial over 'tp' .* now to be partial over 'dp'"):
         mark_parameters(expert, partial="dp")
     # Marked on one rank only: the model is another one there.
     model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import HyperCommGrid
-from tests.examples.test_train_gpt import SMALL, run
+from tests.examples.curves import run
+from tests.examples.test_train_gpt import SMALL
 from tests.gpu.on_gpus import on_gpus, take_device
 from tests.ranks import run_on_ranks
 
