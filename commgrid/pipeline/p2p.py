@@ -34,7 +34,9 @@ from commgrid.pipeline.schedule import Message, Send
 from commgrid.registry import get_grid
 
 _HEADER_NUMBERS = 128
-_MOST_LEAVING = 4  # messages whose tensors are kept because they may still be on their way
+# Messages whose tensors are kept because they may still be on their way: gloo does not say whether
+# they are without waiting for them, and waiting too early would hold up what comes next.
+_MOST_LEAVING = 16
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -154,6 +156,8 @@ class StageLinks:
         self._let_leave(0)
 
     def _let_leave(self, remaining: int) -> None:
+        while self._leaving and all(work.is_completed() for work in self._leaving[0].works):
+            self._leaving.popleft()
         while len(self._leaving) > remaining:
             self._wait(self._leaving.popleft())
 

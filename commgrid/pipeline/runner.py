@@ -40,6 +40,7 @@ from commgrid.pipeline.schedule import (
     Computation,
     Forward,
     Message,
+    Order,
     Schedule,
     Send,
     forward_only,
@@ -130,10 +131,7 @@ class Pipeline:
         self.stage = self.links.stage
         self._agree(self.schedule)
         self._program = programs(self.schedule)[self.stage]
-        self._final = {
-            action.chunk: action for action in self.schedule.orders[self.stage]
-            if isinstance(action, Backward | BackwardWeight)
-        }  # fmt: skip
+        self._final = _final_backwards(self.schedule.orders[self.stage])
         self._alone = [
             not {*map(id, chunk.parameters())}
             & {id(p) for other in self.chunks if other is not chunk for p in other.parameters()}
@@ -241,7 +239,7 @@ class Pipeline:
         """What a backward runs in: the reducer sends gradients only when a chunk's are complete."""
         if self.reducer is None:
             return nullcontext()
-        if self._final[action.chunk] == action and self._alone[action.chunk]:
+        if action in self._final and self._alone[action.chunk]:
             return nullcontext()
         return self.reducer.no_sync()
 
@@ -281,6 +279,17 @@ class Pipeline:
                     f"{key}: {count} given on stage {self.stage} of {self.schedule.num_stages}; "
                     f"expected {wanted} microbatches, as {run.schedule} takes them"
                 )
+
+
+def _final_backwards(order: Order) -> set[Computation]:
+    """Those after which no weight that they are about gets a gradient again."""
+    final = set()
+    for chunk in {action.chunk for action in order}:
+        backwards = [a for a in order if a.chunk == chunk and not isinstance(a, Forward)]
+        final |= set(backwards[-1:])
+        if not any(isinstance(action, Backward) for action in backwards):
+            final |= set([a for a in backwards if isinstance(a, BackwardInput)][-1:])
+    return final
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What a pipeline computes: the unsplit model's losses and gradients, whatever the schedule."""
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -290,6 +291,43 @@ def test_tied_embeddings_with_data_parallelism(
     for _, norms, found in run_on_ranks(tied, world, stages, num_chunks, name, shard):
         assert norms == pytest.approx(expected_norms, rel=1e-12)
         same(found, {key: expected[key] for key in found}, name)
+
+
+def launches(name: str, num_chunks: int) -> bool:
+    """Reduction over dp starts within a chunk's last backward, neither earlier nor in finish()."""
+    grid = commgrid.initialize(pp=2)
+    parts = range(grid.get_local_rank("pp"), 2 * num_chunks, 2)
+    chunks = [Part(part, 2 * num_chunks) for part in parts]
+    model = nn.ModuleList(chunks)
+    reducer = GradientReducer(model, bucket_bytes=1)  # a bucket for each parameter
+    started: list[float] = []
+    start = reducer._start
+
+    def noted(bucket: Any) -> Any:
+        started.append(time.perf_counter())
+        return start(bucket)
+
+    reducer._start = noted  # type: ignore[method-assign]
+    pipeline = Pipeline(chunks, name, num_microbatches=4, loss=loss, reducer=reducer)
+    inputs, targets, kwargs = data(4)
+    for _ in range(2):
+        started.clear()
+        pipeline.step(inputs, targets, kwargs=kwargs)
+        last = [
+            span for action, span in pipeline.spans.items()
+            if action.microbatch == 3 and not isinstance(action, Forward)
+        ]  # fmt: skip
+        assert len(started) == len(list(model.parameters()))
+        assert all(any(begin <= at <= end for begin, end in last) for at in started)
+        reducer.finish(count=4)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
+)
+def test_data_parallel_reduction_starts_with_the_last_backward(name: str, num_chunks: int) -> None:
+    assert run_on_ranks(launches, 4, name, num_chunks) == [True] * 4
 
 
 def frozen() -> None:
