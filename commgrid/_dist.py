@@ -224,7 +224,9 @@ def is_peer_failure(error: BaseException) -> bool:
     if isinstance(error, CommGridError) or not isinstance(error, RuntimeError):
         return False
     said = first_line(error).lower()
-    return isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said
+    words = ("timeout", "timed out", "connect", "reset", "closed", "broken pipe", "remote")
+    from_backend = "gloo" in said or "nccl" in said
+    return isinstance(error, dist.DistError) or (from_backend and any(w in said for w in words))
 
 
 def first_line(error: BaseException) -> str:
@@ -332,13 +334,29 @@ def gather_ranks(
 
 
 def abort_all(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroys groups whose members may have failed, without waiting for any of them."""
+    """Destroys groups whose members may have failed, without waiting for any of them.
+
+    Members that wait for this rank get an error, also where something, such as the traceback of
+    the failure, still holds the group.
+    """
     for group in reversed(list(groups)):
-        with suppress(RuntimeError):
-            if is_alive(group):
-                if any(device.type == "cuda" for device in devices_of(group)):
+        if not is_alive(group):
+            continue
+        for kind in {device.type for device in devices_of(group)} if group.size() > 1 else ():
+            with suppress(RuntimeError):
+                if kind == "cuda":
                     group.abort()  # what NCCL has under way would be waited for
-                dist.destroy_process_group(group)
+                else:
+                    _break_connections(group)
+        with suppress(RuntimeError):
+            destroy_group(group)
+
+
+def _break_connections(group: dist.ProcessGroup) -> None:
+    """Closes a gloo group's connections: gloo does so itself when a receive is not met in time."""
+    work = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0x7E57)
+    assert work is not None
+    work.wait(timedelta(milliseconds=1))
 
 
 def start_transfers(

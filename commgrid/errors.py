@@ -44,7 +44,7 @@ class PeerTimeoutError(CommGridError, TimeoutError):
 
 
 class PeerFailedError(CommGridError, RuntimeError):
-    """Another rank failed while the grid was being made; the message carries its error."""
+    """Another rank failed, or is gone; the message names it and carries its error."""
 
 
 class ShapeError(CommGridError, ValueError):

@@ -1,8 +1,9 @@
 """One rank fails, and every other rank's error says which and why.
 
-A rank that fails writes so in the store and lets go of its communicators. Those who wait for it
-get an error of torch's, such as a closed connection, look in the store, and raise what stands
-there; letting go of theirs, they wake those who wait for them.
+A rank that fails writes so in the store and breaks its communicators' connections. Those who wait
+for it get an error of torch's, such as a closed connection, look in the store, and raise what
+stands there; breaking theirs, they wake those who wait for them. On gloo that takes no time; NCCL
+waits on the device, where torch's own watchdog ends what waits for a rank that is gone.
 
     rank 3: ValueError in forward ──► store ──► everyone's PeerFailedError names rank 3
     rank 3 killed ──► rank 2's connection closes, rank 2 writes that rank 3 is gone ──► everyone
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from commgrid import _dist
-from commgrid.errors import PeerFailedError, PeerTimeoutError
+from commgrid.errors import GridDestroyedError, PeerFailedError, PeerTimeoutError
 from commgrid.registry import get_grid
 
 if TYPE_CHECKING:
@@ -58,10 +59,13 @@ def named_failures(
         >>> commgrid.shutdown()
     """
     grid = grid or get_grid()
+    if grid.is_destroyed:
+        raise GridDestroyedError(f"grid {grid.name!r} was destroyed; make another one")
     try:
         yield
     except BaseException as error:
-        if grid.is_destroyed:  # an inner block has said all
+        left = isinstance(error, SystemExit) and not error.code
+        if left or grid.is_destroyed:  # no failure, or one that an inner block has told
             raise
         me = f"rank {grid.rank}"
         at = f" in {doing()}" if doing is not None else ""

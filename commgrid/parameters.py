@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.errors import SpecError
 from commgrid.group_ref import GroupRef
+from commgrid.registry import get_grid
 
 if TYPE_CHECKING:
     from commgrid.grid import HyperCommGrid
@@ -119,7 +120,8 @@ def mark_parameters(
         The module itself.
 
     Raises:
-        SpecError: another region, or a module marked with another group before.
+        SpecError: another region, a module marked with another group before, or copies shared over
+            another axis than pp.
 
     Example:
         >>> import commgrid
@@ -135,6 +137,14 @@ def mark_parameters(
     owner = f"{type(module).__name__}"
     group = None if partial is None else GroupRef(partial, grid, owner=owner)
     sharing = None if shared is None else GroupRef(shared, grid, owner=owner)
+    if isinstance(shared, str):
+        spec = (grid or get_grid()).spec
+        axes = spec.definitions[spec.resolve_name(shared)].axes
+        if axes != ("pp",):
+            raise SpecError(
+                f"shared={shared!r}: a group of axes {', '.join(axes)}; copies that are used "
+                "differently are on stages, so expected one of pp, such as an embedding group"
+            )
     for part in module.modules():
         mark: Mark = getattr(part, "_commgrid_mark", Mark())
         for said, before, now in (

@@ -31,7 +31,7 @@ ROWS = [
     ["data_parallel.reducer"],
     ["data_parallel.sharded_optimizer"],
     ["data_parallel"],
-    ["pipeline.backward", "pipeline.p2p"],
+    ["pipeline.backward", "pipeline.p2p", "pipeline.shared"],
     ["pipeline.runner"],
     ["pipeline"],
     ["cli.grid_options"],

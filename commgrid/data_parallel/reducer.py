@@ -337,9 +337,10 @@ class GradientReducer:
     def _agree(self, count: float | Tensor | None) -> tuple[float, CommGridError | None]:
         """What to divide by, and what is wrong: a gradient is there on all ranks or on none."""
         told: dict[ProcessGroup, list[float]] = {}
+        for slot in self.slots:
+            slot.used = not getattr(slot.parameter, "overwrite_main_grad", False)
+        self._share_use()
         for lane in self.lanes:
-            for slot in lane.slots:
-                slot.used = not getattr(slot.parameter, "overwrite_main_grad", False)
             absent = float(count is not None and float(count) == 0)
             told[lane.group] = [*[float(slot.used) for slot in lane.slots], absent]
         if count is not None:
@@ -359,6 +360,15 @@ class GradientReducer:
             )
         lopsided = [self._lopsided(lane, heard[lane.group]) for lane in self.lanes]
         return total, next((error for error in lopsided if error), None)
+
+    def _share_use(self) -> None:
+        """A parameter that one stage uses has a gradient on every stage with a copy of it."""
+        for bucket in self.buckets:
+            if bucket.shared is not None:
+                uses = self._vector([float(slot.used) for slot in bucket.slots])
+                found = start_all_reduce_(uses, bucket.shared).wait().tolist()
+                for slot, used in zip(bucket.slots, found, strict=True):
+                    slot.used = used > 0
 
     def _vector(self, numbers: list[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=device_of(self.model))

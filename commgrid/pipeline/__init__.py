@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from commgrid.pipeline.exchange import Exchange, check_programs, programs
+from commgrid.pipeline.exchange import Exchange, programs
 from commgrid.pipeline.partition import partition_layers
 from commgrid.pipeline.schedule import (
     Backward,
@@ -44,7 +44,6 @@ __all__ = [
     "Simulation",
     "StageLinks",
     "Times",
-    "check_programs",
     "forward_only",
     "gpipe",
     "interleaved",

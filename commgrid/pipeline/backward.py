@@ -8,7 +8,12 @@ a branch that leads to weights only, such as the W of y = W x, it writes down wh
                                   TBackward ── W                   second half, starts from ∂y
 
 The second half goes down these branches from what was noted. What the graph has saved stays until
-then, and modules need nothing special: each node computes what it is asked for.
+then. Modules need nothing special; but a fork is run in both halves, so that
+
+- an autograd.Function of one's own that is one should look at `commgrid.tensor_parallel.wanted`,
+  lest it does all its work twice, or twice adds to a buffer such as `main_grad`;
+- a module hook or tensor hook on its output is called in both, with the same effect as once;
+- what was checkpointed (use_reentrant=False) is recomputed in each half.
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import GraphExecGroup
+
+from commgrid.errors import CommGridError
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -31,6 +39,32 @@ class _Fork:
     node: Any
     weights: list[Tensor] = field(default_factory=list)
     arrived: Gradients = ()
+    is_noted: bool = False
+
+    def note(self, arriving: Gradients) -> None:
+        """What the node is given in the first half, hooks included."""
+        self.arrived, self.is_noted = arriving, True
+
+    def recall(self, _: Gradients) -> Gradients:
+        """In the second half, instead of what hooks make of that once more."""
+        return self.arrived
+
+    def run(self) -> None:
+        """The gradients of its weights."""
+        roots = [
+            (GradientEdge(self.node, i), gradient)
+            for i, gradient in enumerate(self.arrived)
+            if gradient is not None
+        ]
+        if not roots:
+            return
+        edges, gradients = zip(*roots, strict=True)
+        handle = self.node.register_prehook(self.recall) if self.is_noted else None
+        try:
+            torch.autograd.backward(edges, gradients, inputs=self.weights)
+        finally:
+            if handle is not None:
+                handle.remove()
 
 
 class WeightGradients:
@@ -42,15 +76,9 @@ class WeightGradients:
     def __call__(self) -> None:
         """Adds the weights' gradients where autograd would have added them."""
         forks, self._forks = self._forks, []
-        for fork in forks:
-            roots = [
-                (GradientEdge(fork.node, i), gradient)
-                for i, gradient in enumerate(fork.arrived)
-                if gradient is not None
-            ]
-            if roots:
-                edges, gradients = zip(*roots, strict=True)
-                torch.autograd.backward(edges, gradients, inputs=fork.weights)
+        with GraphExecGroup():  # what was checkpointed is recomputed once, not for every fork
+            for fork in forks:
+                fork.run()
 
 
 def backward_input(
@@ -89,20 +117,21 @@ def backward_input(
             before = known[edge.output_nr]
             known[edge.output_nr] = gradient if before is None else before + gradient
             fork.arrived = tuple(known)
-    handles = [fork.node.register_prehook(_note(fork)) for fork in later if fork.node in leading]
+    handles = [fork.node.register_prehook(fork.note) for fork in later if fork.node in leading]
     try:
         torch.autograd.backward(outputs, gradients, inputs=[*inputs, *shared], retain_graph=True)
+    except RuntimeError as error:
+        if "donated buffers" in str(error):
+            raise CommGridError(
+                "a backward in two halves needs what a compiled module frees in the first: set "
+                "torch._functorch.config.donated_buffer = False before it is compiled, or take "
+                "another schedule, such as 1f1b"
+            ) from error
+        raise
     finally:
         for handle in handles:
             handle.remove()
     return WeightGradients(later)
-
-
-def _note(fork: _Fork) -> Any:
-    def hook(arriving: Gradients) -> None:
-        fork.arrived = arriving
-
-    return hook
 
 
 def _find_forks(

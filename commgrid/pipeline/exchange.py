@@ -15,7 +15,6 @@ of the network's buffering, nor of the order in which one exchange's messages ar
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 from commgrid.errors import SpecError
@@ -62,42 +61,41 @@ boundary=0, microbatch=0))]
 boundary=0, microbatch=0))]
     """
     spans = simulate(schedule).spans
-    sends: dict[tuple[int, float], list[Send]] = defaultdict(list)
-    recvs: dict[tuple[int, float], list[Recv]] = defaultdict(list)
-    for order in schedule.orders:
-        for action in order:
-            message = message_of(schedule, action)
-            if message is None:
-                continue
-            later = message.boundary + (message.kind == "activation")
-            stage, chunk = schedule.place(later)
-            if stage == action.stage:
-                continue  # between two chunks of one stage
-            when = spans[action][1]
-            here = (action.stage, action.chunk, action.microbatch)
-            sends[action.stage, when].append(Send(*here, stage, message))
-            recvs[stage, when].append(Recv(stage, chunk, action.microbatch, action.stage, message))
+    sends: list[dict[float, list[Send]]] = [{} for _ in schedule.orders]
+    recvs: list[dict[float, list[Recv]]] = [{} for _ in schedule.orders]
+    for action, (_, when) in spans.items():
+        message = message_of(schedule, action)
+        if message is None:
+            continue
+        later = message.boundary + (message.kind == "activation")
+        stage, chunk = schedule.place(later)
+        if stage == action.stage:
+            continue  # between two chunks of one stage
+        send = Send(action.stage, action.chunk, action.microbatch, stage, message)
+        recv = Recv(stage, chunk, action.microbatch, action.stage, message)
+        sends[action.stage].setdefault(when, []).append(send)
+        recvs[stage].setdefault(when, []).append(recv)
     return tuple(
-        _program(order, {action: spans[action][1] for action in order}, {
-            when: Exchange(tuple(sends.get((stage, when), ())), tuple(recvs.get((stage, when), ())))
-            for where, when in sorted({*sends, *recvs}) if where == stage
-        })
-        for stage, order in enumerate(schedule.orders)
-    )  # fmt: skip
+        _program(
+            [(spans[action][1], action) for action in order],
+            {
+                when: Exchange(tuple(out.get(when, ())), tuple(into.get(when, ())))
+                for when in sorted({*out, *into})
+            },
+        )
+        for order, out, into in zip(schedule.orders, sends, recvs, strict=True)
+    )
 
 
-def _program(
-    order: tuple[Computation, ...],
-    ends: dict[Computation, float],
-    exchanges: dict[float, Exchange],
-) -> Program:
+def _program(order: list[tuple[float, Computation]], exchanges: dict[float, Exchange]) -> Program:
+    """Each exchange after the actions that have ended by its time."""
     steps: list[Step] = []
-    waiting = list(exchanges)
-    for action in order:
-        while waiting and waiting[0] < ends[action]:
-            steps.append(exchanges[waiting.pop(0)])
+    waiting = list(reversed(exchanges))
+    for end, action in order:
+        while waiting and waiting[-1] < end:
+            steps.append(exchanges[waiting.pop()])
         steps.append(action)
-    return (*steps, *(exchanges[when] for when in waiting))
+    return (*steps, *(exchanges[when] for when in reversed(waiting)))
 
 
 def message_of(schedule: Schedule, action: Computation) -> Message | None:

@@ -13,8 +13,9 @@ unless the graph needs it.
 
 from __future__ import annotations
 
-import hashlib
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,12 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from commgrid.async_collectives import start_all_reduce_
-from commgrid.collectives import all_gather
 from commgrid.data_parallel.norm import device_of
-from commgrid.errors import GridMismatchError, ShapeError, SpecError
+from commgrid.errors import CommGridError, GridMismatchError, ShapeError, SpecError
 from commgrid.failures import named_failures
-from commgrid.parameters import placements
 from commgrid.pipeline.backward import WeightGradients, backward_input
 from commgrid.pipeline.exchange import Exchange, Program, message_of, programs
 from commgrid.pipeline.p2p import StageLinks
@@ -46,8 +44,9 @@ from commgrid.pipeline.schedule import (
     forward_only,
     make_schedule,
 )
+from commgrid.pipeline.shared import add_up, check_shared, gathered, set_aside
 from commgrid.pipeline.simulator import Span
-from commgrid.registry import get_grid
+from commgrid.registry import get_grid, is_initialized
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer
@@ -72,7 +71,8 @@ class Pipeline:
     returned, one or a tuple.
 
     Args:
-        chunks: this stage's modules, on their device; a single one, or in the order of chunks.
+        chunks: this stage's modules, on their device; a single one, or several in order, also as
+            an nn.ModuleList.
         schedule: gpipe, 1f1b, interleaved, zb-h1, or a Schedule of one's own.
         num_microbatches: how many a step takes.
         loss: from the last part's output and a microbatch's target to a scalar; None: the last
@@ -111,32 +111,35 @@ class Pipeline:
         group: str = "pp",
         grid: HyperCommGrid | None = None,
     ) -> None:
-        self._grid = grid or get_grid()
-        self.chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
+        grid = grid or get_grid()
+        self._grid = grid
+        many = not isinstance(chunks, nn.Module) or isinstance(chunks, nn.ModuleList)
+        self.chunks: list[nn.Module] = list(chunks) if many else [chunks]  # type: ignore[arg-type,list-item]
         self.loss, self.reducer = loss, reducer
-        stages = self._grid.size(group)
+        device = next((device_of(chunk) for chunk in self.chunks), torch.device("cpu"))
+        self.links = StageLinks(group, grid, device=device)
+        self.stage, stages = self.links.stage, self.links.num_stages
+        said = f"schedule {schedule!r}"
+        if isinstance(schedule, Schedule):
+            said = f"{schedule} (orders {zlib.crc32(repr(schedule.orders).encode()):08x})"
+        self._agree(f"{said}, num_microbatches={num_microbatches}, {len(self.chunks)} chunks")
         self.schedule = (
             make_schedule(schedule, stages, num_microbatches, len(self.chunks))
             if isinstance(schedule, str) else schedule
         )  # fmt: skip
-        given = (stages, num_microbatches, len(self.chunks))
+        sizes = (stages, num_microbatches, len(self.chunks))
         theirs = self.schedule
-        if (theirs.num_stages, theirs.num_microbatches, theirs.num_chunks) != given:
+        if (theirs.num_stages, theirs.num_microbatches, theirs.num_chunks) != sizes:
             raise SpecError(
                 f"{theirs} does not fit group {group!r} of {stages} ranks with "
                 f"num_microbatches={num_microbatches} and {len(self.chunks)} chunks on this one"
             )
-        device = next((device_of(chunk) for chunk in self.chunks), torch.device("cpu"))
-        self.links = StageLinks(group, self._grid, device=device)
-        self.stage = self.links.stage
-        self._agree(self.schedule)
+        self._model = nn.ModuleList(self.chunks)
+        check_shared(self._model, self.links.group.group)
         self._program = programs(self.schedule)[self.stage]
         self._final = _final_backwards(self.schedule.orders[self.stage])
-        self._alone = [
-            not {*map(id, chunk.parameters())}
-            & {id(p) for other in self.chunks if other is not chunk for p in other.parameters()}
-            for chunk in self.chunks
-        ]
+        uses = Counter(id(p) for chunk in self.chunks for p in {*chunk.parameters()})
+        self._alone = [all(uses[id(p)] == 1 for p in chunk.parameters()) for chunk in self.chunks]
         self._evaluations: dict[int, tuple[Schedule, Program]] = {}
         self.spans: dict[Computation, Span] = {}
         """When each computation of the last step ran, without what it waited for: seconds of
@@ -180,12 +183,13 @@ class Pipeline:
                 as it is on the failing stage, which raises its own error.
         """
         run = _Run(self, self.schedule, _Batch(inputs, targets, kwargs), train=True)
-        with named_failures(self._grid, run.where):
+        with named_failures(self._live_grid(), run.where):
             self._check(run)
+            before = set_aside(self._model) if self.reducer is None else {}
             found = run.through(self._program)
             self.spans = run.spans
             if self.reducer is None:
-                self._reduce_shared()
+                add_up(self._model, before)
         return torch.stack([found[i].detach() for i in sorted(found)]) if found else None
 
     def evaluate(
@@ -222,18 +226,23 @@ class Pipeline:
         *,
         with_loss: bool = True,
     ) -> dict[int, Any]:
-        count = len(inputs)
-        if count not in self._evaluations:
-            schedule = forward_only(self.schedule.num_stages, count, self.schedule.num_chunks)
-            self._agree(schedule)
-            self._evaluations[count] = schedule, programs(schedule)[self.stage]
-        schedule, program = self._evaluations[count]
-        run = _Run(
-            self, schedule, _Batch(inputs, targets, kwargs), train=False, with_loss=with_loss
-        )
-        with named_failures(self._grid, run.where), torch.no_grad():
+        count = len(inputs) if inputs is not None else 0
+        batch = _Batch(inputs, targets, kwargs)
+        run = _Run(self, self.schedule, batch, train=False, with_loss=with_loss)
+        with named_failures(self._live_grid(), run.where), torch.no_grad():
+            self._agree(f"{count} microbatches to evaluate")
+            if count not in self._evaluations:
+                schedule = forward_only(self.schedule.num_stages, count, self.schedule.num_chunks)
+                self._evaluations[count] = schedule, programs(schedule)[self.stage]
+            run.schedule, program = self._evaluations[count]
             self._check(run)
             return run.through(program)
+
+    def _live_grid(self) -> HyperCommGrid:
+        """The grid, or the one of its name that was made after it."""
+        if self._grid.is_destroyed and is_initialized(self._grid.name):
+            self._grid = get_grid(self._grid.name)
+        return self._grid
 
     def final_backward(self, action: Computation) -> AbstractContextManager[None]:
         """What a backward runs in: the reducer sends gradients only when a chunk's are complete."""
@@ -243,31 +252,25 @@ class Pipeline:
             return nullcontext()
         return self.reducer.no_sync()
 
-    def _reduce_shared(self) -> None:
-        """Sums the gradients of parameters that several stages have, where no reducer does it."""
-        for placement in placements(nn.ModuleList(self.chunks)):
-            shared = placement.shared
-            if shared is not None and shared.size > 1 and placement.parameter.grad is not None:
-                start_all_reduce_(placement.parameter.grad, shared.group).wait()
-
     # -- what could be wrong ------------------------------------------------------------
 
-    def _agree(self, schedule: Schedule) -> None:
+    def _agree(self, given: str) -> None:
         """Refuses stages that would wait for messages that nobody sends."""
-        digest = hashlib.sha256(repr(schedule).encode()).digest()
-        told = torch.tensor([int.from_bytes(digest[:7], "big")], device=self.links.device)
-        found = all_gather(told, self.links.group).tolist()
+        found = gathered(given, self.links.group.group)
         usual = max(found, key=found.count)
-        odd = [
-            rank for rank, theirs in zip(self.links.ranks, found, strict=True) if theirs != usual
-        ]
-        if odd:
-            raise GridMismatchError(
-                f"ranks {odd} of {list(self.links.ranks)} were given another schedule, number of "
-                f"microbatches or number of chunks than the other stages; this rank has {schedule}"
-            )
+        for rank, theirs in zip(self.links.ranks, found, strict=True):
+            if theirs != usual:
+                raise GridMismatchError(
+                    f"rank {rank} was given {theirs}, but others of ranks {list(self.links.ranks)} "
+                    f"{usual}; give every stage the same"
+                )
 
     def _check(self, run: _Run) -> None:
+        if run.train and not torch.is_grad_enabled():
+            raise CommGridError(
+                "step computes gradients, but they are switched off (torch.no_grad); call "
+                "evaluate or forward there"
+            )
         wanted = run.schedule.num_microbatches
         needed = [("inputs", run.batch.inputs, self.is_first)]
         needed.append(("targets", run.batch.targets, self.is_last and run.takes_targets))
@@ -372,6 +375,7 @@ class _Run:
                 self.links.hand_over(message, made)
             else:
                 self._leaving[message] = made
+            del made  # its memory is free as soon as it has left
         self.links.finish()
         return self._found
 

@@ -256,7 +256,8 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
     Raises:
         SpecError: a size below 1, or a number of microbatches that p does not divide.
     """
-    if num_stages > 0 and num_microbatches % num_stages:
+    _check_sizes(num_stages, num_microbatches, num_chunks)
+    if num_microbatches % num_stages:
         raise SpecError(
             f"num_microbatches={num_microbatches}: the interleaved schedule takes microbatches "
             f"through its chunks {num_stages} at a time, one per stage; expected a multiple of "
@@ -367,6 +368,12 @@ def _schedule(
     *,
     backwards: bool = True,
 ) -> Schedule:
+    _check_sizes(num_stages, num_microbatches, num_chunks)
+    orders = tuple(tuple(order(stage)) for stage in range(num_stages))
+    return Schedule(name, num_stages, num_microbatches, num_chunks, orders, backwards)
+
+
+def _check_sizes(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
     for key, value in (
         ("num_stages", num_stages),
         ("num_microbatches", num_microbatches),
@@ -374,8 +381,6 @@ def _schedule(
     ):
         if type(value) is not int or value < 1:
             raise SpecError(f"{key}={value!r}: expected an integer of 1 or more")
-    orders = tuple(tuple(order(stage)) for stage in range(num_stages))
-    return Schedule(name, num_stages, num_microbatches, num_chunks, orders, backwards)
 
 
 def _refuse_chunks(name: str, num_chunks: int) -> None:

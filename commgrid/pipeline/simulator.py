@@ -49,8 +49,19 @@ class Times:
     backward_weight: Seconds = 1.0
     transfer: float = 0.0
 
+    def __post_init__(self) -> None:
+        for key in ("forward", "backward_input", "backward_weight", "transfer"):
+            given = getattr(self, key)
+            for value in given.values() if isinstance(given, Mapping) else [given]:
+                if not (math.isfinite(value) and value >= 0):
+                    raise SpecError(f"{key}={given!r}: expected finite numbers of 0 or more")
+
     def of(self, action: Computation) -> float:
-        """The time of one action."""
+        """The time of one action.
+
+        Raises:
+            SpecError: a table that has no time for its stage and chunk.
+        """
         kinds = {
             Forward: [self.forward],
             Backward: [self.backward_input, self.backward_weight],
@@ -58,7 +69,12 @@ class Times:
             BackwardWeight: [self.backward_weight],
         }[type(action)]
         place = (action.stage, action.chunk)
-        return sum(kind[place] if isinstance(kind, Mapping) else kind for kind in kinds)
+        try:
+            return sum(kind[place] if isinstance(kind, Mapping) else kind for kind in kinds)
+        except KeyError as error:
+            raise SpecError(
+                f"the times of {action} have no entry for (stage, chunk) {place}"
+            ) from error
 
 
 Span = tuple[float, float]

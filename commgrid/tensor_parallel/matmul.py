@@ -178,7 +178,13 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
     """Which inputs' gradients this backward is after; `needs_input_grad` is of any backward.
 
     They differ where a pipeline asks for the inputs' and the weights' gradients one after the
-    other.
+    other. For the backward of any autograd.Function.
+
+    Args:
+        ctx: of the backward that is running.
+
+    Returns:
+        For each of forward's arguments, whether its gradient is to be computed.
     """
     if torch.compiler.is_compiling():
         return tuple(ctx.needs_input_grad)

@@ -237,7 +237,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
             case = f"{name}, {work}"
             if args.only and args.only not in case:
                 continue
-            repeats = args.repeats if work == "computing" else max(args.repeats // 3, 1)
+            repeats = args.repeats if work == "computing" else max(args.repeats // 6, 1)
             spent = run_on_ranks(on_a_rank, STAGES, name, work, repeats, timeout=900)[0]
             peer = f"torch {SCHEDULES[name][1].__name__}"
             yield compare(case, "step time", "ms", peer, spent["ours"], spent["torch"])
@@ -245,7 +245,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         case = f"{name}, sleeping: bubble"
         if args.only and args.only not in case:
             continue
-        found = run_on_ranks(bubbles, STAGES, name, max(args.repeats // 3, 1), timeout=900)[0]
+        found = run_on_ranks(bubbles, STAGES, name, max(args.repeats // 6, 1), timeout=900)[0]
         yield compare(
             f"{name}, sleeping", "bubble", "of work", "simulator",
             found["measured"], found["simulated"],
@@ -255,7 +255,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 if __name__ == "__main__":
     main(
         __doc__, measure,
-        ("--repeats", {"type": int, "default": 30, "help": "of each contestant that computes; a "
-                       "third of them where it sleeps (default 30)"}),
+        ("--repeats", {"type": int, "default": 60, "help": "of each contestant that computes; a "
+                       "sixth of them where it sleeps (default 60)"}),
         ("--only", {"metavar": "TEXT", "help": "cases whose name has this in it"}),
     )  # fmt: skip

@@ -328,13 +328,19 @@ def test_what_would_go_unnoticed_is_an_error() -> None:
 
 
 def marks() -> None:
-    commgrid.initialize(tp=2)
+    commgrid.initialize(tp=2, groups={"ends": {"of": "pp", "pick": ["first", "last"]}})
     norm = mark_parameters(nn.LayerNorm(2), partial="tp")
     expert = mark_parameters(nn.Sequential(norm, nn.Linear(2, 2)), region="expert")
     found = [(p.partial and p.partial.name, p.region) for p in placements(expert)]
     assert found == [("tp", "expert")] * 2 + [(None, "expert")] * 2
     with pytest.raises(SpecError, match=r"partial over 'tp' .* now to be partial over 'dp'"):
         mark_parameters(expert, partial="dp")
+    tied = mark_parameters(nn.Linear(2, 2), shared="pp")
+    assert {p.shared and p.shared.name for p in placements(tied)} == {"pp"}
+    with pytest.raises(SpecError, match=r"shared with 'pp' .* now to be shared with 'ends'"):
+        mark_parameters(tied, shared="ends")
+    with pytest.raises(SpecError, match=r"shared='tp': a group of axes tp; .* expected one of pp"):
+        mark_parameters(tied, shared="tp")
     # Marked on one rank only: the model is another one there.
     model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
     if commgrid.get_grid().rank == 1:
@@ -345,6 +351,24 @@ def marks() -> None:
 
 def test_marks_add_up_and_are_compared() -> None:
     run_on_ranks(marks, 2)
+
+
+def by_hand() -> None:
+    """What is put into `.grad` without a backward, as torch's zero-bubble schedules do."""
+    grid = commgrid.initialize()
+    model = nn.Linear(2, 2)
+    reducer = GradientReducer(model)
+    for step in range(2):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, float(grid.rank + step))
+        reducer.finish()
+        for p in model.parameters():
+            assert p.grad is not None
+            assert p.grad.eq(0.5 + step).all()
+
+
+def test_gradients_put_there_by_hand_are_reduced() -> None:
+    run_on_ranks(by_hand, 2)
 
 
 def lanes() -> Tensor:

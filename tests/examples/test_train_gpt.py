@@ -116,6 +116,12 @@ def test_bare_python_is_a_world_of_one(tmp_path: Path) -> None:
             ["--grad-accum", "3"],
             "--microbatches (--grad-accum) 3 does not divide the 16 sequences",
         ),
+        (
+            ["--layers", "1", "--chunks", "2"],
+            "--layers 1 are fewer than --pp 1 × --chunks 2",
+        ),
+        (["--chunks", "2", "--schedule", "zb-h1"], "num_chunks=2: schedule 'zb-h1' has one chunk"),
+        (["--schedule", "1f2b"], "invalid choice: '1f2b'"),
         (["--dropout", "1"], "--dropout: 1: expected 0 or more, and less than 1"),
         (["--clip-grad", "-1"], "--clip-grad: -1: expected 0 or more"),
         (["--data", "nowhere.txt"], "--data nowhere.txt: "),
@@ -151,6 +157,20 @@ def test_wrong_config_is_named(
     with pytest.raises(SystemExit):
         load().parse(["--config", str(path)])
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=str)
+def test_configs_that_come_with_it_are_read(path: Path) -> None:
+    args = load().parse(["--config", str(path)])
+    assert f"tp{args.tp}" in path.stem
+    assert args.pp == 1 or f"pp{args.pp}" in path.stem
+
+
+def test_the_older_name_of_microbatches_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("grad_accum: 4")
+    assert load().parse(["--config", str(path)]).microbatches == 4
+    assert load().parse(["--grad-accum", "2"]).microbatches == 2
 
 
 def test_flags_go_before_the_config(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 import commgrid
 from commgrid.pipeline.backward import backward_input
@@ -40,6 +41,39 @@ class Deep(nn.Module):
         return mixed + self.attention(mixed, mixed, mixed, need_weights=False)[0]
 
 
+class Hooked(nn.Module):
+    """Hooks change gradients on their way, at forks and elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        y.register_hook(lambda gradient: gradient * 2)
+        z = self.second(torch.tanh(y))
+        z.register_hook(lambda gradient: gradient + 1)
+        alone = self.first.bias * 3  # which leads to no input
+        alone.register_hook(lambda gradient: gradient * 5)
+        return z, alone
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            self.runs += 1
+            return self.block(x)
+
+        return checkpoint(run, x, use_reentrant=False).square()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
     "linear": (lambda: nn.Linear(4, 3), [(2, 4)]),
     "mlp": (
@@ -48,6 +82,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
     ),
     "tied": (Tied, [(2, 4)]),
     "deep": (Deep, [(2, 3, 4), (2, 3, 4)]),
+    "hooked": (Hooked, [(2, 4)]),
+    "checkpointed": (Checkpointed, [(2, 4)]),
     "convolution": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3)), [(2, 2, 5)]),
     "no weights": (nn.Tanh, [(2, 4)]),
     "identity": (nn.Identity, [(2, 4)]),
@@ -79,7 +115,7 @@ def gradients(module: nn.Module, inputs: list[Tensor], split: bool) -> dict[str,
     if split:
         weights = backward_input(edges, given, leaves)
         early = {n for n, p in module.named_parameters() if p.grad is not None}
-        if leaves and not isinstance(module, Tied):
+        if leaves and not isinstance(module, Tied | Hooked):
             assert not early, f"weights' gradients in the first half: {early}"
             assert all(leaf.grad is not None for leaf in leaves)
         weights()
@@ -89,6 +125,12 @@ def gradients(module: nn.Module, inputs: list[Tensor], split: bool) -> dict[str,
     found = {f"input {i}": leaf.grad for i, leaf in enumerate(leaves)}
     found |= {name: p.grad for name, p in module.named_parameters()}
     return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+
+
+def test_what_was_checkpointed_is_recomputed_once_in_each_half() -> None:
+    module = Checkpointed().double()
+    gradients(module, [torch.randn(2, 4, dtype=torch.float64)], split=True)
+    assert module.runs == 3
 
 
 class Counting(torch.autograd.Function):

@@ -256,6 +256,52 @@ def tied(
     return grid.rank, norms, found
 
 
+def accumulated() -> list[float]:
+    """The shared table's gradient after each of three steps without zero_grad."""
+    groups = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
+    grid = commgrid.initialize(pp=2, groups=groups)
+    part = Tied(grid.get_local_rank("pp"), 2)
+    pipeline = Pipeline(part, num_microbatches=1, loss=cross_entropy)
+    tokens, found = torch.arange(6).view(2, 3), []
+    for _ in range(3):
+        pipeline.step([tokens], [tokens])
+        assert part.table.weight.grad is not None
+        found.append(part.table.weight.grad.norm().item())
+    return found
+
+
+def test_shared_gradients_add_up_over_steps() -> None:
+    first, second = run_on_ranks(accumulated, 2)
+    assert first == second
+    assert first == pytest.approx([first[0], 2 * first[0], 3 * first[0]], rel=1e-12)
+
+
+def unused(with_reducer: bool) -> list[float] | None:
+    """The table's gradient where the last stage does not use its copy in this step."""
+    groups = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
+    grid = commgrid.initialize(pp=2, groups=groups)
+    part = Tied(grid.get_local_rank("pp"), 2)
+    part.last = False
+    reducer = GradientReducer(part) if with_reducer else None
+    pipeline = Pipeline(
+        part, num_microbatches=1, loss=lambda y, target: y.square().sum(), reducer=reducer
+    )  # fmt: skip
+    tokens = torch.arange(6).view(2, 3)
+    pipeline.step([tokens], [tokens])
+    if reducer is not None:
+        reducer.finish()
+    gradient = part.table.weight.grad
+    return None if gradient is None else gradient.flatten().tolist()
+
+
+@pytest.mark.parametrize("with_reducer", [False, True])
+def test_copies_of_which_one_is_not_used_stay_equal(with_reducer: bool) -> None:
+    first, second = run_on_ranks(unused, 2, with_reducer)
+    assert first == second
+    assert first is not None
+    assert any(first)
+
+
 def whole(num_parts: int) -> tuple[list[float], dict[str, Tensor]]:
     first = Tied(0, num_parts, mark=False)
     parts = [first, *(Tied(p, num_parts, first.table, mark=False) for p in range(1, num_parts))]
@@ -365,6 +411,53 @@ def test_parts_that_need_no_gradient() -> None:
     run_on_ranks(frozen, 4)
 
 
+def same_module_twice() -> None:
+    """pp 1 with one module as both chunks, and chunks given as an nn.ModuleList."""
+    commgrid.initialize()
+    module = nn.Linear(4, 4)
+    reducer = GradientReducer(module)
+    pipeline = Pipeline(
+        nn.ModuleList([module, module]), "interleaved", num_microbatches=2,
+        loss=lambda y, target: y.square().sum(), reducer=reducer,
+    )  # fmt: skip
+    x = torch.randn(2, 3, 4)
+    pipeline.step(x, x)
+    reducer.finish(count=1)
+    expected = torch.autograd.grad(module(module(x)).square().sum(), [module.weight])[0]
+    torch.testing.assert_close(module.weight.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_module_as_two_chunks() -> None:
+    run_on_ranks(same_module_twice, 1, init=None)
+
+
+def rebuilt() -> str:
+    """A pipeline outlives its grid, and still names who failed."""
+    commgrid.initialize(pp=2)
+    pipeline = Pipeline(Part(0, 1).mix, num_microbatches=1, loss=lambda y, t: y.sum())
+    x = [torch.zeros(2, WIDTH, dtype=torch.float64)]
+    pipeline.step(x, x)
+    commgrid.destroy()
+    try:
+        pipeline.step(x, x)
+    except commgrid.GridDestroyedError as error:
+        assert "'default' was destroyed" in str(error)  # noqa: PT017
+    grid = commgrid.initialize(pp=2)
+    pipeline.step(x, x)
+    if grid.rank == 1:
+        pipeline.loss = None
+    try:
+        pipeline.step(x, x)
+    except commgrid.CommGridError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_pipeline_on_a_rebuilt_grid() -> None:
+    for said in run_on_ranks(rebuilt, 2):
+        assert "its loss is (2, 6); expected one scalar tensor" in said
+
+
 def own_schedule() -> None:
     """All microbatches forward on odd stages first: nobody's schedule, but it can run."""
     grid = commgrid.initialize(pp=2)
@@ -404,6 +497,20 @@ def step_with(
     return pipeline.step(inputs, targets if targets is not None else [torch.zeros(4)] * 2)
 
 
+def evaluate(rank: int, count: int | None) -> object:
+    """After an evaluation of two microbatches, which went well."""
+    pipeline = Pipeline(nn.Linear(4, 4), num_microbatches=2)
+    pipeline.forward([torch.zeros(1, 4)] * 2)
+    return pipeline.forward(None if count is None else [torch.zeros(1, 4)] * count)  # type: ignore[arg-type]
+
+
+def copies(rank: int) -> nn.Module:
+    """Two shared parameters, registered in another order on the second stage."""
+    weight, bias = nn.Module(), nn.Module()
+    weight.weight, bias.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+    return mark_parameters(nn.Sequential(*[weight, bias][:: 1 - 2 * rank]), shared="pp")
+
+
 BAD: dict[str, tuple[Callable[[int], object], type[Exception], dict[int, str]]] = {
     "too few inputs": (
         lambda rank: step_with(rank, [torch.zeros(1, 4)]), commgrid.CommGridError,
@@ -428,8 +535,35 @@ BAD: dict[str, tuple[Callable[[int], object], type[Exception], dict[int, str]]] 
     ),
     "different microbatches": (
         lambda rank: Pipeline(nn.Linear(4, 4), num_microbatches=2 + rank), GridMismatchError,
-        {0: "ranks [1] of [0, 1] were given another schedule, number of microbatches or number of "
-            "chunks than the other stages; this rank has schedule '1f1b' for 2 stages and 2"},
+        dict.fromkeys((0, 1), "rank 1 was given schedule '1f1b', num_microbatches=3, 1 chunks, but "
+                      "others of ranks [0, 1] schedule '1f1b', num_microbatches=2, 1 chunks; give"),
+    ),
+    "different chunks, of which one does not fit": (
+        lambda rank: Pipeline([nn.Linear(4, 4)] * (1 + rank), num_microbatches=2),
+        GridMismatchError,
+        dict.fromkeys((0, 1), "rank 1 was given schedule '1f1b', num_microbatches=2, 2 chunks"),
+    ),
+    "another number to evaluate": (
+        lambda rank: evaluate(rank, 2 - rank), GridMismatchError,
+        dict.fromkeys((0, 1), "rank 1 was given 1 microbatches to evaluate, but others of ranks"),
+    ),
+    "nothing to evaluate on one stage": (
+        lambda rank: evaluate(rank, None if rank else 2), GridMismatchError,
+        dict.fromkeys((0, 1), "rank 1 was given 0 microbatches to evaluate"),
+    ),
+    "no gradients": (
+        torch.no_grad()(lambda rank: step_with(rank, [torch.zeros(1, 4)] * 2)),
+        commgrid.CommGridError,
+        dict.fromkeys((0, 1), "gradients, but they are switched off (torch.no_grad); call"),
+    ),
+    "copies that are not alike": (
+        lambda rank: Pipeline(copies(rank), num_microbatches=1), GridMismatchError,
+        dict.fromkeys((0, 1), "rank 0 shares parameters (4, 4) float32, (4,) float32 with ranks "
+                      "[0, 1], but rank 1 shares (4,) float32, (4, 4) float32; mark the same ones"),
+    ),
+    "copies on one stage only": (
+        lambda rank: Pipeline(nn.Linear(4, 4) if rank else copies(rank), num_microbatches=1),
+        GridMismatchError, dict.fromkeys((0, 1), "but rank 1 shares none; mark the same ones"),
     ),
     "microbatches that do not fit": (
         lambda rank: Pipeline([nn.Linear(4, 4)] * 2, "interleaved", num_microbatches=3), SpecError,

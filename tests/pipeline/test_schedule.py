@@ -4,6 +4,7 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -21,12 +22,12 @@ from commgrid.pipeline import (
     Send,
     Simulation,
     Times,
-    check_programs,
     forward_only,
     make_schedule,
     programs,
     simulate,
 )
+from commgrid.pipeline.exchange import check_programs
 from commgrid.pipeline.schedule import SCHEDULES, Computation, Message
 
 STAGES, CHUNKS, MICROBATCHES = range(1, 9), range(1, 5), range(1, 33)
@@ -36,11 +37,13 @@ TIMES = [Times(), Times(1.0, 1.25, 0.75), Times(0.5, 0.5, 0.25)]
 
 def sizes(name: str) -> Iterator[tuple[int, int, int]]:
     """Stages, microbatches and chunks that a schedule takes."""
-    for stages in STAGES:
-        for microbatches in MICROBATCHES:
-            for chunks in CHUNKS if name in ("gpipe", "interleaved") else [1]:
-                if name != "interleaved" or microbatches % stages == 0:
-                    yield stages, microbatches, chunks
+    for stages, microbatches in product(STAGES, MICROBATCHES):
+        for chunks in CHUNKS if name in ("gpipe", "interleaved") else [1]:
+            if name == "interleaved" and microbatches % stages:
+                continue
+            if name == "gpipe" and chunks > 1 and microbatches not in (1, 2, 3, 5, 8, 13, 21, 32):
+                continue  # chunks are an extra of this one, and some numbers tell as much as all
+            yield stages, microbatches, chunks
 
 
 @cache
