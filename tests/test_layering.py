@@ -34,6 +34,8 @@ ROWS = [
     ["pipeline.backward", "pipeline.p2p", "pipeline.shared"],
     ["pipeline.runner"],
     ["pipeline"],
+    ["expert.router"],
+    ["expert"],
     ["cli.grid_options"],
     ["cli.plan", "cli.explain", "cli.check"],
     ["cli"],

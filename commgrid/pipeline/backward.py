@@ -19,17 +19,22 @@ then. Modules need nothing special; but a fork is run in both halves, so that
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.utils.checkpoint import GraphExecGroup
+from torch.utils import checkpoint
 
 from commgrid.errors import CommGridError
 
 Gradients = tuple[Tensor | None, ...]
+
+
+# Within it, what was checkpointed is recomputed once, not for every fork; not every torch has it.
+_recomputed_once = getattr(checkpoint, "GraphExecGroup", nullcontext)
 
 
 @dataclass
@@ -76,7 +81,7 @@ class WeightGradients:
     def __call__(self) -> None:
         """Adds the weights' gradients where autograd would have added them."""
         forks, self._forks = self._forks, []
-        with GraphExecGroup():  # what was checkpointed is recomputed once, not for every fork
+        with _recomputed_once():
             for fork in forks:
                 fork.run()
 

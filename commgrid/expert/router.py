@@ -1,0 +1,288 @@
+"""Router: which experts see a token, and with which weight.
+
+    logits = x Wᵀ                                    (tokens, num_experts), in fp32
+    scores = softmax(logits) or sigmoid(logits)
+    choice = the top_k of scores (+ bias), within the best groups of experts where limited
+    weight = the chosen scores, of softmax over the chosen logits or over all, of sigmoid normalized
+
+| to keep experts evenly loaded | | from |
+|---|---|---|
+| `aux_loss` | coefficient · E · Σ over experts of (share of choices · mean score) | Switch, arXiv 2101.03961 section 2.2 |
+| `z_loss` | coefficient · mean of logsumexp(logits)² | ST-MoE, arXiv 2202.08906 section 2 |
+| `bias_rate` | a bias for the choice alone, moved against the load after each step | arXiv 2408.15664 |
+| `capacity_factor` | an expert takes so many times its even share, by weight, and the rest is dropped | Switch |
+
+Both losses are added to the gradients of the router's weight as if they were part of the loss that
+backward is called for; the tokens' gradients have them too.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commgrid.collectives import Group, all_reduce
+from commgrid.errors import CommGridError, ShapeError, SpecError
+from commgrid.names import nearest
+
+SCORES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where tokens go.
+
+    Args:
+        experts: (tokens, top_k), each token's experts, the best first.
+        weights: (tokens, top_k), fp32, how much each expert's output counts; 0 where dropped.
+        kept: (tokens, top_k), which choices are within the experts' capacity; None: all.
+        num_experts: how many there are.
+        capacity: how many tokens an expert takes at most; None: any number.
+        losses: by name, what balancing adds, for logs.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor | None
+    num_experts: int
+    capacity: int | None
+    losses: Mapping[str, Tensor]
+
+    @property
+    def counts(self) -> Tensor:
+        """(num_experts,), how many tokens go to each expert."""
+        chosen = self.experts if self.kept is None else self.experts[self.kept]
+        return torch.bincount(chosen.flatten(), minlength=self.num_experts)
+
+
+class Router(nn.Module):
+    """Chooses each token's experts.
+
+    Args:
+        hidden: width of a token.
+        num_experts: how many experts there are, over all ranks.
+        top_k: how many of them a token goes to.
+        score: "softmax", or "sigmoid", whose chosen scores are divided by their sum.
+        softmax_over: "chosen": the weights of a token add up to 1; "all": the chosen ones' share of
+            a softmax over all experts.
+        num_groups, top_groups: experts lie in so many groups of equal size, and a token goes to
+            experts of the best `top_groups` only, rated by the sum of their best scores.
+        scale: factor of all weights.
+        aux_loss, z_loss: coefficients of the losses above; 0: none.
+        bias_rate: how far `update_bias` moves each expert's bias; 0: there is none.
+        capacity_factor: above 0; None: nothing is dropped.
+        device, dtype: of the weight; logits are computed in fp32, or fp64 for fp64 weights.
+
+    Shapes:
+        x: (tokens, hidden). weight: (num_experts, hidden).
+
+    Raises:
+        SpecError: numbers that do not fit each other.
+        ShapeError: tokens of another width, or logits that are not finite (on CUDA that is a
+            device-side assertion of the same words).
+
+    Example:
+        >>> router = Router(hidden=4, num_experts=8, top_k=2)
+        >>> routing = router(torch.randn(5, 4))
+        >>> routing.experts.shape, routing.weights.sum(1).round(decimals=5).tolist()
+        (torch.Size([5, 2]), [1.0, 1.0, 1.0, 1.0, 1.0])
+    """
+
+    bias: Tensor | None
+    seen: Tensor
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        softmax_over: str = "chosen",
+        num_groups: int = 1,
+        top_groups: int = 1,
+        scale: float = 1.0,
+        aux_loss: float = 0.0,
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
+        capacity_factor: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for key, value, known in (
+            ("score", score, SCORES), ("softmax_over", softmax_over, ("chosen", "all"))
+        ):  # fmt: skip
+            if value not in known:
+                raise SpecError(
+                    f"{key}={value!r}: expected one of {', '.join(known)}{nearest(value, known)}"
+                )
+        if not 1 <= top_k <= num_experts:
+            raise SpecError(
+                f"top_k={top_k} of num_experts={num_experts}: expected 1 to {num_experts}"
+            )
+        if num_experts % num_groups or not 1 <= top_groups <= num_groups:
+            raise SpecError(
+                f"num_groups={num_groups}, top_groups={top_groups}: expected a divisor of "
+                f"num_experts={num_experts}, and 1 to {num_groups}"
+            )
+        if top_k % top_groups or top_k > top_groups * (num_experts // num_groups):
+            raise SpecError(
+                f"top_k={top_k} cannot be chosen from top_groups={top_groups} groups of "
+                f"{num_experts // num_groups} experts; expected a multiple of {top_groups}, at "
+                f"most {top_groups * (num_experts // num_groups)}"
+            )
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise SpecError(
+                f"capacity_factor={capacity_factor}: expected above 0, such as 1.25, or None, with "
+                "which no token is dropped"
+            )
+        self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
+        self.score, self.softmax_over, self.scale = score, softmax_over, scale
+        self.num_groups, self.top_groups = num_groups, top_groups
+        self.aux_loss, self.z_loss, self.bias_rate = aux_loss, z_loss, bias_rate
+        self.capacity_factor = capacity_factor
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
+        exact = torch.promote_types(self.weight.dtype, torch.float32)
+        bias = torch.zeros(num_experts, dtype=exact, device=device) if bias_rate else None
+        self.register_buffer("bias", bias)
+        self.register_buffer(
+            "seen", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weight from torch's global random state, as nn.Linear does."""
+        if not self.weight.is_meta:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Routing:
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise ShapeError(
+                f"Router({self.hidden}, {self.num_experts}): tokens of shape {tuple(x.shape)}; "
+                f"expected (tokens, {self.hidden})"
+            )
+        exact = torch.promote_types(self.weight.dtype, torch.float32)
+        logits = F.linear(x.to(exact), self.weight.to(exact))
+        self._check_finite(logits)
+        scores = torch.sigmoid(logits) if self.score == "sigmoid" else torch.softmax(logits, -1)
+        experts = self._choose(logits, scores)
+        weights = self._weigh(logits, scores, experts) * self.scale
+        capacity = self.capacity(len(x))
+        kept = None if capacity is None else self._within(capacity, experts, weights)
+        if kept is not None:
+            weights = weights * kept
+        losses = self._losses(logits, scores, experts) if torch.is_grad_enabled() else {}
+        for loss in losses.values():
+            weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+        if self.bias_rate and self.training:
+            self.seen += torch.bincount(experts.flatten(), minlength=self.num_experts)
+        detached = {name: loss.detach() for name, loss in losses.items()}
+        return Routing(experts, weights, kept, self.num_experts, capacity, detached)
+
+    def _check_finite(self, logits: Tensor) -> None:
+        said = f"Router({self.hidden}, {self.num_experts}): logits that are NaN or infinite"
+        if logits.device.type != "cpu":
+            torch._assert_async(logits.isfinite().all(), said)
+        elif not logits.isfinite().all():
+            token = int((~logits.isfinite()).any(1).nonzero()[0])
+            raise ShapeError(f"{said}, of token {token} first; the tokens or the weight hold such")
+
+    # -- the choice -----------------------------------------------------------------------
+
+    def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """The experts of each token, (tokens, top_k); gradients do not pass."""
+        # Softmax keeps the order of the logits, which tell close ones better apart.
+        rated = (logits if self.score == "softmax" and self.bias is None else scores).detach()
+        if self.bias is not None:
+            rated = rated + self.bias
+        if self.top_groups < self.num_groups:
+            of_groups = rated.view(len(rated), self.num_groups, self.num_experts // self.num_groups)
+            best = of_groups.topk(self.top_k // self.top_groups, -1).values.sum(-1)
+            groups = best.topk(self.top_groups, -1).indices
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+            rated = of_groups.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
+        return rated.topk(self.top_k, -1).indices
+
+    def _weigh(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
+        if self.score == "sigmoid":
+            chosen = scores.gather(1, experts)
+            return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.top_k > 1 else chosen
+        if self.softmax_over == "all":
+            return scores.gather(1, experts)
+        return torch.softmax(logits.gather(1, experts), -1)
+
+    # -- balance --------------------------------------------------------------------------
+
+    def capacity(self, num_tokens: int) -> int | None:
+        """How many of so many tokens an expert takes at most; None: any number."""
+        if self.capacity_factor is None:
+            return None
+        share = num_tokens * self.top_k / self.num_experts
+        return max(math.ceil(share * self.capacity_factor), 1)
+
+    def _within(self, capacity: int, experts: Tensor, weights: Tensor) -> Tensor:
+        """Which choices each expert takes: those that weigh most, of equal ones the earlier."""
+        kept = torch.zeros_like(experts, dtype=torch.bool).flatten()
+        order = weights.detach().flatten().argsort(descending=True, stable=True)
+        by_expert = order[experts.flatten()[order].argsort(stable=True)]
+        counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(by_expert), device=experts.device)
+        place = place - first[experts.flatten()[by_expert]]
+        kept[by_expert] = place < capacity
+        return kept.view_as(experts)
+
+    def _losses(self, logits: Tensor, scores: Tensor, experts: Tensor) -> dict[str, Tensor]:
+        losses: dict[str, Tensor] = {}
+        tokens = max(len(logits), 1)
+        if self.aux_loss:
+            if self.score == "sigmoid":
+                scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
+            share = counts.to(scores.dtype) / (tokens * self.top_k)
+            mean = scores.sum(0) / tokens
+            losses["aux_loss"] = self.aux_loss * self.num_experts * (share * mean).sum()
+        if self.z_loss:
+            losses["z_loss"] = self.z_loss * logits.logsumexp(-1).square().sum() / tokens
+        return losses
+
+    @torch.no_grad()
+    def update_bias(self, group: Group | None = None) -> None:
+        """After a step: experts with more tokens than the mean are chosen less often, others more.
+
+        Args:
+            group: whose tokens are counted together, such as `dp_cp`; None: this rank's.
+
+        Raises:
+            CommGridError: the router has no bias (bias_rate=0).
+        """
+        if self.bias is None:
+            raise CommGridError("update_bias: the router was made without a bias; give bias_rate=")
+        seen = self.seen if group is None else all_reduce(self.seen, group)
+        load = seen.to(self.bias.dtype)
+        self.bias += self.bias_rate * torch.sign(load.mean() - load)
+        self.seen.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden}, {self.num_experts}, top_k={self.top_k}, score={self.score!r}"
+
+
+class _WithLoss(torch.autograd.Function):
+    """The weights themselves; in backward the loss gets a gradient of 1."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.ones_like(loss)
