@@ -18,6 +18,7 @@ then. Modules need nothing special; but a fork is run in both halves, so that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -103,10 +104,7 @@ def backward_input(
     if not any(edge.node in leading for edge in outputs):
         torch.autograd.backward(outputs, gradients)
         return WeightGradients([])
-    counts: dict[Tensor, int] = {}
-    for fork in forks:
-        for weight in fork.weights:
-            counts[weight] = counts.get(weight, 0) + 1
+    counts = Counter(weight for fork in forks for weight in fork.weights)
     shared = [weight for weight, count in counts.items() if count > 1]
     later = []
     for fork in forks:

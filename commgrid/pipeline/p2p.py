@@ -208,6 +208,12 @@ class StageLinks:
         self._declared.clear()
         self._gradients.clear()
 
+    def reset(self) -> None:
+        """Forgets what was declared and under way: on a new grid, perhaps after a failed step."""
+        self.forget_shapes()
+        self._arriving.clear()
+        self._leaving.clear()
+
     def specs_of(self, message: Message) -> Specs:
         """What a message that was declared consists of."""
         kind = self._declared if message.kind == "activation" else self._gradients

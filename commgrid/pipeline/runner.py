@@ -135,7 +135,7 @@ class Pipeline:
                 f"num_microbatches={num_microbatches} and {len(self.chunks)} chunks on this one"
             )
         self._model = nn.ModuleList(self.chunks)
-        check_shared(self._model, self.links.group.group)
+        check_shared(self._model, self.links.group.group, device)
         self._program = programs(self.schedule)[self.stage]
         self._final = _final_backwards(self.schedule.orders[self.stage])
         uses = Counter(id(p) for chunk in self.chunks for p in {*chunk.parameters()})
@@ -242,6 +242,7 @@ class Pipeline:
         """The grid, or the one of its name that was made after it."""
         if self._grid.is_destroyed and is_initialized(self._grid.name):
             self._grid = get_grid(self._grid.name)
+            self.links.reset()
         return self._grid
 
     def final_backward(self, action: Computation) -> AbstractContextManager[None]:
@@ -256,7 +257,7 @@ class Pipeline:
 
     def _agree(self, given: str) -> None:
         """Refuses stages that would wait for messages that nobody sends."""
-        found = gathered(given, self.links.group.group)
+        found = gathered(given, self.links.group.group, self.links.device)
         usual = max(found, key=found.count)
         for rank, theirs in zip(self.links.ranks, found, strict=True):
             if theirs != usual:

@@ -6,15 +6,18 @@ itself, before its sum over data; without one, this does it at the end of a step
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from commgrid.async_collectives import start_all_reduce_
+from commgrid.collectives import all_gather
 from commgrid.errors import GridMismatchError
 from commgrid.parameters import placements
 
@@ -50,7 +53,7 @@ def add_up(model: nn.Module, before: Gradients) -> None:
         parameter.grad = found if earlier is None else earlier.add_(found)
 
 
-def check_shared(model: nn.Module, pipeline: ProcessGroup) -> None:
+def check_shared(model: nn.Module, pipeline: ProcessGroup, device: torch.device) -> None:
     """Refuses stages whose copies are not alike, whose sums would be of different things.
 
     Raises:
@@ -60,7 +63,7 @@ def check_shared(model: nn.Module, pipeline: ProcessGroup) -> None:
     for parameter, group in shared_parameters(model):
         copies = mine.setdefault(tuple(dist.get_process_group_ranks(group)), [])
         copies.append(f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}")
-    told = gathered(mine, pipeline)
+    told = gathered(mine, pipeline, device)
     everyone = dist.get_process_group_ranks(pipeline)
     for rank, theirs in zip(everyone, told, strict=True):
         for ranks, copies in theirs.items():
@@ -74,10 +77,10 @@ def check_shared(model: nn.Module, pipeline: ProcessGroup) -> None:
                     )
 
 
-def gathered(value: Value, group: ProcessGroup) -> list[Value]:
-    """Every rank's plain value, in group order."""
-    if group.size() == 1:
-        return [value]
-    found: list[Value] = [value] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+def gathered(value: Value, group: ProcessGroup, device: torch.device) -> list[Value]:
+    """Every rank's plain value, in group order; torch's all_gather_object does it with numpy."""
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    lengths = all_gather(torch.tensor([len(mine)], device=device), group).tolist()
+    padded = F.pad(mine, (0, max(lengths) - len(mine)))
+    rows = all_gather(padded, group).view(len(lengths), -1).tolist()
+    return [pickle.loads(bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)]

@@ -444,18 +444,41 @@ def rebuilt() -> str:
         assert "'default' was destroyed" in str(error)  # noqa: PT017
     grid = commgrid.initialize(pp=2)
     pipeline.step(x, x)
+    loss, said = pipeline.loss, "nothing"
     if grid.rank == 1:
         pipeline.loss = None
     try:
         pipeline.step(x, x)
     except commgrid.CommGridError as error:
-        return str(error)
-    return "nothing"
+        said = str(error)
+    assert grid.is_destroyed
+    commgrid.initialize(pp=2)
+    pipeline.loss = loss
+    pipeline.step(x, x)
+    return said
 
 
 def test_a_pipeline_on_a_rebuilt_grid() -> None:
     for said in run_on_ranks(rebuilt, 2):
         assert "its loss is (2, 6); expected one scalar tensor" in said
+
+
+def after_half_a_declaration() -> list[float]:
+    """The first step fails where one stage has declared its shapes and the other has not heard."""
+    rank = commgrid.initialize(pp=2).rank
+    pipeline = Pipeline(Part(0, 1).mix, num_microbatches=1, loss=lambda y, t: y.square().sum())
+    x = [torch.ones(2, WIDTH, dtype=torch.float64)]
+    with pytest.raises(commgrid.CommGridError, match="targets: none given on stage 1 of 2"):
+        pipeline.step(x, x if rank == 0 else None)
+    commgrid.initialize(pp=2)
+    losses = [pipeline.step(x, x) for _ in range(2)]
+    return [loss.item() for loss in losses if loss is not None]
+
+
+def test_a_step_after_one_that_failed() -> None:
+    first, last = run_on_ranks(after_half_a_declaration, 2, timeout=30)
+    assert first == []
+    assert last == [last[0]] * 2
 
 
 def own_schedule() -> None:
