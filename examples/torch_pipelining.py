@@ -5,12 +5,14 @@
 
 For who prefers torch.distributed.pipelining: its stages talk over the grid's `pp` group, and what
 else the job needs (here data parallelism) has its groups in the same grid. The loss of every step
-is that of the whole model on one process: --pp 1.
+is that of the whole model on one process: --pp 1. (torch's stages need numpy, to tell each other
+their shapes.)
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 
 import torch
@@ -42,6 +44,8 @@ def mean_square(y: Tensor, target: Tensor) -> Tensor:
 
 
 def train(args: argparse.Namespace) -> list[float]:
+    if importlib.util.find_spec("numpy") is None:
+        raise SystemExit("torch.distributed.pipelining needs numpy here: pip install numpy")
     grid = commgrid.initialize(pp=args.pp, dp=args.dp)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     schedule_class = get_schedule_class(args.schedule)
