@@ -14,6 +14,7 @@ other's backward:
 
 `copy_to` and `reduce_from` are the f and g of Megatron-LM (arXiv 1909.08053, section 3),
 the last pair the ḡ and g of its sequence parallelism (arXiv 2205.05198, section 4.2.2).
+The last four share a dim equally, or as `sizes` says, by rank of the group.
 `gather_from` expects the same gradient on every rank, `all_gather_from` a part of it on
 each. A group of one rank communicates nothing, and the pairs then return their input.
 
@@ -31,7 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.async_collectives import share, start_all_gather, start_reduce_scatter
+from commgrid.async_collectives import (
+    check_sizes,
+    share,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from commgrid.errors import ShapeError
 from commgrid.group_ref import GroupRef
 from commgrid.registry import get_grid
@@ -121,16 +128,8 @@ def all_to_all(
         )
     if members.size() == 1:
         return tensor.clone()
-    rows = tensor.shape[0] if receive is None else sum(receive)
-    received = tensor.new_empty((rows, *tensor.shape[1:]))
-    dist.all_to_all_single(
-        received,
-        tensor.contiguous(),
-        None if receive is None else list(receive),
-        None if send is None else list(send),
-        group=members,
-    )
-    return received
+    equal = [tensor.shape[0] // members.size()] * members.size()
+    return start_all_to_all(tensor, members, send or equal, receive or equal).wait()
 
 
 def broadcast(
@@ -172,34 +171,55 @@ def reduce_from_group(
 
 
 def scatter_to_group(
-    tensor: Tensor, group: Group = "tp", *, dim: int = -1, grid: HyperCommGrid | None = None
+    tensor: Tensor,
+    group: Group = "tp",
+    *,
+    dim: int = -1,
+    sizes: Sequence[int] | None = None,
+    grid: HyperCommGrid | None = None,
 ) -> Tensor:
     """This rank's slice along `dim`; the slices' gradients are gathered."""
-    return _apply(tensor, _slice, _gather, group, grid, dim)
+    return _apply(tensor, _slice, _gather, group, grid, dim, sizes)
 
 
 def gather_from_group(
-    tensor: Tensor, group: Group = "tp", *, dim: int = -1, grid: HyperCommGrid | None = None
+    tensor: Tensor,
+    group: Group = "tp",
+    *,
+    dim: int = -1,
+    sizes: Sequence[int] | None = None,
+    grid: HyperCommGrid | None = None,
 ) -> Tensor:
     """All slices joined along `dim`; this rank's slice of the gradient comes back."""
-    return _apply(tensor, _gather, _slice, group, grid, dim)
+    return _apply(tensor, _gather, _slice, group, grid, dim, sizes)
 
 
 def reduce_scatter_to_group(
-    tensor: Tensor, group: Group = "tp", *, dim: int = 0, grid: HyperCommGrid | None = None
+    tensor: Tensor,
+    group: Group = "tp",
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    grid: HyperCommGrid | None = None,
 ) -> Tensor:
     """This rank's slice along `dim` of the sum; the slices' gradients are gathered."""
-    return _apply(tensor, _reduce_scatter, _gather, group, grid, dim)
+    return _apply(tensor, _reduce_scatter, _gather, group, grid, dim, sizes)
 
 
 def all_gather_from_group(
-    tensor: Tensor, group: Group = "tp", *, dim: int = 0, grid: HyperCommGrid | None = None
+    tensor: Tensor,
+    group: Group = "tp",
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    grid: HyperCommGrid | None = None,
 ) -> Tensor:
     """All slices joined along `dim`; the gradients are summed and this rank's slice comes back."""
-    return _apply(tensor, _gather, _reduce_scatter, group, grid, dim)
+    return _apply(tensor, _gather, _reduce_scatter, group, grid, dim, sizes)
 
 
-Step = Callable[[Tensor, ProcessGroup, int], Tensor]
+Sizes = Sequence[int] | None
+Step = Callable[[Tensor, ProcessGroup, int, Sizes], Tensor]
 
 
 class _Pair(torch.autograd.Function):
@@ -207,14 +227,20 @@ class _Pair(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, step: Step, partner: Step, group: ProcessGroup, dim: int
+        ctx: Any,
+        tensor: Tensor,
+        step: Step,
+        partner: Step,
+        group: ProcessGroup,
+        dim: int,
+        sizes: Sizes,
     ) -> Tensor:
-        ctx.partner, ctx.group, ctx.dim = partner, group, dim
-        return step(tensor, group, dim)
+        ctx.partner, ctx.group, ctx.dim, ctx.sizes = partner, group, dim, sizes
+        return step(tensor, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.partner(gradient, ctx.group, ctx.dim), None, None, None, None
+        return ctx.partner(gradient, ctx.group, ctx.dim, ctx.sizes), *[None] * 5
 
 
 def _apply(
@@ -224,35 +250,41 @@ def _apply(
     group: Group,
     grid: HyperCommGrid | None,
     dim: int = 0,
+    sizes: Sizes = None,
 ) -> Tensor:
     members = resolve(group, grid)
     if members.size() == 1:
         return tensor
-    made: Tensor = _Pair.apply(tensor, step, partner, members, dim)  # type: ignore[no-untyped-call]
+    made: Tensor = _Pair.apply(tensor, step, partner, members, dim, sizes)  # type: ignore[no-untyped-call]
     return made
 
 
-def _same(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _same(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) -> Tensor:
     return tensor.view_as(tensor)
 
 
-def _sum(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _sum(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-def _slice(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    size = share(tensor, group, dim)
-    return tensor.narrow(dim, group.rank() * size, size).contiguous()
+def _slice(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) -> Tensor:
+    if sizes is None:
+        size = share(tensor, group, dim)
+        start = group.rank() * size
+    else:
+        check_sizes(tensor, group, dim, sizes)
+        start, size = sum(sizes[: group.rank()]), sizes[group.rank()]
+    return tensor.narrow(dim, start, size).contiguous()
 
 
-def _gather(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    return start_all_gather(tensor, group, dim).wait()
+def _gather(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) -> Tensor:
+    return start_all_gather(tensor, group, dim, sizes).wait()
 
 
-def _reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    return start_reduce_scatter(tensor, group, dim).wait()
+def _reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) -> Tensor:
+    return start_reduce_scatter(tensor, group, dim, sizes).wait()
 
 
 def _name(group: ProcessGroup) -> str:

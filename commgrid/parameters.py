@@ -30,12 +30,17 @@ class ShardedModule(nn.Module):
 
     Subclasses set `group` and `shard_dims`, parameter name to the dim it is sliced along;
     parameters not in it are equal on all ranks of the group. `partial` names those of the equal
-    ones whose gradient is this rank's part of a sum over the group.
+    ones whose gradient is this rank's part of a sum over the group. One that is sliced over several
+    groups overrides `shards_of`.
     """
 
     group: GroupRef
     shard_dims: ClassVar[Mapping[str, int]] = {}
     partial: tuple[str, ...] = ()
+
+    def shards_of(self, name: str) -> tuple[tuple[int, GroupRef], ...]:
+        """Along which dims a parameter is sliced, and over which group."""
+        return ((self.shard_dims[name], self.group),) if name in self.shard_dims else ()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -176,8 +181,9 @@ def placements(model: nn.Module) -> Iterator[Placement]:
             shards: tuple[tuple[int, GroupRef], ...] = ()
             partial = mark.partial
             if isinstance(module, ShardedModule):
-                if name in module.shard_dims:
-                    shards, partial = ((module.shard_dims[name], module.group),), None
+                shards = module.shards_of(name)
+                if shards:
+                    partial = None
                 elif name in module.partial:
                     partial = module.group
             full = f"{prefix}.{name}" if prefix else name

@@ -1,5 +1,16 @@
-"""Expert parallelism: which experts see which tokens."""
+"""Mixtures of experts: router, dispatch to the ranks of the experts, experts."""
 
+from commgrid.expert.dispatch import Dispatched, make_dispatcher
+from commgrid.expert.experts import GroupedExperts, SharedExpert
+from commgrid.expert.layer import MoELayer
 from commgrid.expert.router import Router, Routing
 
-__all__ = ["Router", "Routing"]
+__all__ = [
+    "Dispatched",
+    "GroupedExperts",
+    "MoELayer",
+    "Router",
+    "Routing",
+    "SharedExpert",
+    "make_dispatcher",
+]

@@ -45,6 +45,7 @@ class Routing:
         num_experts: how many there are.
         capacity: how many tokens an expert takes at most; None: any number.
         losses: by name, what balancing adds, for logs.
+        finite: (), whether all logits were; a dispatcher tells all ranks, and raises.
     """
 
     experts: Tensor
@@ -53,12 +54,22 @@ class Routing:
     num_experts: int
     capacity: int | None
     losses: Mapping[str, Tensor]
+    finite: Tensor
 
     @property
     def counts(self) -> Tensor:
         """(num_experts,), how many tokens go to each expert."""
-        chosen = self.experts if self.kept is None else self.experts[self.kept]
-        return torch.bincount(chosen.flatten(), minlength=self.num_experts)
+        return count(self.experts, self.num_experts, self.kept)
+
+
+def count(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
+    """(num_experts,), how often each is named; where `kept` is false it does not count.
+
+    Unlike `torch.bincount` it does not wait for the device.
+    """
+    ones = torch.ones_like(experts) if kept is None else kept.to(experts.dtype)
+    counts = torch.zeros(num_experts, dtype=experts.dtype, device=experts.device)
+    return counts.scatter_add_(0, experts.flatten(), ones.flatten())
 
 
 class Router(nn.Module):
@@ -75,6 +86,9 @@ class Router(nn.Module):
             experts of the best `top_groups` only, rated by the sum of their best scores.
         scale: factor of all weights.
         aux_loss, z_loss: coefficients of the losses above; 0: none.
+        summed_loss: the loss that backward is called for is a sum over tokens, to be divided later,
+            as `GradientReducer.finish(count=…)` does; these losses are then multiplied by their
+            number. Else it is a mean.
         bias_rate: how far `update_bias` moves each expert's bias; 0: there is none.
         capacity_factor: above 0; None: nothing is dropped.
         device, dtype: of the weight; logits are computed in fp32, or fp64 for fp64 weights.
@@ -84,8 +98,7 @@ class Router(nn.Module):
 
     Raises:
         SpecError: numbers that do not fit each other.
-        ShapeError: tokens of another width, or logits that are not finite (on CUDA that is a
-            device-side assertion of the same words).
+        ShapeError: tokens of another width.
 
     Example:
         >>> router = Router(hidden=4, num_experts=8, top_k=2)
@@ -110,6 +123,7 @@ class Router(nn.Module):
         scale: float = 1.0,
         aux_loss: float = 0.0,
         z_loss: float = 0.0,
+        summed_loss: bool = False,
         bias_rate: float = 0.0,
         capacity_factor: float | None = None,
         device: torch.device | str | None = None,
@@ -146,7 +160,8 @@ class Router(nn.Module):
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.softmax_over, self.scale = score, softmax_over, scale
         self.num_groups, self.top_groups = num_groups, top_groups
-        self.aux_loss, self.z_loss, self.bias_rate = aux_loss, z_loss, bias_rate
+        self.aux_loss, self.z_loss, self.summed_loss = aux_loss, z_loss, summed_loss
+        self.bias_rate = bias_rate
         self.capacity_factor = capacity_factor
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         exact = torch.promote_types(self.weight.dtype, torch.float32)
@@ -162,7 +177,15 @@ class Router(nn.Module):
         if not self.weight.is_meta:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, group: Group | None = None) -> Routing:
+        """Routes this rank's tokens.
+
+        Args:
+            x: (tokens, hidden).
+            group: the ranks that hold other tokens of the same loss, such as `tp` under sequence
+                parallelism: the losses are those of all their tokens, and each rank's gradients are
+                a part of theirs. None: this rank's tokens alone.
+        """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ShapeError(
                 f"Router({self.hidden}, {self.num_experts}): tokens of shape {tuple(x.shape)}; "
@@ -170,7 +193,6 @@ class Router(nn.Module):
             )
         exact = torch.promote_types(self.weight.dtype, torch.float32)
         logits = F.linear(x.to(exact), self.weight.to(exact))
-        self._check_finite(logits)
         scores = torch.sigmoid(logits) if self.score == "sigmoid" else torch.softmax(logits, -1)
         experts = self._choose(logits, scores)
         weights = self._weigh(logits, scores, experts) * self.scale
@@ -178,21 +200,14 @@ class Router(nn.Module):
         kept = None if capacity is None else self._within(capacity, experts, weights)
         if kept is not None:
             weights = weights * kept
-        losses = self._losses(logits, scores, experts) if torch.is_grad_enabled() else {}
+        losses = self._losses(logits, scores, experts, group) if torch.is_grad_enabled() else {}
         for loss in losses.values():
             weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
         if self.bias_rate and self.training:
-            self.seen += torch.bincount(experts.flatten(), minlength=self.num_experts)
+            self.seen += count(experts, self.num_experts)
         detached = {name: loss.detach() for name, loss in losses.items()}
-        return Routing(experts, weights, kept, self.num_experts, capacity, detached)
-
-    def _check_finite(self, logits: Tensor) -> None:
-        said = f"Router({self.hidden}, {self.num_experts}): logits that are NaN or infinite"
-        if logits.device.type != "cpu":
-            torch._assert_async(logits.isfinite().all(), said)
-        elif not logits.isfinite().all():
-            token = int((~logits.isfinite()).any(1).nonzero()[0])
-            raise ShapeError(f"{said}, of token {token} first; the tokens or the weight hold such")
+        finite = logits.detach().isfinite().all()
+        return Routing(experts, weights, kept, self.num_experts, capacity, detached, finite)
 
     # -- the choice -----------------------------------------------------------------------
 
@@ -232,25 +247,34 @@ class Router(nn.Module):
         kept = torch.zeros_like(experts, dtype=torch.bool).flatten()
         order = weights.detach().flatten().argsort(descending=True, stable=True)
         by_expert = order[experts.flatten()[order].argsort(stable=True)]
-        counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
+        counts = count(experts, self.num_experts)
         first = counts.cumsum(0) - counts
         place = torch.arange(len(by_expert), device=experts.device)
         place = place - first[experts.flatten()[by_expert]]
         kept[by_expert] = place < capacity
         return kept.view_as(experts)
 
-    def _losses(self, logits: Tensor, scores: Tensor, experts: Tensor) -> dict[str, Tensor]:
+    def _losses(
+        self, logits: Tensor, scores: Tensor, experts: Tensor, group: Group | None
+    ) -> dict[str, Tensor]:
+        """Of all tokens of the group, as far as this rank's add to them."""
         losses: dict[str, Tensor] = {}
-        tokens = max(len(logits), 1)
+        if not self.aux_loss and not self.z_loss:
+            return losses
+        counts = count(experts, self.num_experts)
+        if group is not None:
+            counts = all_reduce(counts, group)
+        tokens = (counts.sum() / self.top_k).clamp(min=1).to(scores.dtype)
+        scale = tokens if self.summed_loss else 1
         if self.aux_loss:
             if self.score == "sigmoid":
                 scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
             share = counts.to(scores.dtype) / (tokens * self.top_k)
             mean = scores.sum(0) / tokens
-            losses["aux_loss"] = self.aux_loss * self.num_experts * (share * mean).sum()
+            losses["aux_loss"] = scale * self.aux_loss * self.num_experts * (share * mean).sum()
         if self.z_loss:
-            losses["z_loss"] = self.z_loss * logits.logsumexp(-1).square().sum() / tokens
+            square = logits.logsumexp(-1).square().sum() / tokens
+            losses["z_loss"] = scale * self.z_loss * square
         return losses
 
     @torch.no_grad()

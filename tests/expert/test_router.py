@@ -238,8 +238,8 @@ def test_tokens_that_do_not_fit() -> None:
     with pytest.raises(ShapeError, match=r"tokens of shape \(3, 5\); expected \(tokens, 4\)"):
         made(torch.zeros(3, 5, dtype=torch.float64))
     x = tokens(5)
+    assert made(x).finite
     x[3, 1] = math.nan
-    with pytest.raises(ShapeError, match="logits that are NaN or infinite, of token 3 first"):
-        made(x)
+    assert not made(x).finite
     with pytest.raises(CommGridError, match="made without a bias; give bias_rate="):
         made.update_bias()

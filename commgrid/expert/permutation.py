@@ -1,0 +1,159 @@
+"""Tokens laid out as rows, one for each chosen expert, sorted by expert; and back.
+
+    tokens      t0 → e1, e0    t1 → e1, e2    t2 → e0, e1            top_k = 2, 3 experts
+    rows        e0: t0 t2 | e1: t0 t1 t2 | e2: t1                    `permute`
+    tokens      t0 + t0, t1 + t1, t2 + t2                            `unpermute`
+
+The two are each other's backward. Within an expert, tokens keep their order. A dropped choice has
+no row. With `capacity` every expert has that many rows, those that it does not need being zero;
+their number then depends on shapes alone, and nobody has to ask the device for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from commgrid.expert.router import count
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Which row holds which choice.
+
+    Args:
+        choices: (rows,), the choice of each row, counted through (tokens, top_k).
+        places: (tokens, top_k), the row of each choice, 0 where it has none.
+        kept: (tokens, top_k), which choices have a row; None: all.
+        padding: (rows,), which rows hold no choice; None: every row holds one.
+    """
+
+    choices: Tensor
+    places: Tensor
+    kept: Tensor | None
+    padding: Tensor | None
+
+    @property
+    def tokens(self) -> Tensor:
+        """(rows,), the token of each row."""
+        return self.choices // max(self.places.shape[1], 1)
+
+
+def arrange(
+    experts: Tensor,
+    num_experts: int,
+    kept: Tensor | None = None,
+    *,
+    num_rows: int | None = None,
+    capacity: int | None = None,
+) -> Permutation:
+    """Sorts choices by expert.
+
+    Args:
+        experts: (tokens, top_k), each from 0 to below `num_experts`; where dropped, anything.
+        kept: (tokens, top_k), which choices get a row; None: all.
+        num_rows: how many those are, known on the host; not needed without `kept`, nor with
+            `capacity`.
+        capacity: rows of every expert, at least as many as any has; None: as many as it has.
+
+    Example:
+        >>> made = arrange(torch.tensor([[1, 0], [1, 2], [0, 1]]), 3)
+        >>> made.tokens.tolist(), made.places.tolist()
+        ([0, 2, 0, 1, 2, 1], [[2, 0], [3, 5], [1, 4]])
+    """
+    keys = experts.flatten() if kept is None else experts.where(kept, num_experts).flatten()
+    keys, order = keys.sort(stable=True)  # the dropped ones last
+    rows = torch.arange(len(order), device=order.device)
+    if capacity is None:
+        places = torch.empty_like(order).scatter_(0, order, rows).view_as(experts)
+        if kept is None:
+            return Permutation(order, places, None, None)
+        return Permutation(order[:num_rows], places * kept, kept, None)
+    counts = count(keys, num_experts + 1)
+    first = counts.cumsum(0) - counts
+    rows = torch.where(keys < num_experts, keys * capacity + rows - first[keys], -1)
+    choices = order.new_full((num_experts * capacity + 1,), -1)  # the last for the dropped ones
+    choices = choices.scatter_(0, rows.remainder(len(choices)), order)[:-1]
+    places = torch.empty_like(order).scatter_(0, order, rows).view_as(experts)
+    return Permutation(
+        choices.clamp(min=0), places.clamp(min=0), places >= 0, choices < 0
+    )  # fmt: skip
+
+
+def permute(x: Tensor, permutation: Permutation) -> Tensor:
+    """A token for each row.
+
+    Args:
+        x: (tokens, hidden).
+
+    Returns:
+        (rows, hidden).
+    """
+    moved: Tensor = _Move.apply(x, permutation, _to_rows, _to_tokens)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def unpermute(rows: Tensor, permutation: Permutation) -> Tensor:
+    """The sum of each token's rows.
+
+    Args:
+        rows: (rows, hidden).
+
+    Returns:
+        (tokens, hidden), zero for a token without any row.
+    """
+    moved: Tensor = _Move.apply(rows, permutation, _to_tokens, _to_rows)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def permute_weights(weights: Tensor, permutation: Permutation) -> Tensor:
+    """The weight of each row's choice, zero for padding.
+
+    Args:
+        weights: (tokens, top_k).
+
+    Returns:
+        (rows,).
+    """
+    flat, choices = weights.flatten(), permutation.choices
+    if permutation.padding is not None:
+        choices = choices.where(~permutation.padding, len(flat))
+        flat = torch.cat([flat, flat.new_zeros(1)])
+    return flat.index_select(0, choices)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, permutation: Permutation, step: Any, back: Any) -> Tensor:
+        ctx.permutation, ctx.back = permutation, back
+        moved: Tensor = step(x, permutation)
+        return moved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(gradient, ctx.permutation), None, None, None
+
+
+def _to_rows(x: Tensor, permutation: Permutation) -> Tensor:
+    if not len(x):
+        return x.new_zeros(len(permutation.choices), x.shape[1])
+    rows = x.index_select(0, permutation.tokens)
+    if permutation.padding is not None:
+        rows.masked_fill_(permutation.padding.unsqueeze(1), 0)
+    return rows
+
+
+def _to_tokens(rows: Tensor, permutation: Permutation) -> Tensor:
+    places, kept = permutation.places, permutation.kept
+    if not len(rows) or not len(places):
+        return rows.new_zeros(len(places), rows.shape[1])
+    if kept is None and places.shape[1] == 1:
+        return rows.index_select(0, places[:, 0])
+    weights = None if kept is None else kept.to(rows.dtype)
+    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights)

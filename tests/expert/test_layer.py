@@ -1,0 +1,122 @@
+"""The layer on many ranks, against a loop over tokens and experts on one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import commgrid
+from commgrid.data_parallel import GradientReducer
+from commgrid.expert import MoELayer
+from commgrid.parameters import placements
+from tests.expert.dense import Case, balance, mixture
+from tests.ranks import run_on_ranks
+
+# Sums of some 10 products of numbers around 1, in another order than the loop's: 1e-12 leaves
+# 1,000 times fp64's rounding.
+CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def full_weights(case: Case) -> dict[str, Tensor]:
+    halves = (2,) if case.get("gated") else ()
+    shapes = {
+        "router.weight": (case.num_experts, case.hidden),
+        "experts.up": (case.num_experts, *halves, case.ffn, case.hidden),
+        "experts.down": (case.num_experts, case.hidden, case.ffn),
+    }
+    return {
+        name: draw(*shape, seed=seed).requires_grad_()
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def own_slice(full: Tensor, shards: Any) -> Tensor:
+    for dim, group in shards:
+        full = full.chunk(group.size, dim)[group.rank]
+    return full
+
+
+def compare(case: Case, lengths: list[int]) -> None:
+    """One forward and backward of the layer; `lengths` are those of each dp rank's sequence."""
+    grid = commgrid.initialize(tp=case.tp, ep=case.ep, etp=case.etp)
+    tp, dp = grid.get_local_rank("tp"), grid.get_local_rank("dp")
+    layer = MoELayer(
+        case.hidden, case.ffn, case.num_experts, case.top_k,
+        sequence_parallel=case.sequence_parallel, dtype=torch.float64, **dict(case.options),
+    )  # fmt: skip
+    full = full_weights(case)
+    with torch.no_grad():
+        for placement in placements(layer):
+            placement.parameter.copy_(own_slice(full[placement.name], placement.shards))
+    reducer = GradientReducer(layer)
+
+    def slices(x: Tensor) -> list[Tensor]:
+        return list(x.tensor_split(case.tp))
+
+    inputs = [draw(n, case.hidden, seed=10 + i).requires_grad_() for i, n in enumerate(lengths)]
+    upstream = [draw(n, case.hidden, seed=20 + i) for i, n in enumerate(lengths)]
+    outputs = [torch.cat([mixture(s, full, case) for s in slices(x)]) for x in inputs]
+    loss = torch.stack([(y * u).sum() for y, u in zip(outputs, upstream, strict=True)]).sum()
+    for x in inputs:
+        if len(x):
+            loss = loss + balance(x, full, case)
+    loss.backward()
+
+    x, y, u, dx = inputs[dp].detach(), outputs[dp], upstream[dp], inputs[dp].grad
+    assert dx is not None
+    if case.sequence_parallel:
+        x, y, u, dx = (slices(whole)[tp] for whole in (x, y, u, dx))
+    x = x.clone().requires_grad_()
+    found = layer(x)
+    torch.testing.assert_close(found, y, **CLOSE)
+    found.backward(u)
+    reducer.finish(count=1 / grid.size("dp"))  # which leaves the sum
+    torch.testing.assert_close(x.grad, dx, **CLOSE)
+    for placement in placements(layer):
+        gradient = full[placement.name].grad
+        assert gradient is not None
+        torch.testing.assert_close(
+            placement.parameter.grad, own_slice(gradient, placement.shards), **CLOSE,
+            msg=lambda text, name=placement.name: f"{name} of {case}: {text}",
+        )  # fmt: skip
+    commgrid.destroy()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dropless": {},
+    "capacity": {"capacity_factor": 1.0},
+    "padded": {"capacity_factor": 0.75, "pad": True},
+    "all-gather": {"dispatcher": "allgather"},
+    "all-gather with capacity": {"dispatcher": "allgather", "capacity_factor": 1.0},
+}
+
+
+def every_kind(cases: list[Case], world: int) -> None:
+    for index, (case, kind) in enumerate(product(cases, KINDS)):
+        options = tuple({**KINDS[kind], "aux_loss": 0.1, "z_loss": 0.01}.items())
+        case = replace(case, options=options, sequence_parallel=index % 2 == 0)
+        compare(case, [6 + 2 * (rank % 3) for rank in range(world // case.tp)])
+
+
+CUTS = [
+    Case(ep=ep, etp=etp, tp=tp) for ep, etp, tp in product((1, 2, 4, 8), (1, 2), (1, 2))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_as_a_loop_over_experts(ep: int) -> None:
+    cases = [case for case in CUTS if case.ep == ep and ep * case.etp <= 8]
+    run_on_ranks(every_kind, 8, cases, 8)
+
+
+def test_experts_on_more_ranks_than_eight() -> None:
+    run_on_ranks(every_kind, 16, [case for case in CUTS if case.ep * case.etp > 8], 16)
