@@ -1,12 +1,14 @@
-"""Train a small byte-level GPT with tensor, sequence, pipeline and data parallelism.
+"""Train a small byte-level GPT with tensor, sequence, pipeline, expert and data parallelism.
 
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --tp 2 --sequence-parallel
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --pp 4 --schedule zb-h1
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --experts 8 --ep 4
     python examples/train_gpt.py --steps 20                  # one process, no launcher
 
 Every rank draws the same weights and the same batches from --seed, so the loss curve does
 not depend on how the job is cut: not on --tp, --dp, --sequence-parallel, --zero1, --pp, --chunks,
---schedule or --microbatches. (With --dropout it does, since ranks drop other elements.) The text is
+--schedule, --microbatches, --ep or --etp. (It does with --dropout, since ranks drop other elements,
+and with --capacity-factor and --aux-loss-coef, which look at the tokens of a rank.) The text is
 Python's own documentation, unless --data names a file.
 """
 
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 import commgrid
 from commgrid.collectives import all_gather, all_reduce, broadcast
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.expert import MoELayer
 from commgrid.failures import named_failures
 from commgrid.names import nearest
 from commgrid.parameters import mark_parameters
@@ -76,22 +79,43 @@ class Attention(nn.Module):
         return self.out(y.permute(2, 0, 1, 3).flatten(2))
 
 
-class Block(nn.Module):
-    """Attention and MLP, each a column-parallel layer and a row-parallel one."""
+class MLP(nn.Module):
+    """A column-parallel layer and a row-parallel one."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         hidden, dtype = args.hidden, DTYPES[args.dtype]
         options = {"sequence_parallel": args.sequence_parallel, "dtype": dtype}
-        self.norm1, self.norm2 = norm(args), norm(args)
-        self.attention = Attention(args)
         self.up = ColumnParallelLinear(hidden, 4 * hidden, init=weights(), **options)
         self.down = RowParallelLinear(4 * hidden, hidden, init=weights(args.layers), **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def experts(args: argparse.Namespace) -> MoELayer:
+    """What stands in an MLP's place with --experts."""
+    return MoELayer(
+        args.hidden, 4 * args.hidden, args.experts, args.top_k,
+        capacity_factor=args.capacity_factor, aux_loss=args.aux_loss_coef, summed_loss=True,
+        sequence_parallel=args.sequence_parallel, init=weights(), init_down=weights(args.layers),
+        dtype=DTYPES[args.dtype],
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    """Attention, and an MLP or experts."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(args), norm(args)
+        self.attention = Attention(args)
+        self.mlp = experts(args) if args.experts else MLP(args)
         self.drop = Dropout(args)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attention(self.norm1(x)))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x + self.drop(self.mlp(self.norm2(x)))
 
 
 class Dropout(nn.Module):
@@ -269,8 +293,9 @@ class Trainer:
 def train(args: argparse.Namespace) -> None:
     embedding = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
     grid = commgrid.initialize(
-        tp=args.tp, pp=args.pp, dp=args.dp, groups=embedding if args.tie_embeddings else None
-    )
+        tp=args.tp, pp=args.pp, dp=args.dp, ep=args.ep, etp=args.etp,
+        groups=embedding if args.tie_embeddings else None,
+    )  # fmt: skip
     check(args, grid)
     text = read_text(args.data, args.seq_len)
     trainer = Trainer(args, grid)
@@ -327,6 +352,7 @@ def check(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
         ("--heads", args.heads, "tp"),
         ("--batch-size", args.batch_size, "dp"),
         ("--seq-len", args.seq_len if args.sequence_parallel else 0, "tp"),
+        *((("--experts", args.experts, "ep"),) if args.experts else ()),
     ):
         if value % grid.size(by):
             raise SystemExit(
@@ -345,6 +371,8 @@ def check(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
             f"--layers {args.layers} are fewer than --pp {args.pp} × --chunks {args.chunks} = "
             f"{args.pp * args.chunks} parts; expected a layer for each, or more"
         )
+    if args.experts and args.top_k > args.experts:
+        raise SystemExit(f"--top-k {args.top_k} is more than --experts {args.experts}")
     if args.hidden % args.heads:
         raise SystemExit(f"--hidden {args.hidden} is not a multiple of --heads {args.heads}")
 
@@ -370,6 +398,13 @@ def not_negative(text: str) -> float:
     return float(text)
 
 
+def above_zero(text: str) -> float:
+    """argparse's type of a factor."""
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: expected above 0, such as 1.25")
+    return float(text)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -392,6 +427,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="parts that each dp rank's share of a step is cut into (default: as many as --pp)",
     )
     add("--tie-embeddings", action="store_true", help="one table for embedding and head")
+    add("--experts", type=positive, help="experts in each block, for an MLP (default: an MLP)")
+    add("--top-k", type=positive, default=2, help="experts that a token goes to (default 2)")
+    add("--ep", type=positive, default=1, help="ranks that share the experts out (default 1)")
+    add("--etp", type=positive, help="ranks that share each expert (default: as --tp)")
+    add(
+        "--capacity-factor",
+        type=above_zero,
+        help="tokens an expert takes, over its even share (default: as many as choose it)",
+    )
+    add(
+        "--aux-loss-coef",
+        type=not_negative,
+        default=0.0,
+        help="weight of the loss that balances the experts' load (default 0)",
+    )
     add("--sequence-parallel", action="store_true", help="shard activations over tp as well")
     add("--zero1", action="store_true", help="shard the optimizer over dp")
     add("--steps", type=positive, default=200, help="optimizer steps (default 200)")
@@ -418,6 +468,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.config:
         parser.set_defaults(**read_config(args.config, parser))
         args = parser.parse_args(argv)
+    if args.experts:
+        args.etp = args.etp or args.tp  # so that there is an expert region
+    elif args.ep > 1 or args.etp or args.capacity_factor or args.aux_loss_coef:
+        parser.error("--ep, --etp, --capacity-factor and --aux-loss-coef are about --experts N")
     args.schedule = args.schedule or ("interleaved" if args.chunks > 1 else "1f1b")
     args.microbatches = args.microbatches or args.pp
     return args
