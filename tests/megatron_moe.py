@@ -67,6 +67,7 @@ def prepare(grid: commgrid.HyperCommGrid) -> None:
         exchange(whole, torch.cat([given] * len(parts)), sizes, [len(given)] * len(parts), group)
         for part, found in zip(parts, torch.split(whole, sizes), strict=True):
             part.copy_(found)
+        return None
 
     def reduce_scatter(own: Any, parts: Any, group: Any = None, **more: Any) -> Any:
         """Also of tensors of different lengths."""
@@ -76,6 +77,7 @@ def prepare(grid: commgrid.HyperCommGrid) -> None:
         found = own.new_empty(len(parts), *own.shape)
         exchange(found.flatten(0, 1), torch.cat(parts), [len(own)] * len(parts), sizes, group)
         own.copy_(found.sum(0))
+        return None
 
     all_to_all_single.takes_tensors = True  # type: ignore[attr-defined]
     dist.all_to_all_single = all_to_all_single

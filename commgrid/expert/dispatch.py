@@ -34,7 +34,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.async_collectives import start_all_to_all
-from commgrid.collectives import all_gather, all_gather_from_group, reduce_scatter_to_group
+from commgrid.collectives import (
+    all_gather,
+    all_gather_from_group,
+    all_to_all,
+    reduce_scatter_to_group,
+)
 from commgrid.errors import ShapeError, SpecError
 from commgrid.expert.permutation import Permutation, arrange, permute, permute_weights, unpermute
 from commgrid.expert.router import Routing
@@ -253,15 +258,12 @@ def count_rows(routing: Routing, ep: GroupRef, etp: GroupRef) -> Traffic:
         ShapeError: on every rank, when the logits of some were not finite.
     """
     experts, local = routing.num_experts, routing.num_experts // ep.size
-    me = dist.get_rank() + 1
-    fault = torch.where(routing.finite, 0, me)  # 0, or who has it
-    told = torch.cat([
-        routing.counts, torch.stack([torch.full_like(fault, len(routing.experts)), fault])
-    ])  # fmt: skip
-    found = all_gather(told, ep).view(ep.size, -1)
-    found = torch.cat([found[:, ep.rank * local : (ep.rank + 1) * local], found[:, experts:]], 1)
-    found = all_gather(found.flatten(), etp)
-    numbers = torch.cat([told[:experts], found]).tolist()  # here the host waits
+    counts = routing.counts
+    fault = torch.where(routing.finite, 0, dist.get_rank() + 1)  # 0, or who has it
+    also = torch.stack([torch.full_like(fault, len(routing.experts)), fault])
+    told = torch.cat([counts.view(ep.size, local), also.expand(ep.size, 2)], 1)
+    found = all_gather(all_to_all(told, ep), etp)  # for this rank's experts, by sender
+    numbers = torch.cat([counts, found.flatten()]).tolist()  # here the host waits
     sent, numbers = numbers[:experts], numbers[experts:]
     rows = [numbers[i : i + local + 2] for i in range(0, len(numbers), local + 2)]
     faulty = [row[-1] - 1 for row in rows if row[-1]]

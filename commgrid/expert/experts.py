@@ -15,7 +15,8 @@ inner activation, as Megatron does (`moe_apply_probs_on_input=False`), which equ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -159,10 +160,9 @@ class GroupedExperts(ShardedModule):
                 f"expected {self.num_local_experts} counts that add up to the rows, and hidden "
                 f"{self.hidden}"
             )
-        segments = Segments(tuple(counts), x.device)
         x, up, down = _autocast(x, self.up, self.down)
-        inner: Tensor = _Up.apply(x, up, segments)  # type: ignore[no-untyped-call]
-        y: Tensor = _Down.apply(inner, weights, down, segments, self._act)  # type: ignore[no-untyped-call]
+        parts = pieces(counts, at_once(x, self.hidden, down.shape[2]), x.device)
+        y: Tensor = _Experts.apply(x, weights, up, down, parts, self._act)  # type: ignore[no-untyped-call]
         return y
 
     def _act(self, inner: Tensor) -> Tensor:
@@ -181,79 +181,108 @@ class GroupedExperts(ShardedModule):
 # -- the matmuls -------------------------------------------------------------------------
 
 
-class Segments:
-    """Which rows are which expert's.
+@dataclass(frozen=True)
+class Piece:
+    """Rows that are taken through all steps together.
 
     Args:
-        counts: how many each has.
-        device: of the rows.
+        own: which rows.
+        expert: whose they are; None: all experts', each its own, in one kernel.
+        ends: for that kernel, (experts,) int32, the row after each expert's last.
+        counts: how many rows each of these experts has.
     """
 
-    def __init__(self, counts: tuple[int, ...], device: torch.device) -> None:
-        self.counts = counts
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-        self.ends = ends.to(device, non_blocking=True)  # the host need not wait
+    own: slice
+    expert: int | None
+    ends: Tensor | None
+    counts: tuple[int, ...]
 
-    def __iter__(self) -> Iterator[slice]:
-        start = 0
-        for count in self.counts:
-            yield slice(start, start + count)
-            start += count
-
-
-class _Up(torch.autograd.Function):
-    """x upᵀ, expert by expert."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor, segments: Segments) -> Tensor:
-        ctx.save_for_backward(x, up)
-        ctx.segments = segments
-        return rows_matmul(x, up.flatten(1, -2).transpose(1, 2), segments)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, up = ctx.saved_tensors
-        needs_x, needs_up = wanted(ctx)[:2]
-        dx = rows_matmul(gradient, up.flatten(1, -2), ctx.segments) if needs_x else None
-        dup = weight_gradients(up, gradient, x, ctx) if needs_up else None
-        return dx, dup, None
+    def times(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+        """Each row times its expert's weight: (rows, i) and (experts, i, o) to (rows, o)."""
+        if self.expert is None:
+            return torch._grouped_mm(rows, weights.to(rows.dtype), offs=self.ends)
+        return torch.mm(rows, weights[self.expert].to(rows.dtype), out=out)
 
 
-class _Down(torch.autograd.Function):
-    """(act(inner) · weights) downᵀ, expert by expert."""
+def pieces(counts: Sequence[int], kernel: bool, device: torch.device) -> list[Piece]:
+    """All rows at once where a kernel takes them; else each expert's, while they are in the cache.
+
+    Args:
+        counts: how many rows each expert has.
+        kernel: whether `at_once`.
+        device: of the rows.
+    """
+    stops = list(accumulate(counts))
+    if kernel:
+        ends = torch.tensor(stops, dtype=torch.int32).to(device, non_blocking=True)
+        return [Piece(slice(None), None, ends, tuple(counts))]
+    return [
+        Piece(slice(stop - count, stop), expert, None, (count,))
+        for expert, (count, stop) in enumerate(zip(counts, stops, strict=True))
+    ]
+
+
+class _Experts(torch.autograd.Function):
+    """(act(x upᵀ) · weights) downᵀ, expert by expert.
+
+    A backward that asks for the inputs' gradients only (a pipeline's) keeps those of the inner
+    activations for the one that asks for the parameters'.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, inner: Tensor, weights: Tensor, down: Tensor, segments: Segments, act: Activation
-    ) -> Tensor:
-        ctx.save_for_backward(inner, weights, down)
-        ctx.segments, ctx.act = segments, act
-        return rows_matmul(_scaled(act(inner), weights), down.transpose(1, 2), segments)
+        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, parts: list[Piece],
+        act: Activation,
+    ) -> Tensor:  # fmt: skip
+        ctx.parts, ctx.act, ctx.kept = parts, act, None
+        up_t, down_t = up.flatten(1, -2).transpose(1, 2), down.transpose(1, 2)
+        inners, y = [], x.new_empty(0, x.shape[1])
+        if len(parts) > 1:
+            y = torch.empty_like(x)
+        for part in parts:
+            inner = part.times(x[part.own], up_t)
+            active = _scaled(act(inner), weights[part.own])
+            made = part.times(active, down_t, y[part.own] if len(parts) > 1 else None)
+            y = y if len(parts) > 1 else made
+            inners.append(inner)
+        ctx.save_for_backward(x, weights, up, down, *inners)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        inner, weights, down = ctx.saved_tensors
-        needs_inner, needs_weights, needs_down = wanted(ctx)[:3]
-        with torch.enable_grad():
-            inner = inner.detach().requires_grad_()
-            active = ctx.act(inner)
-        dinner = dweights = ddown = None
-        if needs_inner or needs_weights:
-            dactive = rows_matmul(dy, down, ctx.segments)
-            if needs_weights:
-                products = dactive * active.detach()
-                dweights = products.sum(-1, dtype=weights.dtype)
-                del products
-            if needs_inner:
-                dactive = _scaled(dactive, weights, out=dactive)
+        x, weights, up, down, *inners = ctx.saved_tensors
+        needs_x, needs_weights, needs_up, needs_down = wanted(ctx)[:4]
+        later = any(ctx.needs_input_grad[2:4]) and not (needs_up or needs_down)
+        kept, ctx.kept = ctx.kept or [None] * len(inners), [] if later else None
+        dy = dy.contiguous()
+        dx = torch.empty_like(x) if needs_x else None
+        dweights = torch.empty_like(weights) if needs_weights else None
+        dup = WeightGradients(up, dy, ctx) if needs_up else None
+        ddown = WeightGradients(down, dy, ctx) if needs_down else None
+        for part, inner, dinner in zip(ctx.parts, inners, kept, strict=True):
+            own = part.own
+            with torch.enable_grad():
+                inner = inner.detach().requires_grad_()
+                active = ctx.act(inner)
+            if dinner is None:
+                dactive = part.times(dy[own], down)
+                if dweights is not None:
+                    dweights[own] = (dactive * active.detach()).sum(-1, dtype=weights.dtype)
+                dactive = _scaled(dactive, weights[own], out=dactive)
                 (dinner,) = torch.autograd.grad(active, inner, dactive)
-            del dactive
-        if needs_down:
-            active = _scaled(active.detach(), weights)
-            ddown = weight_gradients(down, dy, active, ctx)
-        return dinner, dweights, ddown, None, None
+                del dactive
+            if dx is not None:
+                made = part.times(dinner, up.flatten(1, -2), dx[own])
+                dx = made if part.expert is None else dx
+            if ddown is not None:
+                ddown.add(part, dy[own], _scaled(active.detach(), weights[own]))
+            if dup is not None:
+                dup.add(part, dinner, x[own])
+            if later:
+                ctx.kept.append(dinner)
+        results = [into.result if into is not None else None for into in (dup, ddown)]
+        return dx, dweights, *results, None, None
 
 
 def _scaled(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
@@ -262,64 +291,56 @@ def _scaled(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mul(rows, weights.unsqueeze(1), out=out)
 
 
-def rows_matmul(rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
-    """Each expert's rows times its weight.
+class WeightGradients:
+    """∂W = ∂yᵀ x of each expert, of a weight (experts, …, i), of which … makes o.
 
     Args:
-        rows: (rows, i), sorted by expert.
-        weights: (experts, i, o).
+        weight: whose `main_grad`, where it has one, the gradients are added to.
+        dy: whose dtype they are computed in.
+        ctx: of the backward that is running.
 
-    Returns:
-        (rows, o).
+    Attributes:
+        result: the gradient of W; None where it went into `main_grad`.
     """
-    weights = weights.to(rows.dtype)
-    if _at_once(rows, weights.shape[2]):
-        return torch._grouped_mm(rows, weights, offs=segments.ends)
-    made = rows.new_empty(len(rows), weights.shape[2])
-    for own, weight in zip(segments, weights, strict=True):
-        torch.mm(rows[own], weight, out=made[own])
-    return made
+
+    def __init__(self, weight: Tensor, dy: Tensor, ctx: Any) -> None:
+        main = claim_main_grad(weight, ctx)
+        self._weight, self._dtype = weight, dy.dtype
+        self._into: Tensor | None = main[0] if main is not None else None
+        self._beta = 0 if main is None or main[1] else 1
+        self.result: Tensor | None = None
+
+    def add(self, part: Piece, dy: Tensor, x: Tensor) -> None:
+        """Those of a piece, from its rows (rows, o) and (rows, i)."""
+        x = x.to(dy.dtype)
+        if part.expert is None:
+            made = torch._grouped_mm(dy.t(), x, offs=part.ends)
+            for expert, count in enumerate(part.counts):
+                if not count:
+                    made[expert].zero_()  # which a kernel without any rows need not write
+            self._put(self._into, made.view(self._weight.shape))
+            return
+        if self._into is None:
+            self._into = self.result = torch.empty_like(self._weight, dtype=self._dtype)
+        one = self._into[part.expert].view(dy.shape[1], -1)
+        if one.dtype == dy.dtype:
+            one.addmm_(dy.t(), x, beta=self._beta)
+        else:
+            self._put(one, dy.t() @ x)
+
+    def _put(self, into: Tensor | None, made: Tensor) -> None:
+        if into is None:
+            self.result = made
+        else:
+            _ = into.add_(made) if self._beta else into.copy_(made)
 
 
-def weight_gradients(weight: Tensor, dy: Tensor, x: Tensor, ctx: Any) -> Tensor | None:
-    """∂yᵀ x of each expert; None where it went into `weight.main_grad`.
+def at_once(rows: Tensor, *widths: int) -> bool:
+    """Whether torch multiplies all experts in one kernel, and faster than a loop.
 
-    Args:
-        weight: (experts, …, i), of which … makes o.
-        dy: (rows, o). x: (rows, i).
-        ctx: of the backward that is running, which has `segments`.
+    That is on CUDA, in bf16, where every row begins at a multiple of 16 bytes.
     """
-    main = claim_main_grad(weight, ctx)
-    if main is not None and main[0].dtype == dy.dtype and not _at_once(x, dy.shape[1]):
-        into, beta = main[0].view(len(weight), dy.shape[1], -1), 0 if main[1] else 1
-        for own, one in zip(ctx.segments, into, strict=True):
-            one.addmm_(dy[own].t(), x[own], beta=beta)
-        return None
-    made = _weight_gradients(dy, x, ctx.segments).view(weight.shape)
-    if main is None:
-        return made
-    _ = main[0].copy_(made) if main[1] else main[0].add_(made)
-    return None
-
-
-def _weight_gradients(dy: Tensor, x: Tensor, segments: Segments) -> Tensor:
-    shape = (len(segments.counts), dy.shape[1], x.shape[1])
-    if _at_once(x, dy.shape[1]):
-        made = torch._grouped_mm(dy.t(), x, offs=segments.ends)
-        for one, count in zip(made, segments.counts, strict=True):
-            if not count:
-                one.zero_()
-        return made
-    made = x.new_empty(shape)
-    for own, one in zip(segments, made, strict=True):
-        torch.mm(dy[own].t(), x[own], out=one)
-    return made
-
-
-def _at_once(rows: Tensor, width: int) -> bool:
-    """Whether torch multiplies all experts in one kernel, faster than a loop: on CUDA in bf16,
-    where each row begins at a multiple of 16 bytes."""
-    aligned = rows.shape[1] % 8 == 0 and width % 8 == 0
+    aligned = all(width % 8 == 0 for width in widths)
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and len(rows) > 0
 
 

@@ -42,35 +42,13 @@ from commgrid.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from tests import megatron_layers
-from tests.benchmarks.race import Build, meet, race
+from tests.benchmarks.race import Build, race, weigh
 from tests.benchmarks.report import Row, compare, main
 from tests.gpu.on_gpus import on_gpus
-from tests.memory import peak_in_use
 from tests.ranks import run_on_ranks
 
 warnings.simplefilter("ignore")
 RANKS = 4
-PEAKS = 5  # how often memory is measured
-
-
-def weigh(contestants: dict[str, Build], device: str) -> dict[str, list[float]]:
-    """The peak of building each and running it twice, in MiB."""
-    peaks: dict[str, list[float]] = {}
-    for name, build in contestants.items():
-
-        def twice(build: Build = build) -> None:
-            with torch.device(device):
-                run = build()
-            run()
-            run()
-
-        found = []
-        for _ in range(1 + PEAKS):  # what is only made once in a process is made in the first
-            megatron_layers.forget_buffers()  # what it keeps for the next layers counts as well
-            meet()
-            found.append(peak_in_use(twice) / 2**20)
-        peaks[name] = found[1:]
-    return peaks
 
 
 # -- the contestants ----------------------------------------------------------------------
@@ -247,7 +225,11 @@ def on_a_rank(case: str, repeats: int, device: str) -> dict[str, list[float]]:
     megatron_layers.prepare(commgrid.get_group("tp"))
     with torch.device(device):
         contestants = (CUDA_CASES if device == "cuda" else CASES)[case]()
-    return race(contestants, repeats, device) if repeats else weigh(contestants, device)
+    return (
+        race(contestants, repeats, device)
+        if repeats
+        else weigh(contestants, device, megatron_layers.forget_buffers)
+    )
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:

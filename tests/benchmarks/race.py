@@ -1,4 +1,4 @@
-"""Contestants timed in turn on every rank, each repeat in another order."""
+"""Contestants timed in turn on every rank, each repeat in another order, and weighed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from tests.memory import peak_in_use
+
+PEAKS = 5  # how often memory is measured
 Build = Callable[[], Callable[[], object]]
 """Makes a contestant; what it returns runs it once."""
 
@@ -37,3 +40,25 @@ def meet() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
+
+
+def weigh(
+    contestants: dict[str, Build], device: str, forget: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """The peak of building each and running it twice, in MiB; `forget` is called before each."""
+    peaks: dict[str, list[float]] = {}
+    for name, build in contestants.items():
+
+        def twice(build: Build = build) -> None:
+            with torch.device(device):
+                run = build()
+            run()
+            run()
+
+        found = []
+        for _ in range(1 + PEAKS):  # what is only made once in a process is made in the first
+            forget()
+            meet()
+            found.append(peak_in_use(twice) / 2**20)
+        peaks[name] = found[1:]
+    return peaks
