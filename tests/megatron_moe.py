@@ -122,6 +122,16 @@ def layer(grid: commgrid.HyperCommGrid, ours: MoELayer, **more: Any) -> nn.Modul
     return theirs
 
 
+def data_parallel(grid: commgrid.HyperCommGrid, layer: Any) -> Any:
+    """Megatron's wrapper that keeps gradients in flat buffers."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    return DistributedDataParallel(
+        layer.config, DistributedDataParallelConfig(), layer,
+        pg_collection=megatron_adapter.process_group_collection(grid),
+    )  # fmt: skip
+
+
 def pairs(ours: MoELayer, theirs: Any) -> list[tuple[torch.Tensor, nn.Parameter]]:
     """The same weights of both, those of ours as views of its parameters."""
     found = [(ours.router.weight.detach(), theirs.router.weight)]

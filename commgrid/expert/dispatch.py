@@ -171,9 +171,10 @@ class AllToAll:
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         traffic = dispatched.traffic
         parts = sort_by_expert((outputs,), traffic.senders, back=True)
+        del outputs  # nobody needs them any more, and they are large
         parts = add_rows(parts, self.etp, traffic.gathered)
-        (rows,) = exchange(parts, self.ep, traffic.receive(self.etp.rank), traffic.send)
-        return unpermute(rows, dispatched.permutation)
+        parts = exchange(parts, self.ep, traffic.receive(self.etp.rank), traffic.send)
+        return unpermute(parts[0], dispatched.permutation)
 
 
 @dataclass(frozen=True)

@@ -147,5 +147,5 @@ class MoELayer(nn.Module):
         """
         routing = self.router(tokens, self.group if self.group.size > 1 else None)
         dispatched = self.dispatcher.dispatch(tokens, routing)
-        outputs = self.experts(dispatched.rows, dispatched.weights, dispatched.counts)
-        return self.dispatcher.combine(outputs, dispatched), routing
+        sent = dispatched.rows, dispatched.weights, dispatched.counts
+        return self.dispatcher.combine(self.experts(*sent), dispatched), routing

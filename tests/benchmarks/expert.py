@@ -5,7 +5,9 @@
 
 Each row is one forward and backward, timed from barrier to barrier, the contestants in turn; memory
 is the most a rank has in use at once. "dispatch, combine" has experts that return what they get,
-times its weight; "layer" is router, dispatch, experts with an inner width of 1024, and combine.
+times its weight; "layer" is router, dispatch, experts with an inner width of 1024, and combine,
+whose gradients are added up in the buffers of a GradientReducer, and in those of Megatron's
+DistributedDataParallel.
 With skewed routing half of all choices go to an eighth of the experts. Tokens are those of all
 ranks, of 512 numbers each, top 2.
 """
@@ -19,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -26,7 +29,8 @@ import torch
 from torch import Tensor
 
 import commgrid
-from commgrid.expert import MoELayer
+from commgrid.data_parallel import GradientReducer
+from commgrid.expert import MoELayer, Routing
 from tests import megatron_layers, megatron_moe
 from tests.benchmarks.race import Build, race, weigh
 from tests.benchmarks.report import Row, compare, main
@@ -61,7 +65,7 @@ CASES = [
 ]
 
 
-def layers(case: Case, grid: commgrid.HyperCommGrid) -> tuple[MoELayer, Callable[..., object]]:
+def layers(case: Case, grid: commgrid.HyperCommGrid) -> tuple[MoELayer, Any]:
     """Ours and Megatron's, with the same weights."""
     torch.manual_seed(grid.get_local_rank("ep"))
     ours = MoELayer(HIDDEN, FFN, case.experts, TOP_K)
@@ -84,24 +88,26 @@ def tokens(case: Case, grid: commgrid.HyperCommGrid) -> Tensor:
 def whole(case: Case, grid: commgrid.HyperCommGrid) -> dict[str, Build]:
     """The layer."""
 
-    def contestant(which: int) -> Build:
-        def build() -> Callable[[], object]:
-            layer = layers(case, grid)[which]
-            x = tokens(case, grid).unsqueeze(1).requires_grad_()
-            upstream = torch.randn_like(x)
+    def build_ours() -> Callable[[], object]:
+        layer = layers(case, grid)[0]
+        return steps(layer, GradientReducer(layer).no_sync)
 
-            def once() -> None:
-                found = layer(x)
-                (found if which == 0 else found[0]).backward(upstream)  # type: ignore[index]
-                x.grad = None
-                for parameter in layer.parameters():  # type: ignore[attr-defined]
-                    parameter.grad = None
+    def build_theirs() -> Callable[[], object]:
+        parallel = megatron_moe.data_parallel(grid, layers(case, grid)[1])
+        return steps(lambda x: parallel(x)[0], parallel.no_sync)
 
-            return once
+    def steps(layer: Callable[[Tensor], Tensor], accumulating: Any) -> Callable[[], object]:
+        x = tokens(case, grid).unsqueeze(1).requires_grad_()
+        upstream = torch.randn_like(x)
 
-        return build
+        def once() -> None:
+            with accumulating():
+                layer(x).backward(upstream)
+            x.grad = None
 
-    return {"ours": contestant(0), PEER: contestant(1)}
+        return once
+
+    return {"ours": build_ours, PEER: build_theirs}
 
 
 def way_and_back(case: Case, grid: commgrid.HyperCommGrid) -> dict[str, Build]:
@@ -110,8 +116,8 @@ def way_and_back(case: Case, grid: commgrid.HyperCommGrid) -> dict[str, Build]:
     x = tokens(case, grid)
     with torch.no_grad():
         routing = ours.router(x)
-        weights, choices = theirs.router(x.unsqueeze(1))  # type: ignore[attr-defined]
-    theirs = theirs.token_dispatcher  # type: ignore[attr-defined]
+        weights, choices = theirs.router(x.unsqueeze(1))
+    theirs = theirs.token_dispatcher
 
     def build_ours() -> Callable[[], object]:
         mine, upstream = x.clone().requires_grad_(), torch.randn_like(x)
@@ -119,16 +125,14 @@ def way_and_back(case: Case, grid: commgrid.HyperCommGrid) -> dict[str, Build]:
 
         def once() -> None:
             sent = ours.dispatcher.dispatch(mine, routed)
-            outputs = sent.rows * sent.weights.unsqueeze(1).to(sent.rows.dtype)
-            ours.dispatcher.combine(outputs, sent).backward(upstream)
+            share = sent.weights.unsqueeze(1).to(sent.rows.dtype)
+            ours.dispatcher.combine(sent.rows * share, sent).backward(upstream)
             mine.grad = routed.weights.grad = None
 
         return once
 
-    def routing_with(weights: Tensor) -> commgrid.expert.Routing:
-        return commgrid.expert.Routing(
-            routing.experts, weights, None, case.experts, None, {}, routing.finite
-        )
+    def routing_with(weights: Tensor) -> Routing:
+        return Routing(routing.experts, weights, None, case.experts, None, {}, routing.finite)
 
     def build_theirs() -> Callable[[], object]:
         mine, upstream = x.clone().requires_grad_(), torch.randn_like(x)
