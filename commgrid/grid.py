@@ -13,6 +13,7 @@ from uuid import uuid4
 from commgrid import _dist
 from commgrid.agreement import Meeting
 from commgrid.communicator import Communicator, check_all, exchange_ranks
+from commgrid.device_mesh import GridMeshes
 from commgrid.errors import (
     GridDestroyedError,
     GridNotInitializedError,
@@ -26,6 +27,7 @@ from commgrid.spec import GridSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from commgrid.communicator import CheckReport
 
@@ -99,6 +101,7 @@ class HyperCommGrid:
         self._groups: dict[str, ProcessGroup] = {}
         self._positions: dict[str, int] = {}
         self._around: dict[tuple[str, int], int] = {}
+        self._meshes: GridMeshes | None = None
         document = {"spec": self._spec.to_dict(), "backend": backend, "timeout": limit}
         self._start(document, backend, limit, deadline)
 
@@ -186,6 +189,7 @@ class HyperCommGrid:
         self._groups.clear()
         self._positions.clear()
         self._around.clear()
+        self._meshes = None
         made, self._communicators = self._communicators, []
         return [communicator.group for communicator in made]
 
@@ -402,6 +406,34 @@ class HyperCommGrid:
                 f"{known}"
             )
         return SubGrid(self, [layout.select(**fixed) for layout in layouts], fixed)
+
+    def device_mesh(self, *names: str, drop_size_1: bool = False) -> DeviceMesh:
+        """A torch DeviceMesh over the grid's own communicators; creates none.
+
+        All meshes of a region are slices of one, so that torch's DTensor and FSDP2 see that they
+        belong together.
+
+        Args:
+            *names: axes, combinations such as `dp_cp`, or names of the groups table, of one region
+                and slowest-varying first; none: all dense axes.
+            drop_size_1: leave out those of size 1, but for the last if all are.
+
+        Raises:
+            SpecError: axes of two regions, one axis twice, another order, or a group that has only
+                some ranks along its axes.
+            UnknownGroupError: no group has such a name, or it was not created.
+
+        Example:
+            >>> import commgrid
+            >>> grid = commgrid.initialize()
+            >>> grid.device_mesh("dp_cp", "tp").mesh_dim_names
+            ('dp_cp', 'tp')
+            >>> commgrid.shutdown()
+        """
+        self._resolve("")
+        if self._meshes is None:
+            self._meshes = GridMeshes(self._spec, self._plan.created, self._groups)
+        return self._meshes.mesh(names, drop_size_1)
 
     def check(self, timeout: Seconds = 60.0) -> CheckReport:
         """Runs an all-gather on every communicator, in order, on all ranks of the grid at once.

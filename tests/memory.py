@@ -42,7 +42,9 @@ def peak_in_use(function: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
         function()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 2**16)
+    libc.malloc_trim(0)  # what is free already would be taken again without being counted
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here again
     before = _status("VmRSS")
     function()

@@ -16,7 +16,7 @@ ROWS = [
     ["spec", "pipeline.exchange"],
     ["plan"],
     ["_dist", "agreement"],
-    ["communicator"],
+    ["communicator", "device_mesh"],
     ["grid"],
     ["registry"],
     ["group_ref", "failures"],
