@@ -57,7 +57,18 @@ def start_all_gather(
 
     Args:
         sizes: the extent of every rank's tensor in `dim`; None: all equal.
+
+    Raises:
+        ShapeError: sizes of another number of ranks, or another one for this rank.
     """
+    if sizes is not None and (
+        len(sizes) != group.size() or sizes[group.rank()] != tensor.shape[dim]
+    ):
+        raise ShapeError(
+            f"sizes={list(sizes)} are not those of the {group.size()} ranks of group "
+            f"{group.group_desc!r}, of which rank {group.rank()} has a tensor of shape "
+            f"{tuple(tensor.shape)}, to be joined along dim {dim}"
+        )
     if sizes is not None and len(set(sizes)) > 1:
         return _start_uneven_all_gather(tensor, group, dim, sizes)
     tensor = tensor.contiguous()

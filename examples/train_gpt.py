@@ -352,7 +352,11 @@ def check(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
         ("--heads", args.heads, "tp"),
         ("--batch-size", args.batch_size, "dp"),
         ("--seq-len", args.seq_len if args.sequence_parallel else 0, "tp"),
-        *((("--experts", args.experts, "ep"),) if args.experts else ()),
+        *(
+            (("--experts", args.experts, "ep"), ("4 × --hidden =", 4 * args.hidden, "etp"))
+            if args.experts
+            else ()
+        ),
     ):
         if value % grid.size(by):
             raise SystemExit(

@@ -119,7 +119,7 @@ class Dispatcher(Protocol):
 
         Raises:
             ShapeError: tokens and routing do not fit each other, or some rank's logits were not
-                finite (each rank of ep and etp raises it).
+                finite: each rank of ep and etp raises it, with `pad` only the one that has them.
         """
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
@@ -153,7 +153,7 @@ class AllToAll:
         if capacity is None:
             traffic = count_rows(routing, self.ep, self.etp)
         else:
-            _assert_finite(routing)
+            _assert_finite(routing, self.ep.owner)
             traffic = _full(capacity, self.num_experts, self.ep, self.etp)
         permutation = arrange(
             routing.experts, self.num_experts, routing.kept,
@@ -229,7 +229,8 @@ def make_dispatcher(
         num_experts: over all ranks of ep.
         ep: the group whose ranks share out the experts.
         etp: the group whose ranks share each of them.
-        pad: give every expert its full capacity of rows; for routings that have a capacity.
+        pad: give every expert its full capacity of rows; for routings that have a capacity, the
+            same one on all ranks.
 
     Raises:
         SpecError: another name, experts that cannot be shared out, or a padded all-gather.
@@ -371,9 +372,12 @@ def _check(x: Tensor, routing: Routing, num_experts: int, pad: bool) -> None:
         raise SpecError("pad=True: the router has no capacity to pad to; give it capacity_factor=")
 
 
-def _assert_finite(routing: Routing) -> None:
+def _assert_finite(routing: Routing, owner: str) -> None:
     """Without asking the device: there it is a device-side assertion."""
-    said = "the router's logits are NaN or infinite; look for such in its weight and tokens"
+    said = (
+        f"{owner}: the router's logits are NaN or infinite on rank {dist.get_rank()}; look for "
+        "such numbers in its weight and in the tokens it is given"
+    )
     if routing.finite.device.type != "cpu":
         torch._assert_async(routing.finite, said)
     elif not routing.finite:

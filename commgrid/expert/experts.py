@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from commgrid.errors import ShapeError
+from commgrid.errors import ShapeError, SpecError
 from commgrid.group_ref import GroupRef
-from commgrid.parameters import ShardedModule
+from commgrid.parameters import ShardedModule, mark_parameters
 from commgrid.tensor_parallel.init import Init, draw, other_random_state, seed_of
 from commgrid.tensor_parallel.linear import ParallelLayer
 from commgrid.tensor_parallel.matmul import (
@@ -73,6 +73,7 @@ class GroupedExperts(ShardedModule):
 
     Raises:
         ShapeError: numbers that cannot be shared out, or rows that are not as many as `counts` say.
+        SpecError: an activation with parameters of its own.
     """
 
     up: nn.Parameter
@@ -108,6 +109,13 @@ class GroupedExperts(ShardedModule):
                 )
         self.hidden, self.ffn_hidden, self.num_experts = hidden, ffn_hidden, num_experts
         self.num_local_experts = num_experts // self.group.size
+        if isinstance(activation, nn.Module) and any(
+            p.requires_grad for p in activation.parameters()
+        ):
+            raise SpecError(
+                f"{label}: activation={activation} has parameters, which would get no gradients; "
+                "expected a function, or a module without any"
+            )
         self.activation, self.gated = activation, gated
         self._init = {"up": init, "down": init_down}
         for name, shape in (("up", self._shapes[0]), ("down", self._shapes[1])):
@@ -115,6 +123,7 @@ class GroupedExperts(ShardedModule):
             local[self._etp_dim(name)] //= self.etp.size
             made = torch.empty(self.num_local_experts, *local, device=device, dtype=dtype)
             setattr(self, name, nn.Parameter(made))
+        mark_parameters(self, region="expert")
         self.reset_parameters()
 
     @property
@@ -136,7 +145,7 @@ class GroupedExperts(ShardedModule):
         What an expert gets depends on torch's global random state and its number only, and a rank
         draws none but its own.
         """
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         first = self.group.rank * self.num_local_experts
         for local in range(self.num_local_experts):
             with other_random_state(seed_of(f"{seed}/{first + local}")):
@@ -162,14 +171,14 @@ class GroupedExperts(ShardedModule):
             )
         x, up, down = _autocast(x, self.up, self.down)
         parts = pieces(counts, at_once(x, self.hidden, down.shape[2]), x.device)
-        y: Tensor = _Experts.apply(x, weights, up, down, parts, self._act)  # type: ignore[no-untyped-call]
+        y: Tensor = _Experts.apply(x, weights, up, down, parts, self._act, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
         return y
 
     def _act(self, inner: Tensor) -> Tensor:
         if not self.gated:
-            return self.activation(inner)
+            return self.activation(inner).to(inner.dtype)
         gate, up = inner.chunk(2, -1)
-        return self.activation(gate) * up
+        return (self.activation(gate) * up).to(inner.dtype)
 
     def extra_repr(self) -> str:
         return (
@@ -225,64 +234,74 @@ def pieces(counts: Sequence[int], kernel: bool, device: torch.device) -> list[Pi
 class _Experts(torch.autograd.Function):
     """(act(x upᵀ) · weights) downᵀ, expert by expert.
 
-    A backward that asks for the inputs' gradients only (a pipeline's) keeps those of the inner
-    activations for the one that asks for the parameters'.
+    A backward for the inputs alone, a pipeline's first half, keeps the gradients of the inner
+    activations for the second half, which is for the parameters alone and starts from the same ∂y.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, parts: list[Piece],
-        act: Activation,
+        act: Activation, keep: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.parts, ctx.act, ctx.kept = parts, act, None
+        ctx.parts, ctx.act, ctx.halfway = parts, act, None
         up_t, down_t = up.flatten(1, -2).transpose(1, 2), down.transpose(1, 2)
-        inners, y = [], x.new_empty(0, x.shape[1])
-        if len(parts) > 1:
-            y = torch.empty_like(x)
+        y = None if len(parts) == 1 else torch.empty_like(x)
+        inners = []
         for part in parts:
             inner = part.times(x[part.own], up_t)
             active = _scaled(act(inner), weights[part.own])
-            made = part.times(active, down_t, y[part.own] if len(parts) > 1 else None)
-            y = y if len(parts) > 1 else made
-            inners.append(inner)
+            made = part.times(active, down_t, y[part.own] if y is not None else None)
+            if keep:
+                inners.append(inner)
         ctx.save_for_backward(x, weights, up, down, *inners)
-        return y
+        return made if y is None else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, up, down, *inners = ctx.saved_tensors
         needs_x, needs_weights, needs_up, needs_down = wanted(ctx)[:4]
-        later = any(ctx.needs_input_grad[2:4]) and not (needs_up or needs_down)
-        kept, ctx.kept = ctx.kept or [None] * len(inners), [] if later else None
+        dinners: list[Tensor | None] = [None] * len(inners)
+        if ctx.halfway is not None and not needs_x and not needs_weights:
+            start, kept = ctx.halfway
+            dinners = kept if _is_same(start, dy) else dinners
+        ctx.halfway = None
+        if any(ctx.needs_input_grad[2:4]) and not needs_up and not needs_down:
+            ctx.halfway = dy, []
         dy = dy.contiguous()
-        dx = torch.empty_like(x) if needs_x else None
-        dweights = torch.empty_like(weights) if needs_weights else None
+        dx = torch.empty_like(x) if needs_x and ctx.parts[0].expert is not None else None
+        dweights = torch.empty_like(weights)
         dup = WeightGradients(up, dy, ctx) if needs_up else None
         ddown = WeightGradients(down, dy, ctx) if needs_down else None
-        for part, inner, dinner in zip(ctx.parts, inners, kept, strict=True):
+        for part, inner, dinner in zip(ctx.parts, inners, dinners, strict=True):
             own = part.own
             with torch.enable_grad():
                 inner = inner.detach().requires_grad_()
                 active = ctx.act(inner)
             if dinner is None:
                 dactive = part.times(dy[own], down)
-                if dweights is not None:
-                    dweights[own] = (dactive * active.detach()).sum(-1, dtype=weights.dtype)
+                dweights[own] = (dactive * active.detach()).sum(-1, dtype=weights.dtype)
                 dactive = _scaled(dactive, weights[own], out=dactive)
                 (dinner,) = torch.autograd.grad(active, inner, dactive)
                 del dactive
-            if dx is not None:
-                made = part.times(dinner, up.flatten(1, -2), dx[own])
-                dx = made if part.expert is None else dx
             if ddown is not None:
                 ddown.add(part, dy[own], _scaled(active.detach(), weights[own]))
             if dup is not None:
                 dup.add(part, dinner, x[own])
-            if later:
-                ctx.kept.append(dinner)
+            if needs_x:
+                made = part.times(dinner, up.flatten(1, -2), dx[own] if dx is not None else None)
+                dx = made if dx is None else dx
+            if ctx.halfway is not None:
+                ctx.halfway[1].append(dinner)
         results = [into.result if into is not None else None for into in (dup, ddown)]
-        return dx, dweights, *results, None, None
+        return dx, dweights if needs_weights else None, *results, None, None, None
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two gradients are one and the same memory."""
+    return (one.data_ptr(), one.shape, one.stride()) == (
+        other.data_ptr(), other.shape, other.stride(),
+    )  # fmt: skip
 
 
 def _scaled(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:

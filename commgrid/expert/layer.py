@@ -16,6 +16,7 @@ from commgrid.expert.experts import Activation, GroupedExperts, SharedExpert
 from commgrid.expert.router import Router, Routing
 from commgrid.group_ref import GroupRef
 from commgrid.parameters import mark_parameters
+from commgrid.registry import get_grid
 from commgrid.tensor_parallel.init import Init
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class MoELayer(nn.Module):
         shared_scaled: its `scaled`.
         dispatcher: "alltoall" or "allgather".
         pad: give every expert its full capacity of rows, so that the host never waits for the
-            device; needs `capacity_factor`.
+            device; needs `capacity_factor`, and x of one shape on all ranks of ep and etp.
         sequence_parallel: x and y are this rank's slices of the sequence.
         sequence_dim: which dim of x is the sequence.
         tp, ep, etp: group names, or bare ProcessGroups.
@@ -115,7 +116,6 @@ class MoELayer(nn.Module):
             "grid": grid, "device": device, "dtype": dtype,
         }  # fmt: skip
         self.experts = GroupedExperts(hidden, ffn_hidden, num_experts, ep=ep, etp=etp, **shape)
-        mark_parameters(self.experts, region="expert")
         self.shared: SharedExpert | None = None
         if shared_ffn_hidden:
             self.shared = SharedExpert(
@@ -128,24 +128,42 @@ class MoELayer(nn.Module):
             raise ShapeError(
                 f"{self.group.owner}: tokens of shape {tuple(x.shape)}; expected (*, {self.hidden})"
             )
-        tokens, shares = x.reshape(-1, self.hidden), None
+        tokens, shares, most = x.reshape(-1, self.hidden), None, None
         if not self.sequence_parallel:
             whole, rest = divmod(len(tokens), self.group.size)
             shares = [whole + (rank < rest) for rank in range(self.group.size)]
+            most = shares[0]
             tokens = scatter_to_group(tokens, self.group, dim=0, sizes=shares)
-        y = self.route(tokens)[0]
+        y = self.route(tokens, most)[0]
         if shares is not None:
             y = gather_from_group(y, self.group, dim=0, sizes=shares)
         y = y.view(x.shape)
         return y if self.shared is None else y + self.shared(x)
 
-    def route(self, tokens: Tensor) -> tuple[Tensor, Routing]:
+    def route(self, tokens: Tensor, num_tokens: int | None = None) -> tuple[Tensor, Routing]:
         """Takes this rank's tokens, (tokens, hidden), through their experts.
+
+        Args:
+            num_tokens: as the router's.
 
         Returns:
             The outputs, of the same shape, and where they went, with the losses that balance adds.
         """
-        routing = self.router(tokens, self.group if self.group.size > 1 else None)
+        group = self.group if self.group.size > 1 else None
+        routing = self.router(tokens, group, num_tokens=num_tokens)
         dispatched = self.dispatcher.dispatch(tokens, routing)
         sent = dispatched.rows, dispatched.weights, dispatched.counts
         return self.dispatcher.combine(self.experts(*sent), dispatched), routing
+
+    def update_bias(self, group: str | ProcessGroup = "dp_cp_tp") -> None:
+        """After a step, with `bias_rate`: moves the router's bias against the load.
+
+        Args:
+            group: all ranks that have tokens of their own, those of tp among them; a name is looked
+                up in the grid of the layer's `tp`.
+
+        Raises:
+            CommGridError: the router has no bias.
+        """
+        grid = get_grid(self.group.grid_name) if isinstance(group, str) else None
+        self.router.update_bias(group if grid is None else grid.get_group(str(group)))

@@ -31,12 +31,15 @@ class Permutation:
         places: (tokens, top_k), the row of each choice, 0 where it has none.
         kept: (tokens, top_k), which choices have a row; None: all.
         padding: (rows,), which rows hold no choice; None: every row holds one.
+        gathered: (rows,), the rows by token, and (tokens,), where each token's begin among them;
+            None: as `places` says.
     """
 
     choices: Tensor
     places: Tensor
     kept: Tensor | None
     padding: Tensor | None
+    gathered: tuple[Tensor, Tensor] | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -73,7 +76,9 @@ def arrange(
         places = torch.empty_like(order).scatter_(0, order, rows).view_as(experts)
         if kept is None:
             return Permutation(order, places, None, None)
-        return Permutation(order[:num_rows], places * kept, kept, None)
+        choices, many = order[:num_rows], kept.sum(1)
+        gathered = choices.argsort(), many.cumsum(0) - many
+        return Permutation(choices, places * kept, kept, None, gathered)
     counts = count(keys, num_experts + 1)
     first = counts.cumsum(0) - counts
     rows = torch.where(keys < num_experts, keys * capacity + rows - first[keys], -1)
@@ -155,5 +160,7 @@ def _to_tokens(rows: Tensor, permutation: Permutation) -> Tensor:
         return rows.new_zeros(len(places), rows.shape[1])
     if kept is None and places.shape[1] == 1:
         return rows.index_select(0, places[:, 0])
+    if permutation.gathered is not None:
+        return F.embedding_bag(permutation.gathered[0], rows, permutation.gathered[1], mode="sum")
     weights = None if kept is None else kept.to(rows.dtype)
     return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights)

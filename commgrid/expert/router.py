@@ -19,7 +19,7 @@ backward is called for; the tokens' gradients have them too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class Routing:
         kept: (tokens, top_k), which choices are within the experts' capacity; None: all.
         num_experts: how many there are.
         capacity: how many tokens an expert takes at most; None: any number.
-        losses: by name, what balancing adds, for logs.
+        losses: by name, what balancing adds to the loss; of a group's tokens, this rank's part.
         finite: (), whether all logits were; a dispatcher tells all ranks, and raises.
     """
 
@@ -141,6 +141,14 @@ class Router(nn.Module):
             raise SpecError(
                 f"top_k={top_k} of num_experts={num_experts}: expected 1 to {num_experts}"
             )
+        for key, number, least in (
+            ("num_groups", num_groups, 1), ("aux_loss", aux_loss, 0), ("z_loss", z_loss, 0),
+            ("bias_rate", bias_rate, 0),
+        ):  # fmt: skip
+            if not least <= number < math.inf:
+                raise SpecError(f"{key}={number}: expected {least} or more")
+        if not 0 < scale < math.inf:
+            raise SpecError(f"scale={scale}: expected above 0")
         if num_experts % num_groups or not 1 <= top_groups <= num_groups:
             raise SpecError(
                 f"num_groups={num_groups}, top_groups={top_groups}: expected a divisor of "
@@ -173,11 +181,24 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weight from torch's global random state, as nn.Linear does."""
+        """Draws the weight from torch's global random state, as nn.Linear; the bias is 0."""
         if not self.weight.is_meta:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+            self.seen.zero_()
+            if self.bias is not None:
+                self.bias.zero_()
 
-    def forward(self, x: Tensor, group: Group | None = None) -> Routing:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Moves the bias with the rest, in its own precision: its steps are small."""
+        bias = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
+            self.bias = bias.to(self.bias.device)
+        return self
+
+    def forward(
+        self, x: Tensor, group: Group | None = None, *, num_tokens: int | None = None
+    ) -> Routing:
         """Routes this rank's tokens.
 
         Args:
@@ -185,6 +206,7 @@ class Router(nn.Module):
             group: the ranks that hold other tokens of the same loss, such as `tp` under sequence
                 parallelism: the losses are those of all their tokens, and each rank's gradients are
                 a part of theirs. None: this rank's tokens alone.
+            num_tokens: what the capacity is a share of; None: as many as x has.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ShapeError(
@@ -192,19 +214,23 @@ class Router(nn.Module):
                 f"expected (tokens, {self.hidden})"
             )
         exact = torch.promote_types(self.weight.dtype, torch.float32)
-        logits = F.linear(x.to(exact), self.weight.to(exact))
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(exact), self.weight.to(exact))
         scores = torch.sigmoid(logits) if self.score == "sigmoid" else torch.softmax(logits, -1)
         experts = self._choose(logits, scores)
         weights = self._weigh(logits, scores, experts) * self.scale
-        capacity = self.capacity(len(x))
+        capacity = self.capacity(len(x) if num_tokens is None else num_tokens)
         kept = None if capacity is None else self._within(capacity, experts, weights)
         if kept is not None:
             weights = weights * kept
-        losses = self._losses(logits, scores, experts, group) if torch.is_grad_enabled() else {}
+        losses = {}
+        if self.training and torch.is_grad_enabled():
+            losses = self._losses(logits, scores, experts, group)
         for loss in losses.values():
             weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
-        if self.bias_rate and self.training:
-            self.seen += count(experts, self.num_experts)
+        recomputing = torch._C._current_graph_task_id() != -1  # for a checkpoint, within backward
+        if self.bias_rate and self.training and not recomputing:
+            self.seen += count(experts, self.num_experts, kept)
         detached = {name: loss.detach() for name, loss in losses.items()}
         finite = logits.detach().isfinite().all()
         return Routing(experts, weights, kept, self.num_experts, capacity, detached, finite)
@@ -213,8 +239,11 @@ class Router(nn.Module):
 
     def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
         """The experts of each token, (tokens, top_k); gradients do not pass."""
-        # Softmax keeps the order of the logits, which tell close ones better apart.
-        rated = (logits if self.score == "softmax" and self.bias is None else scores).detach()
+        # Softmax keeps the order of the logits, which tell close ones better apart; but not that
+        # of sums, by which groups are rated.
+        plain = self.score == "softmax" and self.bias is None
+        summed = self.top_groups < self.num_groups and self.softmax_over == "all"
+        rated = (logits if plain and not summed else scores).detach()
         if self.bias is not None:
             rated = rated + self.bias
         if self.top_groups < self.num_groups:
@@ -261,6 +290,8 @@ class Router(nn.Module):
         losses: dict[str, Tensor] = {}
         if not self.aux_loss and not self.z_loss:
             return losses
+        if self.bias is not None or self.top_groups < self.num_groups:
+            experts = scores.topk(self.top_k, -1).indices  # what tokens want by themselves
         counts = count(experts, self.num_experts)
         if group is not None:
             counts = all_reduce(counts, group)
@@ -282,7 +313,8 @@ class Router(nn.Module):
         """After a step: experts with more tokens than the mean are chosen less often, others more.
 
         Args:
-            group: whose tokens are counted together, such as `dp_cp`; None: this rank's.
+            group: all ranks that have tokens of their own, such as `dp_cp_tp`; None: this rank
+                alone, for a job of one.
 
         Raises:
             CommGridError: the router has no bias (bias_rate=0).

@@ -72,13 +72,20 @@ def test_rows_are_the_choices_by_expert(made: tuple[Tensor, Tensor, int], how: s
         rest = [i for i in range(len(rows)) if i not in filled]
         assert not rows[rest].any()
         assert not row_weights[rest].any()
-        rows[rest] = math.inf  # what is not asked for does not matter
-        assert torch.equal(unpermute(rows.nan_to_num(posinf=7.0), found), x * kept.sum(1)[:, None])
+        rows[rest] = 7.0  # what is not asked for does not matter
+        assert torch.equal(unpermute(rows, found), x * kept.sum(1)[:, None])
         rows, row_weights = rows[filled], row_weights[filled]
     else:
         assert torch.equal(unpermute(rows, found), x * kept.sum(1)[:, None])
     assert rows.tolist() == [x[t].tolist() for t, _ in wanted]
     assert row_weights.tolist() == [weights[t, k].item() for t, k in wanted]
+
+
+def test_a_row_that_is_not_finite_reaches_its_own_token_only() -> None:
+    experts = torch.tensor([[0], [0], [1]])
+    made = arrange(experts, 2, torch.tensor([[True], [False], [True]]), num_rows=2)
+    found = unpermute(torch.tensor([[math.inf], [2.0]]), made)
+    assert found.flatten().tolist() == [math.inf, 0.0, 2.0]
 
 
 @pytest.mark.parametrize("capacity", [None, 3])

@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import commgrid
+from commgrid import SpecError
 from commgrid.expert import GroupedExperts, MoELayer, SharedExpert, experts
+from commgrid.parameters import placements
 from commgrid.tensor_parallel import initialize_parameters
 from tests.ranks import run_on_ranks
 
@@ -78,10 +81,104 @@ def test_one_kernel_for_all_experts_equals_the_loop(dtype: torch.dtype, main_gra
     alone(kernel, dtype, main_grad)
 
 
+def several_backwards() -> None:
+    """Also one for the inputs alone before that for all, and for one output after the other."""
+    torch.manual_seed(0)
+    layer = MoELayer(4, 8, 4, 2, dtype=torch.float64)
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert x.grad is not None
+    wanted = [x.grad.clone(), *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+    layer.zero_grad()
+    x.grad = None
+    loss = layer(x).square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    for one, other in zip([x.grad, *(p.grad for p in layer.parameters())], wanted, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(first, wanted[0])
+    y = layer(x)
+    rows = [torch.autograd.grad(y[0, i], x, retain_graph=True)[0] for i in range(4)]
+    fresh = [torch.autograd.grad(layer(x)[0, i], x)[0] for i in range(4)]
+    assert all(torch.equal(one, other) for one, other in zip(rows, fresh, strict=True))
+
+
+def test_several_backwards_through_one_graph() -> None:
+    alone(several_backwards)
+
+
+def refusals() -> None:
+    with pytest.raises(SpecError, match="has parameters, which would get no gradients"):
+        GroupedExperts(4, 8, 2, activation=torch.nn.PReLU())
+    made = GroupedExperts(4, 8, 2, activation=torch.nn.GELU())
+    assert {p.region for p in placements(made)} == {"expert"}
+    assert sum(1 for _ in placements(made)) == 2
+
+
+def test_activations_and_marks() -> None:
+    alone(refusals)
+
+
+def balanced() -> list[float]:
+    """The bias after some steps, of tokens that differ on every rank."""
+    grid = commgrid.initialize(tp=2, ep=2, etp=1)
+    torch.manual_seed(0)
+    layer = MoELayer(4, 8, 8, 2, bias_rate=0.1)
+    torch.manual_seed(1 + grid.get_local_rank("dp"))
+    for _ in range(5):
+        layer(torch.randn(9, 4))
+        layer.update_bias()
+    assert layer.router.bias is not None
+    assert layer.router.bias.any()
+    layer.bfloat16()
+    assert layer.router.bias.dtype == torch.float32
+    return layer.router.bias.tolist()
+
+
+def test_the_bias_is_the_same_on_every_rank() -> None:
+    found = run_on_ranks(balanced, 4)
+    assert all(bias == found[0] for bias in found)
+
+
+def counted() -> None:
+    layer = MoELayer(4, 8, 4, 2, bias_rate=0.1)
+    x = torch.randn(6, 4, requires_grad=True)
+    for reentrant in (False, True):
+        layer.router.seen.zero_()
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+        assert layer.router.seen.sum() == 12
+
+
+def test_recomputed_tokens_count_once() -> None:
+    alone(counted)
+
+
+def padded_shares() -> None:
+    """With tp but no sequence parallelism, shares of 5 tokens differ; padded ones must not."""
+    commgrid.initialize(tp=2, ep=2, etp=1)
+    torch.manual_seed(0)
+    plain = MoELayer(4, 8, 4, 2, dtype=torch.float64)
+    padded = MoELayer(4, 8, 4, 2, dtype=torch.float64, pad=True, capacity_factor=4.0)
+    padded.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 4, dtype=torch.float64)
+    torch.testing.assert_close(padded(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+def test_padding_of_unequal_shares() -> None:
+    run_on_ranks(padded_shares, 2)
+
+
 def autocast() -> None:
     layer = MoELayer(8, 16, 4, 2)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(torch.randn(6, 8))
+        x = torch.randn(500, 8).bfloat16()
+        alike = MoELayer(8, 16, 4, 2, activation=lambda x: F.gelu(x.float()))
+        routing = layer.router(x)
+        assert alike(x).dtype == torch.bfloat16
+    exact = layer.router(x)  # logits are of fp32 either way
+    assert torch.equal(routing.experts, exact.experts)
+    assert torch.equal(routing.weights, exact.weights)
     assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert {p.grad.dtype for p in layer.parameters() if p.grad is not None} == {torch.float32}
@@ -115,11 +212,16 @@ def test_a_layer_copies_and_pickles() -> None:
 
 
 def from_meta() -> None:
-    here, there = MoELayer(8, 16, 4, 2), MoELayer(8, 16, 4, 2, device="meta")
+    here, there = (MoELayer(8, 16, 4, 2, bias_rate=0.1, device=d) for d in (None, "meta"))
+    with torch.device("meta"):
+        assert MoELayer(8, 16, 4, 2).experts.up.is_meta
     initialize_parameters(here, seed=3)
     initialize_parameters(there.to_empty(device="cpu"), seed=3)
     for one, other in zip(here.parameters(), there.parameters(), strict=True):
         assert torch.equal(one, other)
+    assert there.router.bias is not None
+    assert not there.router.bias.any()
+    assert not there.router.seen.any()
     up = here.experts.up
     assert not torch.equal(up[0], up[1])
     assert up.abs().max() <= 8**-0.5

@@ -27,7 +27,7 @@ def router(seed: int = 0, **options: Any) -> Router:
     return Router(4, dtype=torch.float64, **options)
 
 
-def tokens(count: int = 16, seed: int = 1) -> Tensor:
+def tokens(count: int = 500, seed: int = 1) -> Tensor:
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -143,7 +143,7 @@ def test_of_equal_weights_the_earlier_tokens_are_taken() -> None:
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_auxiliary_losses_are_in_the_gradients(score: str) -> None:
-    made, x = router(score=score, aux_loss=0.3, z_loss=0.2), tokens().requires_grad_()
+    made, x = router(score=score, aux_loss=0.3, z_loss=0.2), tokens(16).requires_grad_()
     upstream = torch.linspace(-1, 1, 32, dtype=torch.float64).view(16, 2)
     found = made(x)
     (found.weights * upstream).sum().backward()
@@ -223,6 +223,10 @@ def test_the_bias_evens_out_the_load_of_all_ranks() -> None:
         ({"softmax_over": "some"}, "softmax_over='some': expected one of chosen, all"),
         ({"capacity_factor": 0.0}, "capacity_factor=0.0: expected above 0, such as 1.25, or None"),
         ({"capacity_factor": math.nan}, "capacity_factor=nan: expected above 0"),
+        ({"num_groups": 0}, "num_groups=0: expected 1 or more"),
+        ({"aux_loss": math.nan}, "aux_loss=nan: expected 0 or more"),
+        ({"bias_rate": -1.0}, "bias_rate=-1.0: expected 0 or more"),
+        ({"scale": 0.0}, "scale=0.0: expected above 0"),
         ({"num_groups": 3}, "num_groups=3, top_groups=1: expected a divisor of num_experts=8"),
         ({"num_groups": 2, "top_groups": 3}, "top_groups=3: expected .* 1 to 2"),
         ({"num_groups": 8, "top_k": 2}, "top_k=2 cannot be chosen from top_groups=1 groups of 1"),
