@@ -11,12 +11,14 @@ them where it would create a group:
     device_mesh("dp_cp", "tp")  dp_cp tp             both of the same root
 
 Flattening to a name that the grid does not have is torch's own: collective, with new groups.
+`read_mesh` goes the other way, from a mesh to a grid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from commgrid import _dist
 from commgrid.errors import SpecError, UnknownGroupError
-from commgrid.groups import GroupDef
+from commgrid.groups import GroupDef, GroupEntry
 from commgrid.region import Region
 from commgrid.spec import GridSpec
 
@@ -161,3 +163,46 @@ def _answered_with(group: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         mesh_class._init_one_process_group = create
+
+
+def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
+    """What grid a mesh is, and its groups by name, also those that were flattened from it.
+
+    Raises:
+        SpecError: a mesh without names, or whose ranks are not evenly spaced and ascending.
+    """
+    names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
+    if not names:
+        raise SpecError(
+            f"from_device_mesh({mesh}): its dims have no names, by which a grid knows its axes; "
+            "make it with mesh_dim_names="
+        )
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    span = range(ranks[0], ranks[0] + max(step, 1) * len(ranks), max(step, 1))
+    if ranks != list(span):
+        raise SpecError(
+            f"from_device_mesh({mesh}): a grid's ranks are evenly spaced and ascending along the "
+            f"mesh, but these are {ranks[:16]}{', …' if len(ranks) > 16 else ''}"
+        )
+    groups = {name: mesh.get_group(name) for name in names}
+    table: dict[str, str] = {}
+    combined = {
+        "_".join(axes): mesh if axes == names else mesh[axes]
+        for count in range(1, len(names) + 1)
+        for axes in combinations(names, count)
+    }
+    for name, flat in mesh._get_root_mesh()._flatten_mapping.items():
+        candidates = [name] if name in combined else list(combined)
+        for of in candidates:
+            if flat.mesh.tolist() == combined[of].mesh.flatten().tolist():
+                groups[name] = flat.get_group()
+                if of != name:
+                    table[name] = of
+                    groups.setdefault(of, groups[name])
+                break
+    region = Region("dense", tuple(zip(reversed(names), reversed(mesh.shape), strict=True)))
+    spec = GridSpec(
+        (region,), create=tuple(name for name in groups if name not in table), share="none",
+        groups=tuple(GroupEntry(name, of) for name, of in table.items()), ranks=span,
+    )  # fmt: skip
+    return spec, groups

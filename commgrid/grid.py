@@ -13,7 +13,7 @@ from uuid import uuid4
 from commgrid import _dist
 from commgrid.agreement import Meeting
 from commgrid.communicator import Communicator, check_all, exchange_ranks
-from commgrid.device_mesh import GridMeshes
+from commgrid.device_mesh import GridMeshes, read_mesh
 from commgrid.errors import (
     GridDestroyedError,
     GridNotInitializedError,
@@ -84,17 +84,24 @@ class HyperCommGrid:
                 "torch.distributed is not up; commgrid.initialize starts it, HyperCommGrid does not"
             )
         deadline = time.monotonic() + startup
-        self._name, self._backend, self._timeout = name, backend, limit
-        self._rank = _dist.world_rank()
-        self._spec = GridSpec.from_config(spec).resolve(_dist.world_size())
-        self._plan = GroupPlan.for_rank(self._spec, self._rank)
-        self._layouts = {r.name: self._spec.layout(r.name) for r in self._spec.regions}
+        self._describe(GridSpec.from_config(spec).resolve(_dist.world_size()), name, backend, limit)
         if _dist.world_backend() != _dist.FAKE:
             _dist.check_backend("backend", backend)
             for definition in self._plan.created.values():
                 key = f"groups.{definition.name}.backend"
                 _dist.check_backend(key, definition.options.backend)
-        self._destroyed, self._incarnation = False, ""
+        document = {"spec": self._spec.to_dict(), "backend": backend, "timeout": limit}
+        self._start(document, backend, limit, deadline)
+
+    def _describe(
+        self, spec: GridSpec, name: str, backend: str | None, timeout: float | None
+    ) -> None:
+        """What it is, before it has any communicator."""
+        self._name, self._rank, self._spec = name, _dist.world_rank(), spec
+        self._plan = GroupPlan.for_rank(spec, self._rank)
+        self._layouts = {r.name: spec.layout(r.name) for r in spec.regions}
+        self._backend, self._timeout = backend, timeout
+        self._destroyed, self._owns_groups, self._incarnation = False, True, ""
         self._before_destroy: list[Callable[[], object]] = []
         self._communicators: list[Communicator] = []
         # What get_group reads; emptied by destroy, so that a look-up needs no check.
@@ -102,8 +109,37 @@ class HyperCommGrid:
         self._positions: dict[str, int] = {}
         self._around: dict[tuple[str, int], int] = {}
         self._meshes: GridMeshes | None = None
-        document = {"spec": self._spec.to_dict(), "backend": backend, "timeout": limit}
-        self._start(document, backend, limit, deadline)
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh, *, name: str = "default") -> HyperCommGrid:
+        """A grid over the groups of a mesh that exists already, and of what was flattened from it.
+
+        It creates none, and `destroy` leaves them to whoever made them. It is not in the registry:
+        hand it to layers as `grid=`.
+
+        Args:
+            mesh: with names for its dims, over evenly spaced ranks in ascending order.
+            name: what messages call it.
+
+        Raises:
+            SpecError: a mesh without names, or over other ranks.
+            NotInGridError: this rank is not in it.
+
+        Example:
+            >>> import commgrid
+            >>> mesh = commgrid.initialize().device_mesh("dp", "tp")
+            >>> grid = HyperCommGrid.from_device_mesh(mesh)
+            >>> grid.get_group("tp") is mesh.get_group("tp")
+            True
+            >>> commgrid.shutdown()
+        """
+        spec, groups = read_mesh(mesh)
+        adopted = object.__new__(cls)
+        adopted._describe(spec, name, None, None)
+        adopted._owns_groups, adopted._incarnation = False, "adopted"
+        for planned in adopted._plan.communicators:
+            adopted._hold(Communicator(planned, groups[planned.name], 0.0))
+        return adopted
 
     # -- starting and ending ------------------------------------------------------------
 
@@ -160,12 +196,14 @@ class HyperCommGrid:
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
                 raise _dist.as_peer_error(what, error) from error
-            made = Communicator(planned, group, time.perf_counter() - started)
-            self._communicators.append(made)
-            position = planned.members.index(self._rank)
-            for name in planned.names:
-                self._groups[name] = group
-                self._positions[name] = position
+            self._hold(Communicator(planned, group, time.perf_counter() - started))
+
+    def _hold(self, communicator: Communicator) -> None:
+        self._communicators.append(communicator)
+        position = communicator.planned.members.index(self._rank)
+        for name in communicator.names:
+            self._groups[name] = communicator.group
+            self._positions[name] = position
 
     def before_destroy(self, callback: Callable[[], object]) -> None:
         """Calls back once, when the grid is about to be destroyed: whoever handed its groups on."""
@@ -191,7 +229,7 @@ class HyperCommGrid:
         self._around.clear()
         self._meshes = None
         made, self._communicators = self._communicators, []
-        return [communicator.group for communicator in made]
+        return [communicator.group for communicator in made] if self._owns_groups else []
 
     @property
     def is_destroyed(self) -> bool:

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commgrid
 from commgrid import SpecError, UnknownGroupError
 from commgrid._dist import group_count
+from commgrid.tensor_parallel import ColumnParallelLinear
 from tests.ranks import run_on_ranks
 
 GRIDS: dict[int, list[dict[str, Any]]] = {
@@ -94,10 +96,26 @@ def every(grids: list[dict[str, Any]]) -> int:
     return sum(compare(given) for given in grids)
 
 
-@pytest.mark.parametrize("world", GRIDS)
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_meshes_are_those_torch_makes_and_make_no_groups(world: int) -> None:
     found = run_on_ranks(every, world, GRIDS[world])
     assert min(found) >= 10 * len(GRIDS[world])
+
+
+def as_each_rank(grids: list[dict[str, Any]], world: int) -> int:
+    """One process as every rank in turn, whose groups do not communicate; gloo's take a minute."""
+    compared = 0
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        compared += every(grids)
+        commgrid.shutdown()
+        dist.destroy_process_group()
+    return compared
+
+
+def test_meshes_of_eight_ranks() -> None:
+    (found,) = run_on_ranks(as_each_rank, 1, GRIDS[8], 8, init=None)
+    assert found >= 8 * 10 * len(GRIDS[8])
 
 
 def test_there_are_enough_grids() -> None:
@@ -173,3 +191,34 @@ def tensors() -> None:
 
 def test_dtensors_live_on_them() -> None:
     run_on_ranks(tensors, 4)
+
+
+def adopted() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat, alias = mesh._flatten("dp_tp"), mesh._flatten("everyone")
+    before = group_count()
+    grid = commgrid.HyperCommGrid.from_device_mesh(mesh, name="adopted")
+    assert grid.shape == {"tp": 2, "dp": 2}
+    for name in ("dp", "tp"):
+        assert grid.get_group(name) is mesh.get_group(name)
+        assert grid.get_local_rank(name) == mesh.get_local_rank(name)
+    assert grid.get_group("tp", "dp") is flat.get_group()
+    assert grid.get_group("everyone") is alias.get_group()
+    assert grid.get_ranks("everyone") == (0, 1, 2, 3)
+    grid.check()
+    layer = ColumnParallelLinear(4, 8, grid=grid)
+    assert layer(torch.ones(2, 4)).shape == (2, 4)
+    assert grid.device_mesh("dp", "tp").get_group("tp") is mesh.get_group("tp")
+    assert group_count() == before
+    grid.destroy()
+    assert group_count() == before
+    assert dist.get_world_size(mesh.get_group("tp")) == 2
+    with pytest.raises(SpecError, match="its dims have no names"):
+        commgrid.HyperCommGrid.from_device_mesh(init_device_mesh("cpu", (4,)))
+    reverse = DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("dp",))
+    with pytest.raises(SpecError, match=r"evenly spaced and ascending .* these are \[3, 2, 1, 0\]"):
+        commgrid.HyperCommGrid.from_device_mesh(reverse)
+
+
+def test_a_grid_adopts_a_mesh() -> None:
+    run_on_ranks(adopted, 4)
