@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import combinations
 from typing import Any
 
@@ -142,6 +143,7 @@ class GridMeshes:
             torch.arange(ranks.start, ranks.stop, ranks.step).view([sizes[a] for a in names]),
             mesh_dim_names=names,
         )
+        _mend_gathers()
         for name, definition in self._created.items():
             axes = definition.axes
             whole = definition.pick is None and definition.part is None
@@ -163,6 +165,34 @@ def _answered_with(group: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         mesh_class._init_one_process_group = create
+
+
+def _mend_gathers() -> None:
+    """Keeps DTensor from gathering uneven pieces over a flattened axis, which mixes them up.
+
+    Of 5 rows sharded over dp 2 and tp 2 ranks have 2, 1, 1, 1; where dp and tp are flattened, torch
+    (2.11 to 2.13) gathers them at once and takes them for 2, 2, 1, 0. It is then told to gather
+    axis by axis, as it does without flattened axes.
+    """
+    planner: Any = import_module("torch.distributed.tensor._redistribute")  # takes a while
+    optimize = planner._optimize_transform_infos
+    if getattr(optimize, "is_mended", False):
+        return
+
+    def mended(infos: Any, *more: Any) -> Any:
+        steps = optimize(infos, *more)
+        return list(infos) if any(map(_is_uneven_gather, steps)) else steps
+
+    mended.is_mended = True  # type: ignore[attr-defined]
+    planner._optimize_transform_infos = mended
+
+
+def _is_uneven_gather(step: Any) -> bool:
+    source, target = step.src_dst_placements
+    if not hasattr(step, "original_mesh_dims") or not (source.is_shard() and target.is_replicate()):
+        return False
+    uneven: bool = step.logical_shape[source.dim] % step.mesh.size() != 0
+    return uneven
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:

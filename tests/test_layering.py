@@ -19,7 +19,7 @@ ROWS = [
     ["communicator", "device_mesh"],
     ["grid"],
     ["registry"],
-    ["group_ref", "failures"],
+    ["group_ref", "failures", "sharding"],
     ["async_collectives"],
     ["collectives", "parameters"],
     ["tensor_parallel.init", "tensor_parallel.matmul"],
