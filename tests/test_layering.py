@@ -36,7 +36,7 @@ ROWS = [
     ["pipeline"],
     ["expert.router"],
     ["expert.permutation", "expert.experts"],
-    ["expert.dispatch"],
+    ["expert.dispatch", "expert.shared"],
     ["expert.layer"],
     ["expert"],
     ["cli.grid_options"],

@@ -12,8 +12,9 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.errors import ShapeError, UnknownGroupError
 from commgrid.expert.dispatch import make_dispatcher
-from commgrid.expert.experts import Activation, GroupedExperts, SharedExpert
+from commgrid.expert.experts import Activation, GroupedExperts
 from commgrid.expert.router import Router, Routing
+from commgrid.expert.shared import SharedExpert
 from commgrid.group_ref import GroupRef
 from commgrid.parameters import mark_parameters
 from commgrid.registry import get_grid
