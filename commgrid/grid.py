@@ -21,9 +21,9 @@ from commgrid.errors import (
     SpecError,
     UnknownGroupError,
 )
-from commgrid.layout import RankLayout
 from commgrid.plan import GroupPlan, Ranks
 from commgrid.spec import GridSpec
+from commgrid.sub_grid import SubGrid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -490,62 +490,3 @@ class HyperCommGrid:
         shape = " ".join(f"{axis}={size}" for axis, size in self.shape.items())
         state = ", destroyed" if self._destroyed else ""
         return f"HyperCommGrid({self._name!r}, {shape}, rank {self._rank}{state})"
-
-
-class SubGrid:
-    """Part of a grid: some axes fixed, the others as they are.
-
-    Its groups are the grid's own communicators; on ranks outside it there are none.
-    """
-
-    def __init__(
-        self, grid: HyperCommGrid, layouts: list[RankLayout], fixed: Mapping[str, int]
-    ) -> None:
-        self._grid = grid
-        self._fixed = ", ".join(f"{axis}={index}" for axis, index in fixed.items())
-        self._layouts = layouts
-
-    @property
-    def layout(self) -> RankLayout:
-        """The remaining axes, of the first region that has the fixed ones."""
-        return self._layouts[0]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks in it."""
-        return tuple(self.layout.ranks)
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Remaining axis to size, fastest-varying first."""
-        return self.layout.shape
-
-    @property
-    def is_member(self) -> bool:
-        """Whether this process's rank is in it."""
-        return self._grid.rank in self.layout.ranks
-
-    def get_group(self, *names: str) -> ProcessGroup:
-        """The grid's communicator of remaining axes; without a name, of all of them.
-
-        Raises:
-            UnknownGroupError: a name that uses a fixed axis, or that the grid does not know.
-            NotInGroupError: this rank is not in the sub-grid.
-        """
-        name = self._grid.spec.resolve_name(*(names or self.layout.shape))
-        axes = self._grid.spec.definitions[name].axes
-        if not any(set(axes) <= set(layout.shape) for layout in self._layouts):
-            known = " | ".join(", ".join(layout.shape) for layout in self._layouts)
-            raise UnknownGroupError(
-                f"group {name!r} runs along an axis that is fixed here ({self._fixed}); the "
-                f"remaining axes are {known}"
-            )
-        if not self.is_member:
-            raise NotInGroupError(
-                f"rank {self._grid.rank} is not in this sub-grid, which has "
-                f"{self.layout.ranks.describe()}"
-            )
-        return self._grid.get_group(name)
-
-    def __repr__(self) -> str:
-        return f"SubGrid({self._fixed}; {self.layout.ranks.describe()})"

@@ -16,7 +16,7 @@ ROWS = [
     ["spec", "pipeline.exchange"],
     ["plan"],
     ["_dist", "agreement"],
-    ["communicator", "device_mesh"],
+    ["communicator", "device_mesh", "sub_grid"],
     ["grid"],
     ["registry"],
     ["group_ref", "failures", "sharding"],
