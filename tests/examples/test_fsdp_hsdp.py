@@ -1,0 +1,78 @@
+"""FSDP2 and HSDP on the grid's communicators: the single process's curve, and no group besides."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import commgrid
+from commgrid._dist import group_count
+from tests.examples.curves import ROOT
+from tests.ranks import run_on_ranks
+
+SMALL = ["--layers", "2", "--hidden", "16", "--steps", "10", "--dtype", "fp64"]
+CUTS = {
+    4: [
+        [], ["--dp-replicate", "2"], ["--tp", "2"], ["--cp", "2"], ["--tp", "2", "--native"],
+        ["--dp-replicate", "2", "--tp", "2"],
+    ],
+    8: [
+        ["--tp", "2", "--dp-replicate", "2"], ["--tp", "2", "--dp-replicate", "2", "--native"],
+        ["--tp", "2", "--cp", "2"],
+    ],
+}  # fmt: skip
+
+
+def run(*jobs: list[str]) -> list[int]:
+    """Trains once for each list of arguments; how many process groups each job made of its own."""
+    spec = importlib.util.spec_from_file_location("fsdp", ROOT / "examples" / "fsdp_hsdp.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    made = []
+
+    def end() -> None:
+        grid = commgrid.get_grid()
+        made.append(group_count() - 1 - len(grid.communicators))
+        commgrid.destroy()
+
+    down, commgrid.shutdown = commgrid.shutdown, end
+    for job in jobs:
+        example.train(example.parse(job))
+    down()
+    return made
+
+
+def losses(world: int, jobs: list[list[str]], folder: Path) -> list[list[float]]:
+    paths = [folder / f"{world}-{index}" for index in range(len(jobs))]
+    given = [[*SMALL, *job, "--metrics", str(path)] for job, path in zip(jobs, paths, strict=True)]
+    for made in run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=240):
+        assert made == [0] * len(jobs)
+    return [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in paths]
+
+
+@pytest.mark.parametrize("world", CUTS)
+def test_same_curve_as_one_process(world: int, tmp_path: Path) -> None:
+    (alone,) = losses(1, [[]], tmp_path)
+    assert len(alone) == 10
+    assert alone[-1] < alone[0]
+    for job, found in zip(CUTS[world], losses(world, CUTS[world], tmp_path), strict=True):
+        # Promise 6's bound: sums in another order differ by some ulps, which Adam amplifies.
+        assert found == pytest.approx(alone, rel=1e-9), job
+
+
+def test_it_runs_by_itself_and_names_what_does_not_fit() -> None:
+    command = [sys.executable, "examples/fsdp_hsdp.py", "--steps", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("step   1  loss ")
+    done = subprocess.run(
+        [*command, "--tp", "2"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert "tp=2" in done.stderr
+    assert "does not divide 1 ranks" in done.stderr
