@@ -88,16 +88,19 @@ def test_as_distribute_tensor() -> None:
     run_on_ranks(distributed, 8)
 
 
-def every_pair(sizes: dict[str, int], axes: tuple[str, ...], shape: list[int]) -> int:
+def every_pair(
+    sizes: dict[str, int], axes: tuple[str, ...], shape: list[int], every: int = 1
+) -> int:
+    """Each source with every n-th target, another one for each; how many pairs."""
     grid = commgrid.initialize(**sizes)
     before = group_count()
     full = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
     options: list[Placement] = [Replicate(), Shard(0), Shard(1)]
     compared = 0
-    for source in product([*options, Partial()], repeat=len(axes)):
+    for index, source in enumerate(product([*options, Partial()], repeat=len(axes))):
         start = ShardingSpec(dict(zip(axes, source, strict=True)))
         tensor = start.distribute(full)
-        for target in product(options, repeat=len(axes)):
+        for target in list(product(options, repeat=len(axes)))[index % every :: every]:
             spec = ShardingSpec(dict(zip(axes, target, strict=True)))
             found = spec.redistribute(tensor)
             assert found.placements == target
@@ -109,7 +112,7 @@ def every_pair(sizes: dict[str, int], axes: tuple[str, ...], shape: list[int]) -
     return compared
 
 
-def pairs(cases: list[tuple[dict[str, int], tuple[str, ...], list[int]]]) -> list[int]:
+def pairs(cases: list[Any]) -> list[int]:
     return [every_pair(*case) for case in cases]
 
 
@@ -119,8 +122,9 @@ def test_redistribute_between_all_pairs_in_two_dims() -> None:
 
 
 def test_redistribute_between_all_pairs_in_three_dims() -> None:
-    cases = [({"tp": 2, "cp": 2}, ("dp", "cp", "tp"), [8, 8])]
-    assert run_on_ranks(pairs, 8, cases)[0] == [1728]
+    """A third of the 1,728 pairs, which take a minute."""
+    cases = [({"tp": 2, "cp": 2}, ("dp", "cp", "tp"), [8, 8], 3)]
+    assert run_on_ranks(pairs, 8, cases)[0] == [576]
 
 
 def uneven() -> None:
