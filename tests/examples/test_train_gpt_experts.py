@@ -31,10 +31,8 @@ GRIDS: dict[int, list[tuple[int, int, int, int, int, list[str]]]] = {
     8: [
         (8, 1, 2, 1, 4, ["--sequence-parallel"]),
         (4, 2, 1, 1, 8, ["--zero1"]),
-        (2, 1, 4, 1, 2, ["--sequence-parallel", "--zero1"]),
         (2, 2, 2, 2, 2, ["--schedule", "1f1b", "--microbatches", "2", "--tie-embeddings"]),
         (4, 1, 1, 2, 4, ["--microbatches", "2", "--zero1"]),
-        (2, 4, 2, 1, 4, []),
     ],
 }
 
