@@ -28,23 +28,24 @@ class Permutation:
 
     Args:
         choices: (rows,), the choice of each row, counted through (tokens, top_k).
-        places: (tokens, top_k), the row of each choice, 0 where it has none.
-        kept: (tokens, top_k), which choices have a row; None: all.
+        top_k: choices of a token.
+        by_token: (n,), the rows by token.
+        starts: (tokens,), where each token's begin among them.
+        counted: (n,), which of them count; None: all.
         padding: (rows,), which rows hold no choice; None: every row holds one.
-        gathered: (rows,), the rows by token, and (tokens,), where each token's begin among them;
-            None: as `places` says.
     """
 
     choices: Tensor
-    places: Tensor
-    kept: Tensor | None
-    padding: Tensor | None
-    gathered: tuple[Tensor, Tensor] | None = None
+    top_k: int
+    by_token: Tensor
+    starts: Tensor
+    counted: Tensor | None = None
+    padding: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
         """(rows,), the token of each row."""
-        return self.choices // max(self.places.shape[1], 1)
+        return self.choices // self.top_k
 
 
 def arrange(
@@ -66,28 +67,29 @@ def arrange(
 
     Example:
         >>> made = arrange(torch.tensor([[1, 0], [1, 2], [0, 1]]), 3)
-        >>> made.tokens.tolist(), made.places.tolist()
-        ([0, 2, 0, 1, 2, 1], [[2, 0], [3, 5], [1, 4]])
+        >>> made.tokens.tolist(), made.by_token.tolist(), made.starts.tolist()
+        ([0, 2, 0, 1, 2, 1], [2, 0, 3, 5, 1, 4], [0, 2, 4])
     """
+    top_k = experts.shape[1]
     keys = experts.flatten() if kept is None else experts.where(kept, num_experts).flatten()
     keys, order = keys.sort(stable=True)  # the dropped ones last
-    rows = torch.arange(len(order), device=order.device)
+    places = torch.arange(len(order), device=order.device)
+    starts = places[::top_k]
     if capacity is None:
-        places = torch.empty_like(order).scatter_(0, order, rows).view_as(experts)
         if kept is None:
-            return Permutation(order, places, None, None)
+            by_token = torch.empty_like(order).scatter_(0, order, places)
+            return Permutation(order, top_k, by_token, starts)
         choices, many = order[:num_rows], kept.sum(1)
-        gathered = choices.argsort(), many.cumsum(0) - many
-        return Permutation(choices, places * kept, kept, None, gathered)
+        return Permutation(choices, top_k, choices.argsort(), many.cumsum(0) - many)
     counts = count(keys, num_experts + 1)
     first = counts.cumsum(0) - counts
-    rows = torch.where(keys < num_experts, keys * capacity + rows - first[keys], -1)
+    rows = torch.where(keys < num_experts, keys * capacity + places - first[keys], -1)
     choices = order.new_full((num_experts * capacity + 1,), -1)  # the last for the dropped ones
     choices = choices.scatter_(0, rows.remainder(len(choices)), order)[:-1]
-    places = torch.empty_like(order).scatter_(0, order, rows).view_as(experts)
+    by_token = torch.empty_like(order).scatter_(0, order, rows)
     return Permutation(
-        choices.clamp(min=0), places.clamp(min=0), places >= 0, choices < 0
-    )  # fmt: skip
+        choices.clamp(min=0), top_k, by_token.clamp(min=0), starts, by_token >= 0, choices < 0
+    )
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
@@ -155,12 +157,9 @@ def _to_rows(x: Tensor, permutation: Permutation) -> Tensor:
 
 
 def _to_tokens(rows: Tensor, permutation: Permutation) -> Tensor:
-    places, kept = permutation.places, permutation.kept
-    if not len(rows) or not len(places):
-        return rows.new_zeros(len(places), rows.shape[1])
-    if kept is None and places.shape[1] == 1:
-        return rows.index_select(0, places[:, 0])
-    if permutation.gathered is not None:
-        return F.embedding_bag(permutation.gathered[0], rows, permutation.gathered[1], mode="sum")
-    weights = None if kept is None else kept.to(rows.dtype)
-    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights)
+    if not len(rows) or not len(permutation.starts):
+        return rows.new_zeros(len(permutation.starts), rows.shape[1])
+    counted = None if permutation.counted is None else permutation.counted.to(rows.dtype)
+    return F.embedding_bag(
+        permutation.by_token, rows, permutation.starts, mode="sum", per_sample_weights=counted
+    )
