@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import (
+    CheckpointError,
     CommGridError,
     GridDestroyedError,
     GridExistsError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "CommGridError",
     "GridDestroyedError",
     "GridExistsError",

@@ -47,5 +47,9 @@ class PeerFailedError(CommGridError, RuntimeError):
     """Another rank failed, or is gone; the message names it and carries its error."""
 
 
+class CheckpointError(CommGridError, RuntimeError):
+    """A checkpoint could not be written, or does not hold what is to be loaded; names what."""
+
+
 class ShapeError(CommGridError, ValueError):
     """A tensor does not fit the group or layer it was given to; names shape and group."""

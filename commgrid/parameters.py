@@ -42,6 +42,13 @@ class ShardedModule(nn.Module):
         """Along which dims a parameter is sliced, and over which group."""
         return ((self.shard_dims[name], self.group),) if name in self.shard_dims else ()
 
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """Of the unsharded parameter; slices that are padded override it."""
+        shape = list(self.get_parameter(name).shape)
+        for dim, group in self.shards_of(name):
+            shape[dim] *= group.size
+        return tuple(shape)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # A buffer of gradients belongs to the process that pickled the module.
@@ -76,6 +83,7 @@ class Placement:
         shards: which dims of the full parameter it is sliced along, and over which group.
         partial: the group over which its gradients are parts of a sum; None: none.
         region: "dense" or "expert": which data-parallel group holds copies of it.
+        shape: of the full parameter.
         shared: the group whose ranks each use a copy of it for something else, as first and last
             stage do tied embeddings, so that its gradient is the sum over them; None: none.
     """
@@ -85,6 +93,7 @@ class Placement:
     shards: tuple[tuple[int, GroupRef], ...]
     partial: GroupRef | None
     region: str
+    shape: tuple[int, ...]
     shared: GroupRef | None = None
 
     @property
@@ -179,15 +188,15 @@ def placements(model: nn.Module) -> Iterator[Placement]:
         mark: Mark = getattr(module, "_commgrid_mark", Mark())
         for name, parameter in module.named_parameters(recurse=False):
             shards: tuple[tuple[int, GroupRef], ...] = ()
-            partial = mark.partial
+            partial, shape = mark.partial, tuple(parameter.shape)
             if isinstance(module, ShardedModule):
-                shards = module.shards_of(name)
+                shards, shape = module.shards_of(name), module.full_shape(name)
                 if shards:
                     partial = None
                 elif name in module.partial:
                     partial = module.group
             full = f"{prefix}.{name}" if prefix else name
-            placement = Placement(full, parameter, shards, partial, mark.region, mark.shared)
+            placement = Placement(full, parameter, shards, partial, mark.region, shape, mark.shared)
             first = found.setdefault(id(parameter), placement)
             if _told(first) != _told(placement):
                 raise SpecError(

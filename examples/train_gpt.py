@@ -3,13 +3,16 @@
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --tp 2 --sequence-parallel
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --pp 4 --schedule zb-h1
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --experts 8 --ep 4
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --fsdp --dp-replicate 2
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --save runs/1 --save-every 100
     python examples/train_gpt.py --steps 20                  # one process, no launcher
 
 Every rank draws the same weights and the same batches from --seed, so the loss curve does
-not depend on how the job is cut: not on --tp, --dp, --sequence-parallel, --zero1, --pp, --chunks,
---schedule, --microbatches, --ep or --etp. (It does with --dropout, since ranks drop other elements,
-and with --capacity-factor and --aux-loss-coef, which look at the tokens of a rank.) The text is
-Python's own documentation, unless --data names a file.
+not depend on how the job is cut: not on --tp, --dp, --sequence-parallel, --zero1, --fsdp, --pp,
+--chunks, --schedule, --microbatches, --ep or --etp. (It does with --dropout, since ranks drop other
+elements, and with --capacity-factor and --aux-loss-coef, which look at the tokens of a rank.) Nor
+does it depend on where --resume takes up what --save has saved, or on how that job was cut. The
+text is Python's own documentation, unless --data names a file.
 """
 
 from __future__ import annotations
@@ -28,10 +31,19 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import commgrid
+from commgrid import checkpoint
 from commgrid.collectives import all_gather, all_reduce, broadcast
-from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.data_parallel import (
+    GradientReducer,
+    ShardedOptimizer,
+    clip_gradients,
+    gradient_norm,
+    reduce_partial_gradients,
+)
 from commgrid.expert import MoELayer
 from commgrid.failures import named_failures
 from commgrid.names import nearest
@@ -52,6 +64,10 @@ from commgrid.tensor_parallel import (
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 VOCABULARY = 256  # bytes
+MODEL_FLAGS = (
+    "layers", "hidden", "heads", "kv_heads", "seq_len", "tie_embeddings", "experts", "top_k",
+)  # fmt: skip
+"""Those that a checkpoint must have been saved with."""
 
 
 # -- the model: activations are (sequence, batch, hidden) ----------------------------------
@@ -63,7 +79,7 @@ class Attention(nn.Module):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.dropout = args.dropout
-        options = {"sequence_parallel": args.sequence_parallel, "dtype": DTYPES[args.dtype]}
+        options = {"sequence_parallel": args.sequence_parallel, "dtype": args.weights}
         self.qkv = QKVParallelLinear(
             args.hidden, args.heads, num_kv_heads=args.kv_heads, init=weights(), **options
         )
@@ -84,7 +100,7 @@ class MLP(nn.Module):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        hidden, dtype = args.hidden, DTYPES[args.dtype]
+        hidden, dtype = args.hidden, args.weights
         options = {"sequence_parallel": args.sequence_parallel, "dtype": dtype}
         self.up = ColumnParallelLinear(hidden, 4 * hidden, init=weights(), **options)
         self.down = RowParallelLinear(4 * hidden, hidden, init=weights(args.layers), **options)
@@ -97,9 +113,10 @@ def experts(args: argparse.Namespace) -> MoELayer:
     """What stands in an MLP's place with --experts."""
     return MoELayer(
         args.hidden, 4 * args.hidden, args.experts, args.top_k,
-        capacity_factor=args.capacity_factor, aux_loss=args.aux_loss_coef, summed_loss=True,
+        capacity_factor=args.capacity_factor, aux_loss=args.aux_loss_coef,
+        summed_loss=not args.fsdp,
         sequence_parallel=args.sequence_parallel, init=weights(), init_down=weights(args.layers),
-        dtype=DTYPES[args.dtype],
+        dtype=args.weights,
     )  # fmt: skip
 
 
@@ -156,14 +173,14 @@ class Part(nn.Module):
         super().__init__()
         self.sequence_parallel = args.sequence_parallel
         self.is_first, self.is_last = layers.start == 0, layers.stop == args.layers
-        options = {"sequence_parallel": args.sequence_parallel, "dtype": DTYPES[args.dtype]}
+        options = {"sequence_parallel": args.sequence_parallel, "dtype": args.weights}
         tied = self.is_last and args.tie_embeddings
         if self.is_first or tied:
             self.tokens = tokens or VocabParallelEmbedding(
                 VOCABULARY, args.hidden, init=weights(), **options
             )
         if self.is_first:
-            self.positions = Positions(args.seq_len, args.hidden, dtype=DTYPES[args.dtype])
+            self.positions = Positions(args.seq_len, args.hidden, dtype=args.weights)
             if args.sequence_parallel:  # each rank sees its slice of the sequence only
                 mark_parameters(self.positions, partial="tp")
             self.drop = Dropout(args)
@@ -207,7 +224,7 @@ def build(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> list[Part]:
 
 def norm(args: argparse.Namespace) -> nn.LayerNorm:
     """A LayerNorm; under sequence parallelism its gradients are partial sums over tp."""
-    made = nn.LayerNorm(args.hidden, dtype=DTYPES[args.dtype])
+    made = nn.LayerNorm(args.hidden, dtype=args.weights)
     return mark_parameters(made, partial="tp") if args.sequence_parallel else made
 
 
@@ -245,29 +262,62 @@ def global_batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
 # -- training ---------------------------------------------------------------------------
 
 
+def shard(part: Part, args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
+    """FSDP2, with --dp-replicate HSDP; experts over the ranks that have copies of them."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if args.dtype == "bf16" else None, reduce_dtype=args.weights
+    )
+    data = ("dp_replicate", "fsdp") if args.dp_replicate > 1 else ("fsdp",)
+    dense: dict[str, Any] = {"mesh": grid.device_mesh(*data), "mp_policy": policy}
+    for block in part.blocks.values():
+        if args.experts:
+            experts = fully_shard(block.mlp.experts, mesh=grid.device_mesh("edp"), mp_policy=policy)
+            experts.set_gradient_divide_factor(grid.size("dp_cp"))  # tokens of all ranks' are there
+        fully_shard(block, **dense)
+    fully_shard(part, **dense)
+    if not torch.cuda.is_available():  # gloo does not average
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+
 class Trainer:
-    """Model, reducer, pipeline and optimizer, and the steps they take together."""
+    """Model, what reduces its gradients, pipeline and optimizer, and the steps they take."""
 
     def __init__(self, args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
         self.args, self.grid = args, grid
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        chunks = build(args, grid)
-        for chunk in chunks:
+        self.chunks = build(args, grid)
+        for chunk in self.chunks:
             initialize_parameters(chunk, args.seed)
-        self.model = nn.ModuleList(chunks).to(self.device)
+        self.model = nn.ModuleList(self.chunks).to(self.device)
         set_random_seed(args.seed)  # of dropout: the same on the ranks of a tp group
-        self.reducer = GradientReducer(self.model, shard=args.zero1)
         options: dict[str, Any] = {"lr": args.lr, "weight_decay": 0.01}
+        self.reducer: GradientReducer | None = None
         self.optimizer: torch.optim.Optimizer
-        if args.zero1 or args.dtype == "bf16":  # which also keeps bf16 weights in fp32
-            self.optimizer = ShardedOptimizer(self.reducer, torch.optim.AdamW, **options)
+        if args.fsdp:
+            for chunk in self.chunks:
+                shard(chunk, args, grid)
+            self.optimizer = torch.optim.AdamW(by_mesh(self.model), **options)
         else:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+            self.reducer = GradientReducer(self.model, shard=args.zero1)
+            if args.zero1 or args.dtype == "bf16":  # which also keeps bf16 weights in fp32
+                self.optimizer = ShardedOptimizer(self.reducer, torch.optim.AdamW, **options)
+            else:
+                self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        # A reducer divides summed gradients by all tokens; FSDP averages means over ranks.
+        self.tokens = args.batch_size // grid.size("dp") * args.seq_len
+        self.scale = self.tokens if args.fsdp else 1
         self.pipeline = Pipeline(
-            chunks, args.schedule, num_microbatches=args.microbatches,
-            loss=partial(vocab_parallel_cross_entropy, vocabulary=VOCABULARY, reduction="sum"),
+            self.chunks, args.schedule, num_microbatches=args.microbatches, loss=self.loss,
             reducer=self.reducer,
         )  # fmt: skip
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        total = vocab_parallel_cross_entropy(
+            logits, targets, vocabulary=VOCABULARY, reduction="sum"
+        )
+        return total / self.scale
 
     def step(self, step: int, batch: Tensor) -> tuple[float, float]:
         """One optimizer step on the whole batch, (batch_size, seq_len + 1): loss and norm."""
@@ -278,33 +328,76 @@ class Trainer:
         losses = self.pipeline.step(
             [one[:-1] for one in microbatches], [one[1:] for one in microbatches]
         )
-        self.reducer.finish(count=mine[:, 1:].numel())
-        clip = self.args.clip_grad
-        norm = self.reducer.clip_gradients(clip) if clip else self.reducer.gradient_norm()
+        norm = self.reduce()
         self.optimizer.step()
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if losses is not None:  # on the last stage
-            total += all_reduce(losses.double().sum(), "dp_cp")
+            total += all_reduce(losses.double().sum() * self.scale, "dp_cp")
         total = broadcast(total, "pp", source=self.grid.size("pp") - 1)
         return total.item() / batch[:, 1:].numel(), norm.item()
 
+    def reduce(self) -> Tensor:
+        """Gradients averaged and clipped; their norm before that."""
+        clip = self.args.clip_grad
+        if self.reducer is not None:
+            self.reducer.finish(count=self.tokens)
+            return self.reducer.clip_gradients(clip) if clip else self.reducer.gradient_norm()
+        reduce_partial_gradients(self.model)  # FSDP has averaged them over the data axes
+        return clip_gradients(self.model, clip) if clip else gradient_norm(self.model)
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint of the step just taken."""
+        flags = {flag: getattr(self.args, flag) for flag in MODEL_FLAGS}
+        checkpoint.save(
+            self.args.save, step, self.chunks, self.optimizer, extra={"flags": flags},
+            keep=self.args.keep,
+        )  # fmt: skip
+
+    def resume(self) -> int:
+        """Loads the last checkpoint; the step it is of."""
+        found = checkpoint.load(self.args.resume, self.chunks, self.optimizer)
+        for flag, saved in found.extra.get("flags", {}).items():
+            if saved != getattr(self.args, flag, saved):
+                raise SystemExit(
+                    f"--resume {self.args.resume}: saved with --{flag.replace('_', '-')} {saved}, "
+                    f"not {getattr(self.args, flag)}"
+                )
+        set_random_seed(self.args.seed * 1_000_003 + found.step)  # not the same masks again
+        return found.step
+
+
+def by_mesh(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters in groups of one mesh each, which is what torch updates at once."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
+
 
 def train(args: argparse.Namespace) -> None:
-    embedding = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
+    groups: dict[str, Any] = {}
+    data = {"dp": args.dp}
+    if args.tie_embeddings:
+        groups["embedding"] = {"of": "pp", "pick": ["first", "last"]}
+    if args.fsdp:
+        groups["fsdp"] = "dp_shard_cp"
+        shards = args.dp // args.dp_replicate if args.dp > 0 else -1
+        data = {"dp_replicate": args.dp_replicate, "dp_shard": shards}
     grid = commgrid.initialize(
-        tp=args.tp, pp=args.pp, dp=args.dp, ep=args.ep, etp=args.etp,
-        groups=embedding if args.tie_embeddings else None,
-    )  # fmt: skip
+        tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp, groups=groups, **data
+    )
     check(args, grid)
     text = read_text(args.data, args.seq_len)
     trainer = Trainer(args, grid)
     main_rank = grid.rank == 0
     if main_rank:
         print(grid, f"on {trainer.device.type}", flush=True)
+    done = trainer.resume() if args.resume else 0
     if args.metrics and main_rank:
-        Path(args.metrics).write_text("")
-    for step in range(1, args.steps + 1):
+        forget_after(done, Path(args.metrics))
+    for step in range(done + 1, args.steps + 1):
         started = time.perf_counter()
         with named_failures(grid, partial("step {}".format, step)):
             loss, norm = trainer.step(step, global_batch(text, step, args))
@@ -315,10 +408,19 @@ def train(args: argparse.Namespace) -> None:
             row = {"step": step, "loss": loss, "grad_norm": norm, "tokens_per_s": speed}
             with Path(args.metrics).open("a") as lines:
                 print(json.dumps(row), file=lines)
+        if args.save and (step % args.save_every == 0 or step == args.steps):
+            trainer.save(step)
     sample = generate(trainer)
     if main_rank:
         print(f"--- a sample\n{sample}")
     commgrid.shutdown()
+
+
+def forget_after(step: int, metrics: Path) -> None:
+    """Leaves the rows up to a step, since those after it come again."""
+    rows = metrics.read_text().splitlines() if step and metrics.exists() else []
+    kept = [row for row in rows if json.loads(row)["step"] <= step]
+    metrics.write_text("".join(f"{row}\n" for row in kept))
 
 
 @torch.no_grad()
@@ -448,6 +550,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--sequence-parallel", action="store_true", help="shard activations over tp as well")
     add("--zero1", action="store_true", help="shard the optimizer over dp")
+    add("--fsdp", action="store_true", help="shard weights too, by torch's FSDP2")
+    add(
+        "--dp-replicate",
+        type=positive,
+        default=1,
+        help="copies of the weights that --fsdp shards (HSDP; default 1)",
+    )
     add("--steps", type=positive, default=200, help="optimizer steps (default 200)")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (default 0)")
     add(
@@ -466,6 +575,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=2e-3, help="AdamW's learning rate (default 2e-3)")
     add("--warmup", type=positive, default=20, help="steps over which it rises (default 20)")
     add("--dtype", choices=list(DTYPES), default="fp32", help="of weights (default fp32)")
+    add("--save", metavar="DIR", help="write checkpoints to, at the end and as --save-every says")
+    add("--save-every", type=positive, help="steps between checkpoints")
+    add("--keep", type=positive, help="checkpoints that stay, the last ones (default: all)")
+    add("--resume", metavar="DIR", help="go on from the last checkpoint there, cut in any way")
     add("--data", metavar="FILE", help="text to train on (default: Python's documentation)")
     add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss, grad_norm, …")
     args = parser.parse_args(argv)
@@ -476,6 +589,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.etp = args.etp or args.tp  # so that there is an expert region
     elif args.ep > 1 or args.etp or args.capacity_factor or args.aux_loss_coef:
         parser.error("--ep, --etp, --capacity-factor and --aux-loss-coef are about --experts N")
+    if args.fsdp and (args.zero1 or args.pp > 1):
+        parser.error("--fsdp shards the optimizer too, and is without --zero1 and --pp")
+    if args.dp_replicate > 1 and not args.fsdp:
+        parser.error("--dp-replicate is about --fsdp")
+    if args.dp > 0 and args.dp % args.dp_replicate:
+        parser.error(f"--dp-replicate {args.dp_replicate} does not divide --dp {args.dp}")
+    if (args.save_every or args.keep) and not args.save:
+        parser.error("--save-every and --keep are about --save DIR")
+    args.save_every = args.save_every or args.steps
+    # FSDP computes in bf16 with weights that stay in fp32.
+    args.weights = torch.float32 if args.fsdp and args.dtype == "bf16" else DTYPES[args.dtype]
     args.schedule = args.schedule or ("interleaved" if args.chunks > 1 else "1f1b")
     args.microbatches = args.microbatches or args.pp
     return args

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.parameters import Placement, placements
@@ -27,8 +28,9 @@ def gradient_norm(
 ) -> Tensor:
     """The 2-norm of the gradients in `.grad`, the same on every rank.
 
-    Each parameter counts once, whether it is sliced or copied over tp, pp and ep. Gradients
-    must be reduced already, and whole: a reducer with `shard=True` has its own `gradient_norm`.
+    Each parameter counts once, whether it is sliced or copied over tp, pp and ep, or sharded by
+    FSDP2. Gradients must be reduced already; a reducer with `shard=True` has its own
+    `gradient_norm`.
 
     Args:
         model: this rank's part of the model.
@@ -49,12 +51,27 @@ def gradient_norm(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is kept by its "
                 "GradientReducer; ask that one: reducer.gradient_norm(), reducer.clip_gradients()"
             )
-    held = [
-        (placement.parameter.grad, num_parts(placement, grid))
-        for placement in placements(model)
-        if placement.parameter.grad is not None
-    ]
-    return total_norm(held, norm_group(grid, data), device_of(model))
+    held = []
+    for placement in placements(model):
+        gradient = placement.parameter.grad
+        if gradient is not None:
+            held.append((local_of(gradient), num_parts(placement, grid) * _num_shards(gradient)))
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return total_norm(held, norm_group(grid, data, sharded=sharded), device_of(model))
+
+
+def local_of(gradient: Tensor) -> Tensor:
+    """The gradient, or this rank's part where it is a DTensor, as FSDP2 leaves it."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _num_shards(gradient: Tensor) -> int:
+    """Into how many parts a DTensor is cut."""
+    shards = 1
+    if isinstance(gradient, DTensor):
+        for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+            shards *= 1 if placement.is_replicate() else size
+    return shards
 
 
 def clip_gradients(
@@ -77,7 +94,11 @@ def clip_gradients(
     if not max_norm > 0:
         raise ShapeError(f"clip_gradients(max_norm={max_norm}): expected above 0")
     norm = gradient_norm(model, data=data, grid=grid)
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                local_of(parameter.grad).mul_(scale)
     return norm
 
 

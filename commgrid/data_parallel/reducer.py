@@ -172,6 +172,10 @@ class GradientReducer:
         )  # fmt: skip
         return self._grid.get_group(*axes), "_".join(axes)
 
+    def cut_over(self, placement: Placement) -> str | None:
+        """The group whose ranks each keep a part of a parameter's gradient; None: all keep it."""
+        return self._group_of(placement)[1] if self.shard else None
+
     # -- during backward ----------------------------------------------------------------
 
     def _attach(self, bucket: Bucket, index: int) -> Iterator[Any]:

@@ -109,6 +109,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- the parts ----------------------------------------------------------------------
 
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer of the parts, which has their state."""
+        return self._inner
+
+    def parts(self) -> list[tuple[Piece, Tensor, str | None]]:
+        """What this rank updates: which part of which parameter, the tensor that the inner
+        optimizer has of it, and over which group the parameter is cut; None: it is not."""
+        return [
+            (piece, self._masters[id(piece)], self._reducer.cut_over(piece.slot.placement))
+            for piece in self._reducer.pieces
+        ]
+
     def _weight(self, piece: Piece) -> Tensor:
         """The part of the parameter itself that this rank updates."""
         if piece.is_whole:
@@ -121,8 +134,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         exact = torch.promote_types(weight.dtype, torch.float32)
         return weight.to(exact).requires_grad_()
 
-    def _reload(self, *_: object) -> None:
-        """After the model's weights were loaded: the fp32 copies follow."""
+    def reload(self, *_: object) -> None:
+        """Takes the model's weights into the fp32 copies, after they were loaded or set."""
         with torch.no_grad():
             for piece in self._reducer.pieces:
                 self._masters[id(piece)].copy_(self._weight(piece))
@@ -188,7 +201,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _watch(self, model: nn.Module) -> list[Any]:
         before, whole, reload = (
-            _Hook(method) for method in (self._before, self._whole, self._reload)
+            _Hook(method) for method in (self._before, self._whole, self.reload)
         )
         hooks: list[Any] = []
         module: Any  # torch does not annotate these methods

@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from commgrid.data_parallel.norm import device_of
 from commgrid.errors import CommGridError, GridMismatchError, ShapeError, SpecError
 from commgrid.failures import named_failures
+from commgrid.objects import gathered
 from commgrid.pipeline.backward import WeightGradients, backward_input
 from commgrid.pipeline.exchange import Exchange, Program, message_of, programs
 from commgrid.pipeline.p2p import StageLinks
@@ -44,7 +45,7 @@ from commgrid.pipeline.schedule import (
     forward_only,
     make_schedule,
 )
-from commgrid.pipeline.shared import add_up, check_shared, gathered, set_aside
+from commgrid.pipeline.shared import add_up, check_shared, set_aside
 from commgrid.pipeline.simulator import Span
 from commgrid.registry import get_grid, is_initialized
 

@@ -6,22 +6,18 @@ itself, before its sum over data; without one, this does it at the end of a step
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from commgrid.async_collectives import start_all_reduce_
-from commgrid.collectives import all_gather
 from commgrid.errors import GridMismatchError
+from commgrid.objects import gathered
 from commgrid.parameters import placements
 
-Value = TypeVar("Value")
 Gradients = dict[nn.Parameter, Tensor | None]
 
 
@@ -75,12 +71,3 @@ def check_shared(model: nn.Module, pipeline: ProcessGroup, device: torch.device)
                         f"{', '.join(others.get(ranks, [])) or 'none'}; mark the same ones in the "
                         "same order on all of them: mark_parameters(…, shared=…)"
                     )
-
-
-def gathered(value: Value, group: ProcessGroup, device: torch.device) -> list[Value]:
-    """Every rank's plain value, in group order; torch's all_gather_object does it with numpy."""
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    lengths = all_gather(torch.tensor([len(mine)], device=device), group).tolist()
-    padded = F.pad(mine, (0, max(lengths) - len(mine)))
-    rows = all_gather(padded, group).view(len(lengths), -1).tolist()
-    return [pickle.loads(bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)]

@@ -90,6 +90,9 @@ class VocabParallelEmbedding(ParallelLayer):
         self.weight = self._new_parameter(share, embedding_dim)
         self.reset_parameters()
 
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        return self.num_embeddings, self.embedding_dim
+
     def reset_parameters(self) -> None:
         """Draws the full weight and keeps this rank's rows; rows past the vocabulary are zero."""
         shape = (self.num_embeddings, self.embedding_dim)
@@ -143,6 +146,9 @@ class VocabParallelHead(ColumnParallelLinear):
 
     def _rows(self, out_features: int) -> int:
         return vocabulary_share(out_features, self.group)
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        return self.out_features, self.in_features
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Output:
         logits = super().forward(x, weight)

@@ -1,0 +1,299 @@
+"""Checkpoints that any grid can load, whatever grid wrote them.
+
+    save("runs/7", 20, model, optimizer, extra={"tokens": 81_920})      on all ranks of a grid
+    load("runs/7", model, optimizer).step                               on all ranks of any grid
+
+A checkpoint is a folder of torch.distributed.checkpoint's, which its own tools open. Names in it:
+
+| name | holds |
+|---|---|
+| `model.<parameter>` | the full parameter, in the boxes that ranks had of it; buffers likewise |
+| `optimizer.state.<parameter>.<key>` | its state; `master` for half precision's fp32 copy |
+| `optimizer.param_groups.<parameter>.<key>` | the options of its group, as torch flattens them |
+| `extra.<key>` | what the job adds |
+
+A parameter that modules share has the first of its names. It can be opened without commgrid:
+`torch.distributed.checkpoint.load` into the unsharded model, or into one sharded otherwise, and
+`torch.distributed.checkpoint.format_utils.dcp_to_torch_save` for one file.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from commgrid.checkpoint import folder as folders
+from commgrid.checkpoint.items import Item, Value
+from commgrid.checkpoint.layout import Turns
+from commgrid.checkpoint.model_state import ModelState
+from commgrid.checkpoint.optimizer_state import OptimizerState
+from commgrid.checkpoint.progress import ProgressLine, size
+from commgrid.checkpoint.storage import Report, Stored, write, write_metadata
+from commgrid.errors import CheckpointError, SpecError
+from commgrid.objects import at_first
+from commgrid.registry import get_grid
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+__all__ = ["Restored", "load", "save", "steps"]
+
+Model = nn.Module | Sequence[nn.Module]
+Progress = bool | Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `load` has loaded.
+
+    Args:
+        step: the checkpoint's.
+        folder: the checkpoint's.
+        extra: what was saved with it.
+    """
+
+    step: int
+    folder: Path
+    extra: dict[str, Any]
+
+
+def steps(folder: str | Path) -> list[int]:
+    """The steps of which a folder has complete checkpoints, ascending."""
+    return list(folders.complete(Path(folder)))
+
+
+def save(
+    folder: str | Path,
+    step: int,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    progress: Progress = True,
+    grid: HyperCommGrid | None = None,
+) -> Path:
+    """Writes a checkpoint; on all ranks of the grid, and complete when it returns on any.
+
+    What ranks have copies of is written once, by whichever of them has least to write. A crash at
+    any moment leaves the checkpoints before it as they were.
+
+    Args:
+        folder: of checkpoints, on a file system that all nodes share; made if need be.
+        step: names the checkpoint, and replaces one of its name.
+        model: of commgrid's layers, plain modules, FSDP2's or DTensor's; or a pipeline stage's
+            chunks. Modules have the names that they have in the whole model.
+        optimizer: a ShardedOptimizer, or an element-wise one of torch.optim.
+        extra: picklable values of the job, equal on all ranks.
+        keep: how many checkpoints the folder is to have, older ones are deleted; None: all.
+        progress: True: bytes on the first rank's stderr; or called on every rank with its own bytes
+            done and to do; False: nothing.
+        grid: None: the default one.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: it could not be written, on all ranks, naming those that failed; or stages
+            have different parameters of one name.
+        SpecError: a parameter is sliced over something that is not of the grid, or the optimizer
+            is not element-wise.
+
+    Example:
+        >>> import commgrid, tempfile, torch
+        >>> from commgrid import checkpoint
+        >>> grid = commgrid.initialize()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as runs:
+        ...     _ = checkpoint.save(runs, 20, model, extra={"epoch": 1}, progress=False)
+        ...     restored = checkpoint.load(runs, model, progress=False)
+        ...     checkpoint.steps(runs), restored.step, restored.extra
+        ([20], 20, {'epoch': 1})
+        >>> commgrid.shutdown()
+    """
+    if not isinstance(step, int) or step < 0:
+        raise SpecError(f"save(step={step!r}): expected a count of steps, 0 or more")
+    if keep is not None and keep < 1:
+        raise SpecError(f"save(keep={keep}): expected 1 or more, or None for all")
+    grid = grid or get_grid()
+    group = _everyone(grid)
+    what = f"step {step} was not saved to {folder}"
+    items: list[Item | Value] = []
+
+    def plan() -> None:
+        items.extend(_items(grid, step, model, optimizer, extra or {}))
+
+    partial = at_first(group, plan, lambda _: folders.begin(Path(folder), step), _failure(what))
+    line, report = _reporter(progress, f"saving step {step}", grid)
+
+    def whole(written: list[Any]) -> tuple[int, Path]:
+        return write_metadata(partial, written), folders.end(partial, step, keep)
+
+    number = grid.spec.rank_range.index(grid.rank)
+    try:
+        total, final = at_first(
+            group, lambda: write(partial, items, number, report), whole, _failure(what)
+        )
+    except CheckpointError:
+        if number == 0:  # nobody is writing any more
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if line is not None:
+        line.finish(f"saved step {step}: {size(total)} to {final}")
+    return final
+
+
+def load(
+    folder: str | Path,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    progress: Progress = True,
+    grid: HyperCommGrid | None = None,
+) -> Restored:
+    """Loads a checkpoint that any grid wrote, or one process; on all ranks of the grid.
+
+    Nothing is changed before all ranks have read all that they need; until then what is read is
+    held beside the model's parameters, on the CPU. Numbers of another precision are converted.
+
+    Args:
+        folder: of checkpoints, or one of these itself.
+        model, optimizer: as `save` takes them, cut in any way; without an optimizer its state in
+            the checkpoint is left alone.
+        step: None: the last complete one.
+        progress, grid: as `save`'s.
+
+    Raises:
+        CheckpointError: on all ranks: no such checkpoint, half a one, or one of another model or
+            optimizer; names what is missing or differs, and which ranks found it.
+        SpecError: as `save` raises.
+    """
+    grid = grid or get_grid()
+    group = _everyone(grid)
+
+    def choose(_: object) -> tuple[int, Path]:
+        chosen, path = folders.find(Path(folder), step)
+        Stored(path).check_files()
+        return chosen, path
+
+    found, path = at_first(group, lambda: None, choose, _failure("nothing was loaded"))
+    failure = _failure(f"nothing was loaded from {path}")
+    loading = _Loading(grid, path, model, optimizer)
+    at_first(group, loading.plan, loading.check_all, failure)
+    line, report = _reporter(progress, f"loading step {found}", grid)
+    at_first(group, lambda: loading.read(report), lambda _: None, failure)
+    loading.take()
+    if line is not None:
+        line.finish(f"loaded step {found} from {path}")
+    return Restored(found, path, loading.extra)
+
+
+class _Loading:
+    """One rank's part in loading a checkpoint."""
+
+    def __init__(
+        self, grid: HyperCommGrid, path: Path, model: Model, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._grid, self._path = grid, path
+        self._given = model, optimizer
+
+    def plan(self) -> list[str]:
+        """Compares what is needed with what is there; returns the names of this rank's model."""
+        model, optimizer = self._given
+        self._stored = Stored(self._path)
+        self._model = ModelState(model, self._grid)
+        self._live = list(self._model.items(Turns(self._grid)))
+        self._stored.check(self._live)
+        self._staged = [i.staged() if isinstance(i, Item) else i for i in self._live]
+        self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
+        self._extra = [Value(_path(key)) for key in self._stored.keys if key.startswith("extra.")]
+        self._needed = [*self._staged, *self._extra]
+        if self._optimizer is not None:
+            self._needed += self._optimizer.targets(self._stored.keys)
+        # One rank of each stage tells, since the others of it have the same names.
+        others = (index for axis, index in self._grid.coordinate.items() if axis != "pp")
+        return [] if any(others) else [item.key for item in self._live]
+
+    def check_all(self, names: list[list[str]]) -> None:
+        """Whether all stages together have all of the checkpoint's model."""
+        known = {name for own in names for name in own}
+        there = [key for key in self._stored.keys if key.startswith("model.")]
+        unknown = [key for key in there if key not in known]
+        if unknown:
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            raise CheckpointError(
+                f"of another model: it also has {', '.join(unknown[:3])}{more}, which no rank has"
+            )
+
+    def read(self, report: Report) -> None:
+        """Into memory of its own."""
+        self._values = self._stored.read(self._needed, report)
+        if self._optimizer is not None:
+            self._optimizer.check_options(self._values)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Puts everything in place."""
+        for live, staged in zip(self._live, self._staged, strict=True):
+            if isinstance(live, Item) and isinstance(staged, Item):
+                live.take(staged)
+            else:
+                self._model.set_value(live.path[-1], self._values[live.key])
+        if self._optimizer is not None:
+            self._optimizer.take(self._values)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the job has saved beside it."""
+        return {value.path[-1]: self._values[value.key] for value in self._extra}
+
+
+def _items(
+    grid: HyperCommGrid,
+    step: int,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+) -> Iterator[Item | Value]:
+    turns = Turns(grid)
+    state = ModelState(model, grid)
+    yield from state.items(turns)
+    if optimizer is not None:
+        yield from OptimizerState(optimizer, state).items(turns)
+    is_first = grid.rank == grid.spec.rank_range[0]
+    yield Value(("step",), step, is_first)
+    for key, value in extra.items():
+        yield Value(("extra", key), value, is_first)
+
+
+def _path(key: str) -> tuple[str, str]:
+    first, _, rest = key.partition(".")
+    return first, rest
+
+
+def _everyone(grid: HyperCommGrid) -> ProcessGroup | None:
+    """The group of all ranks of the grid; None: there is one."""
+    axes = [axis for axis in grid.spec.regions[0].axes if grid.size(axis) > 1]
+    return grid.get_group(*axes) if axes else None
+
+
+def _failure(what: str) -> Callable[[str], CheckpointError]:
+    return lambda told: CheckpointError(f"{what}: {told}")
+
+
+def _reporter(
+    progress: Progress, what: str, grid: HyperCommGrid
+) -> tuple[ProgressLine | None, Report]:
+    """What writes the last word, if anything does, and what is told how far it is."""
+    if callable(progress):
+        return None, progress
+    line = ProgressLine(what) if progress and grid.rank == grid.spec.rank_range[0] else None
+    return line, line or (lambda done, total: None)

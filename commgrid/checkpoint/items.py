@@ -1,0 +1,82 @@
+"""What a checkpoint consists of: tensors in boxes, and plain values, each under a name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commgrid.checkpoint.layout import Chunk, Shape
+
+Path = tuple[str, ...]
+"""A name in the nested dict that torch's readers make of a checkpoint: ("model", "norm.weight")."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor, or this rank's boxes of it.
+
+    Args:
+        path: its name.
+        shape: of the full tensor.
+        chunks: this rank's boxes.
+        dtype: of the numbers.
+        writes: whether this rank writes its boxes; False: a rank with copies of them does.
+        repeats: whether several stages may have it, equal ones, without saying so.
+    """
+
+    path: Path
+    shape: Shape
+    chunks: list[Chunk]
+    dtype: torch.dtype
+    writes: bool = True
+    repeats: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name in the checkpoint."""
+        return key_of(self.path)
+
+    def staged(self) -> Item:
+        """The same boxes with memory of their own, on the CPU, to be read into."""
+        chunks = [Chunk(c.offset, torch.empty_like(c.data, device="cpu")) for c in self.chunks]
+        return Item(self.path, self.shape, chunks, self.dtype)
+
+    def take(self, staged: Item) -> None:
+        """Copies what was read."""
+        for mine, read in zip(self.chunks, staged.chunks, strict=True):
+            mine.data.copy_(read.data)
+
+
+@dataclass(frozen=True)
+class Value:
+    """Anything else, pickled.
+
+    Args:
+        path: its name.
+        value: None where it is to be read.
+        writes: whether this rank writes it.
+    """
+
+    path: Path
+    value: Any = None
+    writes: bool = True
+
+    @property
+    def key(self) -> str:
+        """The name in the checkpoint."""
+        return key_of(self.path)
+
+
+def key_of(path: Path) -> str:
+    """As torch.distributed.checkpoint flattens nested dicts."""
+    return ".".join(path)
+
+
+def whole(path: Path, tensor: Tensor, **more: bool) -> Item:
+    """A tensor that every rank holds whole."""
+    data = tensor.detach()
+    shape = tuple(data.shape)
+    return Item(path, shape, [Chunk((0,) * len(shape), data)], data.dtype, **more)

@@ -1,0 +1,237 @@
+"""Where this rank's part of a tensor lies in the full one, and which rank writes it.
+
+    full (6, 4) = tp 2 by rows, then fsdp 2 by rows; rank (fsdp 1, tp 0) has row 2 of 6:
+
+        tp 0 ┌ fsdp 0   rows 0, 1          the module says: dim 0, tp         offset 0 of 6
+             └ fsdp 1   row  2        ◄─   FSDP's DTensor: dim 0, fsdp        offset 2 of 3
+        tp 1 ┌ fsdp 0   rows 3, 4
+             └ fsdp 1   row  5
+
+Every part is a list of boxes with their offsets, which is what torch.distributed.checkpoint
+stores. A DTensor's part is one box; what a sharded optimizer keeps of a parameter is a range of its
+elements, which up to 2 n - 1 boxes of n dims hold. Copies are written once, each by the rank
+that so far has least to write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from commgrid.errors import SpecError
+from commgrid.group_ref import GroupRef
+from commgrid.parameters import Placement
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offset and size."""
+
+
+def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
+    """The boxes that hold elements start … stop - 1 of a row-major tensor, in their order.
+
+    >>> list(boxes_of_range(1, 11, (4, 3)))
+    [((0, 1), (1, 2)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]
+    """
+    rest = tuple(shape[1:])
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(rest)
+    first, last = start // row, stop // row
+
+    def within(index: int, begin: int, end: int) -> Iterator[Box]:
+        for offset, size in boxes_of_range(begin, end, rest):
+            yield (index, *offset), (1, *size)
+
+    if first == last:
+        yield from within(first, start - first * row, stop - first * row)
+        return
+    if start % row:
+        yield from within(first, start % row, row)
+        first += 1
+    if first < last:
+        yield (first, *[0] * len(rest)), (last - first, *rest)
+    yield from within(last, 0, stop % row)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a full tensor.
+
+    Args:
+        offset: of its first element in the full tensor.
+        data: this rank's tensor of it, of the box's size; writing to it sets what it is a view of.
+    """
+
+    offset: Shape
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one parameter's numbers on this rank lie in the full parameter.
+
+    Args:
+        name: in the whole model.
+        shape: of the full parameter.
+        held: of this rank's tensor, which where slices are padded reaches beyond `shape`.
+        offset: of this rank's tensor in the full parameter.
+        copies: the axes along which ranks have copies of it.
+        is_owner: False on stages whose copy another stage writes.
+    """
+
+    name: str
+    shape: Shape
+    held: Shape
+    offset: Shape
+    copies: tuple[str, ...]
+    is_owner: bool = True
+
+    def chunks(self, data: Tensor, start: int = 0, stop: int | None = None) -> list[Chunk]:
+        """The boxes of a tensor that holds elements start … stop - 1 of this rank's part.
+
+        Args:
+            data: of as many elements, in their order.
+            start, stop: with `stop`, `data` has one dim; None: it is all of this rank's part.
+        """
+        found = []
+        for within, box in _split(local_part(data), start, stop, self.held):
+            place = tuple(own + inner for own, inner in zip(self.offset, within, strict=True))
+            for dim, (begin, whole) in enumerate(zip(place, self.shape, strict=True)):
+                box = box.narrow(dim, 0, min(max(whole - begin, 0), box.shape[dim]))
+            if box.numel():
+                found.append(Chunk(place, box))
+        return found
+
+
+def _split(
+    data: Tensor, start: int, stop: int | None, shape: Shape
+) -> Iterator[tuple[Shape, Tensor]]:
+    if stop is None:
+        yield (0,) * len(shape), data
+        return
+    done = 0
+    for offset, size in boxes_of_range(start, stop, shape):
+        count = math.prod(size)
+        yield offset, data[done : done + count].view(size)
+        done += count
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor, without its graph."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def lay_out(placement: Placement, grid: HyperCommGrid, cut_over: str | None = None) -> Layout:
+    """Where this rank's tensor of a parameter lies.
+
+    Args:
+        placement: the parameter, which may be a DTensor, such as FSDP2 makes of it.
+        grid: whose axes it lies on.
+        cut_over: the group over which a sharded optimizer has cut it further.
+
+    Raises:
+        SpecError: slices over a group that is not one of the grid's, or of another region.
+    """
+    parameter = placement.parameter
+    slice_shape = parameter.shape  # of FSDP's DTensor: before FSDP cut it
+    offset, held = [0] * parameter.dim(), tuple(parameter.shape)
+    if isinstance(parameter, DTensor):
+        chunk = parameter.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+        offset, held = list(chunk.offsets), tuple(chunk.sizes)
+    for dim, group in placement.shards:
+        offset[dim] += group.rank * slice_shape[dim]
+    cut = _cut_axes(placement, grid)
+    if cut_over is not None:
+        cut |= _axes_of(cut_over, placement, grid)
+    return Layout(
+        placement.name, placement.shape, held, tuple(offset), _copies(placement, cut, grid),
+        placement.shared is None or placement.shared.rank == 0,
+    )  # fmt: skip
+
+
+def _cut_axes(placement: Placement, grid: HyperCommGrid) -> set[str]:
+    names = [_name(group, placement, grid) for _, group in placement.shards]
+    parameter = placement.parameter
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for name, kind in zip(mesh.mesh_dim_names or (), parameter.placements, strict=False):
+            if not isinstance(kind, Replicate):
+                names.append(name)
+        if not mesh.mesh_dim_names:
+            raise SpecError(
+                f"{placement.name}: a DTensor on {mesh}, whose dims have no names; take meshes "
+                "from grid.device_mesh"
+            )
+    return {axis for name in names for axis in _axes_of(name, placement, grid)}
+
+
+def _name(group: GroupRef, placement: Placement, grid: HyperCommGrid) -> str:
+    if group.grid_name != grid.name:
+        raise SpecError(
+            f"{placement.name}: sliced over {group}, which was not given as a name of grid "
+            f"{grid.name!r}; give the layer the group's name"
+        )
+    return group.name
+
+
+def _axes_of(name: str, placement: Placement, grid: HyperCommGrid) -> set[str]:
+    try:
+        return set(grid.spec.definitions[grid.spec.resolve_name(name)].axes)
+    except LookupError as error:
+        raise SpecError(
+            f"{placement.name}: sliced over {name!r}, which grid {grid.name!r} does not have; take "
+            f"meshes from grid.device_mesh ({error})"
+        ) from error
+
+
+def _copies(placement: Placement, cut: set[str], grid: HyperCommGrid) -> tuple[str, ...]:
+    """The other axes of its region; stages have parameters of their own."""
+    regions = {region.name: region.axes for region in grid.spec.regions}
+    own = regions.get(placement.region, grid.spec.regions[0].axes)
+    if not cut <= set(own):
+        raise SpecError(
+            f"{placement.name}: sliced over {', '.join(sorted(cut))}, but its region has the axes "
+            f"{', '.join(own)}; expert parameters are sharded over axes of the expert region, such "
+            "as edp, and others over those of the dense one"
+        )
+    return tuple(axis for axis in own if axis not in cut and axis != "pp")
+
+
+@dataclass
+class Turns:
+    """Shares out what ranks have copies of; all of them come to the same answer by themselves.
+
+    Args:
+        grid: whose ranks.
+    """
+
+    grid: HyperCommGrid
+    _loads: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+
+    def is_mine(self, copies: tuple[str, ...], amount: int) -> bool:
+        """Whether this rank writes something of which ranks along `copies` have copies.
+
+        Args:
+            copies: axes.
+            amount: bytes.
+        """
+        shape, coordinate = self.grid.shape, self.grid.coordinate
+        mine, count = 0, 1
+        for axis in copies:
+            mine, count = mine * shape[axis] + coordinate[axis], count * shape[axis]
+        loads = self._loads.setdefault(copies, [0] * count)
+        chosen = loads.index(min(loads))
+        loads[chosen] += amount
+        return chosen == mine

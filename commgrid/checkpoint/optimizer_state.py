@@ -1,0 +1,271 @@
+"""An optimizer's state as items of a checkpoint, by the names of the parameters it is of.
+
+The keys are torch's for flattened optimizer state: `state.<parameter>.exp_avg`, and
+`param_groups.<parameter>.lr` for every option of the group that a parameter is in. Where half-
+precision parameters are updated in an fp32 copy, that is `state.<parameter>.master`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from commgrid.checkpoint.items import Item, Value, key_of, whole
+from commgrid.checkpoint.layout import Chunk, Layout, Turns, local_part
+from commgrid.checkpoint.model_state import ModelState
+from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
+from commgrid.errors import CheckpointError, SpecError
+
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the optimizer updates of one parameter on this rank.
+
+    Args:
+        layout: where the parameter's part lies.
+        tensor: what the optimizer has of it.
+        start, stop: which of its elements; None: all.
+        has_copy: whether `tensor` is a copy in a higher precision.
+    """
+
+    layout: Layout
+    tensor: Tensor
+    start: int = 0
+    stop: int | None = None
+    has_copy: bool = False
+
+    def chunks(self, data: Tensor) -> list[Chunk]:
+        """The boxes of a tensor that is as the part."""
+        return self.layout.chunks(data, self.start, self.stop)
+
+    def path(self, key: str) -> tuple[str, str]:
+        """The name of an entry of its state."""
+        return "optimizer", f"state.{self.layout.name}.{key}"
+
+    def option(self, key: str) -> tuple[str, str]:
+        """The name of an option of its group."""
+        return "optimizer", f"param_groups.{self.layout.name}.{key}"
+
+
+class OptimizerState:
+    """This rank's part of an optimizer's state.
+
+    Args:
+        optimizer: of torch.optim, or a ShardedOptimizer, over the model's parameters.
+        model: whose parameters they are.
+
+    Raises:
+        SpecError: the optimizer has parameters that the model has not.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: ModelState) -> None:
+        self.optimizer = optimizer
+        self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.wait()
+        known = dict(_parts(optimizer, model))
+        self.groups: list[list[Part]] = []
+        for group in self.inner.param_groups:
+            for tensor in group["params"]:
+                if id(tensor) not in known:
+                    raise SpecError(
+                        f"the optimizer updates a parameter of shape {tuple(tensor.shape)} that "
+                        "the model does not have; give the model that it was made for"
+                    )
+            self.groups.append([known[id(tensor)] for tensor in group["params"]])
+
+    # -- writing ------------------------------------------------------------------------
+
+    def items(self, turns: Turns) -> Iterator[Item | Value]:
+        """Every entry of every parameter's state, and the options of its group."""
+        for group, parts in zip(self.inner.param_groups, self.groups, strict=True):
+            options = {key: value for key, value in group.items() if key != "params"}
+            for part in parts:
+                layout, state = part.layout, dict(self.inner.state.get(part.tensor, {}))
+                if part.has_copy:
+                    state[MASTER] = part.tensor
+                for key, held in state.items():
+                    size = held.nbytes if isinstance(held, Tensor) else 0
+                    mine = turns.is_mine(layout.copies, size) and layout.is_owner
+                    yield self._entry(part, key, held, mine)
+                mine = turns.is_mine(layout.copies, 0) and layout.is_owner
+                # Of a parameter that is cut, every part says them; the first one does for all.
+                first = part.start == 0 and not any(layout.offset)
+                for key, value in options.items():
+                    yield Value(part.option(key), value, mine and first)
+
+    def _entry(self, part: Part, key: str, held: Any, mine: bool) -> Item | Value:
+        first = part.start == 0 and not any(part.layout.offset)
+        if not isinstance(held, Tensor):
+            return Value(part.path(key), held, mine and first)
+        if held.shape == part.tensor.shape and (held.dim() or not part.layout.shape):
+            return Item(part.path(key), part.layout.shape, part.chunks(held), held.dtype, mine)
+        if held.dim() == 0:
+            return whole(part.path(key), local_part(held), writes=mine and first)
+        raise SpecError(
+            f"{part.layout.name}: the optimizer's {key!r} of shape {tuple(held.shape)} belongs to "
+            f"a part of shape {tuple(part.tensor.shape)}; expected that shape, or one number, as "
+            "element-wise optimizers have"
+        )
+
+    # -- reading ------------------------------------------------------------------------
+
+    def targets(self, stored: Mapping[str, Any]) -> Iterator[Item | Value]:
+        """What there is to read, into new tensors, for `take` to put in place.
+
+        Args:
+            stored: the checkpoint's keys, with what torch's metadata says of each.
+
+        Raises:
+            CheckpointError: no optimizer was saved, another one, or with other groups.
+        """
+        if not any(key.startswith("optimizer.") for key in stored):
+            raise CheckpointError(
+                "it has no optimizer state; load the model alone, or save with optimizer="
+            )
+        self._found: dict[str, dict[str, Tensor | Value]] = {}
+        self._options: dict[str, list[Value]] = {}
+        keys = _keys_by_parameter(stored)
+        expected = set(self.inner.defaults)  # another version of torch may have some more
+        for parts in self.groups:
+            for part in parts:
+                name = part.layout.name
+                options, state = (keys[kind].get(name, set()) for kind in ("param_groups", "state"))
+                if not options or (expected - options and options - expected - {"initial_lr"}):
+                    raise CheckpointError(
+                        f"its optimizer has {_listed(options)} for {name}, but "
+                        f"{type(self.inner).__name__} needs {_listed(expected)}; it was saved with "
+                        "another optimizer, or this parameter was not trained"
+                    )
+                self._options[name] = [Value(part.option(key)) for key in sorted(options)]
+                yield from self._options[name]
+                found = self._found[name] = {}
+                for key in sorted(state - {MASTER}):
+                    target = self._target(part, key, stored[key_of(part.path(key))])
+                    found[key] = target if isinstance(target, Value) else target[1]
+                    yield target if isinstance(target, Value) else target[0]
+                if part.has_copy:
+                    copy = found[MASTER] = torch.empty_like(part.tensor, requires_grad=False)
+                    path = part.path(MASTER) if MASTER in state else ("model", name)
+                    yield self._item(part, path, copy)
+
+    def _target(self, part: Part, key: str, stored: Any) -> Value | tuple[Item, Tensor]:
+        if not isinstance(stored, TensorStorageMetadata):
+            return Value(part.path(key))
+        dtype = stored.properties.dtype
+        if tuple(stored.size) == part.layout.shape:
+            made = torch.zeros_like(part.tensor, dtype=dtype, requires_grad=False)
+            return self._item(part, part.path(key), made), made
+        if len(stored.size) == 0:
+            made = torch.zeros((), dtype=dtype)
+            return whole(part.path(key), made), made
+        raise CheckpointError(
+            f"its {key_of(part.path(key))} has shape {tuple(stored.size)}, but the parameter has "
+            f"{part.layout.shape}"
+        )
+
+    @staticmethod
+    def _item(part: Part, path: tuple[str, ...], made: Tensor) -> Item:
+        return Item(path, part.layout.shape, part.chunks(made), made.dtype)
+
+    def check_options(self, read: Mapping[str, Any]) -> None:
+        """Refuses parameters of one group that were saved with different options.
+
+        Args:
+            read: the values that were read, by key.
+
+        Raises:
+            CheckpointError: names two of them, and the option.
+        """
+        for parts in self.groups:
+            for part in parts[1:]:
+                first, mine = (self._options_of(p, read) for p in (parts[0], part))
+                for key in sorted(first.keys() | mine.keys()):
+                    if not _same(first.get(key), mine.get(key)):
+                        raise CheckpointError(
+                            f"its optimizer has {key}={first.get(key)} for "
+                            f"{parts[0].layout.name} and {mine.get(key)} for {part.layout.name}, "
+                            "which here are in one group; make the groups that it was saved with"
+                        )
+
+    def _options_of(self, part: Part, read: Mapping[str, Any]) -> dict[str, Any]:
+        found = self._options[part.layout.name]
+        return {value.path[1].rpartition(".")[2]: read[value.key] for value in found}
+
+    def take(self, read: Mapping[str, Any]) -> None:
+        """Puts what was read in place; the model's weights are there already."""
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        index = 0
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.reload()
+        for group, parts in zip(self.inner.param_groups, self.groups, strict=True):
+            options = self._options_of(parts[0], read) if parts else {}
+            own = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**own, **options, "params": list(range(index, index + len(parts)))})
+            for part in parts:
+                found = dict(self._found[part.layout.name])
+                master = found.pop(MASTER, None)
+                if isinstance(master, Tensor):
+                    part.tensor.data.copy_(master)
+                entries = {
+                    key: read[held.key] if isinstance(held, Value) else held
+                    for key, held in found.items()
+                }
+                if entries:
+                    state[index] = entries
+                index += 1
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
+        if self.inner is not self.optimizer:
+            pairs = zip(self.optimizer.param_groups, self.inner.param_groups, strict=True)
+            for outer, inner in pairs:
+                outer.update({key: value for key, value in inner.items() if key != "params"})
+
+
+def _parts(optimizer: torch.optim.Optimizer, model: ModelState) -> Iterator[tuple[int, Part]]:
+    """The parts of parameters by the id of what the optimizer has of them."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        for name, placement in model.placements.items():
+            yield id(placement.parameter), Part(model.layouts[name], placement.parameter)
+        return
+    by_id = {id(p.parameter): name for name, p in model.placements.items()}
+    for piece, tensor, cut_over in optimizer.parts():
+        parameter = piece.slot.parameter
+        if id(parameter) not in by_id:
+            raise SpecError(
+                f"the optimizer updates {piece.slot.placement}, which the model does not have; "
+                "give the model that it was made for"
+            )
+        placement = model.placements[by_id[id(parameter)]]
+        layout = model.layout_of(placement, cut_over)
+        start, stop = (0, None) if piece.is_whole else (piece.start, piece.stop)
+        yield id(tensor), Part(layout, tensor, start, stop, tensor.dtype != parameter.dtype)
+
+
+def _keys_by_parameter(stored: Mapping[str, Any]) -> dict[str, dict[str, set[str]]]:
+    """Kind of key, to parameter, to what is stored of it."""
+    found: dict[str, dict[str, set[str]]] = {"state": {}, "param_groups": {}}
+    for key in stored:
+        for kind, names in found.items():
+            prefix = f"optimizer.{kind}."
+            if key.startswith(prefix):
+                name, _, last = key[len(prefix) :].rpartition(".")
+                names.setdefault(name, set()).add(last)
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _listed(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"

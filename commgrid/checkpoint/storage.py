@@ -1,0 +1,317 @@
+"""Items to files and back, through torch.distributed.checkpoint's own writer, reader and metadata.
+
+Every rank knows what it has to write, so plans are not gathered before; only what was written is,
+for the metadata. Reading asks nobody: each rank reads the metadata, and the boxes it needs.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from commgrid.checkpoint.items import Item, Value
+from commgrid.checkpoint.layout import Chunk
+from commgrid.errors import CheckpointError
+
+Report = Callable[[int, int], object]
+"""Told how many of this rank's bytes are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written, for the metadata.
+
+    Args:
+        plan: its items.
+        results: where they are.
+        repeats: the keys that several ranks may have written, equal ones.
+        paths: each key's name in the nested dict.
+    """
+
+    plan: SavePlan
+    results: list[WriteResult]
+    repeats: frozenset[str]
+    paths: dict[str, tuple[str, ...]]
+
+
+# -- writing -----------------------------------------------------------------------------
+
+
+def write(folder: Path, items: Iterable[Item | Value], number: int, report: Report) -> Written:
+    """Writes this rank's file.
+
+    Args:
+        folder: is there already.
+        items: all that this rank has; what others write is left out.
+        number: the rank's, in the file's name.
+        report: as `Report`.
+    """
+    mine = [item for item in items if item.writes]
+    planner = _Writes(mine, report)
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    writer.set_up_storage_writer(number == 0)
+    plan = writer.prepare_local_plan(SavePlan(planner.held))
+    plan = writer.prepare_global_plan([SavePlan([])] * number + [plan])[number]
+    planner.count(plan.items)
+    results = writer.write_data(plan, planner).wait() if plan.items else []
+    return Written(
+        plan, results,
+        frozenset(item.key for item in mine if isinstance(item, Item) and item.repeats),
+        {item.key: item.path for item in mine},
+    )  # fmt: skip
+
+
+def write_metadata(folder: Path, found: Sequence[Written]) -> int:
+    """Writes what makes a checkpoint of the files, by the rank that has heard of all of them.
+
+    Returns:
+        How many bytes the ranks have written.
+
+    Raises:
+        CheckpointError: two ranks have different parameters of one name, or together they do not
+            hold all of one.
+    """
+    seen: dict[tuple[str, Any], int] = {}
+    plans, results = [], []
+    for number, written in enumerate(found):
+        kept = []
+        for item in written.plan.items:
+            place = (item.index.fqn, item.index.offset)
+            first = seen.setdefault(place, number)
+            if first == number:
+                kept.append(item)
+            elif item.index.fqn not in written.repeats:
+                raise CheckpointError(
+                    f"ranks {first} and {number} of the grid each have a {item.index.fqn} of their "
+                    "own; parameters of different stages need different names, those of the whole "
+                    "model, and copies are marked with mark_parameters(…, shared=…)"
+                )
+        plans.append(replace(written.plan, items=kept))
+        places = {item.index for item in kept}
+        results.append([result for result in written.results if result.index in places])
+    metadata: Metadata = create_default_global_save_plan(plans)[1]
+    _check_whole(metadata)
+    paths = {key: path for written in found for key, path in written.paths.items()}
+    metadata = replace(metadata, planner_data=paths)
+    for place in {result.storage_data.relative_path for one in results for result in one}:
+        if not (folder / place).exists():
+            raise CheckpointError(
+                f"{folder / place} was written, but not where this rank looks; save to a folder on "
+                "a file system that all nodes share"
+            )
+    FileSystemWriter(folder).finish(metadata, results)
+    return sum(result.size_in_bytes for written in found for result in written.results)
+
+
+def _check_whole(metadata: Metadata) -> None:
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+            if held != math.prod(stored.size):
+                raise CheckpointError(
+                    f"the ranks of the grid hold {held} elements of {key}, which is of shape "
+                    f"{tuple(stored.size)}; save is for all ranks of the grid, with the same model"
+                )
+
+
+class _Writes(DefaultSavePlanner):
+    """Hands out the items' data, and counts it."""
+
+    def __init__(self, items: Iterable[Item | Value], report: Report) -> None:
+        super().__init__()
+        self.held: list[WriteItem] = []
+        self._data: dict[MetadataIndex, Any] = {}
+        self._report, self._done, self._total = report, 0, 0
+        for item in items:
+            if isinstance(item, Value):
+                index = MetadataIndex(item.key)
+                self.held.append(WriteItem(index, WriteItemType.BYTE_IO))
+                self._data[index] = item.value
+                continue
+            for chunk in item.chunks:
+                index = MetadataIndex(item.key, chunk.offset)
+                self.held.append(_write_item(item, chunk, index))
+                self._data[index] = chunk.data
+
+    def count(self, items: Iterable[WriteItem]) -> None:
+        """Adds up what there is to write."""
+        data = (self._data[item.index] for item in items)
+        self._total = sum(one.nbytes for one in data if isinstance(one, Tensor))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        data = self._data[index]
+        if isinstance(data, Tensor):
+            self._report(self._done, self._total)
+            self._done += data.nbytes
+        return data
+
+
+def _write_item(item: Item, chunk: Chunk, index: MetadataIndex) -> WriteItem:
+    sizes = torch.Size(chunk.data.shape)
+    properties = TensorProperties(dtype=item.dtype)
+    box = ChunkStorageMetadata(offsets=torch.Size(chunk.offset), sizes=sizes)
+    data = TensorWriteData(chunk=box, properties=properties, size=torch.Size(item.shape))
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+# -- reading -----------------------------------------------------------------------------
+
+
+class Stored:
+    """A checkpoint's folder, and what its metadata says.
+
+    Args:
+        folder: the checkpoint's.
+
+    Raises:
+        CheckpointError: it has no metadata, or what is in it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._reader = folder, FileSystemReader(folder)
+        try:
+            self._metadata = self._reader.read_metadata()
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{folder} has no .metadata, which is written last: half a checkpoint, or none"
+            ) from error
+        except Exception as error:  # what pickle raises depends on what is broken
+            raise CheckpointError(f"{folder}/.metadata cannot be read: {error}") from error
+        self.keys: Mapping[str, Any] = self._metadata.state_dict_metadata
+
+    def check_files(self) -> None:
+        """Looks whether every file is there, and as long as the metadata says.
+
+        Raises:
+            CheckpointError: names the first that is not.
+        """
+        ends: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            end = info.offset + info.length
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), end)
+        for name, end in sorted(ends.items()):
+            path = self.folder / name
+            size = path.stat().st_size if path.exists() else None
+            if size is None or size < end:
+                what = "is missing" if size is None else f"has {size:,} of {end:,} bytes"
+                raise CheckpointError(f"half a checkpoint: {path} {what}")
+
+    def check(self, items: Iterable[Item | Value]) -> None:
+        """Looks whether it has these, in these shapes.
+
+        Raises:
+            CheckpointError: names what is missing, or has another shape.
+        """
+        missing, other = [], []
+        for item in items:
+            stored = self.keys.get(item.key)
+            if stored is None:
+                missing.append(item.key)
+            elif isinstance(item, Item):
+                shape = tuple(getattr(stored, "size", ())) if hasattr(stored, "size") else None
+                if shape != item.shape:
+                    other.append(f"{item.key} is {shape}, here {item.shape}")
+        if missing:
+            raise CheckpointError(f"of another model: it has no {_some(missing)}")
+        if other:
+            raise CheckpointError(f"of another model, whose shapes differ: {_some(other)}")
+
+    def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
+        """Fills the items' boxes; returns the values by key.
+
+        Raises:
+            CheckpointError: a file that cannot be read.
+        """
+        planner = _Reads(items, self.keys, report)
+        self._reader.set_up_storage_reader(self._metadata, True)
+        plan = self._reader.prepare_local_plan(LoadPlan(planner.plan))
+        try:
+            self._reader.read_data(plan, planner).wait()
+        except Exception as error:  # torch's readers raise what they come upon
+            raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+        return planner.values
+
+
+class _Reads(DefaultLoadPlanner):
+    """Says which boxes are needed, takes them in, and counts them."""
+
+    def __init__(
+        self, items: Iterable[Item | Value], stored: Mapping[str, Any], report: Report
+    ) -> None:
+        super().__init__()
+        self.values: dict[str, Any] = {}
+        self.plan: list[ReadItem] = []
+        self._data: dict[MetadataIndex, Tensor] = {}
+        self._report, self._done, self._total = report, 0, 0
+        for item in items:
+            if isinstance(item, Value):
+                index = MetadataIndex(item.key)
+                nothing = torch.Size((0,))
+                self.plan.append(
+                    ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+                )
+                continue
+            boxes = [
+                ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.data.shape))
+                for c in item.chunks
+            ]
+            self.plan += create_read_items_for_chunk_list(item.key, stored[item.key], boxes)
+            for chunk in item.chunks:
+                self._data[MetadataIndex(item.key, chunk.offset)] = chunk.data
+                self._total += chunk.data.nbytes
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._data[index]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._done += tensor.nbytes
+        self._report(self._done, self._total)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def sync(folder: Path) -> None:
+    """Makes the names in a folder last, as fsync does the bytes of a file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

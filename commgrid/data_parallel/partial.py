@@ -1,0 +1,52 @@
+"""Gradients that are parts of a sum over a model-parallel group, such as norms' under sequence
+parallelism, where no GradientReducer adds them up: with FSDP2, DDP, or one data-parallel rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from commgrid.data_parallel.norm import local_of
+from commgrid.errors import CommGridError
+from commgrid.parameters import placements
+
+if TYPE_CHECKING:
+    pass
+
+
+@torch.no_grad()
+def reduce_partial_gradients(model: nn.Module) -> None:
+    """Adds up, over the group that each was marked with, gradients in `.grad` that are partial.
+
+    Once a step, after backward, before norms and the optimizer; in one all-reduce for each group
+    and dtype. The sum over other data may come before or after.
+
+    Args:
+        model: whose parameters, or parts of them as FSDP2 leaves them, have the same gradients on
+            all ranks of the group, or none.
+
+    Raises:
+        CommGridError: a GradientReducer does it already.
+    """
+    found: dict[tuple[ProcessGroup, torch.dtype], list[Tensor]] = {}
+    for placement in placements(model):
+        partial, gradient = placement.partial, placement.parameter.grad
+        if partial is None or partial.size == 1 or gradient is None:
+            continue
+        if getattr(placement.parameter, "main_grad_owner", None) is not None:
+            raise CommGridError(
+                f"{placement}: its GradientReducer has added it up over {partial} already"
+            )
+        local = local_of(gradient)
+        found.setdefault((partial.group, local.dtype), []).append(local)
+    for (group, _), gradients in found.items():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, total in zip(
+            gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True
+        ):
+            gradient.copy_(total.view_as(gradient))

@@ -1,0 +1,135 @@
+"""Plain Python values over a group, pickled; torch's own object collectives need numpy.
+
+`gathered` gives everybody everybody's value. `at_first` has one rank put them together: what
+each has goes to the group's first rank, and one answer, or one error that says who failed, comes
+back to all, so that no rank goes on where another has stopped.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid import _dist
+from commgrid.agreement import describe_ranks
+from commgrid.collectives import all_gather, all_to_all, broadcast
+
+Value = TypeVar("Value")
+Answer = TypeVar("Answer")
+
+
+def gathered(value: Value, group: ProcessGroup, device: torch.device) -> list[Value]:
+    """Every rank's value, in group order."""
+    mine = _pack(value, device)
+    lengths = all_gather(torch.tensor([len(mine)], device=device), group).tolist()
+    padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
+    rows = all_gather(padded, group).view(len(lengths), -1)
+    return [_unpack(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def at_first(
+    group: ProcessGroup | None,
+    mine: Callable[[], Value],
+    whole: Callable[[list[Value]], Answer],
+    failed: Callable[[str], Exception],
+) -> Answer:
+    """What `whole` makes, on the group's first rank, of what `mine` gives on every rank.
+
+    Collective over the group.
+
+    Args:
+        group: None: this process alone.
+        mine: called on every rank.
+        whole: called on the first, unless `mine` has failed somewhere.
+        failed: makes the error that every rank raises, of what was told: `rank 3: OSError: …`.
+
+    Raises:
+        Exception: what `failed` makes; on the rank that failed its cause is the rank's own.
+    """
+    cause: Exception | None = None
+    value: Value | None = None
+    try:
+        value = mine()
+    except Exception as error:
+        cause = error
+    told = (value, None if cause is None else _told(cause))
+    found = _gather_at_first(told, group) if group is not None else [told]
+    answer: tuple[Answer | None, str | None] | None = None
+    if found is not None:
+        ranks = dist.get_process_group_ranks(group) if group is not None else [_own_rank()]
+        text = _who(ranks, [error for _, error in found])
+        try:
+            answer = (whole([one for one, _ in found]), None) if text is None else (None, text)  # type: ignore[misc]
+        except Exception as error:
+            cause, answer = error, (None, f"rank {ranks[0]}: {_told(error)}")
+    if group is not None:
+        answer = _broadcast(answer, group)
+    assert answer is not None
+    if answer[1] is not None:
+        raise failed(answer[1]) from cause
+    return answer[0]  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _who(ranks: list[int], errors: list[str | None]) -> str | None:
+    """Each error with the ranks that have it, or None where nobody has one."""
+    having: dict[str, list[int]] = {}
+    for rank, error in zip(ranks, errors, strict=True):
+        if error is not None:
+            having.setdefault(error, []).append(rank)
+    lines = [f"{describe_ranks(who)}: {error}" for error, who in having.items()]
+    more = f"; and {len(lines) - 4} other errors" if len(lines) > 4 else ""
+    return "; ".join(lines[:4]) + more if lines else None
+
+
+def _own_rank() -> int:
+    return _dist.world_rank() if _dist.is_initialized() else 0
+
+
+# -- transport ---------------------------------------------------------------------------
+
+
+def _gather_at_first(value: Value, group: ProcessGroup) -> list[Value] | None:
+    mine = _pack(value, _device(group))
+    lengths = all_gather(torch.tensor([len(mine)], device=mine.device), group).tolist()
+    others = [0] * (group.size() - 1)
+    is_first = group.rank() == 0
+    received = all_to_all(
+        mine, group, send=[len(mine), *others],
+        receive=lengths if is_first else [0, *others],
+    )  # fmt: skip
+    if not is_first:
+        return None
+    return [_unpack(one) for one in torch.split(received, lengths)]
+
+
+def _broadcast(value: Value, group: ProcessGroup) -> Value:
+    data = _pack(value, _device(group))
+    length = int(broadcast(torch.tensor([len(data)], device=data.device), group))
+    if group.rank() > 0:
+        data = data.new_empty(length)
+    return _unpack(broadcast(data, group))  # type: ignore[no-any-return]
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    """Where the group's tensors live; the CPU where it may."""
+    return min(_dist.devices_of(group), key=lambda device: device.type != "cpu")
+
+
+def _pack(value: Any, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+
+
+def _unpack(data: Tensor) -> Any:
+    raw = bytearray(len(data))
+    torch.frombuffer(raw, dtype=torch.uint8).copy_(data)
+    return pickle.loads(raw)
