@@ -113,8 +113,7 @@ def experts(args: argparse.Namespace) -> MoELayer:
     """What stands in an MLP's place with --experts."""
     return MoELayer(
         args.hidden, 4 * args.hidden, args.experts, args.top_k,
-        capacity_factor=args.capacity_factor, aux_loss=args.aux_loss_coef,
-        summed_loss=not args.fsdp,
+        capacity_factor=args.capacity_factor, aux_loss=args.aux_loss_coef, summed_loss=True,
         sequence_parallel=args.sequence_parallel, init=weights(), init_down=weights(args.layers),
         dtype=args.weights,
     )  # fmt: skip
@@ -268,17 +267,16 @@ def shard(part: Part, args: argparse.Namespace, grid: commgrid.HyperCommGrid) ->
         param_dtype=torch.bfloat16 if args.dtype == "bf16" else None, reduce_dtype=args.weights
     )
     data = ("dp_replicate", "fsdp") if args.dp_replicate > 1 else ("fsdp",)
-    dense: dict[str, Any] = {"mesh": grid.device_mesh(*data), "mp_policy": policy}
+    dense = grid.device_mesh(*data)
     for block in part.blocks.values():
         if args.experts:
-            experts = fully_shard(block.mlp.experts, mesh=grid.device_mesh("edp"), mp_policy=policy)
-            experts.set_gradient_divide_factor(grid.size("dp_cp"))  # tokens of all ranks' are there
-        fully_shard(block, **dense)
-    fully_shard(part, **dense)
-    if not torch.cuda.is_available():  # gloo does not average
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
+            fully_shard(block.mlp.experts, mesh=grid.device_mesh("edp"), mp_policy=policy)
+        fully_shard(block, mesh=dense, mp_policy=policy)
+    fully_shard(part, mesh=dense, mp_policy=policy)
+    for module in part.modules():
+        if isinstance(module, FSDPModule):  # summed; Trainer.reduce divides, by tokens
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 class Trainer:
@@ -305,19 +303,11 @@ class Trainer:
                 self.optimizer = ShardedOptimizer(self.reducer, torch.optim.AdamW, **options)
             else:
                 self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
-        # A reducer divides summed gradients by all tokens; FSDP averages means over ranks.
-        self.tokens = args.batch_size // grid.size("dp") * args.seq_len
-        self.scale = self.tokens if args.fsdp else 1
         self.pipeline = Pipeline(
-            self.chunks, args.schedule, num_microbatches=args.microbatches, loss=self.loss,
+            self.chunks, args.schedule, num_microbatches=args.microbatches,
+            loss=partial(vocab_parallel_cross_entropy, vocabulary=VOCABULARY, reduction="sum"),
             reducer=self.reducer,
         )  # fmt: skip
-
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        total = vocab_parallel_cross_entropy(
-            logits, targets, vocabulary=VOCABULARY, reduction="sum"
-        )
-        return total / self.scale
 
     def step(self, step: int, batch: Tensor) -> tuple[float, float]:
         """One optimizer step on the whole batch, (batch_size, seq_len + 1): loss and norm."""
@@ -328,22 +318,25 @@ class Trainer:
         losses = self.pipeline.step(
             [one[:-1] for one in microbatches], [one[1:] for one in microbatches]
         )
-        norm = self.reduce()
+        norm = self.reduce(batch[:, 1:].numel())
         self.optimizer.step()
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if losses is not None:  # on the last stage
-            total += all_reduce(losses.double().sum() * self.scale, "dp_cp")
+            total += all_reduce(losses.double().sum(), "dp_cp")
         total = broadcast(total, "pp", source=self.grid.size("pp") - 1)
         return total.item() / batch[:, 1:].numel(), norm.item()
 
-    def reduce(self) -> Tensor:
-        """Gradients averaged and clipped; their norm before that."""
+    def reduce(self, tokens: int) -> Tensor:
+        """Averages gradients over all tokens of the step, and clips; their norm before that."""
         clip = self.args.clip_grad
         if self.reducer is not None:
-            self.reducer.finish(count=self.tokens)
+            self.reducer.finish(count=tokens / self.grid.size("dp"))
             return self.reducer.clip_gradients(clip) if clip else self.reducer.gradient_norm()
-        reduce_partial_gradients(self.model)  # FSDP has averaged them over the data axes
+        reduce_partial_gradients(self.model)  # FSDP has summed them over the data axes
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(tokens)
         return clip_gradients(self.model, clip) if clip else gradient_norm(self.model)
 
     def save(self, step: int) -> None:
