@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 import commgrid
+from commgrid._dist import group_count
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,14 +22,25 @@ def load() -> ModuleType:
     return module
 
 
-def run(*jobs: list[str]) -> None:
-    """Trains once for each list of arguments, in one process after the other."""
+def run(*jobs: list[str]) -> list[int]:
+    """Trains once for each list of arguments, in one process after the other.
+
+    Returns:
+        How many process groups each job has beyond WORLD and its grid's.
+    """
     train_gpt = load()
     train_gpt.generate = lambda *_: ""  # most of a short run's time, and of no concern here
-    down = commgrid.shutdown
+    made = []
+
+    def end() -> None:
+        made.append(group_count() - 1 - len(commgrid.get_grid().communicators))
+        commgrid.destroy()
+
+    down, commgrid.shutdown = commgrid.shutdown, end
     for job in jobs:
-        commgrid.shutdown = commgrid.destroy if job is not jobs[-1] else down
         train_gpt.train(train_gpt.parse(job))
+    down()
+    return made
 
 
 def curve(path: Path) -> list[dict[str, float]]:
