@@ -1,0 +1,235 @@
+"""What cannot be saved or loaded says so on every rank, and nothing is partly written or loaded."""
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commgrid
+from commgrid import checkpoint
+from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.parameters import mark_parameters
+from commgrid.tensor_parallel import ColumnParallelLinear
+from tests.checkpoint.models import HIDDEN, Stage, fill, made
+from tests.ranks import run_on_ranks
+
+
+def raised(action: Any, *given: Any, **options: Any) -> str:
+    """What an action that must fail says, with its type."""
+    with pytest.raises((commgrid.CommGridError, ValueError)) as error:
+        action(*given, **options)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def trained(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = made()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **options)
+    model(torch.arange(8).view(2, 4)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    return pickle.dumps([model.state_dict(), optimizer.state_dict()])
+
+
+def loads(folder: str, *damages: str) -> dict[str, str]:
+    """Damages a checkpoint in each way on one rank, and tries to load it on all."""
+    grid = commgrid.initialize(tp=2)
+    whole = Path(folder) / "whole"
+    model, optimizer = trained()
+    checkpoint.save(whole, 5, model, optimizer, progress=False)
+    fill(model, 1.5)
+    before, told = snapshot(model, optimizer), {}
+    for damage in damages:
+        broken = Path(folder) / damage
+        if grid.rank == 0:
+            shutil.copytree(whole, broken)
+            inside = broken / "step_00000005"
+            file = inside / "__1_0.distcp"
+            data = file.read_bytes()
+            if damage == "truncated":
+                file.write_bytes(data[: len(data) // 2])
+            elif damage == "missing":
+                file.unlink()
+            elif damage == "flipped":  # a byte in the middle of every kilobyte
+                flipped = bytearray(data)
+                for place in range(512, len(data), 1024):
+                    flipped[place] ^= 0x55
+                file.write_bytes(flipped)
+            elif damage == "no metadata":
+                (inside / ".metadata").unlink()
+            elif damage == "metadata":
+                (inside / ".metadata").write_bytes(b"not a pickle")
+            elif damage == "only a rest":
+                inside.rename(broken / ".step_00000005.partial")
+        torch.distributed.barrier()
+        told[damage] = raised(checkpoint.load, broken, model, optimizer, progress=False)
+        assert snapshot(model, optimizer) == before, damage
+    checkpoint.load(whole, model, optimizer, progress=False)
+    assert snapshot(model, optimizer) != before
+    commgrid.shutdown()
+    return told
+
+
+DAMAGES = {
+    "truncated": "half a checkpoint: .*__1_0.distcp has [0-9,]+ of [0-9,]+ bytes",
+    "missing": "half a checkpoint: .*__1_0.distcp is missing",
+    "flipped": "step_00000005 cannot be read",
+    "no metadata": "no .metadata, which is written last",
+    "metadata": ".metadata cannot be read",
+    "only a rest": "no complete checkpoint .only what a crash while saving has left",
+}
+
+
+def test_half_a_checkpoint_loads_nothing(tmp_path: Path) -> None:
+    told = run_on_ranks(loads, 4, str(tmp_path), *DAMAGES, init=None, launcher="torchrun")
+    for damage, pattern in DAMAGES.items():
+        for text in (found[damage] for found in told):
+            assert text.startswith("CheckpointError: nothing was loaded"), text
+            with pytest.raises(AssertionError, match=pattern):
+                raise AssertionError(text)
+
+
+class Other(nn.Module):
+    """A part of the model that was saved, or more than that."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+def other_models(folder: str) -> dict[str, str]:
+    commgrid.initialize(tp=2)
+    saved = Other(one=ColumnParallelLinear(HIDDEN, 4), two=nn.Linear(3, 2))
+    checkpoint.save(folder, 1, saved, torch.optim.AdamW(saved.parameters()), progress=False)
+    one, two = ColumnParallelLinear(HIDDEN, 4), nn.Linear(3, 2)
+    told = {
+        "less": raised(checkpoint.load, folder, Other(one=one), progress=False),
+        "three": raised(
+            checkpoint.load, folder, Other(one=one, two=two, three=nn.Linear(1, 1)), progress=False
+        ),
+        "shape": raised(
+            checkpoint.load, folder, Other(one=ColumnParallelLinear(HIDDEN, 8), two=two),
+            progress=False,
+        ),
+        "no step": raised(checkpoint.load, folder, saved, step=2, progress=False),
+        "sgd": raised(
+            checkpoint.load, folder, saved, torch.optim.SGD(saved.parameters(), lr=1.0),
+            progress=False,
+        ),
+        "strangers": raised(
+            checkpoint.load, folder, saved, torch.optim.AdamW(nn.Linear(1, 1).parameters()),
+            progress=False,
+        ),
+    }  # fmt: skip
+    two_rates = [
+        {"params": list(saved.one.parameters())},
+        {"params": list(saved.two.parameters()), "lr": 0.5},
+    ]
+    checkpoint.save(folder, 2, saved, torch.optim.AdamW(two_rates), progress=False)
+    told["grouped"] = raised(
+        checkpoint.load, folder, saved, torch.optim.AdamW(saved.parameters()), progress=False
+    )
+    checkpoint.save(folder, 3, saved, progress=False)
+    told["alone"] = raised(
+        checkpoint.load, folder, saved, torch.optim.AdamW(saved.parameters()), progress=False
+    )
+    # A second name of what is there is nothing more.
+    checkpoint.load(folder, Other(one=one, two=two, three=two), step=1, progress=False)
+    commgrid.shutdown()
+    return told
+
+
+OTHERS = {
+    "less": "of another model: it also has model.two.weight, model.two.bias, which no rank has",
+    "three": "of another model: it has no model.three.weight, model.three.bias",
+    "shape": "of another model, whose shapes differ: model.one.weight is (4, 8), here (8, 8)",
+    "no step": "has no checkpoint of step 2; it has 1",
+    "sgd": "but SGD needs dampening, differentiable, foreach, fused, lr, maximize, momentum",
+    "strangers": "the optimizer updates a parameter of shape (1, 1) that the model does not have",
+    "grouped": "its optimizer has lr=0.001 for one.weight and 0.5 for two.weight",
+    "alone": "it has no optimizer state; load the model alone, or save with optimizer=",
+}
+
+
+def test_another_model_or_optimizer(tmp_path: Path) -> None:
+    for told in run_on_ranks(other_models, 2, str(tmp_path), init=None, launcher="torchrun"):
+        for case, text in OTHERS.items():
+            assert text in told[case], case
+
+
+class Slow:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a socket cannot be pickled")
+
+
+def saves(folder: str) -> dict[str, str]:
+    grid = commgrid.initialize(pp=2, tp=2)
+    stage = grid.get_local_rank("pp")
+    told = {}
+    good = Stage(f"layer{stage}")
+    checkpoint.save(folder, 1, good, progress=False)
+    told["one name"] = raised(checkpoint.save, folder, 2, Stage("layer"), progress=False)
+    told["chunks"] = raised(
+        checkpoint.save, folder, 2, [Stage("layer"), Stage("layer")], progress=False
+    )
+    extra = {"pipe": Slow()} if grid.rank == 0 else {}
+    told["pickle"] = raised(checkpoint.save, folder, 2, good, extra=extra, progress=False)
+    bare = Other(one=ColumnParallelLinear(HIDDEN, 4, group=grid.get_group("tp")))
+    told["bare"] = raised(checkpoint.save, folder, 2, bare, progress=False)
+    told["step"] = raised(checkpoint.save, folder, -1, good, progress=False)
+    told["keep"] = raised(checkpoint.save, folder, 2, good, keep=0, progress=False)
+    lbfgs = torch.optim.LBFGS(good.parameters())
+    good_loss = sum(p.sum() for p in good.parameters())
+    lbfgs.step(lambda: good_loss)
+    told["file"] = raised(
+        checkpoint.save, Path(folder) / "step_00000001" / ".metadata", 2, good, progress=False
+    )
+    assert checkpoint.steps(folder) == [1]
+    assert [path.name for path in Path(folder).iterdir()] == ["step_00000001"]
+    checkpoint.load(folder, good, progress=False)
+    commgrid.shutdown()
+    return told
+
+
+SAVES = {
+    "one name": "ranks 0 and 2 of the grid each have a model.layer.q_weight of their own",
+    "chunks": "two chunks have a parameter 'layer.q_weight', and not the same one",
+    "pickle": "step 2 was not saved to {folder}: rank 0: TypeError: a socket cannot be pickled",
+    "bare": "which was not given as a name of grid 'default'; give the layer the group's name",
+    "step": "save(step=-1): expected a count of steps",
+    "keep": "save(keep=0): expected 1 or more, or None for all",
+    "file": "step 2 was not saved",
+}
+
+
+def test_what_cannot_be_saved_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    folder = str(tmp_path / "runs")
+    for told in run_on_ranks(saves, 4, folder, init=None, launcher="torchrun"):
+        for case, text in SAVES.items():
+            assert text.format(folder=folder) in told[case], (case, told[case])
+
+
+def marked(folder: str) -> list[int]:
+    """The same name on both stages is right for copies that are marked as such."""
+    grid = commgrid.initialize(pp=2, groups={"ends": {"of": "pp", "pick": ["first", "last"]}})
+    both = mark_parameters(nn.Linear(2, 2), shared="ends")
+    model = Other(both=both, **{f"own{grid.get_local_rank('pp')}": nn.Linear(2, 2)})
+    reducer = GradientReducer(model)
+    optimizer = ShardedOptimizer(reducer, torch.optim.AdamW)
+    checkpoint.save(folder, 1, model, optimizer, progress=False)
+    checkpoint.load(folder, model, optimizer, progress=False)
+    commgrid.shutdown()
+    return checkpoint.steps(folder)
+
+
+def test_copies_on_stages_are_one_parameter(tmp_path: Path) -> None:
+    assert run_on_ranks(marked, 2, str(tmp_path), init=None, launcher="torchrun") == [[1], [1]]
