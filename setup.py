@@ -3,6 +3,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+# Transformers 5.15 and later make their meshes themselves, over all of WORLD.
+INTEROP = ["transformers>=5.2,<5.15", "accelerate"]
 
 setup(
     name="commgrid",
@@ -18,7 +20,7 @@ setup(
     package_data={"commgrid": ["py.typed"], "megatron_adapter": ["py.typed"]},
     install_requires=["torch>=2.11,<2.14", "pyyaml"],
     extras_require={
-        "interop": ["transformers"],
+        "interop": INTEROP,
         "test": [
             "pytest>=8",
             "hypothesis>=6.100",
@@ -27,6 +29,7 @@ setup(
             "types-PyYAML",
             "megatron-core==0.16.1",
             "einops",  # which megatron-core makes its hierarchical groups with
+            *INTEROP,
         ],
     },
     entry_points={"console_scripts": ["commgrid = commgrid.cli:main"]},

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from commgrid.checkpoint.items import Item, Value, whole
 from commgrid.checkpoint.layout import Layout, Turns, lay_out
 from commgrid.errors import SpecError
-from commgrid.parameters import Placement, placements
+from commgrid.parameters import Placement, ShardedModule, placements
 
 if TYPE_CHECKING:
     from commgrid.grid import HyperCommGrid
@@ -36,9 +36,10 @@ class ModelState:
         self.grid = grid
         self.chunks = [model] if isinstance(model, nn.Module) else list(model)
         for chunk in self.chunks:
-            for module in chunk.modules():
+            for name, module in chunk.named_modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # so that parameters are the sharded ones
+                _check_known(name, module)
         self.placements: dict[str, Placement] = {}
         known: set[int] = set()
         for chunk in self.chunks:
@@ -94,3 +95,18 @@ class ModelState:
                 seen.add(name)
                 module, _, last = name.rpartition(".")
                 yield name, chunk.get_submodule(module) if last == _EXTRA else chunk, held
+
+
+def _check_known(name: str, module: nn.Module) -> None:
+    """Refuses slices that look like whole parameters, of which one rank's would be saved."""
+    for key, parameter in module.named_parameters(recurse=False):
+        theirs = ""
+        if getattr(parameter, "tensor_model_parallel", False):
+            theirs = "Megatron-core's; save it with megatron.core.dist_checkpointing"
+        elif getattr(module, "_hf_tp_plan", None) and getattr(module, "_hf_device_mesh", None):
+            theirs = "Transformers' tp_plan's; save it with its save_pretrained"
+        if theirs and not isinstance(module, ShardedModule):
+            raise SpecError(
+                f"{name}.{key} of shape {tuple(parameter.shape)} is a slice of {theirs}, as this "
+                "does not know of what it is a slice"
+            )

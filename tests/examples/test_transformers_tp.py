@@ -1,0 +1,101 @@
+"""Transformers and FSDP2 on the grid's groups: the whole model's logits, and a loss that falls."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import commgrid
+from commgrid import checkpoint
+from commgrid._dist import group_count
+from tests.examples.curves import ROOT
+from tests.ranks import run_on_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+def load() -> Any:
+    path = ROOT / "examples" / "transformers_tp.py"
+    spec = importlib.util.spec_from_file_location("transformers_tp", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
+def run(*jobs: list[str]) -> list[int]:
+    """Trains once for each list of arguments; how many process groups each made of its own."""
+    example = load()
+    made = []
+
+    def end() -> None:
+        made.append(group_count() - 1 - len(commgrid.get_grid().communicators))
+        commgrid.destroy()
+
+    down, commgrid.shutdown = commgrid.shutdown, end
+    for job in jobs:
+        example.train(example.parse(job))
+    down()
+    return made
+
+
+def test_logits_are_the_whole_models_and_the_loss_falls(tmp_path: Path) -> None:
+    curves = []
+    for world, cuts in {1: [1], 4: [1, 2]}.items():
+        paths = [tmp_path / f"{world}-{tp}" for tp in cuts]
+        jobs = [
+            ["--tp", str(tp), "--metrics", str(path)] for tp, path in zip(cuts, paths, strict=True)
+        ]
+        for made in run_on_ranks(run, world, *jobs, init=None, launcher="torchrun", timeout=240):
+            assert made == [0] * len(jobs)
+        for path in paths:
+            first, *rows = (json.loads(line) for line in path.read_text().splitlines())
+            assert first["difference"] < 1e-4  # fp32: sums in another order
+            curves.append([row["loss"] for row in rows])
+    assert curves[0][-1] < curves[0][0] - 1
+    for curve in curves[1:]:
+        # In fp32 thirty steps of Adam amplify differences of some ulps to less than this.
+        assert curve == pytest.approx(curves[0], rel=1e-3)
+
+
+def refused(folder: str) -> str:
+    grid = commgrid.initialize(tp=2)
+    example = load()
+    with example.tiny_llama(example.parse([]), grid) as tiny:
+        model = example.AutoModelForCausalLM.from_pretrained(
+            tiny, tp_plan="auto", device_mesh=grid.device_mesh("tp")
+        )
+    with pytest.raises(commgrid.CheckpointError) as error:
+        checkpoint.save(folder, 1, model, progress=False)
+    commgrid.shutdown()
+    return str(error.value)
+
+
+def test_a_checkpoint_does_not_take_its_slices_for_whole_parameters(tmp_path: Path) -> None:
+    for told in run_on_ranks(refused, 2, str(tmp_path), init=None, launcher="torchrun"):
+        assert "self_attn.q_proj.weight of shape (32, 64) is a slice of Transformers'" in told
+        assert "save_pretrained" in told
+
+
+def batch_of_three() -> str:
+    example = load()
+    with pytest.raises(SystemExit) as error:
+        example.train(example.parse(["--batch-size", "3"]))
+    commgrid.shutdown()
+    return str(error.value)
+
+
+def test_a_batch_that_cannot_be_shared() -> None:
+    for told in run_on_ranks(batch_of_three, 2, init=None, launcher="torchrun"):
+        assert "--batch-size 3 cannot be shared equally by the 2 ranks of dp" in told
+
+
+def test_it_needs_the_interop_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match=r"pip install -e .\.\[interop\]"):
+        load()
