@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.items import Item, Value
+from commgrid.checkpoint.items import Item, Value, key_of
 from commgrid.checkpoint.layout import Turns
 from commgrid.checkpoint.model_state import ModelState
-from commgrid.checkpoint.optimizer_state import OptimizerState
+from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.storage import Report, Stored, write, write_metadata
 from commgrid.errors import CheckpointError, SpecError
@@ -162,7 +162,8 @@ def load(
     """Loads a checkpoint that any grid wrote, or one process; on all ranks of the grid.
 
     Nothing is changed before all ranks have read all that they need; until then what is read is
-    held beside the model's parameters, on the CPU. Numbers of another precision are converted.
+    held beside the model's parameters, on the CPU. Numbers of another precision are converted;
+    where half-precision weights were saved with fp32 copies, wider ones are taken from these.
 
     Args:
         folder: of checkpoints, or one of these itself.
@@ -212,7 +213,7 @@ class _Loading:
         self._model = ModelState(model, self._grid)
         self._live = list(self._model.items(Turns(self._grid)))
         self._stored.check(self._live)
-        self._staged = [i.staged() if isinstance(i, Item) else i for i in self._live]
+        self._staged = [self._source(i) if isinstance(i, Item) else i for i in self._live]
         self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
         self._extra = [Value(_path(key)) for key in self._stored.keys if key.startswith("extra.")]
         self._needed = [*self._staged, *self._extra]
@@ -221,6 +222,15 @@ class _Loading:
         # One rank of each stage tells, since the others of it have the same names.
         others = (index for axis, index in self._grid.coordinate.items() if axis != "pp")
         return [] if any(others) else [item.key for item in self._live]
+
+    def _source(self, item: Item) -> Item:
+        """What a tensor of the model is read into, and from: an fp32 copy where that says more."""
+        staged = item.staged()
+        stored, copy = self._stored.keys[item.key], copy_of(item.path)
+        exact = torch.promote_types(item.dtype, stored.properties.dtype)
+        if key_of(copy) in self._stored.keys and exact != stored.properties.dtype:
+            return replace(staged, path=copy)
+        return staged
 
     def check_all(self, names: list[list[str]]) -> None:
         """Whether all stages together have all of the checkpoint's model."""

@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from commgrid.checkpoint.items import Item, Value, key_of, whole
+from commgrid.checkpoint.items import Item, Path, Value, key_of, whole
 from commgrid.checkpoint.layout import Chunk, Layout, Turns, local_part
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
 from commgrid.errors import CheckpointError, SpecError
 
 MASTER = "master"
+
+
+def copy_of(path: Path) -> Path:
+    """The name of the fp32 copy of a parameter of the model."""
+    return "optimizer", f"state.{path[-1]}.{MASTER}"
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ class _Reads(DefaultLoadPlanner):
         self.plan: list[ReadItem] = []
         self._data: dict[MetadataIndex, Tensor] = {}
         self._report, self._done, self._total = report, 0, 0
-        for item in items:
+        for number, item in enumerate(items):
             if isinstance(item, Value):
                 index = MetadataIndex(item.key)
                 nothing = torch.Size((0,))
@@ -287,9 +287,13 @@ class _Reads(DefaultLoadPlanner):
                 ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.data.shape))
                 for c in item.chunks
             ]
-            self.plan += create_read_items_for_chunk_list(item.key, stored[item.key], boxes)
+            # Two items may be read from one key, a weight and its fp32 copy: their places differ.
+            place = f"{number}"
+            for read in create_read_items_for_chunk_list(item.key, stored[item.key], boxes):
+                target = MetadataIndex(place, read.dest_index.offset)
+                self.plan.append(replace(read, dest_index=target))
             for chunk in item.chunks:
-                self._data[MetadataIndex(item.key, chunk.offset)] = chunk.data
+                self._data[MetadataIndex(place, chunk.offset)] = chunk.data
                 self._total += chunk.data.nbytes
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

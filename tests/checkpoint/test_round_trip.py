@@ -178,10 +178,11 @@ def mixed_precision(folder: str) -> dict[str, Any]:
     found["masters are more precise"] = copied
     exact = made(dtype=torch.float64)
     checkpoint.load(folder, exact, progress=False)
-    found["fp64 takes bf16's numbers"] = all(
-        torch.equal(p, saved[name].double()) for name, p in exact.named_parameters()
+    found["wider weights come from the copies"] = all(
+        torch.equal(p.bfloat16(), saved[name]) and not torch.equal(p, saved[name].double())
+        for name, p in exact.named_parameters()
         if p.shape == saved[name].shape
-    )  # fmt: skip
+    )
     checkpoint.save(folder, 4, exact, torch.optim.AdamW(exact.parameters()), progress=False)
     commgrid.shutdown()
     return found
@@ -204,6 +205,7 @@ def fp32_into_bf16(folder: str) -> bool:
     full = dict(model.named_parameters())
     right = all(
         torch.equal(tensor, full[piece.slot.placement.name])
+        and torch.equal(tensor.bfloat16(), piece.slot.parameter)
         for piece, tensor, _ in optimizer.parts()
     )
     commgrid.shutdown()
