@@ -89,7 +89,8 @@ def save(
         folder: of checkpoints, on a file system that all nodes share; made if need be.
         step: names the checkpoint, and replaces one of its name.
         model: of commgrid's layers, plain modules, FSDP2's or DTensor's; or a pipeline stage's
-            chunks. Modules have the names that they have in the whole model.
+            chunks. Modules have the names that they have in the whole model; buffers are equal on
+            all ranks.
         optimizer: a ShardedOptimizer, or an element-wise one of torch.optim.
         extra: picklable values of the job, equal on all ranks.
         keep: how many checkpoints the folder is to have, older ones are deleted; None: all.
@@ -101,10 +102,10 @@ def save(
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: it could not be written, on all ranks, naming those that failed; or stages
-            have different parameters of one name.
-        SpecError: a parameter is sliced over something that is not of the grid, or the optimizer
-            is not element-wise.
+        CheckpointError: on all ranks: it could not be written, stages have different parameters of
+            one name, a parameter is sliced over something that is not of the grid, or the optimizer
+            is not element-wise; names the ranks that found it.
+        SpecError: `step` below 0, or `keep` below 1.
 
     Example:
         >>> import commgrid, tempfile, torch
@@ -175,7 +176,6 @@ def load(
     Raises:
         CheckpointError: on all ranks: no such checkpoint, half a one, or one of another model or
             optimizer; names what is missing or differs, and which ranks found it.
-        SpecError: as `save` raises.
     """
     grid = grid or get_grid()
     group = _everyone(grid)
@@ -220,7 +220,8 @@ class _Loading:
         if self._optimizer is not None:
             self._needed += self._optimizer.targets(self._stored.keys)
         # One rank of each stage tells, since the others of it have the same names.
-        others = (index for axis, index in self._grid.coordinate.items() if axis != "pp")
+        stage = self._grid.spec.regions[0].axes
+        others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")
         return [] if any(others) else [item.key for item in self._live]
 
     def _source(self, item: Item) -> Item:
@@ -259,6 +260,8 @@ class _Loading:
                 self._model.set_value(live.path[-1], self._values[live.key])
         if self._optimizer is not None:
             self._optimizer.take(self._values)
+        else:
+            self._model.tell_loaded()
 
     @property
     def extra(self) -> dict[str, Any]:

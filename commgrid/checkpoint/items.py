@@ -50,13 +50,24 @@ class Item:
             mine.data.copy_(read.data)
 
 
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A value that has many names, such as a learning rate; it is written once.
+
+    Args:
+        value: anything that can be pickled.
+    """
+
+    value: Any
+
+
 @dataclass(frozen=True)
 class Value:
     """Anything else, pickled.
 
     Args:
         path: its name.
-        value: None where it is to be read.
+        value: anything that can be pickled, or Shared; None where it is to be read.
         writes: whether this rank writes it.
     """
 

@@ -98,6 +98,11 @@ class Layout:
     copies: tuple[str, ...]
     is_owner: bool = True
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's part begins where the parameter does."""
+        return not any(self.offset)
+
     def chunks(self, data: Tensor, start: int = 0, stop: int | None = None) -> list[Chunk]:
         """The boxes of a tensor that holds elements start … stop - 1 of this rank's part.
 
@@ -200,6 +205,12 @@ def _copies(placement: Placement, cut: set[str], grid: HyperCommGrid) -> tuple[s
     """The other axes of its region; stages have parameters of their own."""
     regions = {region.name: region.axes for region in grid.spec.regions}
     own = regions.get(placement.region, grid.spec.regions[0].axes)
+    if placement.region == "expert" and "ep" in own and "ep" not in cut and grid.size("ep") > 1:
+        raise SpecError(
+            f"{placement.name} is marked as of the expert region, where other ranks of ep have "
+            "others, but not as sliced over ep, so that all have one name; use GroupedExperts, or "
+            "a ShardedModule whose shards_of says which experts a rank has"
+        )
     if not cut <= set(own):
         raise SpecError(
             f"{placement.name}: sliced over {', '.join(sorted(cut))}, but its region has the axes "

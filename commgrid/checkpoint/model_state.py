@@ -84,6 +84,11 @@ class ModelState:
             if other == name:
                 module.set_extra_state(value)
 
+    def tell_loaded(self) -> None:
+        """Calls what waits for load_state_dict, such as an optimizer with fp32 copies to renew."""
+        for chunk in self.chunks:
+            chunk.load_state_dict({}, strict=False)
+
     def _others(self) -> Iterator[tuple[str, nn.Module, Any]]:
         """What state_dict has beside parameters, once where chunks share it."""
         seen: set[str] = set()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from commgrid.checkpoint.items import Item, Path, Value, key_of, whole
+from commgrid.checkpoint.items import Item, Path, Shared, Value, key_of, whole
 from commgrid.checkpoint.layout import Chunk, Layout, Turns, local_part
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -54,10 +55,6 @@ class Part:
         """The name of an entry of its state."""
         return "optimizer", f"state.{self.layout.name}.{key}"
 
-    def option(self, key: str) -> tuple[str, str]:
-        """The name of an option of its group."""
-        return "optimizer", f"param_groups.{self.layout.name}.{key}"
-
 
 class OptimizerState:
     """This rank's part of an optimizer's state.
@@ -75,39 +72,44 @@ class OptimizerState:
         self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
-        known = dict(_parts(optimizer, model))
-        self.groups: list[list[Part]] = []
-        for group in self.inner.param_groups:
-            for tensor in group["params"]:
-                if id(tensor) not in known:
+        layouts = {id(p.parameter): model.layouts[name] for name, p in model.placements.items()}
+        self.groups: list[list[Layout]] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in layouts:
                     raise SpecError(
-                        f"the optimizer updates a parameter of shape {tuple(tensor.shape)} that "
+                        f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that "
                         "the model does not have; give the model that it was made for"
                     )
-            self.groups.append([known[id(tensor)] for tensor in group["params"]])
+            self.groups.append([layouts[id(parameter)] for parameter in group["params"]])
+        known = dict(_parts(optimizer, model))
+        self.parts = [
+            [known[id(tensor)] for tensor in group["params"]] for group in self.inner.param_groups
+        ]
 
     # -- writing ------------------------------------------------------------------------
 
     def items(self, turns: Turns) -> Iterator[Item | Value]:
         """Every entry of every parameter's state, and the options of its group."""
-        for group, parts in zip(self.inner.param_groups, self.groups, strict=True):
+        for part in chain(*self.parts):
+            layout, state = part.layout, dict(self.inner.state.get(part.tensor, {}))
+            if part.has_copy:
+                state[MASTER] = part.tensor
+            for key, held in state.items():
+                size = held.nbytes if isinstance(held, Tensor) else 0
+                mine = turns.is_mine(layout.copies, size) and layout.is_owner
+                yield self._entry(part, key, held, mine)
+        for group, layouts in zip(self.optimizer.param_groups, self.groups, strict=True):
             options = {key: value for key, value in group.items() if key != "params"}
-            for part in parts:
-                layout, state = part.layout, dict(self.inner.state.get(part.tensor, {}))
-                if part.has_copy:
-                    state[MASTER] = part.tensor
-                for key, held in state.items():
-                    size = held.nbytes if isinstance(held, Tensor) else 0
-                    mine = turns.is_mine(layout.copies, size) and layout.is_owner
-                    yield self._entry(part, key, held, mine)
-                mine = turns.is_mine(layout.copies, 0) and layout.is_owner
-                # Of a parameter that is cut, every part says them; the first one does for all.
-                first = part.start == 0 and not any(layout.offset)
-                for key, value in options.items():
-                    yield Value(part.option(key), value, mine and first)
+            values = {key: Shared(value) for key, value in options.items()}
+            for layout in layouts:
+                mine = turns.is_mine(layout.copies, 0) and layout.is_owner and layout.is_first
+                for key, value in values.items():
+                    yield Value(_option(layout, key), value, mine)
 
     def _entry(self, part: Part, key: str, held: Any, mine: bool) -> Item | Value:
-        first = part.start == 0 and not any(part.layout.offset)
+        # Of a parameter that is cut every part says the same; the first one does for all.
+        first = part.start == 0 and part.layout.is_first
         if not isinstance(held, Tensor):
             return Value(part.path(key), held, mine and first)
         if held.shape == part.tensor.shape and (held.dim() or not part.layout.shape):
@@ -139,27 +141,27 @@ class OptimizerState:
         self._options: dict[str, list[Value]] = {}
         keys = _keys_by_parameter(stored)
         expected = set(self.inner.defaults)  # another version of torch may have some more
-        for parts in self.groups:
-            for part in parts:
-                name = part.layout.name
-                options, state = (keys[kind].get(name, set()) for kind in ("param_groups", "state"))
-                if not options or (expected - options and options - expected - {"initial_lr"}):
-                    raise CheckpointError(
-                        f"its optimizer has {_listed(options)} for {name}, but "
-                        f"{type(self.inner).__name__} needs {_listed(expected)}; it was saved with "
-                        "another optimizer, or this parameter was not trained"
-                    )
-                self._options[name] = [Value(part.option(key)) for key in sorted(options)]
-                yield from self._options[name]
-                found = self._found[name] = {}
-                for key in sorted(state - {MASTER}):
-                    target = self._target(part, key, stored[key_of(part.path(key))])
-                    found[key] = target if isinstance(target, Value) else target[1]
-                    yield target if isinstance(target, Value) else target[0]
-                if part.has_copy:
-                    copy = found[MASTER] = torch.empty_like(part.tensor, requires_grad=False)
-                    path = part.path(MASTER) if MASTER in state else ("model", name)
-                    yield self._item(part, path, copy)
+        for layout in chain(*self.groups):
+            options = keys["param_groups"].get(layout.name, set())
+            if not options or (expected - options and options - expected - {"initial_lr"}):
+                raise CheckpointError(
+                    f"its optimizer has {_listed(options)} for {layout.name}, but "
+                    f"{type(self.inner).__name__} needs {_listed(expected)}; it was saved with "
+                    "another optimizer, or this parameter was not trained"
+                )
+            self._options[layout.name] = [Value(_option(layout, key)) for key in sorted(options)]
+            yield from self._options[layout.name]
+        for part in chain(*self.parts):
+            state = keys["state"].get(part.layout.name, set())
+            found = self._found[part.layout.name] = {}
+            for key in sorted(state - {MASTER}):
+                target = self._target(part, key, stored[key_of(part.path(key))])
+                found[key] = target if isinstance(target, Value) else target[1]
+                yield target if isinstance(target, Value) else target[0]
+            if part.has_copy:
+                copy = found[MASTER] = torch.empty_like(part.tensor, requires_grad=False)
+                path = part.path(MASTER) if MASTER in state else ("model", part.layout.name)
+                yield self._item(part, path, copy)
 
     def _target(self, part: Part, key: str, stored: Any) -> Value | tuple[Item, Tensor]:
         if not isinstance(stored, TensorStorageMetadata):
@@ -189,19 +191,19 @@ class OptimizerState:
         Raises:
             CheckpointError: names two of them, and the option.
         """
-        for parts in self.groups:
-            for part in parts[1:]:
-                first, mine = (self._options_of(p, read) for p in (parts[0], part))
+        for layouts in self.groups:
+            for layout in layouts[1:]:
+                first, mine = (self._options_of(one, read) for one in (layouts[0], layout))
                 for key in sorted(first.keys() | mine.keys()):
                     if not _same(first.get(key), mine.get(key)):
                         raise CheckpointError(
-                            f"its optimizer has {key}={first.get(key)} for "
-                            f"{parts[0].layout.name} and {mine.get(key)} for {part.layout.name}, "
-                            "which here are in one group; make the groups that it was saved with"
+                            f"its optimizer has {key}={first.get(key)} for {layouts[0].name} and "
+                            f"{mine.get(key)} for {layout.name}, which here are in one group; make "
+                            "the groups that it was saved with"
                         )
 
-    def _options_of(self, part: Part, read: Mapping[str, Any]) -> dict[str, Any]:
-        found = self._options[part.layout.name]
+    def _options_of(self, layout: Layout, read: Mapping[str, Any]) -> dict[str, Any]:
+        found = self._options[layout.name]
         return {value.path[1].rpartition(".")[2]: read[value.key] for value in found}
 
     def take(self, read: Mapping[str, Any]) -> None:
@@ -211,9 +213,11 @@ class OptimizerState:
         index = 0
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.reload()
-        for group, parts in zip(self.inner.param_groups, self.groups, strict=True):
-            options = self._options_of(parts[0], read) if parts else {}
-            own = {key: value for key, value in group.items() if key != "params"}
+        for outer, layouts, parts in zip(
+            self.optimizer.param_groups, self.groups, self.parts, strict=True
+        ):
+            options = self._options_of(layouts[0], read) if layouts else {}
+            own = {key: value for key, value in outer.items() if key != "params"}
             groups.append({**own, **options, "params": list(range(index, index + len(parts)))})
             for part in parts:
                 found = dict(self._found[part.layout.name])
@@ -240,18 +244,17 @@ def _parts(optimizer: torch.optim.Optimizer, model: ModelState) -> Iterator[tupl
         for name, placement in model.placements.items():
             yield id(placement.parameter), Part(model.layouts[name], placement.parameter)
         return
-    by_id = {id(p.parameter): name for name, p in model.placements.items()}
+    by_id = {id(p.parameter): p for p in model.placements.values()}
     for piece, tensor, cut_over in optimizer.parts():
         parameter = piece.slot.parameter
-        if id(parameter) not in by_id:
-            raise SpecError(
-                f"the optimizer updates {piece.slot.placement}, which the model does not have; "
-                "give the model that it was made for"
-            )
-        placement = model.placements[by_id[id(parameter)]]
-        layout = model.layout_of(placement, cut_over)
+        layout = model.layout_of(by_id[id(parameter)], cut_over)
         start, stop = (0, None) if piece.is_whole else (piece.start, piece.stop)
         yield id(tensor), Part(layout, tensor, start, stop, tensor.dtype != parameter.dtype)
+
+
+def _option(layout: Layout, key: str) -> Path:
+    """The name of an option of the group that a parameter is in."""
+    return "optimizer", f"param_groups.{layout.name}.{key}"
 
 
 def _keys_by_parameter(stored: Mapping[str, Any]) -> dict[str, dict[str, set[str]]]:

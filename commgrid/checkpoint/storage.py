@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from commgrid.checkpoint.items import Item, Value
+from commgrid.checkpoint.items import Item, Shared, Value
 from commgrid.checkpoint.layout import Chunk
 from commgrid.errors import CheckpointError
 
@@ -86,8 +86,10 @@ def write(folder: Path, items: Iterable[Item | Value], number: int, report: Repo
     plan = writer.prepare_global_plan([SavePlan([])] * number + [plan])[number]
     planner.count(plan.items)
     results = writer.write_data(plan, planner).wait() if plan.items else []
+    others = planner.other_names(results)
+    written = [*plan.items, *(WriteItem(one.index, WriteItemType.BYTE_IO) for one in others)]
     return Written(
-        plan, results,
+        replace(plan, items=written), [*results, *others],
         frozenset(item.key for item in mine if isinstance(item, Item) and item.repeats),
         {item.key: item.path for item in mine},
     )  # fmt: skip
@@ -153,17 +155,33 @@ class _Writes(DefaultSavePlanner):
         super().__init__()
         self.held: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
+        self._names: dict[Shared, list[MetadataIndex]] = {}
         self._report, self._done, self._total = report, 0, 0
         for item in items:
             if isinstance(item, Value):
-                index = MetadataIndex(item.key)
+                index, value = MetadataIndex(item.key), item.value
+                if isinstance(value, Shared):
+                    names = self._names.setdefault(value, [])
+                    names.append(index)
+                    if len(names) > 1:
+                        continue
+                    value = value.value
                 self.held.append(WriteItem(index, WriteItemType.BYTE_IO))
-                self._data[index] = item.value
+                self._data[index] = value
                 continue
             for chunk in item.chunks:
                 index = MetadataIndex(item.key, chunk.offset)
                 self.held.append(_write_item(item, chunk, index))
                 self._data[index] = chunk.data
+
+    def other_names(self, results: Iterable[WriteResult]) -> list[WriteResult]:
+        """Where the other names of shared values find them: where the first one is."""
+        places = {result.index: result.storage_data for result in results}
+        return [
+            WriteResult(other, 0, places[first])
+            for first, *others in self._names.values()
+            for other in others
+        ]
 
     def count(self, items: Iterable[WriteItem]) -> None:
         """Adds up what there is to write."""
@@ -254,31 +272,36 @@ class Stored:
         Raises:
             CheckpointError: a file that cannot be read.
         """
-        planner = _Reads(items, self.keys, report)
+        planner = _Reads(items, self._metadata, report)
         self._reader.set_up_storage_reader(self._metadata, True)
         plan = self._reader.prepare_local_plan(LoadPlan(planner.plan))
         try:
             self._reader.read_data(plan, planner).wait()
         except Exception as error:  # torch's readers raise what they come upon
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
-        return planner.values
+        return {key: planner.values[first] for key, first in planner.names.items()}
 
 
 class _Reads(DefaultLoadPlanner):
     """Says which boxes are needed, takes them in, and counts them."""
 
-    def __init__(
-        self, items: Iterable[Item | Value], stored: Mapping[str, Any], report: Report
-    ) -> None:
+    def __init__(self, items: Iterable[Item | Value], stored: Metadata, report: Report) -> None:
         super().__init__()
         self.values: dict[str, Any] = {}
+        self.names: dict[str, str] = {}  # to the first name of what is stored in one place
+        first: dict[tuple[str, int], str] = {}
+        tensors: Mapping[str, Any] = stored.state_dict_metadata
         self.plan: list[ReadItem] = []
         self._data: dict[MetadataIndex, Tensor] = {}
         self._report, self._done, self._total = report, 0, 0
         for number, item in enumerate(items):
             if isinstance(item, Value):
-                index = MetadataIndex(item.key)
-                nothing = torch.Size((0,))
+                index, nothing = MetadataIndex(item.key), torch.Size((0,))
+                info = stored.storage_data[index]
+                known = first.setdefault((info.relative_path, info.offset), item.key)
+                self.names[item.key] = known
+                if known != item.key:
+                    continue
                 self.plan.append(
                     ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
                 )
@@ -289,7 +312,7 @@ class _Reads(DefaultLoadPlanner):
             ]
             # Two items may be read from one key, a weight and its fp32 copy: their places differ.
             place = f"{number}"
-            for read in create_read_items_for_chunk_list(item.key, stored[item.key], boxes):
+            for read in create_read_items_for_chunk_list(item.key, tensors[item.key], boxes):
                 target = MetadataIndex(place, read.dest_index.offset)
                 self.plan.append(replace(read, dest_index=target))
             for chunk in item.chunks:

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commgrid
 from commgrid import checkpoint
@@ -302,3 +304,102 @@ def test_a_shared_parameter_has_its_first_name(tmp_path: Path) -> None:
     buffers = {f"model.blocks.{index}.count" for index in range(2)}
     assert stored == {f"model.{name}" for name in names} | buffers
     assert "model.head.weight" not in stored
+
+
+def later_rate(folder: str) -> list[float]:
+    """A scheduler's rate counts, although the parts' optimizer has not stepped with it yet."""
+    grid = commgrid.initialize(dp=4)
+    rates = []
+    for _ in range(2):
+        model = made()
+        reducer = GradientReducer(model, shard=True)
+        few = [model.blocks[0].norm.bias]  # of which most ranks have no part
+        known = {id(p) for p in few}
+        groups = [
+            {"params": few, "lr": 0.1},
+            {"params": [p for p in model.parameters() if id(p) not in known]},
+        ]
+        optimizer = ShardedOptimizer(reducer, torch.optim.AdamW, groups=groups)
+        if not rates:
+            train(model, reducer, optimizer, range(1))
+            for group in optimizer.param_groups:
+                group["lr"] /= 2
+            checkpoint.save(folder, 1, model, optimizer, progress=False)
+        else:
+            checkpoint.load(folder, model, optimizer, progress=False)
+        rates += [group["lr"] for group in optimizer.param_groups]
+    assert grid.size("dp") == 4
+    commgrid.shutdown()
+    return rates
+
+
+def test_learning_rates_of_every_group_on_every_rank(tmp_path: Path) -> None:
+    for rates in run_on_ranks(later_rate, 4, str(tmp_path), init=None, launcher="torchrun"):
+        assert rates == [0.05, 0.0005, 0.05, 0.0005]
+
+
+def test_a_rate_is_written_once_for_all_parameters(tmp_path: Path) -> None:
+    run_on_ranks(later_rate, 4, str(tmp_path), init=None, launcher="torchrun")
+    metadata = dcp.FileSystemReader(tmp_path / "step_00000001").read_metadata()
+    rates = [key for key in metadata.state_dict_metadata if key.endswith(".lr")]
+    names = [key for key in metadata.state_dict_metadata if key.endswith(".exp_avg")]
+    assert len(rates) == len(names)
+    places = {
+        (info.relative_path, info.offset)
+        for index, info in metadata.storage_data.items() if index.fqn in rates
+    }  # fmt: skip
+    assert len(places) <= 4 * 2  # ranks and groups
+
+
+def weights_alone(folder: str) -> bool:
+    """Weights loaded without the optimizer renew its fp32 copies, which else would undo them."""
+    grid = commgrid.initialize()
+    model, reducer, optimizer = with_optimizer(grid, shard=False, dtype=torch.bfloat16)
+    fill(model, 0.5)
+    checkpoint.save(folder, 1, model, progress=False)
+    fill(model, 0.7)
+    checkpoint.load(folder, model, progress=False)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, reducer, optimizer, range(1))
+    wrong = list(differences(model, 0.5))
+    commgrid.shutdown()
+    return not wrong
+
+
+def test_weights_alone_renew_the_optimizers_copies(tmp_path: Path) -> None:
+    assert run_on_ranks(weights_alone, 1, str(tmp_path), init=None) == [True]
+
+
+def native(folder: str, file: str) -> None:
+    """torch's own layers: DTensors of parallelize_module, which FSDP2 has cut once more."""
+    grid = commgrid.initialize(tp=2, dp=-1)
+    torch.manual_seed(3)
+    model = made(parallel=False)
+    if grid.rank == 0:
+        torch.save(model.state_dict(), file)
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, grid.device_mesh("tp"), plan)
+        fully_shard(block, mesh=grid.device_mesh("dp"))
+    fully_shard(model, mesh=grid.device_mesh("dp"))
+    checkpoint.save(folder, 1, model, torch.optim.AdamW(model.parameters()), progress=False)
+    with torch.no_grad():
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.zero_()
+    checkpoint.load(folder, model, progress=False)
+    assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
+    commgrid.shutdown()
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_dtensors_that_fsdp_has_cut_again(world: int, tmp_path: Path) -> None:
+    """On 8 ranks FSDP cuts tp's 6 rows into 2, 2, 2 and none."""
+    file = tmp_path / "whole.pt"
+    run_on_ranks(native, world, str(tmp_path), str(file), init=None, launcher="torchrun")
+    dcp_to_torch_save(tmp_path / "step_00000001", tmp_path / "read.pt")
+    whole, read = (torch.load(path) for path in (file, tmp_path / "read.pt"))
+    assert whole.keys() == read["model"].keys()
+    for name, tensor in whole.items():
+        assert torch.equal(read["model"][name], tensor), name
