@@ -387,7 +387,10 @@ def train(args: argparse.Namespace) -> None:
     main_rank = grid.rank == 0
     if main_rank:
         print(grid, f"on {trainer.device.type}", flush=True)
-    done = trainer.resume() if args.resume else 0
+    done = 0
+    if args.resume:
+        with named_failures(grid, lambda: "loading a checkpoint"):
+            done = trainer.resume()
     if args.metrics and main_rank:
         forget_after(done, Path(args.metrics))
     for step in range(done + 1, args.steps + 1):
@@ -402,7 +405,8 @@ def train(args: argparse.Namespace) -> None:
             with Path(args.metrics).open("a") as lines:
                 print(json.dumps(row), file=lines)
         if args.save and (step % args.save_every == 0 or step == args.steps):
-            trainer.save(step)
+            with named_failures(grid, partial("saving step {}".format, step)):
+                trainer.save(step)
     sample = generate(trainer)
     if main_rank:
         print(f"--- a sample\n{sample}")

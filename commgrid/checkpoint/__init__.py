@@ -36,7 +36,7 @@ from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.storage import Report, Stored, write, write_metadata
-from commgrid.errors import CheckpointError, SpecError
+from commgrid.errors import CheckpointError, SpecError, UnknownGroupError
 from commgrid.objects import at_first
 from commgrid.registry import get_grid
 
@@ -294,8 +294,14 @@ def _path(key: str) -> tuple[str, str]:
 
 def _everyone(grid: HyperCommGrid) -> ProcessGroup | None:
     """The group of all ranks of the grid; None: there is one."""
-    axes = [axis for axis in grid.spec.regions[0].axes if grid.size(axis) > 1]
-    return grid.get_group(*axes) if axes else None
+    axes = [axis for axis in reversed(grid.spec.regions[0].axes) if grid.size(axis) > 1]
+    try:
+        return grid.get_group(*axes) if axes else None
+    except UnknownGroupError as error:
+        raise UnknownGroupError(
+            f"the ranks of a checkpoint meet in the group of all of them, {'_'.join(axes)!r}; "
+            f"leave create= out, or add it there ({error})"
+        ) from error
 
 
 def _failure(what: str) -> Callable[[str], CheckpointError]:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from commgrid.async_collectives import Pending, start_all_reduce_, start_reduce_scatter_
 from commgrid.collectives import all_gather
@@ -62,8 +63,8 @@ class GradientReducer:
         dtype: of the buffers; None: fp32 for half-precision parameters, else the parameter's.
 
     Raises:
-        SpecError: the model has a reducer already, or partial gradients over a group that
-            cannot be combined with `group`.
+        SpecError: the model has a reducer already, is sharded by FSDP2, or has partial gradients
+            over a group that cannot be combined with `group`.
         GridMismatchError: the ranks of a group have other parameters, shapes or dtypes.
 
     Example:
@@ -97,6 +98,11 @@ class GradientReducer:
         self.group = self._grid.get_group(group)
         trained = [p for p in placements(model) if p.parameter.requires_grad]
         for placement in trained:
+            if isinstance(placement.parameter, DTensor):
+                raise SpecError(
+                    f"{placement} is a DTensor, whose gradients FSDP2 averages itself; leave the "
+                    "GradientReducer out, and take data_parallel.clip_gradients for the norm"
+                )
             if getattr(placement.parameter, "main_grad_owner", None) is not None:
                 raise SpecError(
                     f"{placement} has another GradientReducer already; call its close() first"

@@ -218,6 +218,31 @@ def test_what_cannot_be_saved_leaves_the_last_checkpoint(tmp_path: Path) -> None
             assert text.format(folder=folder) in told[case], (case, told[case])
 
 
+def few_groups(folder: str) -> str:
+    commgrid.initialize(tp=2, dp=2, create=["tp", "dp"])
+    told = raised(checkpoint.save, folder, 1, nn.Linear(2, 2), progress=False)
+    commgrid.shutdown()
+    return told
+
+
+def experts_without_numbers(folder: str) -> str:
+    commgrid.initialize(ep=2)
+    local = mark_parameters(nn.Linear(2, 2), region="expert")
+    told = raised(checkpoint.save, folder, 1, local, progress=False)
+    commgrid.shutdown()
+    return told
+
+
+def test_groups_and_names_that_a_checkpoint_needs(tmp_path: Path) -> None:
+    for told in run_on_ranks(few_groups, 4, str(tmp_path), init=None, launcher="torchrun"):
+        assert "meet in the group of all of them, 'dp_tp'; leave create= out" in told
+    for told in run_on_ranks(
+        experts_without_numbers, 2, str(tmp_path), init=None, launcher="torchrun"
+    ):
+        assert "weight is marked as of the expert region" in told
+        assert "but not as sliced over ep, so that all have one name" in told
+
+
 def marked(folder: str) -> list[int]:
     """The same name on both stages is right for copies that are marked as such."""
     grid = commgrid.initialize(pp=2, groups={"ends": {"of": "pp", "pick": ["first", "last"]}})

@@ -1,0 +1,90 @@
+"""Partial gradients without a reducer, and gradients that FSDP2 has sharded."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import commgrid
+from commgrid.data_parallel import (
+    GradientReducer,
+    clip_gradients,
+    gradient_norm,
+    reduce_partial_gradients,
+)
+from commgrid.parameters import mark_parameters
+from tests.ranks import run_on_ranks
+
+
+def model_of(*, sharded: bool, grid: commgrid.HyperCommGrid) -> nn.Sequential:
+    """A norm whose gradients are partial over tp, one in another precision, and a layer's, which
+    are equal."""
+    torch.manual_seed(0)
+    norms = nn.LayerNorm(6, dtype=torch.float64), nn.LayerNorm(4, dtype=torch.float32)
+    for norm in norms:
+        mark_parameters(norm, partial="tp")
+    model = nn.Sequential(*norms, nn.Linear(6, 5, dtype=torch.float64))
+    if sharded:
+        for layer in model:
+            fully_shard(layer, mesh=grid.device_mesh("dp"))
+    return model
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def summed(sharded: bool) -> tuple[list[bool], float, float]:
+    """Gradients of rank + 1 everywhere: which are right, their norm, and the norm once clipped."""
+    grid = commgrid.initialize(tp=2, dp=2)
+    model = model_of(sharded=sharded, grid=grid)
+    tp = grid.get_local_rank("tp")
+    for index, parameter in enumerate(model.parameters()):
+        # Equal on all ranks of dp; of the last two, which are not partial, also on those of tp.
+        parameter.grad = torch.full_like(parameter, 1.0 + (tp if index < 4 else 0))
+    reduce_partial_gradients(model)
+    right = [
+        bool((local(p.grad) == (3.0 if index < 4 else 1.0)).all())
+        for index, p in enumerate(model.parameters())
+    ]
+    norm = gradient_norm(model).item()
+    assert clip_gradients(model, 2.0).item() == norm
+    clipped = gradient_norm(model).item()
+    commgrid.shutdown()
+    return right, norm, clipped
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sums_over_tp_and_norms_of_the_whole(sharded: bool) -> None:
+    """On 2 ranks of dp FSDP cuts 5 rows into 3 and 2; the norm is that of the full gradients."""
+    expected = (2 * (6 + 4) * 9.0 + (5 * 6 + 5) * 1.0) ** 0.5
+    for right, norm, clipped in run_on_ranks(summed, 4, sharded, init=None, launcher="torchrun"):
+        assert right == [True] * 6
+        assert norm == pytest.approx(expected, rel=1e-6)  # one layer's are in fp32
+        assert clipped == pytest.approx(2.0, rel=1e-6)
+
+
+def refused() -> list[str]:
+    grid = commgrid.initialize(tp=2)
+    told = []
+    with pytest.raises(commgrid.SpecError) as error:
+        GradientReducer(model_of(sharded=True, grid=grid))
+    told.append(str(error.value))
+    model = model_of(sharded=False, grid=grid)
+    reducer = GradientReducer(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(commgrid.CommGridError) as other:
+        reduce_partial_gradients(model)
+    told.append(str(other.value))
+    reducer.close()
+    commgrid.shutdown()
+    return told
+
+
+def test_what_reduces_already_is_left_alone() -> None:
+    for sharded, reduced in run_on_ranks(refused, 2, init=None, launcher="torchrun"):
+        assert "is a DTensor, whose gradients FSDP2 averages itself" in sharded
+        assert "its GradientReducer has added it up over 'tp' (2 ranks) already" in reduced
