@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -18,7 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,25 @@ def run_on_ranks(
             extra = per_rank[rank] if per_rank is not None else ()
             job = (function, (*args, *extra), rank, world_size, folder, init, variables)
             children[rank] = context.Process(target=_child, args=job, daemon=False)
-            with warnings.catch_warnings():  # Python 3.12 warns of fork beside torch's threads
-                warnings.simplefilter("ignore", DeprecationWarning)
+            with _frozen(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
                 children[rank].start()
         _wait(children, timeout)
         return _collect(children, world_size, Path(folder), timeout)
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Within it, a forked child leaves the parent's objects to the parent.
+
+    A child that collects a process group which its parent has dropped, as doctests do, waits for
+    that one's threads, which it does not have.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _launcher_variables(
