@@ -36,7 +36,7 @@ from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.storage import Report, Stored, write, write_metadata
-from commgrid.errors import CheckpointError, SpecError, UnknownGroupError
+from commgrid.errors import CheckpointError, GridMismatchError, SpecError, UnknownGroupError
 from commgrid.objects import at_first
 from commgrid.registry import get_grid
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Restored", "load", "save", "steps"]
 
 Model = nn.Module | Sequence[nn.Module]
+Call = dict[str, int | str | None]
 Progress = bool | Callable[[int, int], object]
 
 
@@ -128,10 +129,15 @@ def save(
     what = f"step {step} was not saved to {folder}"
     items: list[Item | Value] = []
 
-    def plan() -> None:
+    def plan() -> Call:
         items.extend(_items(grid, step, model, optimizer, extra or {}))
+        return {"step": step, "optimizer": _kind(optimizer), "keep": keep}
 
-    partial = at_first(group, plan, lambda _: folders.begin(Path(folder), step), _failure(what))
+    def begin(calls: list[Call]) -> Path:
+        _compare(calls)
+        return folders.begin(Path(folder).absolute(), step)
+
+    partial = at_first(group, plan, begin, _failure(what))
     line, report = _reporter(progress, f"saving step {step}", grid)
 
     def whole(written: list[Any]) -> tuple[int, Path]:
@@ -180,12 +186,14 @@ def load(
     grid = grid or get_grid()
     group = _everyone(grid)
 
-    def choose(_: object) -> tuple[int, Path]:
-        chosen, path = folders.find(Path(folder), step)
+    def choose(calls: list[Call]) -> tuple[int, Path]:
+        _compare(calls)
+        chosen, path = folders.find(Path(folder).absolute(), step)
         Stored(path).check_files()
         return chosen, path
 
-    found, path = at_first(group, lambda: None, choose, _failure("nothing was loaded"))
+    call = {"step": step, "optimizer": _kind(optimizer)}
+    found, path = at_first(group, lambda: call, choose, _failure("nothing was loaded"))
     failure = _failure(f"nothing was loaded from {path}")
     loading = _Loading(grid, path, model, optimizer)
     at_first(group, loading.plan, loading.check_all, failure)
@@ -285,6 +293,21 @@ def _items(
     yield Value(("step",), step, is_first)
     for key, value in extra.items():
         yield Value(("extra", key), value, is_first)
+
+
+def _kind(optimizer: torch.optim.Optimizer | None) -> str | None:
+    return None if optimizer is None else type(optimizer).__name__
+
+
+def _compare(calls: Sequence[Call]) -> None:
+    """Refuses ranks that call for different things."""
+    for number, call in enumerate(calls):
+        for key, value in call.items():
+            if value != calls[0][key]:
+                raise GridMismatchError(
+                    f"{key}={calls[0][key]} on the first rank of the grid, and {key}={value} on "
+                    f"its rank {number}; call it with the same on all"
+                )
 
 
 def _path(key: str) -> tuple[str, str]:

@@ -224,6 +224,28 @@ def test_what_cannot_be_saved_leaves_the_last_checkpoint(tmp_path: Path) -> None
             assert text.format(folder=folder) in told[case], (case, told[case])
 
 
+def different_calls(folder: str) -> list[str]:
+    grid = commgrid.initialize(dp=2)
+    model, optimizer = trained()
+    mine = optimizer if grid.rank == 0 else None
+    told = [
+        raised(checkpoint.save, folder, 1, model, mine, progress=False),
+        raised(checkpoint.save, folder, 1 + grid.rank, model, progress=False),
+    ]
+    checkpoint.save(folder, 3, model, optimizer, progress=False)
+    told.append(raised(checkpoint.load, folder, model, mine, progress=False))
+    commgrid.shutdown()
+    return told
+
+
+def test_ranks_that_call_for_different_things(tmp_path: Path) -> None:
+    for told in run_on_ranks(different_calls, 2, str(tmp_path), init=None, launcher="torchrun"):
+        no_state, other_step, not_loaded = told
+        assert "optimizer=AdamW on the first rank of the grid, and optimizer=None" in no_state
+        assert "step=1 on the first rank of the grid, and step=2 on its rank 1" in other_step
+        assert "nothing was loaded: rank 0: GridMismatchError: optimizer=AdamW" in not_loaded
+
+
 def few_groups(folder: str) -> str:
     commgrid.initialize(tp=2, dp=2, create=["tp", "dp"])
     told = raised(checkpoint.save, folder, 1, nn.Linear(2, 2), progress=False)

@@ -17,16 +17,15 @@ SMALL = ["--layers", "2", "--hidden", "64", "--batch-size", "8", "--seq-len", "1
 
 
 # What may be cut without the curve noticing: sizes of tp and dp, then switches, and the number of
-# microbatches in turn (all 48 combinations take another minute, and were run once).
+# microbatches, in turn (all 48 combinations take three minutes, and were run once).
+TURNS = [
+    [["--grad-accum", "4"], ["--sequence-parallel", "--zero1"]],
+    [["--zero1", "--grad-accum", "4"], ["--sequence-parallel"]],
+]
 CUTS = [
-    (
-        tp,
-        dp,
-        [*sequence, *zero1, "--grad-accum", "4" if (i + bool(sequence) + bool(zero1)) % 2 else "1"],
-    )
+    (tp, dp, flags)
     for i, (tp, dp) in enumerate(((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)))
-    for sequence in ([], ["--sequence-parallel"])
-    for zero1 in ([], ["--zero1"])
+    for flags in TURNS[i % 2]
 ]
 TINY = [
     "--layers", "1", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--batch-size", "8",
@@ -69,7 +68,7 @@ def test_same_curve_on_eight_ranks(dtype: str, tmp_path: Path) -> None:
     arguments = [*SMALL, "--steps", "20", "--dtype", dtype]
     reference = curves(1, 1, {"alone": arguments}, tmp_path)["alone"]
     assert len(reference) == 20
-    for tp, dp in [(8, 1), (2, 4), (1, 8)]:
+    for tp, dp in [(8, 1), (2, 4), (1, 8)] if dtype == "fp64" else [(2, 4)]:
         same_curve(
             curves(tp, dp, {f"{tp}-{dp}": arguments}, tmp_path)[f"{tp}-{dp}"], reference, dtype
         )

@@ -27,8 +27,7 @@ CUTS: dict[int, list[list[str]]] = {
         [*MIXED, "--ep", "2"],
     ],
     8: [
-        [*DENSE, "--tp", "2", "--dp-replicate", "2"],
-        [*MIXED, "--ep", "2", "--etp", "2", "--dp-replicate", "2"],
+        [*MIXED, "--tp", "2", "--ep", "2", "--etp", "2", "--dp-replicate", "2"],
     ],
 }
 

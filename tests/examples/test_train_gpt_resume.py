@@ -78,11 +78,11 @@ def test_saved_on_2_2_2_and_resumed_on_any_grid(
 
 
 def test_saved_by_fsdp_and_by_one_process(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
-    for world, flags in {1: [], 4: cut(2, 1, 2, "--fsdp")}.items():
+    fsdp, pipelined = cut(2, 1, 2, "--fsdp"), cut(2, 2, 1)
+    for world, flags, then in ((1, [], fsdp), (4, fsdp, pipelined)):
         saved = tmp_path / f"saved-{world}"
         train(world, [*TINY, *HALF, *flags, "--save", str(saved)])
-        jobs = {"2-2-1": [*TINY, *cut(2, 2, 1)], "fsdp": [*TINY, *cut(1, 1, 4, "--fsdp")]}
-        resumed(4, saved, jobs, tmp_path, uninterrupted["dense"])
+        resumed(4, saved, {"then": [*TINY, *then]}, tmp_path, uninterrupted["dense"])
 
 
 def test_experts_on_other_grids(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
