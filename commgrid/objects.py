@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from commgrid import _dist
 from commgrid.agreement import describe_ranks
 from commgrid.collectives import all_gather, all_to_all, broadcast
+from commgrid.errors import CommGridError
 
 Value = TypeVar("Value")
 Answer = TypeVar("Answer")
@@ -26,11 +27,11 @@ Answer = TypeVar("Answer")
 
 def gathered(value: Value, group: ProcessGroup, device: torch.device) -> list[Value]:
     """Every rank's value, in group order."""
-    mine = _pack(value, device)
+    mine = _tensor(pickle.dumps(value), device)
     lengths = all_gather(torch.tensor([len(mine)], device=device), group).tolist()
     padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
     rows = all_gather(padded, group).view(len(lengths), -1)
-    return [_unpack(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+    return [pickle.loads(_bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
 
 
 def at_first(
@@ -53,19 +54,18 @@ def at_first(
         Exception: what `failed` makes; on the rank that failed its cause is the rank's own.
     """
     cause: Exception | None = None
-    value: Value | None = None
     try:
-        value = mine()
+        told = pickle.dumps((mine(), None))
     except Exception as error:
-        cause = error
-    told = (value, None if cause is None else _told(cause))
-    found = _gather_at_first(told, group) if group is not None else [told]
+        cause, told = error, pickle.dumps((None, _told(error)))
+    packed = _gather_at_first(told, group) if group is not None else [told]
     answer: tuple[Answer | None, str | None] | None = None
-    if found is not None:
+    if packed is not None:
+        found = [pickle.loads(one) for one in packed]
         ranks = dist.get_process_group_ranks(group) if group is not None else [_own_rank()]
         text = _who(ranks, [error for _, error in found])
         try:
-            answer = (whole([one for one, _ in found]), None) if text is None else (None, text)  # type: ignore[misc]
+            answer = (whole([one for one, _ in found]), None) if text is None else (None, text)
         except Exception as error:
             cause, answer = error, (None, f"rank {ranks[0]}: {_told(error)}")
     if group is not None:
@@ -77,7 +77,9 @@ def at_first(
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """The error in words; of commgrid's own the words are enough."""
+    own = isinstance(error, CommGridError)
+    return f"{error}" if own else f"{type(error).__name__}: {error}"
 
 
 def _who(ranks: list[int], errors: list[str | None]) -> str | None:
@@ -98,8 +100,8 @@ def _own_rank() -> int:
 # -- transport ---------------------------------------------------------------------------
 
 
-def _gather_at_first(value: Value, group: ProcessGroup) -> list[Value] | None:
-    mine = _pack(value, _device(group))
+def _gather_at_first(data: bytes, group: ProcessGroup) -> list[bytes] | None:
+    mine = _tensor(data, _device(group))
     lengths = all_gather(torch.tensor([len(mine)], device=mine.device), group).tolist()
     others = [0] * (group.size() - 1)
     is_first = group.rank() == 0
@@ -109,15 +111,15 @@ def _gather_at_first(value: Value, group: ProcessGroup) -> list[Value] | None:
     )  # fmt: skip
     if not is_first:
         return None
-    return [_unpack(one) for one in torch.split(received, lengths)]
+    return [_bytes(one) for one in torch.split(received, lengths)]
 
 
 def _broadcast(value: Value, group: ProcessGroup) -> Value:
-    data = _pack(value, _device(group))
+    data = _tensor(pickle.dumps(value), _device(group))
     length = int(broadcast(torch.tensor([len(data)], device=data.device), group))
     if group.rank() > 0:
         data = data.new_empty(length)
-    return _unpack(broadcast(data, group))  # type: ignore[no-any-return]
+    return pickle.loads(_bytes(broadcast(data, group)))  # type: ignore[no-any-return]
 
 
 def _device(group: ProcessGroup) -> torch.device:
@@ -125,11 +127,11 @@ def _device(group: ProcessGroup) -> torch.device:
     return min(_dist.devices_of(group), key=lambda device: device.type != "cpu")
 
 
-def _pack(value: Any, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+def _tensor(data: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _unpack(data: Tensor) -> Any:
+def _bytes(data: Tensor) -> bytes:
     raw = bytearray(len(data))
     torch.frombuffer(raw, dtype=torch.uint8).copy_(data)
-    return pickle.loads(raw)
+    return bytes(raw)

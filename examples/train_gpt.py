@@ -594,6 +594,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--dp-replicate {args.dp_replicate} does not divide --dp {args.dp}")
     if (args.save_every or args.keep) and not args.save:
         parser.error("--save-every and --keep are about --save DIR")
+    args.kv_heads = args.kv_heads or args.heads
     args.save_every = args.save_every or args.steps
     # FSDP computes in bf16 with weights that stay in fp32.
     args.weights = torch.float32 if args.fsdp and args.dtype == "bf16" else DTYPES[args.dtype]

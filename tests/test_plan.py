@@ -175,7 +175,7 @@ def random_specs(draw: st.DrawFn) -> Spec:
 
 
 @settings(
-    max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 @given(random_specs(), st.integers(0, 2**31))
 def test_random_specs_equal_enumeration(spec: Spec, seed: int) -> None:

@@ -19,6 +19,7 @@ A parameter that modules share has the first of its names. It can be opened with
 
 from __future__ import annotations
 
+import operator
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from torch.distributed import ProcessGroup
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.items import Item, Value, key_of
 from commgrid.checkpoint.layout import Turns
-from commgrid.checkpoint.model_state import ModelState
+from commgrid.checkpoint.model_state import ModelState, chunks_of
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.storage import Report, Stored, write, write_metadata
@@ -83,8 +84,8 @@ def save(
 ) -> Path:
     """Writes a checkpoint; on all ranks of the grid, and complete when it returns on any.
 
-    What ranks have copies of is written once, by whichever of them has least to write. A crash at
-    any moment leaves the checkpoints before it as they were.
+    What ranks have copies of is written once; they share that out evenly. A crash at any moment
+    leaves the checkpoints before it as they were.
 
     Args:
         folder: of checkpoints, on a file system that all nodes share; made if need be.
@@ -94,7 +95,8 @@ def save(
             all ranks.
         optimizer: a ShardedOptimizer, or an element-wise one of torch.optim.
         extra: picklable values of the job, equal on all ranks.
-        keep: how many checkpoints the folder is to have, older ones are deleted; None: all.
+        keep: how many checkpoints up to this step the folder is to have, older ones are deleted;
+            None: all.
         progress: True: bytes on the first rank's stderr; or called on every rank with its own bytes
             done and to do; False: nothing.
         grid: None: the default one.
@@ -105,8 +107,9 @@ def save(
     Raises:
         CheckpointError: on all ranks: it could not be written, stages have different parameters of
             one name, a parameter is sliced over something that is not of the grid, or the optimizer
-            is not element-wise; names the ranks that found it.
-        SpecError: `step` below 0, or `keep` below 1.
+            is not element-wise; names the ranks that found it. A rank that writes for longer than
+            the grid's timeout is torch's error on the others.
+        UnknownGroupError: the grid has no group of all its ranks.
 
     Example:
         >>> import commgrid, tempfile, torch
@@ -120,18 +123,16 @@ def save(
         ([20], 20, {'epoch': 1})
         >>> commgrid.shutdown()
     """
-    if not isinstance(step, int) or step < 0:
-        raise SpecError(f"save(step={step!r}): expected a count of steps, 0 or more")
-    if keep is not None and keep < 1:
-        raise SpecError(f"save(keep={keep}): expected 1 or more, or None for all")
     grid = grid or get_grid()
     group = _everyone(grid)
     what = f"step {step} was not saved to {folder}"
     items: list[Item | Value] = []
 
     def plan() -> Call:
+        kept = None if keep is None else _count("keep", keep, 1)
+        call = {"step": _count("step", step, 0), "optimizer": _kind(model, optimizer), "keep": kept}
         items.extend(_items(grid, step, model, optimizer, extra or {}))
-        return {"step": step, "optimizer": _kind(optimizer), "keep": keep}
+        return call
 
     def begin(calls: list[Call]) -> Path:
         _compare(calls)
@@ -141,7 +142,8 @@ def save(
     line, report = _reporter(progress, f"saving step {step}", grid)
 
     def whole(written: list[Any]) -> tuple[int, Path]:
-        return write_metadata(partial, written), folders.end(partial, step, keep)
+        found = dict(zip(grid.spec.rank_range, written, strict=True))
+        return write_metadata(partial, found), folders.end(partial, step, keep)
 
     number = grid.spec.rank_range.index(grid.rank)
     try:
@@ -168,9 +170,10 @@ def load(
 ) -> Restored:
     """Loads a checkpoint that any grid wrote, or one process; on all ranks of the grid.
 
-    Nothing is changed before all ranks have read all that they need; until then what is read is
-    held beside the model's parameters, on the CPU. Numbers of another precision are converted;
-    where half-precision weights were saved with fp32 copies, wider ones are taken from these.
+    Nothing is changed before all ranks have read all that they need; until then parameters are held
+    once more on the CPU, and optimizer state where it is going to be. Numbers of another precision
+    are converted; where half-precision weights were saved with fp32 copies, wider ones are taken
+    from these.
 
     Args:
         folder: of checkpoints, or one of these itself.
@@ -181,25 +184,33 @@ def load(
 
     Raises:
         CheckpointError: on all ranks: no such checkpoint, half a one, or one of another model or
-            optimizer; names what is missing or differs, and which ranks found it.
+            optimizer; names what is missing or differs, and which ranks found it. Should a module
+            refuse its extra state after all that, it says that the model is not to be used.
+        UnknownGroupError: the grid has no group of all its ranks.
     """
     grid = grid or get_grid()
     group = _everyone(grid)
 
+    def call() -> Call:
+        return {"step": step, "optimizer": _kind(model, optimizer)}
+
     def choose(calls: list[Call]) -> tuple[int, Path]:
         _compare(calls)
         chosen, path = folders.find(Path(folder).absolute(), step)
-        Stored(path).check_files()
+        stored = Stored(path)
+        stored.check_files()
+        if chosen is None:
+            chosen = stored.read([Value(("step",))], lambda *_: None)["step"]
         return chosen, path
 
-    call = {"step": step, "optimizer": _kind(optimizer)}
-    found, path = at_first(group, lambda: call, choose, _failure("nothing was loaded"))
+    found, path = at_first(group, call, choose, _failure("nothing was loaded"))
     failure = _failure(f"nothing was loaded from {path}")
     loading = _Loading(grid, path, model, optimizer)
     at_first(group, loading.plan, loading.check_all, failure)
     line, report = _reporter(progress, f"loading step {found}", grid)
     at_first(group, lambda: loading.read(report), lambda _: None, failure)
-    loading.take()
+    partly = _failure(f"the model is not to be used, as {path} was loaded in part")
+    at_first(group, loading.take, lambda _: None, partly)
     if line is not None:
         line.finish(f"loaded step {found} from {path}")
     return Restored(found, path, loading.extra)
@@ -230,7 +241,8 @@ class _Loading:
         # One rank of each stage tells, since the others of it have the same names.
         stage = self._grid.spec.regions[0].axes
         others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")
-        return [] if any(others) else [item.key for item in self._live]
+        updated = self._optimizer.keys if self._optimizer is not None else []
+        return [] if any(others) else [*(item.key for item in self._live), *updated]
 
     def _source(self, item: Item) -> Item:
         """What a tensor of the model is read into, and from: an fp32 copy where that says more."""
@@ -245,7 +257,10 @@ class _Loading:
         """Whether all stages together have all of the checkpoint's model."""
         known = {name for own in names for name in own}
         there = [key for key in self._stored.keys if key.startswith("model.")]
-        unknown = [key for key in there if key not in known]
+        if self._optimizer is not None:
+            options = [k for k in self._stored.keys if k.startswith("optimizer.param_groups.")]
+            there += dict.fromkeys(f"{key.rpartition('.')[0]}." for key in options)
+        unknown = [key.rstrip(".") for key in there if key not in known]
         if unknown:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             raise CheckpointError(
@@ -260,12 +275,11 @@ class _Loading:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Puts everything in place."""
+        """Puts everything in place; first what modules might refuse."""
+        self._model.set_values(self._values)
         for live, staged in zip(self._live, self._staged, strict=True):
             if isinstance(live, Item) and isinstance(staged, Item):
                 live.take(staged)
-            else:
-                self._model.set_value(live.path[-1], self._values[live.key])
         if self._optimizer is not None:
             self._optimizer.take(self._values)
         else:
@@ -292,21 +306,36 @@ def _items(
     is_first = grid.rank == grid.spec.rank_range[0]
     yield Value(("step",), step, is_first)
     for key, value in extra.items():
-        yield Value(("extra", key), value, is_first)
+        yield Value(("extra", str(key)), value, is_first)
 
 
-def _kind(optimizer: torch.optim.Optimizer | None) -> str | None:
-    return None if optimizer is None else type(optimizer).__name__
+def _kind(model: Model, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """The optimizer's class; "any" of a stage that has nothing to train, and so none."""
+    trains = any(p.requires_grad for chunk in chunks_of(model) for p in chunk.parameters())
+    if optimizer is None:
+        return None if trains else "any"
+    return type(optimizer).__name__
+
+
+def _count(key: str, given: Any, least: int) -> int:
+    try:
+        count = operator.index(given)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise SpecError(f"{key}={given!r}: expected a whole number from {least}")
+    return count
 
 
 def _compare(calls: Sequence[Call]) -> None:
     """Refuses ranks that call for different things."""
-    for number, call in enumerate(calls):
-        for key, value in call.items():
-            if value != calls[0][key]:
+    for key in calls[0]:
+        said = [(number, c[key]) for number, c in enumerate(calls) if c[key] != "any"]
+        for number, value in said:
+            if value != said[0][1]:
                 raise GridMismatchError(
-                    f"{key}={calls[0][key]} on the first rank of the grid, and {key}={value} on "
-                    f"its rank {number}; call it with the same on all"
+                    f"{key}={said[0][1]} on the grid's rank {said[0][0]}, and {key}={value} on its "
+                    f"rank {number}; call it with the same on all"
                 )
 
 

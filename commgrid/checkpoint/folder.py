@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 from commgrid.checkpoint.storage import sync
@@ -32,8 +33,8 @@ def complete(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def find(folder: Path, step: int | None) -> tuple[int, Path]:
-    """The checkpoint of a step, or the last one.
+def find(folder: Path, step: int | None) -> tuple[int | None, Path]:
+    """The checkpoint of a step, or the last one; and the step, where the folder's name has it.
 
     Args:
         folder: a folder of checkpoints, or one of these itself.
@@ -42,9 +43,12 @@ def find(folder: Path, step: int | None) -> tuple[int, Path]:
     Raises:
         CheckpointError: there is none, or not this one; names those that there are.
     """
-    itself = _COMPLETE.fullmatch(folder.name)
-    if itself and (folder / ".metadata").exists() and step in (None, int(itself[1])):
-        return int(itself[1]), folder
+    if (folder / ".metadata").exists():
+        itself = _COMPLETE.fullmatch(folder.resolve().name)
+        own = int(itself[1]) if itself else None
+        if step not in (None, own):
+            raise CheckpointError(f"{folder} is a checkpoint, and not of step {step}")
+        return own, folder
     found = complete(folder)
     if not found:
         what = "has no complete checkpoint" if folder.is_dir() else "is no folder"
@@ -61,13 +65,20 @@ def begin(folder: Path, step: int) -> Path:
     """Where a checkpoint is to be written; clears away what crashes have left."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in _left(folder):
-        shutil.rmtree(path)
+        _remove(path)
     for now, path in complete(folder).items():
         if _REPLACED.fullmatch(path.name):  # the crash came between the two renames
             path.rename(path.with_name(_name(now)))
     for path in folder.iterdir():
         if _REPLACED.fullmatch(path.name):
-            shutil.rmtree(path)
+            _remove(path)
+    later = [now for now in complete(folder) if now > step]
+    if later:
+        warnings.warn(
+            f"{folder} has checkpoints of later steps than {step}: {', '.join(map(str, later))}; "
+            "load takes the last step unless it is given one, and keep= leaves later ones alone",
+            stacklevel=2,
+        )
     partial = folder / f".{_name(step)}.partial"
     partial.mkdir()
     return partial
@@ -83,13 +94,24 @@ def end(partial: Path, step: int, keep: int | None) -> Path:
     partial.rename(final)
     sync(folder)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        _remove(replaced)
     if keep is not None:
-        older = [path for now, path in complete(folder).items() if now != step]
+        older = [path for now, path in complete(folder).items() if now < step]
         for path in older[: max(len(older) - (keep - 1), 0)]:
-            deleted = path.rename(folder / f".{path.name}.deleted")  # so that no half looks whole
-            shutil.rmtree(deleted)
+            # Under another name first, so that no half looks whole.
+            _remove(path.rename(folder / f".{path.name}.deleted"))
     return final
+
+
+def _remove(path: Path) -> None:
+    """Deletes a checkpoint, or a link to one; what cannot be deleted is no reason to stop."""
+    try:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        warnings.warn(f"{path} was not deleted: {error}", stacklevel=2)
 
 
 def _name(step: int) -> str:

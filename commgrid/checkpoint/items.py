@@ -69,11 +69,13 @@ class Value:
         path: its name.
         value: anything that can be pickled, or Shared; None where it is to be read.
         writes: whether this rank writes it.
+        repeats: whether several stages may have it, equal ones, without saying so.
     """
 
     path: Path
     value: Any = None
     writes: bool = True
+    repeats: bool = False
 
     @property
     def key(self) -> str:

@@ -115,7 +115,7 @@ class Layout:
             place = tuple(own + inner for own, inner in zip(self.offset, within, strict=True))
             for dim, (begin, whole) in enumerate(zip(place, self.shape, strict=True)):
                 box = box.narrow(dim, 0, min(max(whole - begin, 0), box.shape[dim]))
-            if box.numel():
+            if box.numel() or not math.prod(self.shape):
                 found.append(Chunk(place, box))
         return found
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from commgrid.checkpoint.items import Item, Value, whole
-from commgrid.checkpoint.layout import Layout, Turns, lay_out
+from commgrid.checkpoint.items import Item, Value, key_of, whole
+from commgrid.checkpoint.layout import Layout, Turns, lay_out, local_part
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, ShardedModule, placements
 
 if TYPE_CHECKING:
     from commgrid.grid import HyperCommGrid
 
-_EXTRA = "_extra_state"  # torch's name for what get_extra_state returns
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 class ModelState:
@@ -34,16 +37,17 @@ class ModelState:
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], grid: HyperCommGrid) -> None:
         self.grid = grid
-        self.chunks = [model] if isinstance(model, nn.Module) else list(model)
+        self.chunks = chunks_of(model)
         for chunk in self.chunks:
             for name, module in chunk.named_modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # so that parameters are the sharded ones
-                _check_known(name, module)
+                _check_known(_clean(name), module)
         self.placements: dict[str, Placement] = {}
         known: set[int] = set()
         for chunk in self.chunks:
-            for placement in placements(chunk):
+            for found in placements(chunk):
+                placement = replace(found, name=_clean(found.name))
                 name = placement.name
                 if id(placement.parameter) in known:
                     continue
@@ -71,47 +75,97 @@ class ModelState:
             mine = turns.is_mine(layout.copies, size) and layout.is_owner
             yield Item(("model", name), layout.shape, chunks, parameter.dtype, mine)
         everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
-        for name, _, held in self._others():
-            if isinstance(held, Tensor):
-                mine = turns.is_mine(everywhere, held.nbytes)
-                yield whole(("model", name), held, writes=mine, repeats=True)
-            else:
-                yield Value(("model", name), held, turns.is_mine(everywhere, 0))
+        seen: set[str] = set()
+        for name, buffer in self._buffers():
+            data = _whole_of(name, buffer)
+            mine = turns.is_mine(everywhere, data.nbytes) and name not in seen
+            seen.add(name)
+            yield whole(("model", name), data, writes=mine, repeats=True)
+        for name, module in self._stateful():
+            mine = turns.is_mine(everywhere, 0) and name not in seen
+            seen.add(name)
+            yield Value(("model", name), module.get_extra_state(), mine)
 
-    def set_value(self, name: str, value: Any) -> None:
-        """Gives a module its extra state."""
-        for other, module, _ in self._others():
-            if other == name:
-                module.set_extra_state(value)
+    def set_values(self, read: Mapping[str, Any]) -> None:
+        """Gives modules their extra states.
+
+        Args:
+            read: by key.
+        """
+        for name, module in self._stateful():
+            module.set_extra_state(read[key_of(("model", name))])
 
     def tell_loaded(self) -> None:
-        """Calls what waits for load_state_dict, such as an optimizer with fp32 copies to renew."""
-        for chunk in self.chunks:
-            chunk.load_state_dict({}, strict=False)
+        """Tells optimizers that have copies of the weights, unless one is loaded itself."""
+        owners = (getattr(p.parameter, "main_grad_owner", None) for p in self.placements.values())
+        for reducer in {owner.reducer for owner in owners if owner is not None} - {None}:
+            reducer.weights_loaded()
 
-    def _others(self) -> Iterator[tuple[str, nn.Module, Any]]:
-        """What state_dict has beside parameters, once where chunks share it."""
-        seen: set[str] = set()
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Persistent ones, of every chunk."""
+        for name, module in self._modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                if key not in module._non_persistent_buffers_set:
+                    yield _join(name, key), buffer
+
+    def _stateful(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules with extra state, by the name that torch gives it."""
+        for name, module in self._modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield _join(name, "_extra_state"), module
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for chunk in self.chunks:
-            own = {name for name, _ in chunk.named_parameters(remove_duplicate=False)}
-            for name, held in chunk.state_dict(keep_vars=True).items():
-                if name in own or name in seen:
-                    continue
-                seen.add(name)
-                module, _, last = name.rpartition(".")
-                yield name, chunk.get_submodule(module) if last == _EXTRA else chunk, held
+            for name, module in chunk.named_modules():
+                yield _clean(name), module
+
+
+def chunks_of(model: object) -> list[nn.Module]:
+    """The chunks of what was given as a model.
+
+    Raises:
+        SpecError: it is none.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(chunks, Sequence) or not all(isinstance(c, nn.Module) for c in chunks):
+        raise SpecError(
+            f"model={str(model)[:60]}: expected a module, or a list of a stage's chunks"
+        )
+    return [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+
+
+def _clean(name: str) -> str:
+    """A name without what torch.compile and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _whole_of(name: str, buffer: Tensor) -> Tensor:
+    """A buffer's numbers, also of a DTensor that every rank has whole."""
+    if isinstance(buffer, DTensor) and not all(p.is_replicate() for p in buffer.placements):
+        raise SpecError(
+            f"buffer {name} is a DTensor with placements {buffer.placements}; expected buffers "
+            "that are equal on all ranks"
+        )
+    return local_part(buffer)
 
 
 def _check_known(name: str, module: nn.Module) -> None:
-    """Refuses slices that look like whole parameters, of which one rank's would be saved."""
+    """Refuses what looks like whole parameters and is not, or has no numbers."""
     for key, parameter in module.named_parameters(recurse=False):
-        theirs = ""
-        if getattr(parameter, "tensor_model_parallel", False):
-            theirs = "Megatron-core's; save it with megatron.core.dist_checkpointing"
+        told = ""
+        if parameter.is_meta:
+            told = "is on the meta device, without numbers; call to_empty(device=…) first"
+        elif type(parameter).__name__ == "FlatParameter":
+            told = "is FSDP1's; use fully_shard, FSDP2"
+        elif isinstance(module, ShardedModule):
+            continue
+        elif getattr(parameter, "tensor_model_parallel", False):
+            told = "is a slice of Megatron-core's; save it with megatron.core.dist_checkpointing"
         elif getattr(module, "_hf_tp_plan", None) and getattr(module, "_hf_device_mesh", None):
-            theirs = "Transformers' tp_plan's; save it with its save_pretrained"
-        if theirs and not isinstance(module, ShardedModule):
-            raise SpecError(
-                f"{name}.{key} of shape {tuple(parameter.shape)} is a slice of {theirs}, as this "
-                "does not know of what it is a slice"
-            )
+            told = "is a slice of Transformers' tp_plan's; save it with its save_pretrained"
+        if told:
+            raise SpecError(f"{_join(name, key)} of shape {tuple(parameter.shape)} {told}")

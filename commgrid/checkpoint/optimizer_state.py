@@ -22,7 +22,8 @@ from commgrid.checkpoint.model_state import ModelState
 from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
 from commgrid.errors import CheckpointError, SpecError
 
-MASTER = "master"
+MASTER, CLASS = "master", "optimizer_class"
+NO_OPTIONS = {"params", "param_names"}  # of which every rank has others
 
 
 def copy_of(path: Path) -> Path:
@@ -68,10 +69,18 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: ModelState) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise SpecError(f"optimizer={str(optimizer)[:60]}: expected one of torch.optim")
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+            raise SpecError(
+                "ZeroRedundancyOptimizer keeps its state where nobody else finds it; use "
+                "commgrid.data_parallel.ShardedOptimizer"
+            )
         self.optimizer = optimizer
         self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
+        self.grid = model.grid
         layouts = {id(p.parameter): model.layouts[name] for name, p in model.placements.items()}
         self.groups: list[list[Layout]] = []
         for group in optimizer.param_groups:
@@ -99,8 +108,11 @@ class OptimizerState:
                 size = held.nbytes if isinstance(held, Tensor) else 0
                 mine = turns.is_mine(layout.copies, size) and layout.is_owner
                 yield self._entry(part, key, held, mine)
+        everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
+        mine = turns.is_mine(everywhere, 0)
+        yield Value((CLASS,), type(self.inner).__name__, mine, repeats=True)
         for group, layouts in zip(self.optimizer.param_groups, self.groups, strict=True):
-            options = {key: value for key, value in group.items() if key != "params"}
+            options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             values = {key: Shared(value) for key, value in options.items()}
             for layout in layouts:
                 mine = turns.is_mine(layout.copies, 0) and layout.is_owner and layout.is_first
@@ -133,6 +145,8 @@ class OptimizerState:
         Raises:
             CheckpointError: no optimizer was saved, another one, or with other groups.
         """
+        if CLASS in stored:
+            yield Value((CLASS,))
         if not any(key.startswith("optimizer.") for key in stored):
             raise CheckpointError(
                 "it has no optimizer state; load the model alone, or save with optimizer="
@@ -142,7 +156,7 @@ class OptimizerState:
         keys = _keys_by_parameter(stored)
         expected = set(self.inner.defaults)  # another version of torch may have some more
         for layout in chain(*self.groups):
-            options = keys["param_groups"].get(layout.name, set())
+            options = keys["param_groups"].get(layout.name, set()) - NO_OPTIONS
             if not options or (expected - options and options - expected - {"initial_lr"}):
                 raise CheckpointError(
                     f"its optimizer has {_listed(options)} for {layout.name}, but "
@@ -159,7 +173,8 @@ class OptimizerState:
                 found[key] = target if isinstance(target, Value) else target[1]
                 yield target if isinstance(target, Value) else target[0]
             if part.has_copy:
-                copy = found[MASTER] = torch.empty_like(part.tensor, requires_grad=False)
+                # Zeros, as what pads a vocabulary is, which is not saved.
+                copy = found[MASTER] = torch.zeros_like(part.tensor, requires_grad=False)
                 path = part.path(MASTER) if MASTER in state else ("model", part.layout.name)
                 yield self._item(part, path, copy)
 
@@ -182,24 +197,32 @@ class OptimizerState:
     def _item(part: Part, path: tuple[str, ...], made: Tensor) -> Item:
         return Item(path, part.layout.shape, part.chunks(made), made.dtype)
 
+    @property
+    def keys(self) -> list[str]:
+        """One for each parameter that it updates."""
+        return [key_of(_option(layout, "")) for layout in chain(*self.groups)]
+
     def check_options(self, read: Mapping[str, Any]) -> None:
-        """Refuses parameters of one group that were saved with different options.
+        """Refuses another optimizer's state, and groups whose parameters were in different ones.
 
         Args:
             read: the values that were read, by key.
 
         Raises:
-            CheckpointError: names two of them, and the option.
+            CheckpointError: names the class, or two parameters and the option.
         """
+        saved, mine = read.get(CLASS), type(self.inner).__name__
+        if saved not in (None, mine):
+            raise CheckpointError(f"its optimizer is {saved}, and here is {mine}")
         for layouts in self.groups:
             for layout in layouts[1:]:
-                first, mine = (self._options_of(one, read) for one in (layouts[0], layout))
-                for key in sorted(first.keys() | mine.keys()):
-                    if not _same(first.get(key), mine.get(key)):
+                first, other = (self._options_of(one, read) for one in (layouts[0], layout))
+                for key in sorted(first.keys() | other.keys()):
+                    if not _same(first.get(key), other.get(key)):
                         raise CheckpointError(
                             f"its optimizer has {key}={first.get(key)} for {layouts[0].name} and "
-                            f"{mine.get(key)} for {layout.name}, which here are in one group; make "
-                            "the groups that it was saved with"
+                            f"{other.get(key)} for {layout.name}, which here are in one group; "
+                            "make the groups that it was saved with"
                         )
 
     def _options_of(self, layout: Layout, read: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,8 +239,11 @@ class OptimizerState:
         for outer, layouts, parts in zip(
             self.optimizer.param_groups, self.groups, self.parts, strict=True
         ):
+            own = {key: value for key, value in outer.items() if key not in NO_OPTIONS}
             options = self._options_of(layouts[0], read) if layouts else {}
-            own = {key: value for key, value in outer.items() if key != "params"}
+            for key, value in options.items():
+                if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
+                    options[key] = value.to(own[key].device)
             groups.append({**own, **options, "params": list(range(index, index + len(parts)))})
             for part in parts:
                 found = dict(self._found[part.layout.name])
@@ -231,11 +257,13 @@ class OptimizerState:
                 if entries:
                     state[index] = entries
                 index += 1
+        for group, inner in zip(groups, self.inner.param_groups, strict=True):
+            group.update({key: inner[key] for key in ("param_names",) if key in inner})
         self.inner.load_state_dict({"state": state, "param_groups": groups})
         if self.inner is not self.optimizer:
             pairs = zip(self.optimizer.param_groups, self.inner.param_groups, strict=True)
             for outer, inner in pairs:
-                outer.update({key: value for key, value in inner.items() if key != "params"})
+                outer.update({key: value for key, value in inner.items() if key not in NO_OPTIONS})
 
 
 def _parts(optimizer: torch.optim.Optimizer, model: ModelState) -> Iterator[tuple[int, Part]]:

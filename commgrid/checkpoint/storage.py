@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,12 +59,14 @@ class Written:
         results: where they are.
         repeats: the keys that several ranks may have written, equal ones.
         paths: each key's name in the nested dict.
+        others: compressed, the keys that it has and leaves to ranks with copies.
     """
 
     plan: SavePlan
     results: list[WriteResult]
     repeats: frozenset[str]
     paths: dict[str, tuple[str, ...]]
+    others: bytes
 
 
 # -- writing -----------------------------------------------------------------------------
@@ -78,7 +81,10 @@ def write(folder: Path, items: Iterable[Item | Value], number: int, report: Repo
         number: the rank's, in the file's name.
         report: as `Report`.
     """
-    mine = [item for item in items if item.writes]
+    mine: list[Item | Value] = []
+    left: list[Item | Value] = []
+    for item in items:
+        (mine if item.writes else left).append(item)
     planner = _Writes(mine, report)
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     writer.set_up_storage_writer(number == 0)
@@ -86,46 +92,54 @@ def write(folder: Path, items: Iterable[Item | Value], number: int, report: Repo
     plan = writer.prepare_global_plan([SavePlan([])] * number + [plan])[number]
     planner.count(plan.items)
     results = writer.write_data(plan, planner).wait() if plan.items else []
+    planner.finish()
     others = planner.other_names(results)
     written = [*plan.items, *(WriteItem(one.index, WriteItemType.BYTE_IO) for one in others)]
     return Written(
         replace(plan, items=written), [*results, *others],
-        frozenset(item.key for item in mine if isinstance(item, Item) and item.repeats),
+        frozenset(item.key for item in mine if item.repeats),
         {item.key: item.path for item in mine},
+        zlib.compress("\n".join(item.key for item in left).encode()),
     )  # fmt: skip
 
 
-def write_metadata(folder: Path, found: Sequence[Written]) -> int:
+def write_metadata(folder: Path, found: Mapping[int, Written]) -> int:
     """Writes what makes a checkpoint of the files, by the rank that has heard of all of them.
+
+    Args:
+        folder: where they are.
+        found: what each rank has written.
 
     Returns:
         How many bytes the ranks have written.
 
     Raises:
-        CheckpointError: two ranks have different parameters of one name, or together they do not
-            hold all of one.
+        CheckpointError: two ranks have different parameters of one name, together they do not hold
+            all of one, or nobody has written what somebody has.
     """
-    seen: dict[tuple[str, Any], int] = {}
+    seen: dict[tuple[str, Any], tuple[int, WriteItem]] = {}
     plans, results = [], []
-    for number, written in enumerate(found):
+    for rank, written in found.items():
         kept = []
         for item in written.plan.items:
-            place = (item.index.fqn, item.index.offset)
-            first = seen.setdefault(place, number)
-            if first == number:
+            key = item.index.fqn
+            first, theirs = seen.setdefault((key, item.index.offset), (rank, item))
+            if first == rank:
                 kept.append(item)
-            elif item.index.fqn not in written.repeats:
+            elif key not in written.repeats or theirs.tensor_data != item.tensor_data:
                 raise CheckpointError(
-                    f"ranks {first} and {number} of the grid each have a {item.index.fqn} of their "
-                    "own; parameters of different stages need different names, those of the whole "
-                    "model, and copies are marked with mark_parameters(…, shared=…)"
+                    f"ranks {first} and {rank} each have a {key} of their own; what is on "
+                    "different stages needs different names, those of the whole model, or "
+                    "mark_parameters(…, shared=…); ranks that differ in data only need the same "
+                    "parameters and optimizer state"
                 )
         plans.append(replace(written.plan, items=kept))
         places = {item.index for item in kept}
         results.append([result for result in written.results if result.index in places])
     metadata: Metadata = create_default_global_save_plan(plans)[1]
     _check_whole(metadata)
-    paths = {key: path for written in found for key, path in written.paths.items()}
+    _check_all(metadata, found)
+    paths = {key: path for written in found.values() for key, path in written.paths.items()}
     metadata = replace(metadata, planner_data=paths)
     for place in {result.storage_data.relative_path for one in results for result in one}:
         if not (folder / place).exists():
@@ -134,7 +148,18 @@ def write_metadata(folder: Path, found: Sequence[Written]) -> int:
                 "a file system that all nodes share"
             )
     FileSystemWriter(folder).finish(metadata, results)
-    return sum(result.size_in_bytes for written in found for result in written.results)
+    return sum(result.size_in_bytes for written in found.values() for result in written.results)
+
+
+def _check_all(metadata: Metadata, found: Mapping[int, Written]) -> None:
+    for rank, written in found.items():
+        for key in zlib.decompress(written.others).decode().split("\n"):
+            if key and key not in metadata.state_dict_metadata:
+                raise CheckpointError(
+                    f"rank {rank} has a {key}, and left it to a rank with a copy of it, which has "
+                    "none; copies need one name, and ranks that differ in data only the same "
+                    "parameters and optimizer state"
+                )
 
 
 def _check_whole(metadata: Metadata) -> None:
@@ -187,6 +212,10 @@ class _Writes(DefaultSavePlanner):
         """Adds up what there is to write."""
         data = (self._data[item.index] for item in items)
         self._total = sum(one.nbytes for one in data if isinstance(one, Tensor))
+
+    def finish(self) -> None:
+        """Reports that all is written."""
+        self._report(self._total, self._total)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         data = self._data[index]
@@ -279,6 +308,7 @@ class Stored:
             self._reader.read_data(plan, planner).wait()
         except Exception as error:  # torch's readers raise what they come upon
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+        planner.finish()
         return {key: planner.values[first] for key, first in planner.names.items()}
 
 
@@ -319,6 +349,10 @@ class _Reads(DefaultLoadPlanner):
                 self._data[MetadataIndex(place, chunk.offset)] = chunk.data
                 self._total += chunk.data.nbytes
 
+    def finish(self) -> None:
+        """Reports that all is read."""
+        self._report(self._total, self._total)
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._data[index]
 
@@ -327,7 +361,9 @@ class _Reads(DefaultLoadPlanner):
         self._report(self._done, self._total)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
+        self.values[read_item.dest_index.fqn] = torch.load(
+            value, map_location="cpu", weights_only=False
+        )
 
 
 def _some(names: Sequence[str]) -> str:

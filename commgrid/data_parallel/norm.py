@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def gradient_norm(
-    model: nn.Module, *, data: str = "dp_cp", grid: HyperCommGrid | None = None
+    model: nn.Module,
+    *,
+    data: str = "dp_cp",
+    sharded: bool | None = None,
+    grid: HyperCommGrid | None = None,
 ) -> Tensor:
     """The 2-norm of the gradients in `.grad`, the same on every rank.
 
@@ -35,6 +39,7 @@ def gradient_norm(
     Args:
         model: this rank's part of the model.
         data: the name of the group over which gradients were averaged.
+        sharded: whether FSDP2 has sharded gradients on any stage; None: on all if on this one.
         grid: None: the default grid.
 
     Returns:
@@ -56,7 +61,8 @@ def gradient_norm(
         gradient = placement.parameter.grad
         if gradient is not None:
             held.append((local_of(gradient), num_parts(placement, grid) * _num_shards(gradient)))
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if sharded is None:
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return total_norm(held, norm_group(grid, data, sharded=sharded), device_of(model))
 
 
@@ -79,12 +85,13 @@ def clip_gradients(
     max_norm: float,
     *,
     data: str = "dp_cp",
+    sharded: bool | None = None,
     grid: HyperCommGrid | None = None,
 ) -> Tensor:
     """Scales all gradients so that their norm is at most `max_norm`; returns what it was.
 
     Args:
-        model, data, grid: as `gradient_norm`'s.
+        model, data, sharded, grid: as `gradient_norm`'s.
         max_norm: above 0.
 
     Raises:
@@ -93,7 +100,7 @@ def clip_gradients(
     """
     if not max_norm > 0:
         raise ShapeError(f"clip_gradients(max_norm={max_norm}): expected above 0")
-    norm = gradient_norm(model, data=data, grid=grid)
+    norm = gradient_norm(model, data=data, sharded=sharded, grid=grid)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
         for parameter in model.parameters():

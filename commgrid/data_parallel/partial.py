@@ -3,8 +3,6 @@ parallelism, where no GradientReducer adds them up: with FSDP2, DDP, or one data
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,9 +11,6 @@ from torch.distributed import ProcessGroup
 from commgrid.data_parallel.norm import local_of
 from commgrid.errors import CommGridError
 from commgrid.parameters import placements
-
-if TYPE_CHECKING:
-    pass
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,8 @@ class GradientReducer:
         self._compare((shard, bucket_bytes, str(dtype)))
         self.pieces = pieces_of(self.buckets)
         self.keeps_gradients = shard
+        self.weights_loaded: Callable[[], object] = _nothing
+        """Called when the model's weights were set otherwise than by load_state_dict."""
         self._next = 0
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
@@ -445,6 +447,11 @@ class _Owner:
         self._reducer = weakref.ref(reducer)
 
     @property
+    def reducer(self) -> GradientReducer | None:
+        """That one, if it still is there."""
+        return self._reducer()
+
+    @property
     def keeps_gradients(self) -> bool:
         """Whether that reducer keeps the gradients to itself."""
         reducer = self._reducer()
@@ -452,6 +459,10 @@ class _Owner:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def _nothing() -> None:
+    """What a reducer without an optimizer has to do when weights were loaded."""
 
 
 def _take_in(slot: Slot) -> None:

@@ -104,6 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gathers: dict[int, Pending] = {}
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._owners = _owners(reducer)
+        reducer.weights_loaded = _Hook(self.reload)
         hooks = self._watch(reducer.model)
         self._unwatch = weakref.finalize(self, _remove, hooks)
 

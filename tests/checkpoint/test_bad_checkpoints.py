@@ -194,8 +194,16 @@ def saves(folder: str) -> dict[str, str]:
     told["step"] = raised(checkpoint.save, folder, -1, good, progress=False)
     told["keep"] = raised(checkpoint.save, folder, 2, good, keep=0, progress=False)
     lbfgs = torch.optim.LBFGS(good.parameters())
-    good_loss = sum(p.sum() for p in good.parameters())
-    lbfgs.step(lambda: good_loss)
+
+    def loss() -> float:
+        total = torch.stack([p.square().sum() for p in good.parameters()]).sum()
+        total.backward()
+        return total.item()
+
+    lbfgs.step(loss)
+    told["lbfgs"] = raised(checkpoint.save, folder, 2, good, lbfgs, progress=False)
+    told["a model"] = raised(checkpoint.save, folder, 2, good.state_dict(), progress=False)
+    told["an optimizer"] = raised(checkpoint.save, folder, 2, good, [lbfgs], progress=False)
     told["file"] = raised(
         checkpoint.save, Path(folder) / "step_00000001" / ".metadata", 2, good, progress=False
     )
@@ -207,12 +215,15 @@ def saves(folder: str) -> dict[str, str]:
 
 
 SAVES = {
-    "one name": "ranks 0 and 2 of the grid each have a model.layer.q_weight of their own",
+    "one name": "ranks 0 and 2 each have a model.layer.q_weight of their own",
     "chunks": "two chunks have a parameter 'layer.q_weight', and not the same one",
     "pickle": "step 2 was not saved to {folder}: rank 0: TypeError: a socket cannot be pickled",
     "bare": "which was not given as a name of grid 'default'; give the layer the group's name",
-    "step": "save(step=-1): expected a count of steps",
-    "keep": "save(keep=0): expected 1 or more, or None for all",
+    "step": "step=-1: expected a whole number from 0",
+    "keep": "keep=0: expected a whole number from 1",
+    "lbfgs": "the optimizer's 'd' of shape",
+    "a model": "expected a module, or a list of a stage's chunks",
+    "an optimizer": "expected one of torch.optim",
     "file": "step 2 was not saved",
 }
 
@@ -241,9 +252,9 @@ def different_calls(folder: str) -> list[str]:
 def test_ranks_that_call_for_different_things(tmp_path: Path) -> None:
     for told in run_on_ranks(different_calls, 2, str(tmp_path), init=None, launcher="torchrun"):
         no_state, other_step, not_loaded = told
-        assert "optimizer=AdamW on the first rank of the grid, and optimizer=None" in no_state
-        assert "step=1 on the first rank of the grid, and step=2 on its rank 1" in other_step
-        assert "nothing was loaded: rank 0: GridMismatchError: optimizer=AdamW" in not_loaded
+        assert "optimizer=AdamW on the grid's rank 0, and optimizer=None on its rank 1" in no_state
+        assert "step=1 on the grid's rank 0, and step=2 on its rank 1" in other_step
+        assert "nothing was loaded: rank 0: optimizer=AdamW" in not_loaded
 
 
 def few_groups(folder: str) -> str:
