@@ -190,6 +190,7 @@ def saves(folder: str) -> dict[str, str]:
     extra = {"pipe": Slow()} if grid.rank == 0 else {}
     told["pickle"] = raised(checkpoint.save, folder, 2, good, extra=extra, progress=False)
     bare = Other(one=ColumnParallelLinear(HIDDEN, 4, group=grid.get_group("tp")))
+    told["extra"] = raised(checkpoint.save, folder, 2, good, extra={1: 2}, progress=False)
     told["bare"] = raised(checkpoint.save, folder, 2, bare, progress=False)
     told["step"] = raised(checkpoint.save, folder, -1, good, progress=False)
     told["keep"] = raised(checkpoint.save, folder, 2, good, keep=0, progress=False)
@@ -218,6 +219,7 @@ SAVES = {
     "one name": "ranks 0 and 2 each have a model.layer.q_weight of their own",
     "chunks": "two chunks have a parameter 'layer.q_weight', and not the same one",
     "pickle": "step 2 was not saved to {folder}: rank 0: TypeError: a socket cannot be pickled",
+    "extra": "extra={1: …}: expected names as keys",
     "bare": "which was not given as a name of grid 'default'; give the layer the group's name",
     "step": "step=-1: expected a whole number from 0",
     "keep": "keep=0: expected a whole number from 1",

@@ -1,0 +1,189 @@
+"""Loading: every rank reads what it needs, and nothing is put in place before all have read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commgrid.checkpoint import folder as folders
+from commgrid.checkpoint.items import Item, Value, key_of
+from commgrid.checkpoint.layout import Turns
+from commgrid.checkpoint.meeting import (
+    Call,
+    Model,
+    Progress,
+    compare,
+    everyone,
+    failure,
+    kind_of,
+    reporter,
+)
+from commgrid.checkpoint.model_state import ModelState
+from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
+from commgrid.checkpoint.storage import Report, Stored
+from commgrid.errors import CheckpointError
+from commgrid.objects import at_first
+from commgrid.registry import get_grid
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `load` has loaded.
+
+    Args:
+        step: the checkpoint's.
+        folder: the checkpoint's.
+        extra: what was saved with it.
+    """
+
+    step: int
+    folder: Path
+    extra: dict[str, Any]
+
+
+def steps(folder: str | Path) -> list[int]:
+    """The steps of which a folder has complete checkpoints, ascending."""
+    return list(folders.complete(Path(folder)))
+
+
+def load(
+    folder: str | Path,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    progress: Progress = True,
+    grid: HyperCommGrid | None = None,
+) -> Restored:
+    """Loads a checkpoint that any grid wrote, or one process; on all ranks of the grid.
+
+    Nothing is changed before all ranks have read all that they need; until then parameters are held
+    once more on the CPU, and optimizer state where it is going to be. Numbers of another precision
+    are converted; where half-precision weights were saved with fp32 copies, wider ones are taken
+    from these.
+
+    Args:
+        folder: of checkpoints, or one of these itself.
+        model, optimizer: as `save` takes them, cut in any way; without an optimizer its state in
+            the checkpoint is left alone.
+        step: None: the last complete one.
+        progress, grid: as `save`'s.
+
+    Raises:
+        CheckpointError: on all ranks: no such checkpoint, half a one, or one of another model or
+            optimizer; names what is missing or differs, and which ranks found it. Should a module
+            refuse its extra state after all that, it says that the model is not to be used.
+        UnknownGroupError: the grid has no group of all its ranks.
+    """
+    grid = grid or get_grid()
+    group = everyone(grid)
+
+    def call() -> Call:
+        return {"step": step, "optimizer": kind_of(model, optimizer)}
+
+    def choose(calls: list[Call]) -> tuple[int, Path]:
+        compare(calls)
+        chosen, path = folders.find(Path(folder).absolute(), step)
+        stored = Stored(path)
+        stored.check_files()
+        if chosen is None:
+            chosen = stored.read([Value(("step",))], lambda *_: None)["step"]
+        return chosen, path
+
+    found, path = at_first(group, call, choose, failure("nothing was loaded"))
+    failed = failure(f"nothing was loaded from {path}")
+    loading = _Loading(grid, path, model, optimizer)
+    at_first(group, loading.plan, loading.check_all, failed)
+    line, report = reporter(progress, f"loading step {found}", grid)
+    at_first(group, lambda: loading.read(report), lambda _: None, failed)
+    partly = failure(f"the model is not to be used, as {path} was loaded in part")
+    at_first(group, loading.take, lambda _: None, partly)
+    if line is not None:
+        line.finish(f"loaded step {found} from {path}")
+    return Restored(found, path, loading.extra)
+
+
+class _Loading:
+    """One rank's part in loading a checkpoint."""
+
+    def __init__(
+        self, grid: HyperCommGrid, path: Path, model: Model, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._grid, self._path = grid, path
+        self._given = model, optimizer
+
+    def plan(self) -> list[str]:
+        """Compares what is needed with what is there; returns the names of this rank's model."""
+        model, optimizer = self._given
+        self._stored = Stored(self._path)
+        self._model = ModelState(model, self._grid)
+        self._live = list(self._model.items(Turns(self._grid)))
+        self._stored.check(self._live)
+        self._staged = [self._source(i) if isinstance(i, Item) else i for i in self._live]
+        self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
+        self._extra = [Value(_path(key)) for key in self._stored.keys if key.startswith("extra.")]
+        self._needed = [*self._staged, *self._extra]
+        if self._optimizer is not None:
+            self._needed += self._optimizer.targets(self._stored.keys)
+        # One rank of each stage tells, since the others of it have the same names.
+        stage = self._grid.spec.regions[0].axes
+        others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")
+        updated = self._optimizer.keys if self._optimizer is not None else []
+        return [] if any(others) else [*(item.key for item in self._live), *updated]
+
+    def _source(self, item: Item) -> Item:
+        """What a tensor of the model is read into, and from: an fp32 copy where that says more."""
+        staged = item.staged()
+        stored, copy = self._stored.keys[item.key], copy_of(item.path)
+        exact = torch.promote_types(item.dtype, stored.properties.dtype)
+        if key_of(copy) in self._stored.keys and exact != stored.properties.dtype:
+            return replace(staged, path=copy)
+        return staged
+
+    def check_all(self, names: list[list[str]]) -> None:
+        """Whether all stages together have all of the checkpoint's model."""
+        known = {name for own in names for name in own}
+        there = [key for key in self._stored.keys if key.startswith("model.")]
+        if self._optimizer is not None:
+            options = [k for k in self._stored.keys if k.startswith("optimizer.param_groups.")]
+            there += dict.fromkeys(f"{key.rpartition('.')[0]}." for key in options)
+        unknown = [key.rstrip(".") for key in there if key not in known]
+        if unknown:
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            raise CheckpointError(
+                f"of another model: it also has {', '.join(unknown[:3])}{more}, which no rank has"
+            )
+
+    def read(self, report: Report) -> None:
+        """Into memory of its own."""
+        self._values = self._stored.read(self._needed, report)
+        if self._optimizer is not None:
+            self._optimizer.check_options(self._values)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Puts everything in place; first what modules might refuse."""
+        self._model.set_values(self._values)
+        for live, staged in zip(self._live, self._staged, strict=True):
+            if isinstance(live, Item) and isinstance(staged, Item):
+                live.take(staged)
+        if self._optimizer is not None:
+            self._optimizer.take(self._values)
+        else:
+            self._model.tell_loaded()
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the job has saved beside it."""
+        return {value.path[-1]: self._values[value.key] for value in self._extra}
+
+
+def _path(key: str) -> tuple[str, str]:
+    first, _, rest = key.partition(".")
+    return first, rest

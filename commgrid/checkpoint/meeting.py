@@ -1,0 +1,81 @@
+"""What saving and loading share: who meets, whether all want the same, and what is told."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from commgrid.checkpoint.model_state import chunks_of
+from commgrid.checkpoint.progress import ProgressLine
+from commgrid.checkpoint.storage import Report
+from commgrid.errors import CheckpointError, GridMismatchError, SpecError, UnknownGroupError
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+Model = nn.Module | Sequence[nn.Module]
+"""A module, or a pipeline stage's chunks."""
+Call = dict[str, int | str | None]
+"""What a rank has called for."""
+Progress = bool | Callable[[int, int], object]
+
+
+def everyone(grid: HyperCommGrid) -> ProcessGroup | None:
+    """The group of all ranks of the grid; None: there is one."""
+    axes = [axis for axis in reversed(grid.spec.regions[0].axes) if grid.size(axis) > 1]
+    try:
+        return grid.get_group(*axes) if axes else None
+    except UnknownGroupError as error:
+        raise UnknownGroupError(
+            f"the ranks of a checkpoint meet in the group of all of them, {'_'.join(axes)!r}; "
+            f"leave create= out, or add it there ({error})"
+        ) from error
+
+
+def failure(what: str) -> Callable[[str], CheckpointError]:
+    return lambda told: CheckpointError(f"{what}: {told}")
+
+
+def reporter(
+    progress: Progress, what: str, grid: HyperCommGrid
+) -> tuple[ProgressLine | None, Report]:
+    """What writes the last word, if anything does, and what is told how far it is."""
+    if callable(progress):
+        return None, progress
+    line = ProgressLine(what) if progress and grid.rank == grid.spec.rank_range[0] else None
+    return line, line or (lambda done, total: None)
+
+
+def kind_of(model: Model, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """The optimizer's class; "any" of a stage that has nothing to train, and so none."""
+    trains = any(p.requires_grad for chunk in chunks_of(model) for p in chunk.parameters())
+    if optimizer is None:
+        return None if trains else "any"
+    return type(optimizer).__name__
+
+
+def count_of(key: str, given: Any, least: int) -> int:
+    try:
+        count = operator.index(given)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise SpecError(f"{key}={given!r}: expected a whole number from {least}")
+    return count
+
+
+def compare(calls: Sequence[Call]) -> None:
+    """Refuses ranks that call for different things."""
+    for key in calls[0]:
+        said = [(number, c[key]) for number, c in enumerate(calls) if c[key] != "any"]
+        for number, value in said:
+            if value != said[0][1]:
+                raise GridMismatchError(
+                    f"{key}={said[0][1]} on the grid's rank {said[0][0]}, and {key}={value} on its "
+                    f"rank {number}; call it with the same on all"
+                )

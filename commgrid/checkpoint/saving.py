@@ -1,0 +1,147 @@
+"""Saving: every rank writes what is its own, the first one makes a checkpoint of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commgrid.checkpoint import folder as folders
+from commgrid.checkpoint.items import Item, Value
+from commgrid.checkpoint.layout import Turns
+from commgrid.checkpoint.meeting import (
+    Call,
+    Model,
+    Progress,
+    compare,
+    count_of,
+    everyone,
+    failure,
+    kind_of,
+    reporter,
+)
+from commgrid.checkpoint.model_state import ModelState
+from commgrid.checkpoint.optimizer_state import OptimizerState
+from commgrid.checkpoint.progress import size
+from commgrid.checkpoint.storage import write, write_metadata
+from commgrid.errors import CheckpointError, SpecError
+from commgrid.objects import at_first
+from commgrid.registry import get_grid
+
+if TYPE_CHECKING:
+    from commgrid.grid import HyperCommGrid
+
+
+def save(
+    folder: str | Path,
+    step: int,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    progress: Progress = True,
+    grid: HyperCommGrid | None = None,
+) -> Path:
+    """Writes a checkpoint; on all ranks of the grid, and complete when it returns on any.
+
+    What ranks have copies of is written once; they share that out evenly. A crash at any moment
+    leaves the checkpoints before it as they were.
+
+    Args:
+        folder: of checkpoints, on a file system that all nodes share; made if need be.
+        step: names the checkpoint, and replaces one of its name.
+        model: of commgrid's layers, plain modules, FSDP2's or DTensor's; or a pipeline stage's
+            chunks. Modules have the names that they have in the whole model; buffers are equal on
+            all ranks.
+        optimizer: a ShardedOptimizer, or an element-wise one of torch.optim.
+        extra: picklable values of the job, equal on all ranks.
+        keep: how many checkpoints up to this step the folder is to have, older ones are deleted;
+            None: all.
+        progress: True: bytes on the first rank's stderr; or called on every rank with its own bytes
+            done and to do; False: nothing.
+        grid: None: the default one.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: on all ranks: it could not be written, stages have different parameters of
+            one name, a parameter is sliced over something that is not of the grid, or the optimizer
+            is not element-wise; names the ranks that found it. A rank that writes for longer than
+            the grid's timeout is torch's error on the others.
+        UnknownGroupError: the grid has no group of all its ranks.
+
+    Example:
+        >>> import commgrid, tempfile, torch
+        >>> from commgrid import checkpoint
+        >>> grid = commgrid.initialize()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as runs:
+        ...     _ = checkpoint.save(runs, 20, model, extra={"epoch": 1}, progress=False)
+        ...     restored = checkpoint.load(runs, model, progress=False)
+        ...     checkpoint.steps(runs), restored.step, restored.extra
+        ([20], 20, {'epoch': 1})
+        >>> commgrid.shutdown()
+    """
+    grid = grid or get_grid()
+    group = everyone(grid)
+    what = f"step {step} was not saved to {folder}"
+    items: list[Item | Value] = []
+
+    def plan() -> Call:
+        kept = None if keep is None else count_of("keep", keep, 1)
+        call = {
+            "step": count_of("step", step, 0),
+            "optimizer": kind_of(model, optimizer),
+            "keep": kept,
+        }
+        items.extend(_items(grid, step, model, optimizer, extra or {}))
+        return call
+
+    def begin(calls: list[Call]) -> Path:
+        compare(calls)
+        return folders.begin(Path(folder).absolute(), step)
+
+    partial = at_first(group, plan, begin, failure(what))
+    line, report = reporter(progress, f"saving step {step}", grid)
+
+    def whole(written: list[Any]) -> tuple[int, Path]:
+        found = dict(zip(grid.spec.rank_range, written, strict=True))
+        return write_metadata(partial, found), folders.end(partial, step, keep)
+
+    number = grid.spec.rank_range.index(grid.rank)
+    try:
+        total, final = at_first(
+            group, lambda: write(partial, items, number, report), whole, failure(what)
+        )
+    except CheckpointError:
+        if number == 0:  # nobody is writing any more
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if line is not None:
+        line.finish(f"saved step {step}: {size(total)} to {final}")
+    return final
+
+
+def _items(
+    grid: HyperCommGrid,
+    step: int,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+) -> Iterator[Item | Value]:
+    turns = Turns(grid)
+    state = ModelState(model, grid)
+    yield from state.items(turns)
+    if optimizer is not None:
+        yield from OptimizerState(optimizer, state).items(turns)
+    is_first = grid.rank == grid.spec.rank_range[0]
+    yield Value(("step",), step, is_first)
+    for key, value in extra.items():
+        if not isinstance(key, str):
+            raise SpecError(f"extra={{{key!r}: …}}: expected names as keys")
+        yield Value(("extra", key), value, is_first)
