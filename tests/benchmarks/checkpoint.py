@@ -55,7 +55,7 @@ class Case:
         return f"{self.ranks} ranks, {self.layers} layers of {self.width}"
 
 
-CASES = [Case(4, 16, 512), Case(8, 16, 512), Case(8, 128, 128)]
+CASES = [Case(4, 16, 512), Case(8, 16, 512), Case(8, 48, 128)]
 
 
 class Layer(nn.Module):

@@ -219,7 +219,7 @@ SAVES = {
     "one name": "ranks 0 and 2 each have a model.layer.q_weight of their own",
     "chunks": "two chunks have a parameter 'layer.q_weight', and not the same one",
     "pickle": "step 2 was not saved to {folder}: rank 0: TypeError: a socket cannot be pickled",
-    "extra": "extra={1: …}: expected names as keys",
+    "extra": "expected names as keys",
     "bare": "which was not given as a name of grid 'default'; give the layer the group's name",
     "step": "step=-1: expected a whole number from 0",
     "keep": "keep=0: expected a whole number from 1",

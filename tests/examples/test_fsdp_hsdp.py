@@ -21,8 +21,7 @@ CUTS = {
         ["--dp-replicate", "2", "--tp", "2"],
     ],
     8: [
-        ["--tp", "2", "--dp-replicate", "2"], ["--tp", "2", "--dp-replicate", "2", "--native"],
-        ["--tp", "2", "--cp", "2"],
+        ["--tp", "2", "--dp-replicate", "2", "--native"], ["--tp", "2", "--cp", "2"],
     ],
 }  # fmt: skip
 
