@@ -155,6 +155,7 @@ def _whole_of(name: str, buffer: Tensor) -> Tensor:
 
 def _check_known(name: str, module: nn.Module) -> None:
     """Refuses what looks like whole parameters and is not, or has no numbers."""
+    mesh = getattr(module, "_hf_device_mesh", None)
     for key, parameter in module.named_parameters(recurse=False):
         told = ""
         if parameter.is_meta:
@@ -165,7 +166,7 @@ def _check_known(name: str, module: nn.Module) -> None:
             continue
         elif getattr(parameter, "tensor_model_parallel", False):
             told = "is a slice of Megatron-core's; save it with megatron.core.dist_checkpointing"
-        elif getattr(module, "_hf_tp_plan", None) and getattr(module, "_hf_device_mesh", None):
+        elif getattr(module, "_hf_tp_plan", None) and (mesh is None or mesh.size() > 1):
             told = "is a slice of Transformers' tp_plan's; save it with its save_pretrained"
         if told:
             raise SpecError(f"{_join(name, key)} of shape {tuple(parameter.shape)} {told}")
