@@ -287,7 +287,8 @@ class Stored:
             if stored is None:
                 missing.append(item.key)
             elif isinstance(item, Item):
-                shape = tuple(getattr(stored, "size", ())) if hasattr(stored, "size") else None
+                whole = isinstance(stored, TensorStorageMetadata)
+                shape = tuple(stored.size) if whole else "no tensor"
                 if shape != item.shape:
                     other.append(f"{item.key} is {shape}, here {item.shape}")
         if missing:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,9 @@ from commgrid._dist import group_count
 ROOT = Path(__file__).parents[2]
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
+def load(example: str = "train_gpt") -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(example, ROOT / "examples" / f"{example}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,13 +25,22 @@ def load() -> ModuleType:
 
 
 def run(*jobs: list[str]) -> list[int]:
-    """Trains once for each list of arguments, in one process after the other.
+    """train_gpt's training, once for each list of arguments; as `run_example`."""
+    train_gpt = load()
+    train_gpt.generate = lambda *_: ""  # most of a short run's time, and of no concern here
+    return run_example(train_gpt, *jobs)
+
+
+def run_example(example: Any, *jobs: list[str]) -> list[int]:
+    """Trains once for each list of arguments, in one process group after the other.
+
+    Args:
+        example: a module with `train` and `parse`.
+        jobs: the arguments.
 
     Returns:
         How many process groups each job has beyond WORLD and its grid's.
     """
-    train_gpt = load()
-    train_gpt.generate = lambda *_: ""  # most of a short run's time, and of no concern here
     made = []
 
     def end() -> None:
@@ -38,7 +49,7 @@ def run(*jobs: list[str]) -> list[int]:
 
     down, commgrid.shutdown = commgrid.shutdown, end
     for job in jobs:
-        train_gpt.train(train_gpt.parse(job))
+        example.train(example.parse(job))
     down()
     return made
 

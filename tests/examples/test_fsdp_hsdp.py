@@ -1,17 +1,13 @@
 """FSDP2 and HSDP on the grid's communicators: the single process's curve, and no group besides."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import commgrid
-from commgrid._dist import group_count
-from tests.examples.curves import ROOT
+from tests.examples.curves import ROOT, load, run_example
 from tests.ranks import run_on_ranks
 
 SMALL = ["--layers", "2", "--hidden", "16", "--steps", "10", "--dtype", "fp64"]
@@ -27,24 +23,7 @@ CUTS = {
 
 
 def run(*jobs: list[str]) -> list[int]:
-    """Trains once for each list of arguments; how many process groups each job made of its own."""
-    spec = importlib.util.spec_from_file_location("fsdp", ROOT / "examples" / "fsdp_hsdp.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    made = []
-
-    def end() -> None:
-        grid = commgrid.get_grid()
-        made.append(group_count() - 1 - len(grid.communicators))
-        commgrid.destroy()
-
-    down, commgrid.shutdown = commgrid.shutdown, end
-    for job in jobs:
-        example.train(example.parse(job))
-    down()
-    return made
+    return run_example(load("fsdp_hsdp"), *jobs)
 
 
 def losses(world: int, jobs: list[list[str]], folder: Path) -> list[list[float]]:

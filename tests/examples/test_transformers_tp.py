@@ -1,47 +1,22 @@
 """Transformers and FSDP2 on the grid's groups: the whole model's logits, and a loss that falls."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import commgrid
 from commgrid import checkpoint
-from commgrid._dist import group_count
-from tests.examples.curves import ROOT
+from tests.examples.curves import load, run_example
 from tests.ranks import run_on_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-def load() -> Any:
-    path = ROOT / "examples" / "transformers_tp.py"
-    spec = importlib.util.spec_from_file_location("transformers_tp", path)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example
-
-
 def run(*jobs: list[str]) -> list[int]:
-    """Trains once for each list of arguments; how many process groups each made of its own."""
-    example = load()
-    made = []
-
-    def end() -> None:
-        made.append(group_count() - 1 - len(commgrid.get_grid().communicators))
-        commgrid.destroy()
-
-    down, commgrid.shutdown = commgrid.shutdown, end
-    for job in jobs:
-        example.train(example.parse(job))
-    down()
-    return made
+    return run_example(load("transformers_tp"), *jobs)
 
 
 def test_logits_are_the_whole_models_and_the_loss_falls(tmp_path: Path) -> None:
@@ -65,7 +40,7 @@ def test_logits_are_the_whole_models_and_the_loss_falls(tmp_path: Path) -> None:
 
 def refused(folder: str) -> str:
     grid = commgrid.initialize(tp=2)
-    example = load()
+    example = load("transformers_tp")
     with example.tiny_llama(example.parse([]), grid) as tiny:
         model = example.AutoModelForCausalLM.from_pretrained(
             tiny, tp_plan="auto", device_mesh=grid.device_mesh("tp")
@@ -83,7 +58,7 @@ def test_a_checkpoint_does_not_take_its_slices_for_whole_parameters(tmp_path: Pa
 
 
 def batch_of_three() -> str:
-    example = load()
+    example = load("transformers_tp")
     with pytest.raises(SystemExit) as error:
         example.train(example.parse(["--batch-size", "3"]))
     commgrid.shutdown()
@@ -98,4 +73,4 @@ def test_a_batch_that_cannot_be_shared() -> None:
 def test_it_needs_the_interop_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SystemExit, match=r"pip install -e .\.\[interop\]"):
-        load()
+        load("transformers_tp")
