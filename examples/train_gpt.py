@@ -391,6 +391,8 @@ def train(args: argparse.Namespace) -> None:
     if args.resume:
         with named_failures(grid, lambda: "loading a checkpoint"):
             done = trainer.resume()
+    if done >= args.steps and main_rank:
+        print(f"--steps {args.steps} were done at step {done} already", flush=True)
     if args.metrics and main_rank:
         forget_after(done, Path(args.metrics))
     for step in range(done + 1, args.steps + 1):
