@@ -24,13 +24,13 @@ from commgrid.errors import (
     SpecError,
     UnknownGroupError,
 )
-from commgrid.layout import RankLayout
-from commgrid.plan import GroupPlan
-from commgrid.spec import GridSpec
+from commgrid.planning.layout import RankLayout
+from commgrid.planning.plan import GroupPlan
+from commgrid.planning.spec import GridSpec
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
-    from commgrid.registry import (
+    from commgrid.runtime.grid import HyperCommGrid
+    from commgrid.runtime.registry import (
         destroy,
         get_grid,
         get_group,
@@ -69,13 +69,13 @@ __all__ = [
 
 # These import torch, which planning on a laptop does not need; they load when first asked for.
 _LIVE = {
-    "HyperCommGrid": "commgrid.grid",
-    "destroy": "commgrid.registry",
-    "get_grid": "commgrid.registry",
-    "get_group": "commgrid.registry",
-    "initialize": "commgrid.registry",
-    "is_initialized": "commgrid.registry",
-    "shutdown": "commgrid.registry",
+    "HyperCommGrid": "commgrid.runtime.grid",
+    "destroy": "commgrid.runtime.registry",
+    "get_grid": "commgrid.runtime.registry",
+    "get_group": "commgrid.runtime.registry",
+    "initialize": "commgrid.runtime.registry",
+    "is_initialized": "commgrid.runtime.registry",
+    "shutdown": "commgrid.runtime.registry",
 }
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
-from commgrid.group_ref import GroupRef
-from commgrid.registry import get_grid
+from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 REGIONS = ("dense", "expert")
 Module = TypeVar("Module", bound=nn.Module)

@@ -23,12 +23,12 @@ from torch.distributed.tensor import _redistribute as planner
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from commgrid.errors import ShapeError, SpecError
-from commgrid.registry import get_grid
+from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 Shape = Sequence[int]
 

@@ -45,11 +45,11 @@ from commgrid.data_parallel import (
     reduce_partial_gradients,
 )
 from commgrid.expert import MoELayer
-from commgrid.failures import named_failures
-from commgrid.names import nearest
 from commgrid.parameters import mark_parameters
 from commgrid.pipeline import Pipeline, partition_layers
 from commgrid.pipeline.schedule import SCHEDULES
+from commgrid.planning.names import nearest
+from commgrid.runtime.failures import named_failures
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
     QKVParallelLinear,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import NotInGroupError, UnknownGroupError
-from commgrid.grid import HyperCommGrid
-from commgrid.names import nearest
+from commgrid.planning.names import nearest
+from commgrid.runtime.grid import HyperCommGrid
 from megatron_adapter.errors import MegatronVersionError
 from megatron_adapter.names import MEGATRON_GROUPS, hierarchical
 from megatron_adapter.state import STORE

@@ -17,12 +17,12 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from commgrid import _dist
-from commgrid.agreement import Meeting
 from commgrid.errors import GridNotInitializedError, SpecError
-from commgrid.groups import GroupOptions
-from commgrid.layout import RankLayout
-from commgrid.names import nearest
+from commgrid.planning.groups import GroupOptions
+from commgrid.planning.layout import RankLayout
+from commgrid.planning.names import nearest
+from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime.agreement import Meeting
 from megatron_adapter.errors import MegatronSizeError
 
 _BASE = "base"
@@ -153,7 +153,10 @@ class HyperCommGrid:
                 f"process group {name} of view {view_name} has already been created; get_pg gives "
                 "it, whatever its options"
             )
-        rank, ranks = _dist.world_rank(), range(self.rank_offset, self.rank_offset + self.size)
+        rank, ranks = (
+            torch_world.world_rank(),
+            range(self.rank_offset, self.rank_offset + self.size),
+        )
         if rank not in ranks:
             self._groups[key] = None
             return None
@@ -164,15 +167,16 @@ class HyperCommGrid:
         dims_and_sizes = dict(zip(self.dim_names, self.shape, strict=True))
         meeting = None
         incarnation, patience = uuid4().hex, _STARTUP_SECONDS
-        if _dist.world_backend() != _dist.FAKE:
+        if torch_world.world_backend() != torch_world.FAKE:
             meeting = Meeting(
-                _dist.world_store(), name=f"HyperCommGrid {dims_and_sizes}", rank=rank, ranks=ranks,
-                document=document, deadline=time.monotonic() + _STARTUP_SECONDS,
+                torch_world.world_store(), name=f"HyperCommGrid {dims_and_sizes}",
+                rank=rank, ranks=ranks, document=document,
+                deadline=time.monotonic() + _STARTUP_SECONDS,
             )  # fmt: skip
             incarnation, patience = str(meeting.incarnation), meeting.patience()
         made = None
         try:
-            made = _dist.create_group(
+            made = torch_groups.create_group(
                 f"commgrid/megatron/{incarnation}/{name}/{members}",
                 group_desc or name,
                 members,
@@ -186,10 +190,12 @@ class HyperCommGrid:
                 meeting.meet("created")
         except BaseException as error:
             what = f"{name} of HyperCommGrid {dims_and_sizes} cannot be created"
-            said = _dist.as_peer_error(what, error) if isinstance(error, RuntimeError) else error
+            said = (
+                torch_world.as_peer_error(what, error) if isinstance(error, RuntimeError) else error
+            )
             cause = said if meeting is None else meeting.give_up("created", said)
             if made is not None:
-                _dist.destroy_group(made)
+                torch_groups.destroy_group(made)
             raise cause from error
         self._groups[key] = made
         return made
@@ -216,7 +222,7 @@ class HyperCommGrid:
     def destroy(self) -> None:
         """Destroys the groups it made, once."""
         groups, self._groups = list(self._groups.values()), {}
-        _dist.destroy_all([group for group in groups if group is not None])
+        torch_groups.destroy_all([group for group in groups if group is not None])
 
     # -- names --------------------------------------------------------------------------
 
@@ -254,12 +260,12 @@ class HyperCommGrid:
 def _world_size() -> int:
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    if not _dist.is_initialized():
+    if not torch_world.is_initialized():
         raise GridNotInitializedError(
             "how many ranks there are is unknown: set WORLD_SIZE, or initialize torch.distributed, "
             "before making a HyperCommGrid"
         )
-    return _dist.world_size()
+    return torch_world.world_size()
 
 
 def _layout(who: str, shape: Sequence[int], dim_names: Sequence[str], offset: int) -> RankLayout:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from commgrid.grid import HyperCommGrid
-from commgrid.registry import is_initialized, live_grids
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.registry import is_initialized, live_grids
 from megatron_adapter import lifecycle, parallel_state
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError, MegatronVersionError
 from megatron_adapter.parallel_state import buffers, dense, expert, pipeline

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 import commgrid
-from commgrid.grid import HyperCommGrid, Seconds
-from commgrid.layout import RankLayout
+from commgrid.planning.layout import RankLayout
+from commgrid.runtime.grid import HyperCommGrid, Seconds
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.spec import (
     CONNECT,

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.names import nearest
-from commgrid.spec import GridSpec
-from commgrid.yaml_io import load_yaml
+from commgrid.planning.names import nearest
+from commgrid.planning.spec import GridSpec
+from commgrid.planning.yaml_io import load_yaml
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.names import MEGATRON_GROUPS, OPTIONAL, hierarchical, hybrid
 

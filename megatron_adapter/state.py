@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from commgrid.errors import SpecError, UnknownGroupError
-from commgrid.grid import HyperCommGrid
-from commgrid.registry import get_grid
-from commgrid.spec import GridSpec
+from commgrid.planning.spec import GridSpec
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.registry import get_grid
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError
 from megatron_adapter.names import MEGATRON_GROUPS, hierarchical, hybrid
 from megatron_adapter.spec import sizes_of

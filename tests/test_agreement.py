@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from commgrid.agreement import Meeting, describe_mismatch, describe_ranks
 from commgrid.errors import (
     CommGridError,
     GridMismatchError,
     PeerFailedError,
     PeerTimeoutError,
 )
+from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.diagnosis import describe_mismatch, describe_ranks
 
 
 class CountingStore:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commgrid.errors import NotInGridError, SpecError
-from commgrid.layout import Axis, Mode, RankLayout, RankSet
+from commgrid.planning.layout import Axis, Mode, RankLayout, RankSet
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(
     lambda n: {f"axis{i}": size for i, size in enumerate(n)}

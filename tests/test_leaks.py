@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid import _dist
+from commgrid.runtime import torch_groups
 from tests.ranks import run_on_ranks
 
 CYCLES = 200
@@ -45,7 +45,7 @@ def many(cycles: int) -> list[tuple[int, int, float]]:
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == dist.get_world_size()
-    assert _dist.group_count() == 1
+    assert torch_groups.group_count() == 1
     return seen
 
 
@@ -101,8 +101,8 @@ def test_an_old_handle_that_somebody_keeps_costs_only_itself() -> None:
     def holding() -> list[Any]:
         kept = commgrid.initialize(tp=2).get_group("tp")
         commgrid.destroy()
-        assert _dist.group_count() == 1
-        assert not _dist.is_alive(kept)
+        assert torch_groups.group_count() == 1
+        assert not torch_groups.is_alive(kept)
         seen = []
         for done in range(30):
             cycle()

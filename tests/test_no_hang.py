@@ -184,10 +184,10 @@ def test_a_failed_attempt_does_not_spoil_the_next() -> None:
 
 def fails_half_way(rank: int) -> Any:
     """Rank 2 fails at its third communicator; nobody keeps a group, and WORLD still works."""
-    from commgrid import _dist
+    from commgrid.runtime import torch_groups
 
-    before = _dist.group_count()
-    create = _dist.create_group
+    before = torch_groups.group_count()
+    create = torch_groups.create_group
     made = []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -196,10 +196,10 @@ def fails_half_way(rank: int) -> Any:
         made.append(create(*args, **kwargs))
         return made[-1]
 
-    _dist.create_group = failing
+    torch_groups.create_group = failing
     outcome = attempt({"tp": 2, "pp": 2}, {}, -1, rank)
-    _dist.create_group = create
-    assert _dist.group_count() == before
+    torch_groups.create_group = create
+    assert torch_groups.group_count() == before
     dist.barrier()
     grid = commgrid.initialize(tp=2, pp=2)
     grid.check()
@@ -216,9 +216,9 @@ def test_an_initialize_that_fails_half_way_leaves_nothing() -> None:
 
 def lost(rank: int) -> Any:
     """Rank 3 falls silent after all have agreed, while groups are being made."""
-    from commgrid import _dist
+    from commgrid.runtime import torch_groups
 
-    create = _dist.create_group
+    create = torch_groups.create_group
 
     def creating(*args: Any, **kwargs: Any) -> Any:
         if rank == 3:
@@ -226,7 +226,7 @@ def lost(rank: int) -> Any:
             raise KeyboardInterrupt
         return create(*args, **kwargs)
 
-    _dist.create_group = creating
+    torch_groups.create_group = creating
     try:
         return attempt({"tp": 2}, {}, -1, rank)
     except KeyboardInterrupt:
@@ -244,7 +244,7 @@ def test_a_rank_that_is_lost_half_way_is_the_one_that_is_named() -> None:
 
 def interrupted(rank: int) -> Any:
     """Ctrl-C while waiting, then a second try: the rank is not counted twice."""
-    from commgrid import agreement
+    from commgrid.runtime import agreement
 
     if rank == 0:
         wait = agreement.Meeting._wait

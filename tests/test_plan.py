@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commgrid import GridSpec, GroupPlan, SpecError
-from commgrid.spec import GridSpec as Spec
+from commgrid.planning.spec import GridSpec as Spec
 from tests.peers import RankGenerator
 
 Coordinates = dict[int, dict[str, int]]

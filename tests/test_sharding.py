@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commgrid
 from commgrid import ShapeError, SpecError, UnknownGroupError
-from commgrid._dist import group_count
+from commgrid.runtime.torch_groups import group_count
 from commgrid.sharding import ShardingSpec
 from tests.ranks import run_on_ranks
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commgrid import GridSpec, SpecError, UnknownGroupError
-from commgrid.names import ambiguity
+from commgrid.planning.names import ambiguity
 
 DESIGN_YAML = """
 axes: {tp: 4, cp: 2, dp: -1, pp: 2}

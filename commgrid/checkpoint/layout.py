@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
-from commgrid.group_ref import GroupRef
 from commgrid.parameters import Placement
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]

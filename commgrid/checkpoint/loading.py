@@ -24,12 +24,12 @@ from commgrid.checkpoint.meeting import (
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.storage import Report, Stored
+from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError
-from commgrid.objects import at_first
-from commgrid.registry import get_grid
+from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 
 @dataclass(frozen=True)

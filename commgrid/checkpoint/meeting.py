@@ -16,7 +16,7 @@ from commgrid.checkpoint.storage import Report
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError, UnknownGroupError
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 Model = nn.Module | Sequence[nn.Module]
 """A module, or a pipeline stage's chunks."""

@@ -17,7 +17,7 @@ from commgrid.errors import SpecError
 from commgrid.parameters import Placement, ShardedModule, placements
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 

@@ -27,12 +27,12 @@ from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState
 from commgrid.checkpoint.progress import size
 from commgrid.checkpoint.storage import write, write_metadata
+from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError, SpecError
-from commgrid.objects import at_first
-from commgrid.registry import get_grid
+from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 
 def save(

@@ -8,7 +8,7 @@ from typing import Any
 
 from commgrid.cli.grid_options import add_command, read_spec, resolve
 from commgrid.errors import SpecError
-from commgrid.plan import GroupPlan, Ranks
+from commgrid.planning.plan import GroupPlan, Ranks
 
 _EXAMPLES = """examples:
   commgrid explain --tp 2 --pp 2 --world-size 16 --rank 5

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.spec import CONNECT_CHOICES, DEFAULT_ORDER, SHARE_CHOICES, GridSpec
+from commgrid.planning.spec import CONNECT_CHOICES, DEFAULT_ORDER, SHARE_CHOICES, GridSpec
 
 _SIZES = {
     "dp": "data parallel; what the others leave, unless given",

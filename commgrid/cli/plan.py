@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from commgrid.cli.grid_options import add_command, read_spec, resolve
-from commgrid.plan import GroupPlan, PlannedCommunicator
-from commgrid.spec import GridSpec
+from commgrid.planning.plan import GroupPlan, PlannedCommunicator
+from commgrid.planning.spec import GridSpec
 
 NCCL_GB = (0.4, 0.7)
 """Device memory reported for one connected NCCL communicator: 388 MiB to 688 MB on A100."""

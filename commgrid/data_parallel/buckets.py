@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from commgrid.async_collectives import Pending
+from commgrid.collectives.asynchronous import Pending
 from commgrid.parameters import Placement
 
 Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]

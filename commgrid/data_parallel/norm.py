@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.parameters import Placement, placements
-from commgrid.registry import get_grid
+from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 
 def gradient_norm(

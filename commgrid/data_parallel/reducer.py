@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from commgrid.async_collectives import Pending, start_all_reduce_, start_reduce_scatter_
 from commgrid.collectives import all_gather
+from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
 from commgrid.data_parallel.buckets import Bucket, Lane, Slot, make_lanes, pieces_of
 from commgrid.data_parallel.norm import device_of, norm_group, num_parts, total_norm
 from commgrid.errors import (
@@ -40,10 +40,10 @@ from commgrid.errors import (
     UnknownGroupError,
 )
 from commgrid.parameters import Placement, drop_main_grad, placements
-from commgrid.registry import get_grid
+from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 _IN_FLIGHT = 2  # buckets whose exchange buffers exist at once on the CPU
 

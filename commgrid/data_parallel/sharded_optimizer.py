@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commgrid.async_collectives import Pending, start_all_gather_
+from commgrid.collectives.asynchronous import Pending, start_all_gather_
 from commgrid.data_parallel.buckets import Bucket, Piece
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import CommGridError, ShapeError, SpecError

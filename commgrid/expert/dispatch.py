@@ -33,18 +33,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from commgrid.async_collectives import start_all_to_all
 from commgrid.collectives import (
     all_gather,
     all_gather_from_group,
     all_to_all,
     reduce_scatter_to_group,
 )
+from commgrid.collectives.asynchronous import start_all_to_all
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.expert.permutation import Permutation, arrange, permute, permute_weights, unpermute
 from commgrid.expert.router import Routing
-from commgrid.group_ref import GroupRef
-from commgrid.names import nearest
+from commgrid.planning.names import nearest
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
-from commgrid.group_ref import GroupRef
 from commgrid.parameters import ShardedModule, mark_parameters
 from commgrid.tensor_parallel.init import Init, draw, other_random_state, seed_of
 from commgrid.tensor_parallel.matmul import claim_main_grad, wanted
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 Activation = Callable[[Tensor], Tensor]
 """Elementwise, such as F.gelu or F.silu."""

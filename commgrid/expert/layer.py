@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives import gather_from_group, scatter_to_group
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, UnknownGroupError
 from commgrid.expert.dispatch import make_dispatcher
 from commgrid.expert.experts import Activation, GroupedExperts
 from commgrid.expert.router import Router, Routing
 from commgrid.expert.shared import SharedExpert
-from commgrid.group_ref import GroupRef
 from commgrid.parameters import mark_parameters
-from commgrid.registry import get_grid
+from commgrid.runtime.registry import get_grid
 from commgrid.tensor_parallel.init import Init
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 
 class MoELayer(nn.Module):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from commgrid.collectives import Group, all_reduce
 from commgrid.errors import CommGridError, ShapeError, SpecError
-from commgrid.names import nearest
+from commgrid.planning.names import nearest
 
 SCORES = ("softmax", "sigmoid")
 

@@ -24,14 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid._dist import first_line, is_peer_failure, start_transfers
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
-from commgrid.failures import GoneError
-from commgrid.grid import HyperCommGrid
-from commgrid.group_ref import GroupRef
 from commgrid.pipeline.exchange import Exchange
 from commgrid.pipeline.schedule import Message, Send
-from commgrid.registry import get_grid
+from commgrid.runtime.failures import GoneError
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.registry import get_grid
+from commgrid.runtime.torch_transfers import start_transfers
+from commgrid.runtime.torch_world import first_line, is_peer_failure
 
 _HEADER_NUMBERS = 128
 # Messages whose tensors are kept because they may still be on their way: gloo does not say whether

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.norm import device_of
 from commgrid.errors import CommGridError, GridMismatchError, ShapeError, SpecError
-from commgrid.failures import named_failures
-from commgrid.objects import gathered
 from commgrid.pipeline.backward import WeightGradients, backward_input
 from commgrid.pipeline.exchange import Exchange, Program, message_of, programs
 from commgrid.pipeline.p2p import StageLinks
@@ -47,11 +46,12 @@ from commgrid.pipeline.schedule import (
 )
 from commgrid.pipeline.shared import add_up, check_shared, set_aside
 from commgrid.pipeline.simulator import Span
-from commgrid.registry import get_grid, is_initialized
+from commgrid.runtime.failures import named_failures
+from commgrid.runtime.registry import get_grid, is_initialized
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 Loss = Callable[[Any, Any], Tensor]
 """From the last chunk's output and a target to a scalar."""

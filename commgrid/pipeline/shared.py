@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from commgrid.async_collectives import start_all_reduce_
+from commgrid.collectives.asynchronous import start_all_reduce_
+from commgrid.collectives.objects import gathered
 from commgrid.errors import GridMismatchError
-from commgrid.objects import gathered
 from commgrid.parameters import placements
 
 Gradients = dict[nn.Parameter, Tensor | None]

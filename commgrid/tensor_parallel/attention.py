@@ -30,7 +30,7 @@ from commgrid.tensor_parallel.linear import ParallelLayer
 from commgrid.tensor_parallel.matmul import Layer, column_matmul
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 
 class QKVParallelLinear(ParallelLayer):

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from commgrid.async_collectives import start_all_gather
 from commgrid.collectives import Group
+from commgrid.collectives.asynchronous import start_all_gather
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError
-from commgrid.group_ref import GroupRef
 from commgrid.tensor_parallel.embedding import check_indices
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 # Elements of the softmax made at once: what a core's cache holds, or what keeps a GPU busy.
 _SLICE = {"cpu": 2**18}

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from commgrid.async_collectives import (
+from commgrid.collectives.asynchronous import (
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
 )
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
-from commgrid.group_ref import GroupRef
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ColumnParallelLinear, Output, ParallelLayer
 from commgrid.tensor_parallel.matmul import claim_main_grad
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 
 class VocabParallelEmbedding(ParallelLayer):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from commgrid.group_ref import GroupRef
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.parameters import own_slice
 
 Init = Callable[[Tensor], object]

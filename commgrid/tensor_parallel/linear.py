@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives import gather_from_group, scatter_to_group
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
-from commgrid.group_ref import GroupRef
 from commgrid.parameters import ShardedModule
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.matmul import column_matmul, row_matmul
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 Output = Tensor | tuple[Tensor, Tensor | None]
 """y, or with `skip_bias_add` y without the bias, and the bias."""

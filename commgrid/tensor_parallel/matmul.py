@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from commgrid.async_collectives import (
+from commgrid.collectives.asynchronous import (
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from commgrid.collectives import Group
-from commgrid.group_ref import GroupRef
-from commgrid.registry import get_grid
+from commgrid.collectives.group_ref import GroupRef
+from commgrid.runtime.registry import get_grid
 from commgrid.tensor_parallel.init import other_random_state, seed_of
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 
 def set_random_seed(

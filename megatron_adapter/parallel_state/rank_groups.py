@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commgrid.layout import RankLayout
+from commgrid.planning.layout import RankLayout
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.parallel_state.access import peek, write
 from megatron_adapter.state import STORE

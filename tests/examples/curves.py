@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import commgrid
-from commgrid._dist import group_count
+from commgrid.runtime.torch_groups import group_count
 
 ROOT = Path(__file__).parents[2]
 

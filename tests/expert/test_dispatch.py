@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commgrid
 from commgrid import ShapeError, SpecError, UnknownGroupError
+from commgrid.collectives.group_ref import GroupRef
 from commgrid.expert import GroupedExperts, MoELayer, Router, Routing, make_dispatcher
 from commgrid.expert.permutation import arrange, permute, permute_weights, unpermute
-from commgrid.group_ref import GroupRef
 from tests.ranks import run_on_ranks
 
 

@@ -17,8 +17,8 @@ from commgrid import (
     GridNotInitializedError,
     PeerFailedError,
     SpecError,
-    _dist,
 )
+from commgrid.runtime import torch_groups
 from megatron_adapter import HyperCommGrid, MegatronSizeError
 from tests.ranks import run_on_ranks
 
@@ -96,18 +96,18 @@ def groups() -> None:
 def one_fails() -> None:
     grid = HyperCommGrid([1, 2], ["tp", "dp"])
     before = len(dist.distributed_c10d._world.pg_map)
-    create = _dist.create_group
+    create = torch_groups.create_group
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such device")
 
     if dist.get_rank() == 1:
-        _dist.create_group = broken
+        torch_groups.create_group = broken
     kind = CommGridError if dist.get_rank() == 1 else PeerFailedError
     with pytest.raises(kind, match="no such device"):
         grid.create_pg("tp")
     assert len(dist.distributed_c10d._world.pg_map) == before
-    _dist.create_group = create
+    torch_groups.create_group = create
     assert grid.create_pg("tp") is not None  # the second try
 
 

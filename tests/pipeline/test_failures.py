@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import commgrid
 from commgrid.collectives import all_reduce
-from commgrid.failures import named_failures
 from commgrid.pipeline import Pipeline
+from commgrid.runtime.failures import named_failures
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.ranks import RanksFailed, run_on_ranks
 

@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commgrid import _dist
-from commgrid.agreement import Meeting
 from commgrid.errors import (
     GridExistsError,
     GridNotInitializedError,
     SpecError,
 )
-from commgrid.grid import HyperCommGrid, Seconds, as_seconds
-from commgrid.launch import Launch
-from commgrid.names import nearest
-from commgrid.plan import GroupPlan
-from commgrid.spec import DEFAULT_ORDER, GridSpec, as_range
+from commgrid.planning.names import nearest
+from commgrid.planning.plan import GroupPlan
+from commgrid.planning.spec import DEFAULT_ORDER, GridSpec, as_range
+from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
+from commgrid.runtime.launch import Launch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,7 +52,9 @@ class Registry:
         grid = self.grids.get(name)
         if grid is None:
             return None
-        if not grid.is_destroyed and all(_dist.is_alive(c.group) for c in grid.communicators[:1]):
+        if not grid.is_destroyed and all(
+            torch_groups.is_alive(c.group) for c in grid.communicators[:1]
+        ):
             return grid
         grid.destroy()
         self.grids.pop(name, None)
@@ -61,11 +63,11 @@ class Registry:
 
     def start_world(self, backend: str | None, deadline: float) -> None:
         """Starts torch.distributed from the launcher's variables, once all ranks are there."""
-        chosen = backend or _dist.default_backend()
-        _dist.check_backend("backend", chosen)
+        chosen = backend or torch_world.default_backend()
+        torch_world.check_backend("backend", chosen)
         launch = Launch.from_environment(os.environ)
         if self.store is None or launch != self.launch:
-            self.store = _dist.connect_store(launch, max(deadline - time.monotonic(), 0.01))
+            self.store = torch_world.connect_store(launch, max(deadline - time.monotonic(), 0.01))
             self.launch = launch
         meeting = Meeting(
             self.store,
@@ -76,12 +78,14 @@ class Registry:
             deadline=deadline,
         )
         try:
-            _dist.start_world(launch, self.store, meeting.incarnation, chosen, meeting.patience())
+            torch_world.start_world(
+                launch, self.store, meeting.incarnation, chosen, meeting.patience()
+            )
             meeting.meet("created")
         except BaseException as error:
             cause = meeting.give_up("created", error)
             with suppress(RuntimeError):
-                _dist.stop_world()
+                torch_world.stop_world()
             if cause is not error:
                 raise cause from error
             raise
@@ -93,7 +97,7 @@ class Registry:
         """Ends the torch.distributed that commgrid started."""
         if self.started_world:
             self.started_world = False
-            _dist.stop_world()
+            torch_world.stop_world()
 
     def leave(self) -> None:
         """At exit: ends everything; the rank that serves the store waits for the others a little,
@@ -195,7 +199,7 @@ def initialize(
         spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
     else:
         spec = _from_config(config, {**sizes, **rest}, ranks)
-    starts_world = not _dist.is_initialized()
+    starts_world = not torch_world.is_initialized()
     if starts_world:
         # A spec that cannot fit is this rank's own error, before it meets anybody.
         launch = Launch.from_environment(os.environ)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid import _dist
-from commgrid.agreement import describe_ranks
-from commgrid.collectives import all_gather, all_to_all, broadcast
+from commgrid.collectives.plain import all_gather, all_to_all, broadcast
 from commgrid.errors import CommGridError
+from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime.diagnosis import describe_ranks
 
 Value = TypeVar("Value")
 Answer = TypeVar("Answer")
@@ -94,7 +94,7 @@ def _who(ranks: list[int], errors: list[str | None]) -> str | None:
 
 
 def _own_rank() -> int:
-    return _dist.world_rank() if _dist.is_initialized() else 0
+    return torch_world.world_rank() if torch_world.is_initialized() else 0
 
 
 # -- transport ---------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def _broadcast(value: Value, group: ProcessGroup) -> Value:
 
 def _device(group: ProcessGroup) -> torch.device:
     """Where the group's tensors live; the CPU where it may."""
-    return min(_dist.devices_of(group), key=lambda device: device.type != "cpu")
+    return min(torch_groups.devices_of(group), key=lambda device: device.type != "cpu")
 
 
 def _tensor(data: bytes, device: torch.device) -> Tensor:

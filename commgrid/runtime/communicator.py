@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from commgrid import _dist
 from commgrid.errors import GridMismatchError
-from commgrid.groups import GroupOptions
-from commgrid.plan import PlannedCommunicator
+from commgrid.planning.groups import GroupOptions
+from commgrid.planning.plan import PlannedCommunicator
+from commgrid.runtime import torch_groups, torch_transfers, torch_world
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from commgrid.agreement import Meeting
 
 
 @dataclass
@@ -53,12 +51,12 @@ class Communicator:
     @property
     def backend(self) -> str:
         """torch's name for what it runs on."""
-        return _dist.backend_of(self.group)
+        return torch_groups.backend_of(self.group)
 
     @property
     def connected(self) -> bool:
         """Whether the members' connections exist: gloo's from creation, NCCL's from first use."""
-        return _dist.is_connected(self.group)
+        return torch_groups.is_connected(self.group)
 
     def describe(self) -> str:
         return f"communicator {','.join(self.names)} of {_short(self.ranks)}"
@@ -78,10 +76,10 @@ class CheckReport:
         return "\n".join(lines)
 
 
-def exchange_ranks(communicators: Sequence[Communicator], meeting: Meeting) -> None:
+def exchange_ranks(communicators: Iterable[Communicator], patience: Callable[[], float]) -> None:
     """Connects communicators by exchanging their members' ranks, and compares with the plan."""
     for communicator in communicators:
-        communicator.seconds_to_connect = verify(communicator, meeting.patience())
+        communicator.seconds_to_connect = verify(communicator, patience())
 
 
 def check_all(rank: int, communicators: Iterable[Communicator], timeout: float) -> CheckReport:
@@ -98,16 +96,16 @@ def verify(communicator: Communicator, timeout: float) -> float:
         PeerTimeoutError: a member did not answer within `timeout` seconds.
     """
     started = time.perf_counter()
-    if len(communicator.planned.members) == 1 or communicator.backend == _dist.FAKE:
+    if len(communicator.planned.members) == 1 or communicator.backend == torch_world.FAKE:
         return 0.0
-    for device in _dist.devices_of(communicator.group):
+    for device in torch_groups.devices_of(communicator.group):
         try:
-            work, heard = _dist.gather_ranks(communicator.group, device)
+            work, heard = torch_transfers.gather_ranks(communicator.group, device)
             work.wait(timedelta(seconds=timeout))
             ranks = tuple(int(rank) for rank in heard)
         except RuntimeError as error:
             what = f"{communicator.describe()}: the exchange of ranks on {device.type} failed"
-            raise _dist.as_peer_error(what, error) from error
+            raise torch_world.as_peer_error(what, error) from error
         if ranks != communicator.ranks:
             raise GridMismatchError(
                 f"{communicator.describe()} answered with ranks {_short(ranks)}; two groups "

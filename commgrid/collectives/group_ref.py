@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import CommGridError, GridNotInitializedError, ShapeError
-from commgrid.registry import get_grid, is_initialized
+from commgrid.runtime.registry import get_grid, is_initialized
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
+    from commgrid.runtime.grid import HyperCommGrid
 
 
 class GroupRef:

@@ -13,12 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from commgrid import names
 from commgrid.errors import SpecError, UnknownGroupError
-from commgrid.group_table import define_groups, find_name
-from commgrid.groups import UNWANTED, GroupDef, GroupEntry
-from commgrid.layout import RankLayout
-from commgrid.region import (
+from commgrid.planning import names
+from commgrid.planning.group_table import define_groups, find_name
+from commgrid.planning.groups import UNWANTED, GroupDef, GroupEntry
+from commgrid.planning.layout import RankLayout
+from commgrid.planning.region import (
     STANDARD,
     Region,
     dense_from,
@@ -27,7 +27,7 @@ from commgrid.region import (
     parse_order,
     region_from,
 )
-from commgrid.yaml_io import load_yaml
+from commgrid.planning.yaml_io import load_yaml
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 SHARE_CHOICES = ("region", "all", "none")

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from commgrid import names
 from commgrid.errors import SpecError
-from commgrid.groups import GroupDef, GroupEntry
+from commgrid.planning import names
+from commgrid.planning.groups import GroupDef, GroupEntry
 
 Sizes = Mapping[str, Mapping[str, int]]
 """Region to axis to size."""

@@ -16,21 +16,19 @@ Flattening to a name that the grid does not have is torch's own: collective, wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from commgrid import _dist
 from commgrid.errors import SpecError, UnknownGroupError
-from commgrid.groups import GroupDef, GroupEntry
-from commgrid.region import Region
-from commgrid.spec import GridSpec
+from commgrid.planning.groups import GroupDef, GroupEntry
+from commgrid.planning.region import Region
+from commgrid.planning.spec import GridSpec
+from commgrid.runtime import torch_groups
+from commgrid.runtime.torch_patches import answered_with, mend_uneven_gathers
 
 
 class GridMeshes:
@@ -139,60 +137,20 @@ class GridMeshes:
         groups = [self._groups[axis] for axis in names]
         root = DeviceMesh.from_group(
             groups,
-            "cuda" if any(d.type == "cuda" for d in _dist.devices_of(groups[0])) else "cpu",
+            "cuda" if any(d.type == "cuda" for d in torch_groups.devices_of(groups[0])) else "cpu",
             torch.arange(ranks.start, ranks.stop, ranks.step).view([sizes[a] for a in names]),
             mesh_dim_names=names,
         )
-        _mend_gathers()
+        mend_uneven_gathers()
         for name, definition in self._created.items():
             axes = definition.axes
             whole = definition.pick is None and definition.part is None
             if name in names or not whole or not set(axes) <= set(names):
                 continue
             source = root if axes == names else root[axes]
-            with _answered_with(self._groups[name]):
+            with answered_with(self._groups[name]):
                 source._flatten(name)
         return root
-
-
-@contextmanager
-def _answered_with(group: ProcessGroup) -> Iterator[None]:
-    """Within it, torch is given this group where it would create one for a mesh."""
-    mesh_class: Any = DeviceMesh
-    create = vars(DeviceMesh)["_init_one_process_group"]
-    mesh_class._init_one_process_group = staticmethod(lambda *_, **__: group.group_name)
-    try:
-        yield
-    finally:
-        mesh_class._init_one_process_group = create
-
-
-def _mend_gathers() -> None:
-    """Keeps DTensor from gathering uneven pieces over a flattened axis, which mixes them up.
-
-    Of 5 rows sharded over dp 2 and tp 2 ranks have 2, 1, 1, 1; where dp and tp are flattened, torch
-    (2.11 to 2.13) gathers them at once and takes them for 2, 2, 1, 0. It is then told to gather
-    axis by axis, as it does without flattened axes.
-    """
-    planner: Any = import_module("torch.distributed.tensor._redistribute")  # takes a while
-    optimize = planner._optimize_transform_infos
-    if getattr(optimize, "is_mended", False):
-        return
-
-    def mended(infos: Any, *more: Any) -> Any:
-        steps = optimize(infos, *more)
-        return list(infos) if any(map(_is_uneven_gather, steps)) else steps
-
-    mended.is_mended = True  # type: ignore[attr-defined]
-    planner._optimize_transform_infos = mended
-
-
-def _is_uneven_gather(step: Any) -> bool:
-    source, target = step.src_dst_placements
-    if not hasattr(step, "original_mesh_dims") or not (source.is_shard() and target.is_replicate()):
-        return False
-    uneven: bool = step.logical_shape[source.dim] % step.mesh.size() != 0
-    return uneven
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.names import nearest
+from commgrid.planning.names import nearest
 
 STANDARD = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "dp", "pp")
 """Megatron's default order, with the parts that may stand in for dp."""

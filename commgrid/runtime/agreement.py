@@ -16,25 +16,15 @@ import json
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
-from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
+from commgrid.errors import CommGridError, PeerTimeoutError
+from commgrid.runtime.diagnosis import Examiner, Store
 
 _DIFFERS = 1 << 32  # added to the count of arrivals by a rank whose document differs
 _LINGER_SECONDS = 2.0
 _SLICE_SECONDS = 2.0
 _EXAMINER_SECONDS = 10.0
-
-
-class Store(Protocol):
-    """What is used of a `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, value: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
 
 
 class Meeting:
@@ -64,6 +54,7 @@ class Meeting:
         # What is kept back from waiting on a peer, to find out afterwards whom it was about.
         self._margin = min(1.0, max(deadline - time.monotonic(), 0.0) / 4)
         self._left = False
+        self._examiner = Examiner(store, name, rank, ranks)
         # Grids on separate ranks may share a name: they have different first ranks.
         self._room, self._base = f"{name}@{ranks[0]}", ""
         text = json.dumps({**document, "ranks": [ranks.start, ranks.stop, ranks.step]})
@@ -83,19 +74,19 @@ class Meeting:
         self._base = f"{self._room}/{number}"
         first = self._store.compare_set(f"{self._base}/document", "", document).decode()
         differs = first != document
-        self._mark("compare", document if differs else "")
+        self._examiner.mark(self._base, "compare", document if differs else "")
         expected = max(len(self._ranks), len(range(*json.loads(first)["ranks"])))
         arrived = self._store.add(f"{self._base}/arrived", 1 + differs * _DIFFERS)
         if arrived % _DIFFERS >= expected:
             if arrived >= _DIFFERS:
-                self._conclude_everywhere(self._mismatch(first))
+                self._conclude_everywhere(self._examiner.mismatch(self._base, first))
             else:
                 made = self._store.add("incarnations", 1)
                 self._conclude("compare", {"kind": "agreed", "incarnation": made})
         verdict = self._await_verdict("compare", first)
         if differs:  # ranks of a smaller grid agreed before this one was counted
             holders = [(first, list(range(*json.loads(first)["ranks"]))), (document, [self._rank])]
-            raise self._error({"kind": "mismatch", "holders": holders})
+            raise self._examiner.error({"kind": "mismatch", "holders": holders})
         return int(verdict["incarnation"])
 
     def meet(self, phase: str) -> None:
@@ -108,7 +99,7 @@ class Meeting:
         self._guarded(lambda: self._meet(phase))
 
     def _meet(self, phase: str) -> None:
-        self._mark(phase, "")
+        self._examiner.mark(self._base, phase, "")
         if self._store.add(f"{self._base}/{phase}", 1) == len(self._ranks):
             self._conclude(phase, {"kind": "agreed"})
         self._await_verdict(phase, "")
@@ -123,23 +114,23 @@ class Meeting:
         if self._left or not self._base:
             return error
         try:
-            verdict = self._verdict(self._base, phase)
+            verdict = self._examiner.verdict(self._base, phase)
             if not verdict:
                 verdict = self._blame(phase, error)
                 self._conclude(phase, verdict)
-                verdict = self._verdict(self._base, phase)
+                verdict = self._examiner.verdict(self._base, phase)
             self._leave(verdict)
         except RuntimeError:
             return error  # the store is gone, and with it everybody who could be told
         consequence = isinstance(error, PeerTimeoutError) and verdict.get("rank") != self._rank
-        return self._error(verdict) if consequence else error
+        return self._examiner.error(verdict) if consequence else error
 
     def _blame(self, phase: str, error: BaseException) -> dict[str, Any]:
         """A verdict about this rank; where it was kept waiting, about those who kept it."""
         if isinstance(error, PeerTimeoutError):
-            self._mark(phase, "")
+            self._examiner.mark(self._base, phase, "")
             time.sleep(self._margin / 2)  # the others were kept as long, and mark themselves now
-            verdict = self._absence(phase, "")
+            verdict = self._examiner.absence(self._base, phase, "")
             if verdict["missing"]:
                 return verdict
         return {"kind": "failed", "rank": self._rank, "error": f"{type(error).__name__}: {error}"}
@@ -153,19 +144,6 @@ class Meeting:
         return max(self._deadline - time.monotonic(), 0.01)
 
     # -- the store ----------------------------------------------------------------------
-
-    def _mark(self, phase: str, document: str) -> None:
-        mark = {"at": self._base, "phase": phase, "document": document}
-        self._store.set(f"{self._name}/rank/{self._rank}", json.dumps(mark))
-
-    def _read_mark(self, rank: int) -> dict[str, str]:
-        key = f"{self._name}/rank/{rank}"
-        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else {}
-
-    def _verdict(self, base: str, phase: str = "compare") -> dict[str, Any]:
-        """The verdict of a meeting's phase, empty while there is none."""
-        key = f"{base}/{phase}/verdict"
-        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else {}
 
     def _conclude(self, phase: str, verdict: dict[str, Any], base: str = "") -> None:
         """Writes the verdict of a phase, unless another rank has written one."""
@@ -186,11 +164,11 @@ class Meeting:
             # One rank looks who is missing; the others need not all ask the store about everyone.
             examiner = self._store.add(f"{self._base}/{phase}/examiner", 1) == 1
             if examiner or not self._wait(phase, _EXAMINER_SECONDS):
-                self._conclude_everywhere(self._absence(phase, first), phase)
+                self._conclude_everywhere(self._examiner.absence(self._base, phase, first), phase)
         verdict: dict[str, Any] = json.loads(self._store.get(f"{self._base}/{phase}/verdict"))
         if verdict["kind"] != "agreed":
             self._leave(verdict)
-            raise self._error(verdict)
+            raise self._examiner.error(verdict)
         return verdict
 
     def _wait(self, phase: str, seconds: float) -> bool:
@@ -236,109 +214,3 @@ class Meeting:
                 f"({str(error).splitlines()[0]}); has the process that serves it, usually rank 0 "
                 "or the launcher, ended?"
             ) from error
-
-    # -- what went wrong ----------------------------------------------------------------
-
-    def _mismatch(self, first: str) -> dict[str, Any]:
-        """A verdict with every document and the ranks that hold it, and the meetings of this name
-        that some of them wait in because their ranks begin with another one."""
-        holders: dict[str, list[int]] = {}
-        meetings = {self._base}
-        for rank in self._everyone(first):
-            mark = self._read_mark(rank)
-            if not mark:
-                continue
-            if mark["at"] != self._base:
-                verdict = self._verdict(mark["at"])
-                if self._base in verdict.get("meetings", ()):
-                    return verdict  # reached there at this moment, about this meeting too
-                if verdict:
-                    continue  # of a meeting that is over
-                meetings.add(mark["at"])
-            document = mark["document"] or self._store.get(f"{mark['at']}/document").decode()
-            holders.setdefault(document, []).append(rank)
-        return {
-            "kind": "mismatch",
-            "holders": list(holders.items()),
-            "meetings": sorted(meetings),
-        }
-
-    def _everyone(self, first: str) -> list[int]:
-        """The ranks that any document seen here speaks of."""
-        spans = [self._ranks, range(*json.loads(first)["ranks"])] if first else [self._ranks]
-        return sorted({rank for span in spans for rank in span} | {self._rank})
-
-    def _absence(self, phase: str, first: str) -> dict[str, Any]:
-        """The verdict when time is up: who is missing, or waits for somebody else."""
-        if phase == "compare":
-            found = self._mismatch(first)
-            if len(found["holders"]) > 1:
-                return found
-        arrived: list[int] = []
-        missing: list[int] = []
-        for rank in self._everyone(first):
-            mark = self._read_mark(rank)
-            here = mark.get("at") == self._base and mark.get("phase") in (phase, "ready")
-            (arrived if here else missing).append(rank)
-        return {"kind": "absent", "phase": phase, "missing": missing, "arrived": arrived}
-
-    def _error(self, verdict: dict[str, Any]) -> CommGridError:
-        name = f"grid {self._name!r}"
-        if verdict["kind"] == "failed":
-            return PeerFailedError(f"{name}: rank {verdict['rank']} failed: {verdict['error']}")
-        if verdict["kind"] == "mismatch":
-            return GridMismatchError(f"{name}: {describe_mismatch(verdict['holders'])}")
-        missing, arrived = describe_ranks(verdict["missing"]), describe_ranks(verdict["arrived"])
-        if self._rank in verdict["missing"]:
-            return PeerTimeoutError(
-                f"{name}: {missing} came too late; {arrived} had given up waiting"
-            )
-        did = "arrive" if verdict["phase"] == "compare" else f"get as far as {verdict['phase']!r}"
-        return PeerTimeoutError(
-            f"{name}: {missing} did not {did} within startup_timeout ({arrived} did); is every "
-            "process running, and does each call initialize with this name and these ranks?"
-        )
-
-
-def describe_ranks(ranks: list[int]) -> str:
-    """Ranks in words, runs joined.
-
-    >>> describe_ranks([0, 1, 2, 4]), describe_ranks([3]), describe_ranks([])
-    ('ranks 0-2, 4', 'rank 3', 'no rank')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    listed = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else "no rank"
-
-
-def describe_mismatch(holders: list[tuple[str, list[int]]]) -> str:
-    """Which keys differ, and who says what, the few named before the many."""
-    flat = [(_flatten(json.loads(document)), ranks) for document, ranks in holders]
-    keys = dict.fromkeys(key for document, _ in flat for key in document)
-    parts = []
-    for key in keys:
-        said: dict[str, list[int]] = {}
-        for document, ranks in flat:
-            said.setdefault(repr(document.get(key, "not given")), []).extend(ranks)
-        if len(said) > 1:
-            fewest_first = sorted(said.items(), key=lambda item: len(item[1]))
-            listed = " and ".join(f"{value} on {describe_ranks(r)}" for value, r in fewest_first)
-            parts.append(f"{key} is {listed}")
-    # Nothing differs but the order, which is the order in which groups are created.
-    text = "; ".join(parts) or "the rows of groups come in different orders"
-    return f"ranks disagree: {text}; give every rank the same"
-
-
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            flat.update(_flatten(item, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = item
-    return flat

@@ -1,7 +1,4 @@
-"""Collectives and their differentiable pairs along a named group.
-
-Plain collectives return new tensors and leave their inputs alone. The pairs are each
-other's backward:
+"""Differentiable collectives along a named group, in pairs that are each other's backward:
 
 | function | forward | backward |
 |---|---|---|
@@ -32,128 +29,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.async_collectives import (
+from commgrid.collectives.asynchronous import (
     check_sizes,
     share,
     start_all_gather,
-    start_all_to_all,
     start_reduce_scatter,
 )
-from commgrid.errors import ShapeError
-from commgrid.group_ref import GroupRef
-from commgrid.registry import get_grid
+from commgrid.collectives.plain import Group, resolve
 
 if TYPE_CHECKING:
-    from commgrid.grid import HyperCommGrid
-
-Group = str | ProcessGroup | GroupRef
-
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # gloo has no AVG: summed, then divided
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
-
-
-def resolve(group: Group, grid: HyperCommGrid | None = None) -> ProcessGroup:
-    """The communicator that `group` means."""
-    if isinstance(group, str):
-        return (grid or get_grid()).get_group(group)
-    return group.group if isinstance(group, GroupRef) else group
-
-
-def all_reduce(
-    tensor: Tensor, group: Group = "tp", *, op: str = "sum", grid: HyperCommGrid | None = None
-) -> Tensor:
-    """The elementwise `op` (sum, avg, max, min, prod) over the group, of the same shape."""
-    members = resolve(group, grid)
-    if op not in _OPS:
-        raise ShapeError(f"op={op!r}: expected one of {', '.join(_OPS)}")
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    if members.size() > 1:
-        dist.all_reduce(total, _OPS[op], members)
-    return total / members.size() if op == "avg" else total
-
-
-def all_gather(
-    tensor: Tensor, group: Group = "tp", *, dim: int = 0, grid: HyperCommGrid | None = None
-) -> Tensor:
-    """Every rank's tensor, all of one shape, joined along `dim` in group order.
-
-    Scalars, of shape (), are joined to a vector.
-    """
-    members = resolve(group, grid)
-    tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    return _gather(tensor, members, dim) if members.size() > 1 else tensor.clone()
-
-
-def reduce_scatter(
-    tensor: Tensor, group: Group = "tp", *, dim: int = 0, grid: HyperCommGrid | None = None
-) -> Tensor:
-    """This rank's slice along `dim` of the sum over the group.
-
-    Raises:
-        ShapeError: the group's size does not divide the dim.
-    """
-    members = resolve(group, grid)
-    return _reduce_scatter(tensor, members, dim) if members.size() > 1 else tensor.clone()
-
-
-def all_to_all(
-    tensor: Tensor,
-    group: Group = "ep",
-    *,
-    send: Sequence[int] | None = None,
-    receive: Sequence[int] | None = None,
-    grid: HyperCommGrid | None = None,
-) -> Tensor:
-    """Slices of dim 0, the i-th to the group's i-th rank, received ones joined in group order.
-
-    Args:
-        send: how many rows go to each rank; None: equal shares.
-        receive: how many rows come from each rank; None: equal shares.
-
-    Raises:
-        ShapeError: the rows do not add up, or cannot be shared equally.
-    """
-    members = resolve(group, grid)
-    if send is None:
-        share(tensor, members, 0)
-    elif len(send) != members.size() or sum(send) != tensor.shape[0]:
-        raise ShapeError(
-            f"send={list(send)} does not share the {tensor.shape[0]} rows of shape "
-            f"{tuple(tensor.shape)} among the {members.size()} ranks of {_name(members)}"
-        )
-    if members.size() == 1:
-        return tensor.clone()
-    equal = [tensor.shape[0] // members.size()] * members.size()
-    return start_all_to_all(tensor, members, send or equal, receive or equal).wait()
-
-
-def broadcast(
-    tensor: Tensor, group: Group = "tp", *, source: int = 0, grid: HyperCommGrid | None = None
-) -> Tensor:
-    """The tensor of the group's rank number `source` (its position in the group, not global)."""
-    members = resolve(group, grid)
-    if not 0 <= source < members.size():
-        raise ShapeError(f"source={source} is outside {_name(members)} of {members.size()} ranks")
-    copy = tensor.clone(memory_format=torch.contiguous_format)
-    if members.size() > 1:
-        dist.broadcast(copy, group=members, group_src=source)
-    return copy
-
-
-def barrier(group: Group = "tp", *, grid: HyperCommGrid | None = None) -> None:
-    """Returns when every rank of the group has called it."""
-    members = resolve(group, grid)
-    if members.size() > 1:
-        devices = [torch.cuda.current_device()] if "nccl" in dist.get_backend(members) else None
-        dist.barrier(members, device_ids=devices)
-
-
-# -- differentiable pairs ---------------------------------------------------------------
+    from commgrid.runtime.grid import HyperCommGrid
 
 
 def copy_to_group(
@@ -285,7 +170,3 @@ def _gather(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) 
 
 def _reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) -> Tensor:
     return start_reduce_scatter(tensor, group, dim, sizes).wait()
-
-
-def _name(group: ProcessGroup) -> str:
-    return f"group {group.group_desc!r}"

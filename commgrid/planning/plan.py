@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commgrid.errors import NotInGridError, SpecError
-from commgrid.groups import GroupDef, GroupOptions
-from commgrid.layout import RankSet
-from commgrid.spec import GridSpec
+from commgrid.planning.groups import GroupDef, GroupOptions
+from commgrid.planning.layout import RankSet
+from commgrid.planning.spec import GridSpec
 
 Ranks = RankSet | tuple[int, ...]
 

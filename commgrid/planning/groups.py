@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.layout import RankLayout, RankSet
-from commgrid.names import nearest
+from commgrid.planning.layout import RankLayout, RankSet
+from commgrid.planning.names import nearest
 
 NCCL_OPTIONS = {
     "is_high_priority_stream": bool,

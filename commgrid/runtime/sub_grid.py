@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from commgrid.errors import NotInGroupError, UnknownGroupError
-from commgrid.layout import RankLayout
+from commgrid.planning.layout import RankLayout
+from commgrid.planning.spec import GridSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from commgrid.grid import HyperCommGrid
 
 
 class SubGrid:
     """Part of a grid: some axes fixed, the others as they are.
 
     Its groups are the grid's own communicators; on ranks outside it there are none.
+
+    Args:
+        spec: the grid's.
+        rank: this process's global rank.
+        find: the grid's communicator of a canonical name.
+        layouts: the remaining axes of each region that has the fixed ones.
+        fixed: axis to index.
     """
 
     def __init__(
-        self, grid: HyperCommGrid, layouts: list[RankLayout], fixed: Mapping[str, int]
+        self,
+        spec: GridSpec,
+        rank: int,
+        find: Callable[[str], ProcessGroup],
+        layouts: list[RankLayout],
+        fixed: Mapping[str, int],
     ) -> None:
-        self._grid = grid
+        self._spec, self._rank, self._find = spec, rank, find
         self._fixed = ", ".join(f"{axis}={index}" for axis, index in fixed.items())
         self._layouts = layouts
 
@@ -45,7 +56,7 @@ class SubGrid:
     @property
     def is_member(self) -> bool:
         """Whether this process's rank is in it."""
-        return self._grid.rank in self.layout.ranks
+        return self._rank in self.layout.ranks
 
     def get_group(self, *names: str) -> ProcessGroup:
         """The grid's communicator of remaining axes; without a name, of all of them.
@@ -54,8 +65,8 @@ class SubGrid:
             UnknownGroupError: a name that uses a fixed axis, or that the grid does not know.
             NotInGroupError: this rank is not in the sub-grid.
         """
-        name = self._grid.spec.resolve_name(*(names or self.layout.shape))
-        axes = self._grid.spec.definitions[name].axes
+        name = self._spec.resolve_name(*(names or self.layout.shape))
+        axes = self._spec.definitions[name].axes
         if not any(set(axes) <= set(layout.shape) for layout in self._layouts):
             known = " | ".join(", ".join(layout.shape) for layout in self._layouts)
             raise UnknownGroupError(
@@ -64,10 +75,10 @@ class SubGrid:
             )
         if not self.is_member:
             raise NotInGroupError(
-                f"rank {self._grid.rank} is not in this sub-grid, which has "
+                f"rank {self._rank} is not in this sub-grid, which has "
                 f"{self.layout.ranks.describe()}"
             )
-        return self._grid.get_group(name)
+        return self._find(name)
 
     def __repr__(self) -> str:
         return f"SubGrid({self._fixed}; {self.layout.ranks.describe()})"

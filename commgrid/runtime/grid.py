@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from commgrid import _dist
-from commgrid.agreement import Meeting
-from commgrid.communicator import Communicator, check_all, exchange_ranks
-from commgrid.device_mesh import GridMeshes, read_mesh
 from commgrid.errors import (
     GridDestroyedError,
     GridNotInitializedError,
@@ -21,15 +17,19 @@ from commgrid.errors import (
     SpecError,
     UnknownGroupError,
 )
-from commgrid.plan import GroupPlan, Ranks
-from commgrid.spec import GridSpec
-from commgrid.sub_grid import SubGrid
+from commgrid.planning.plan import GroupPlan, Ranks
+from commgrid.planning.spec import GridSpec
+from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
+from commgrid.runtime.device_mesh import GridMeshes, read_mesh
+from commgrid.runtime.sub_grid import SubGrid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from commgrid.communicator import CheckReport
+    from commgrid.runtime.communicator import CheckReport
 
 Seconds = float | timedelta
 
@@ -79,17 +79,19 @@ class HyperCommGrid:
     ) -> None:
         limit = None if timeout is None else as_seconds("timeout", timeout)
         startup = as_seconds("startup_timeout", startup_timeout)
-        if not _dist.is_initialized():
+        if not torch_world.is_initialized():
             raise GridNotInitializedError(
                 "torch.distributed is not up; commgrid.initialize starts it, HyperCommGrid does not"
             )
         deadline = time.monotonic() + startup
-        self._describe(GridSpec.from_config(spec).resolve(_dist.world_size()), name, backend, limit)
-        if _dist.world_backend() != _dist.FAKE:
-            _dist.check_backend("backend", backend)
+        self._describe(
+            GridSpec.from_config(spec).resolve(torch_world.world_size()), name, backend, limit
+        )
+        if torch_world.world_backend() != torch_world.FAKE:
+            torch_world.check_backend("backend", backend)
             for definition in self._plan.created.values():
                 key = f"groups.{definition.name}.backend"
-                _dist.check_backend(key, definition.options.backend)
+                torch_world.check_backend(key, definition.options.backend)
         document = {"spec": self._spec.to_dict(), "backend": backend, "timeout": limit}
         self._start(document, backend, limit, deadline)
 
@@ -97,7 +99,7 @@ class HyperCommGrid:
         self, spec: GridSpec, name: str, backend: str | None, timeout: float | None
     ) -> None:
         """What it is, before it has any communicator."""
-        self._name, self._rank, self._spec = name, _dist.world_rank(), spec
+        self._name, self._rank, self._spec = name, torch_world.world_rank(), spec
         self._plan = GroupPlan.for_rank(spec, self._rank)
         self._layouts = {r.name: spec.layout(r.name) for r in spec.regions}
         self._backend, self._timeout = backend, timeout
@@ -147,11 +149,11 @@ class HyperCommGrid:
         self, document: Mapping[str, Any], backend: str | None, limit: float | None, deadline: float
     ) -> None:
         """Agree, create, connect; on any failure nothing that was made stays."""
-        if _dist.world_backend() == _dist.FAKE:
+        if torch_world.world_backend() == torch_world.FAKE:
             self._create(uuid4().hex, backend, limit, lambda: 60.0)
             return
         meeting = Meeting(
-            _dist.world_store(),
+            torch_world.world_store(),
             name=self._name,
             rank=self._rank,
             ranks=self._spec.rank_range,
@@ -163,7 +165,7 @@ class HyperCommGrid:
             self._create(str(meeting.incarnation), backend, limit, meeting.patience)
             meeting.meet(phase)
             phase = "ready"
-            exchange_ranks([c for c in self._communicators if c.planned.connect], meeting)
+            exchange_ranks([c for c in self._communicators if c.planned.connect], meeting.patience)
             meeting.meet(phase)
         except BaseException as error:
             cause = meeting.give_up(phase, error)
@@ -184,7 +186,7 @@ class HyperCommGrid:
         for planned in self._plan.communicators:
             started = time.perf_counter()
             try:
-                group = _dist.create_group(
+                group = torch_groups.create_group(
                     f"commgrid/{self._name}/{incarnation}/{planned.name}/{planned.members}",
                     ",".join(planned.names),
                     planned.members,
@@ -195,7 +197,7 @@ class HyperCommGrid:
                 )
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
-                raise _dist.as_peer_error(what, error) from error
+                raise torch_world.as_peer_error(what, error) from error
             self._hold(Communicator(planned, group, time.perf_counter() - started))
 
     def _hold(self, communicator: Communicator) -> None:
@@ -211,14 +213,14 @@ class HyperCommGrid:
 
     def destroy(self) -> None:
         """Destroys the grid's communicators; nothing else, and not twice."""
-        _dist.destroy_all(self._let_go())
+        torch_groups.destroy_all(self._let_go())
 
     def abort(self) -> None:
         """Destroys the grid without waiting for what is under way, after a failure.
 
         Peers that wait for this rank get an error instead of what they wait for.
         """
-        _dist.abort_all(self._let_go())
+        torch_groups.abort_all(self._let_go())
 
     def _let_go(self) -> list[ProcessGroup]:
         self._destroyed = True
@@ -443,7 +445,8 @@ class HyperCommGrid:
                 f"select({', '.join(fixed)}): no region has all of these axes; the regions have "
                 f"{known}"
             )
-        return SubGrid(self, [layout.select(**fixed) for layout in layouts], fixed)
+        kept = [layout.select(**fixed) for layout in layouts]
+        return SubGrid(self._spec, self._rank, self.get_group, kept, fixed)
 
     def device_mesh(self, *names: str, drop_size_1: bool = False) -> DeviceMesh:
         """A torch DeviceMesh over the grid's own communicators; creates none.

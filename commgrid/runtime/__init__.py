@@ -1,0 +1,1 @@
+"""Live communicators: starting torch.distributed, agreeing, making a plan's groups."""

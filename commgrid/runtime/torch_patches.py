@@ -1,0 +1,70 @@
+"""What of torch's DeviceMesh and DTensor is changed from outside, and when each change can go.
+
+| change | lasts | goes when torch |
+|---|---|---|
+| `answered_with` | while a root's names are flattened | lets `DeviceMesh._flatten` take a group that exists |
+| `mend_uneven_gathers` | for the process | gathers uneven pieces over a flattened axis in their own sizes, or axis by axis |
+
+Each was checked on the versions in `_CHECKED`; on others the lasting change is left out.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+_CHECKED = ((2, 11), (2, 14))
+"""The first torch on which these were checked, and the first on which they were not."""
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@contextmanager
+def answered_with(group: ProcessGroup) -> Iterator[None]:
+    """Within it, torch is given this group where it would create one for a mesh."""
+    mesh_class: Any = DeviceMesh
+    create = vars(DeviceMesh)["_init_one_process_group"]
+    mesh_class._init_one_process_group = staticmethod(lambda *_, **__: group.group_name)
+    try:
+        yield
+    finally:
+        mesh_class._init_one_process_group = create
+
+
+def mend_uneven_gathers() -> None:
+    """Keeps DTensor from gathering uneven pieces over a flattened axis, which mixes them up.
+
+    Of 5 rows sharded over dp 2 and tp 2 ranks have 2, 1, 1, 1; where dp and tp are flattened, torch
+    (2.11 to 2.13) gathers them at once and takes them for 2, 2, 1, 0. It is then told to gather
+    axis by axis, as it does without flattened axes.
+    """
+    if not _CHECKED[0] <= _torch_version() < _CHECKED[1]:
+        return
+    planner: Any = import_module("torch.distributed.tensor._redistribute")  # takes a while
+    optimize = planner._optimize_transform_infos
+    if getattr(optimize, "is_mended", False):
+        return
+
+    def mended(infos: Any, *more: Any) -> Any:
+        steps = optimize(infos, *more)
+        return list(infos) if any(map(_is_uneven_gather, steps)) else steps
+
+    mended.is_mended = True  # type: ignore[attr-defined]
+    planner._optimize_transform_infos = mended
+
+
+def _is_uneven_gather(step: Any) -> bool:
+    source, target = step.src_dst_placements
+    if not hasattr(step, "original_mesh_dims") or not (source.is_shard() and target.is_replicate()):
+        return False
+    uneven: bool = step.logical_shape[source.dim] % step.mesh.size() != 0
+    return uneven

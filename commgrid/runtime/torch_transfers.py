@@ -1,0 +1,48 @@
+"""Messages between the ranks of a group: several tensors at once, and who its members are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+Transfer = tuple[torch.Tensor, int]
+"""A tensor, and the group rank that it goes to or comes from."""
+
+
+def gather_ranks(
+    group: dist.ProcessGroup, device: torch.device
+) -> tuple[dist.Work, list[torch.Tensor]]:
+    """Starts the exchange of the members' global ranks over a group."""
+    mine = torch.tensor([dist.get_rank()], dtype=torch.int64, device=device)
+    heard = [torch.full_like(mine, -1) for _ in range(group.size())]
+    work = dist.all_gather(heard, mine, group=group, async_op=True)
+    assert work is not None  # only non-members get None
+    return work, heard
+
+
+def start_transfers(
+    group: dist.ProcessGroup, sends: Sequence[Transfer], recvs: Sequence[Transfer]
+) -> list[dist.Work]:
+    """Starts sends and receives of tensors, each with the group rank it goes to or comes from.
+
+    Returns:
+        A handle for each, sends first, or where the backend batches them one for all.
+    """
+    if not sends and not recvs:
+        return []
+    device = (*sends, *recvs)[0][0].device
+    if not group._get_backend(device).supports_coalescing:
+        # What torch's batch does then, without its checks of every operation.
+        return [
+            *(group.send([tensor], peer, 0) for tensor, peer in sends),
+            *(group.recv([tensor], peer, 0) for tensor, peer in recvs),
+        ]
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(operation, tensor, group=group, group_peer=peer)
+            for operation, transfers in ((dist.isend, sends), (dist.irecv, recvs))
+            for tensor, peer in transfers
+        ]
+    )
