@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.utils import parametrize
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
@@ -42,6 +43,11 @@ class ShardedModule(nn.Module):
         """Along which dims a parameter is sliced, and over which group."""
         return ((self.shard_dims[name], self.group),) if name in self.shard_dims else ()
 
+    @property
+    def sliced_names(self) -> tuple[str, ...]:
+        """The parameters that are slices; who overrides `shards_of` overrides this too."""
+        return tuple(self.shard_dims)
+
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Of the unsharded parameter; slices that are padded override it."""
         shape = list(self.get_parameter(name).shape)
@@ -60,8 +66,54 @@ def drop_main_grad(parameter: nn.Parameter) -> None:
     """Takes a gradient buffer, and what goes with it, off a parameter."""
     for attribute in (
         "main_grad", "overwrite_main_grad", "grad_added_to_main_grad", "main_grad_owner",
+        "main_grad_written", "zero_out_wgrad",
     ):  # fmt: skip
         vars(parameter).pop(attribute, None)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Whose slice a parameter is.
+
+    Args:
+        what: what it is, for a message: `is a slice of Megatron-core's`.
+        instead_of_saving, instead_of_reducing: what its maker has for that.
+    """
+
+    what: str
+    instead_of_saving: str
+    instead_of_reducing: str
+
+
+def foreign_slice(
+    module: nn.Module, parameter: nn.Parameter, grid: HyperCommGrid
+) -> Foreign | None:
+    """Whether a parameter looks whole and is a slice that somebody else's layer has cut.
+
+    Args:
+        module: whose parameter it is.
+        parameter: as FSDP2 leaves it, or not sharded by it.
+        grid: where it lies; without tensor parallelism there a marked parameter is whole.
+    """
+    mesh = getattr(module, "_hf_device_mesh", None)
+    if type(parameter).__name__ == "FlatParameter":
+        return Foreign("is FSDP1's", "use fully_shard, FSDP2", "FSDP's own gradient reduction")
+    if isinstance(module, ShardedModule):
+        return None
+    cut = "tp" not in grid.shape or grid.size("tp") > 1
+    if cut and getattr(parameter, "tensor_model_parallel", False):
+        return Foreign(
+            "is a slice of Megatron-core's",
+            "save it with megatron.core.dist_checkpointing",
+            "megatron.core's DistributedDataParallel",
+        )
+    if getattr(module, "_hf_tp_plan", None) and (mesh is None or mesh.size() > 1):
+        return Foreign(
+            "is a slice of Transformers' tp_plan's",
+            "save it with its save_pretrained",
+            "torch's FSDP2 or DistributedDataParallel",
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -181,10 +233,13 @@ def placements(model: nn.Module) -> Iterator[Placement]:
     """How every parameter of the model lies on the grid, one shared by modules once.
 
     Raises:
-        SpecError: modules that share a parameter say different things of it.
+        SpecError: modules that share a parameter say different things of it, or something has
+            taken a slice's place: a parametrization, weight_norm, pruning.
     """
     found: dict[int, Placement] = {}
     for prefix, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            _check_unwrapped(prefix, module)
         mark: Mark = getattr(module, "_commgrid_mark", Mark())
         for name, parameter in module.named_parameters(recurse=False):
             shards: tuple[tuple[int, GroupRef], ...] = ()
@@ -205,6 +260,26 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                     "sums, region and copies"
                 )
     yield from found.values()
+
+
+def _check_unwrapped(prefix: str, module: ShardedModule) -> None:
+    """Refuses a slice, or a partial parameter, that is now made of another parameter."""
+    cut = [n for n in module.sliced_names if any(g.size > 1 for _, g in module.shards_of(n))]
+    for name in (*cut, *(module.partial if module.group.size > 1 else ())):
+        if name in module._parameters or not hasattr(module, name):
+            continue
+        made_of = [key for key in module._parameters if key.startswith(f"{name}_")]
+        if parametrize.is_parametrized(module, name):
+            made_of = [f"parametrizations.{name}.original"]
+        if not made_of:
+            continue
+        raise SpecError(
+            f"{f'{prefix}.' if prefix else ''}{name} of {type(module).__name__} is no parameter of "
+            f"the layer any more, but computed from {', '.join(made_of)} (a parametrization, "
+            "weight_norm or pruning), of which nothing says how ranks share it; take that off "
+            "(torch.nn.utils.parametrize.remove_parametrizations), or put it into a ShardedModule "
+            "of your own"
+        )
 
 
 def _told(placement: Placement) -> tuple[Any, ...]:

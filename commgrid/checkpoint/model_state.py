@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from commgrid.checkpoint.items import Item, Value, key_of, whole
 from commgrid.checkpoint.layout import Layout, Turns, lay_out, local_part
 from commgrid.errors import SpecError
-from commgrid.parameters import Placement, ShardedModule, placements
+from commgrid.parameters import Placement, foreign_slice, placements
 
 if TYPE_CHECKING:
+    from commgrid.data_parallel.reducer import GradientReducer
     from commgrid.runtime.grid import HyperCommGrid
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -42,7 +43,7 @@ class ModelState:
             for name, module in chunk.named_modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # so that parameters are the sharded ones
-                _check_known(_clean(name), module)
+                _check_known(_clean(name), module, grid)
         self.placements: dict[str, Placement] = {}
         known: set[int] = set()
         for chunk in self.chunks:
@@ -59,6 +60,8 @@ class ModelState:
                 known.add(id(placement.parameter))
                 self.placements[name] = placement
         self.layouts = {name: lay_out(p, grid) for name, p in self.placements.items()}
+        for reducer in self._reducers():
+            reducer.wait_for_weights()
 
     def layout_of(self, placement: Placement, cut_over: str | None) -> Layout:
         """The layout of a parameter, cut further by a sharded optimizer or not."""
@@ -97,9 +100,14 @@ class ModelState:
 
     def tell_loaded(self) -> None:
         """Tells optimizers that have copies of the weights, unless one is loaded itself."""
-        owners = (getattr(p.parameter, "main_grad_owner", None) for p in self.placements.values())
-        for reducer in {owner.reducer for owner in owners if owner is not None} - {None}:
+        for reducer in self._reducers():
             reducer.weights_loaded()
+
+    def _reducers(self) -> Iterator[GradientReducer]:
+        """Of the model's gradients, each once."""
+        owners = (getattr(p.parameter, "main_grad_owner", None) for p in self.placements.values())
+        found = (owner.reducer for owner in owners if owner is not None)
+        yield from dict.fromkeys(reducer for reducer in found if reducer is not None)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Persistent ones, of every chunk."""
@@ -153,20 +161,14 @@ def _whole_of(name: str, buffer: Tensor) -> Tensor:
     return local_part(buffer)
 
 
-def _check_known(name: str, module: nn.Module) -> None:
+def _check_known(name: str, module: nn.Module, grid: HyperCommGrid) -> None:
     """Refuses what looks like whole parameters and is not, or has no numbers."""
-    mesh = getattr(module, "_hf_device_mesh", None)
     for key, parameter in module.named_parameters(recurse=False):
         told = ""
+        foreign = foreign_slice(module, parameter, grid)
         if parameter.is_meta:
             told = "is on the meta device, without numbers; call to_empty(device=…) first"
-        elif type(parameter).__name__ == "FlatParameter":
-            told = "is FSDP1's; use fully_shard, FSDP2"
-        elif isinstance(module, ShardedModule):
-            continue
-        elif getattr(parameter, "tensor_model_parallel", False):
-            told = "is a slice of Megatron-core's; save it with megatron.core.dist_checkpointing"
-        elif getattr(module, "_hf_tp_plan", None) and (mesh is None or mesh.size() > 1):
-            told = "is a slice of Transformers' tp_plan's; save it with its save_pretrained"
+        elif foreign is not None:
+            told = f"{foreign.what}; {foreign.instead_of_saving}"
         if told:
             raise SpecError(f"{_join(name, key)} of shape {tuple(parameter.shape)} {told}")

@@ -26,6 +26,8 @@ from commgrid.parameters import Placement
 Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]
 """What the parameters of one bucket have in common."""
 
+_LEAST_BYTES = 25 * 2**20
+_BYTES_PER_RANK = 4_000_000
 _ALIGNMENT = 64  # elements: every parameter begins on a cache line, whatever its dtype
 
 
@@ -36,6 +38,15 @@ class Slot:
     Args:
         placement: the parameter, and how it lies on the grid.
         start: its first element in the bucket.
+
+    Attributes:
+        view: its elements of the bucket, in its shape.
+        kind: the dtype and device that the parameter had when the slot was made.
+        handed_out: what its `.grad` was set to after the last reduction.
+        arrived: whether a gradient has come since then.
+        used: whether any rank had a gradient in the last reduction.
+        is_zero: whether the view holds zeros, as others' layers that add to it expect.
+        foreign: whether such a layer has; the view is then zeroed between steps.
     """
 
     placement: Placement
@@ -43,7 +54,10 @@ class Slot:
     view: Tensor = field(init=False, repr=False)
     kind: tuple[torch.dtype, torch.device] = field(init=False)
     handed_out: Tensor | None = field(default=None, repr=False)
+    arrived: bool = False
     used: bool = False
+    is_zero: bool = True
+    foreign: bool = False
 
     def __post_init__(self) -> None:
         self.kind = (self.parameter.dtype, self.parameter.device)
@@ -57,6 +71,10 @@ class Slot:
     def stop(self) -> int:
         """The element after its last one in the bucket."""
         return self.start + self.parameter.numel()
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its elements of a buffer that is laid out as the bucket, in the parameter's shape."""
+        return flat[self.start : self.stop].view(self.parameter.shape)
 
 
 @dataclass(eq=False)
@@ -82,7 +100,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         for slot in self.slots:
-            slot.view = self.gradient[slot.start : slot.stop].view(slot.parameter.shape)
+            slot.view = slot.of(self.gradient)
         self.missing = set(range(len(self.slots)))
 
 
@@ -141,7 +159,7 @@ def make_lanes(
     group_of: Callable[[Placement], tuple[ProcessGroup, str]],
     *,
     shard: bool,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     dtype: torch.dtype | None,
 ) -> tuple[list[Lane], list[Bucket]]:
     """Puts parameters into buckets and buckets into lanes.
@@ -150,7 +168,9 @@ def make_lanes(
         placements: in order of use.
         group_of: the communicator, and its name, over which a parameter's gradient is summed.
         shard: whether each rank keeps a part of each bucket only.
-        bucket_bytes: where a bucket is closed.
+        bucket_bytes: where a bucket is closed; None: at 25 MiB, or 4 MB for each rank of its group
+            where that is more, since a part of less takes longer to start than to send (Megatron's
+            rule for DistributedDataParallel).
         dtype: of the buffers; None: fp32 for half-precision parameters, else the parameter's.
 
     Returns:
@@ -159,19 +179,22 @@ def make_lanes(
     lanes: dict[ProcessGroup, Lane] = {}
     buckets: list[Bucket] = []
     filling: dict[Kind, list[Placement]] = {}
+    held: dict[Kind, int] = {}
 
     def close(key: Kind) -> None:
         found = filling.pop(key)
+        del held[key]
         group, name = group_of(found[0])
         lanes.setdefault(group, Lane(group, name))
         buckets.append(_make_bucket(found, group, shard, _buffer_dtype(found[0], dtype)))
 
     for placement in reversed(list(placements)):
         parameter = placement.parameter
-        key = (group_of(placement)[0], _sharers(placement), parameter.dtype, parameter.device)
+        group = group_of(placement)[0]
+        key = (group, _sharers(placement), parameter.dtype, parameter.device)
         filling.setdefault(key, []).append(placement)
-        size = _buffer_dtype(placement, dtype).itemsize
-        if sum(one.parameter.numel() for one in filling[key]) * size >= bucket_bytes:
+        held[key] = held.get(key, 0) + parameter.numel() * _buffer_dtype(placement, dtype).itemsize
+        if held[key] >= (bucket_bytes or max(_LEAST_BYTES, group.size() * _BYTES_PER_RANK)):
             close(key)
     for key in list(filling):
         close(key)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.parameters import Placement, placements
 from commgrid.runtime.registry import get_grid
@@ -51,7 +52,8 @@ def gradient_norm(
     grid = grid or get_grid()
     for parameter in model.parameters():
         owner = getattr(parameter, "main_grad_owner", None)
-        if parameter.grad is None and owner is not None and owner.keeps_gradients:
+        nothing = parameter.grad is None or isinstance(parameter.grad, KeptGradient)
+        if nothing and owner is not None and owner.keeps_gradients:
             raise CommGridError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is kept by its "
                 "GradientReducer; ask that one: reducer.gradient_norm(), reducer.clip_gradients()"

@@ -12,40 +12,53 @@ starts, while backward goes on:
 | with copies on other stages, as tied embeddings | their group, then as above | `embedding`, `dp_cp` |
 
 The sum is then divided by the size of `group`, or by what `finish(count)` says.
+
+A layer that writes its gradient to `main_grad` itself returns one that means nothing, for autograd
+to pass on: commgrid's return `no_gradient`, which is dropped before it is added anywhere. Layers of
+others (Megatron-core's gradient accumulation fusion, Transformer Engine) add to `main_grad`, set
+`grad_added_to_main_grad` and return a dummy, which is dropped as well; they find zeros there.
+
+On CUDA, reductions run beside backward on the stream of their communicator. They start late where
+all streams share few hardware queues: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron's tensor
+parallelism asks for, keeps kernels in the order in which they are issued; without tensor
+parallelism leave it at 8 or more. `groups: {dp_cp: {nccl: {is_high_priority_stream: true}}}` lets
+the reductions' kernels go before those of backward that wait for a free multiprocessor.
 """  # noqa: E501
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from commgrid.collectives import all_gather
 from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
-from commgrid.data_parallel.buckets import Bucket, Lane, Slot, make_lanes, pieces_of
-from commgrid.data_parallel.norm import device_of, norm_group, num_parts, total_norm
-from commgrid.errors import (
-    CommGridError,
-    GridMismatchError,
-    ShapeError,
-    SpecError,
-    UnknownGroupError,
+from commgrid.data_parallel.buckets import Bucket, Slot, make_lanes, pieces_of
+from commgrid.data_parallel.consistency import (
+    broadcast_values,
+    check_own,
+    compare_models,
+    compare_values,
 )
+from commgrid.data_parallel.kept import KeptGradient
+from commgrid.data_parallel.norm import norm_group, num_parts
+from commgrid.data_parallel.verdict import Verdict, check_finite
+from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, drop_main_grad, placements
 from commgrid.runtime.registry import get_grid
+from commgrid.tensor_parallel.main_grad import is_capturing, is_no_gradient
 
 if TYPE_CHECKING:
+    from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
     from commgrid.runtime.grid import HyperCommGrid
 
 _IN_FLIGHT = 2  # buckets whose exchange buffers exist at once on the CPU
+NOT_FINITE = ("keep", "skip", "raise")
 
 
 class GradientReducer:
@@ -59,13 +72,21 @@ class GradientReducer:
         grid: where the names are looked up; None: the default grid.
         shard: each rank keeps 1/n of the sums (reduce-scatter instead of all-reduce), for a
             ShardedOptimizer.
-        bucket_bytes: how much travels at once.
+        bucket_bytes: how much travels at once; None: 25 MiB, or 4 MB for each rank of the group
+            where that is more.
         dtype: of the buffers; None: fp32 for half-precision parameters, else the parameter's.
+        broadcast: make copies of a parameter equal to those of the first rank that has one, and
+            buffers to those of the group's first rank, instead of refusing copies that differ.
+        not_finite: what `finish` does where any gradient of the whole model is infinite or NaN:
+            "keep" it, "skip" the step (no rank has any gradient, so that optimizers do nothing;
+            `is_finite` is then False), or "raise" on all ranks.
 
     Raises:
-        SpecError: the model has a reducer already, is sharded by FSDP2, or has partial gradients
-            over a group that cannot be combined with `group`.
-        GridMismatchError: the ranks of a group have other parameters, shapes or dtypes.
+        SpecError: the model has a reducer already, is sharded by FSDP2, has slices that somebody
+            else's layers have cut, or partial gradients over a group that cannot be combined with
+            `group`.
+        GridMismatchError: the ranks of a group have other parameters, shapes or dtypes, or other
+            values of what should be copies.
 
     Example:
         >>> import commgrid, torch
@@ -89,14 +110,19 @@ class GradientReducer:
         expert_group: str = "edp",
         grid: HyperCommGrid | None = None,
         shard: bool = False,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int | None = None,
         dtype: torch.dtype | None = None,
+        broadcast: bool = False,
+        not_finite: str = "keep",
     ) -> None:
+        if not_finite not in NOT_FINITE:
+            raise SpecError(f"not_finite={not_finite!r}: expected one of {', '.join(NOT_FINITE)}")
         self._grid = grid or get_grid()
-        self.model, self.shard = model, shard
+        self.model, self.shard, self._not_finite = model, shard, not_finite
         self._name, self._expert_name = group, expert_group
         self.group = self._grid.get_group(group)
-        trained = [p for p in placements(model) if p.parameter.requires_grad]
+        everything = list(placements(model))
+        trained = [p for p in everything if p.parameter.requires_grad]
         for placement in trained:
             if isinstance(placement.parameter, DTensor):
                 raise SpecError(
@@ -107,17 +133,32 @@ class GradientReducer:
                 raise SpecError(
                     f"{placement} has another GradientReducer already; call its close() first"
                 )
+        check_own(model, self._grid)
         self.lanes, self.buckets = make_lanes(
             trained, self._group_of, shard=shard, bucket_bytes=bucket_bytes, dtype=dtype
         )
-        self._compare((shard, bucket_bytes, str(dtype)))
+        options = (shard, bucket_bytes, str(dtype), broadcast, not_finite)
+        compare_models(self.lanes, options, model, self._grid)
+        lane_of = {id(s.parameter): lane.group for lane in self.lanes for s in lane.slots}
+        if broadcast:
+            broadcast_values(model, everything, self._grid, lane_of, self.group)
+        else:
+            compare_values(everything, self._grid, lane_of)
         self.pieces = pieces_of(self.buckets)
         self.keeps_gradients = shard
-        self.weights_loaded: Callable[[], object] = _nothing
-        """Called when the model's weights were set otherwise than by load_state_dict."""
+        self.is_finite = True
+        """Whether the last `finish` found finite gradients only, on all ranks of the grid; always
+        True with `not_finite="keep"`, which does not look."""
+        self._optimizer: weakref.ref[ShardedOptimizer] | None = None
         self._next = 0
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
+        parts = [self._parts_of(piece.slot.placement) for piece in self.pieces]
+        whole, self._has_whole = self._whole_group()
+        self._verdict = Verdict(
+            self.lanes, self.buckets, self.pieces, self.group, self._name,
+            whole=whole, parts=parts, model=model,
+        )  # fmt: skip
         handles = [
             handle
             for bucket in self.buckets
@@ -135,33 +176,28 @@ class GradientReducer:
         """Takes its hooks and buffers off the model, which is then as it was before."""
         self._detach()
 
-    def _compare(self, options: tuple[object, ...]) -> None:
-        """Refuses a model that is another one on other ranks, whose collectives would not meet."""
-        mine = [
-            (placement.name if placement.region == "dense" else "", tuple(slot.parameter.shape),
-             str(slot.parameter.dtype), lane.name)
-            for lane in self.lanes for slot in lane.slots for placement in [slot.placement]
-        ]  # fmt: skip
-        digest = int.from_bytes(hashlib.sha256(repr((mine, options)).encode()).digest()[:7], "big")
-        dense = self._grid.spec.regions[0].axes
-        axes = [axis for axis in dense if axis != "pp" and self._grid.size(axis) > 1]
-        try:  # all that may share a lane; where no such group was created, those that do
-            group = self._grid.get_group(*axes) if axes else None
-        except UnknownGroupError:
-            group = self.group
-        if group is None:
-            return
-        told = torch.tensor([digest], device=device_of(self.model))
-        found = all_gather(told, group).tolist()
-        if len(set(found)) > 1:
-            ranks = dist.get_process_group_ranks(group)
-            usual = max(found, key=found.count)
-            odd = [rank for rank, theirs in zip(ranks, found, strict=True) if theirs != usual]
-            raise GridMismatchError(
-                f"ranks {odd} of {ranks} have other parameters than the rest, in names, shapes, "
-                "dtypes, order or marks, or other arguments of GradientReducer; this rank has "
-                f"{len(mine)} parameters"
-            )
+    @property
+    def optimizer(self) -> ShardedOptimizer | None:
+        """The ShardedOptimizer that was made over it, if it still is there."""
+        return self._optimizer() if self._optimizer is not None else None
+
+    def attach(self, optimizer: ShardedOptimizer) -> None:
+        """Keeps all gradients for a ShardedOptimizer from now on."""
+        self._optimizer, self.keeps_gradients = weakref.ref(optimizer), True
+
+    def weights_loaded(self) -> None:
+        """Tells the optimizer that weights were set otherwise than by load_state_dict."""
+        optimizer = self.optimizer
+        if optimizer is not None:
+            optimizer.reload()
+
+    def wait_for_weights(self) -> None:
+        """Returns when no parameter is half gathered any more."""
+        optimizer = self.optimizer
+        if optimizer is not None:
+            optimizer.wait()
+
+    # -- groups -------------------------------------------------------------------------
 
     def _group_of(self, placement: Placement) -> tuple[ProcessGroup, str]:
         name = self._expert_name if placement.region == "expert" else self._name
@@ -184,18 +220,34 @@ class GradientReducer:
         """The group whose ranks each keep a part of a parameter's gradient; None: all keep it."""
         return self._group_of(placement)[1] if self.shard else None
 
+    def _parts_of(self, placement: Placement) -> float:
+        """How many different pieces of gradient there are in the places of this rank's."""
+        parts = self._group_of(placement)[0].size() if self.shard else 1
+        return num_parts(placement, self._grid) * parts
+
+    def _whole_group(self) -> tuple[ProcessGroup | None, bool]:
+        """The ranks that together hold every gradient, and whether that group was created."""
+        try:
+            return norm_group(self._grid, self._name, sharded=self.shard), True
+        except UnknownGroupError:
+            if self._not_finite != "keep":
+                raise
+            return None, False
+
     # -- during backward ----------------------------------------------------------------
 
     def _attach(self, bucket: Bucket, index: int) -> Iterator[Any]:
         slot = bucket.slots[index]
         parameter: Any = slot.parameter
         parameter.main_grad, parameter.overwrite_main_grad = slot.view, True
+        parameter.main_grad_written = parameter.grad_added_to_main_grad = False
         parameter.main_grad_owner = _Owner(self)
         me = weakref.ref(self)
 
-        def before(_: object) -> None:
+        def before(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
             if parameter.grad is not None and parameter.grad is slot.handed_out:
                 parameter.grad = None  # of the step before: the buffer begins anew
+            return (None,) if is_no_gradient(gradients[0]) else None
 
         def after(*_: object) -> None:
             reducer = me()
@@ -209,8 +261,13 @@ class GradientReducer:
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
         slot = bucket.slots[index]
-        parameter: Any = slot.parameter
-        gradient = parameter.grad
+        if is_capturing(slot.parameter):
+            raise CommGridError(
+                f"backward reached {slot.placement} while a CUDA graph is being captured; a replay "
+                "repeats kernels, but not the hooks that decide what is overwritten and when "
+                "gradients are sent. Capture the forward and backward of parts without a "
+                "GradientReducer, or train without graphs"
+            )
         _take_in(slot)
         if not self._synchronizing:
             return
@@ -221,10 +278,7 @@ class GradientReducer:
                 "activations with use_reentrant=False"
             )
         bucket.missing.discard(index)
-        # A gradient that its layer wrote may be reported from another thread than autograd's for
-        # this GPU; collectives start from that one only, in one order.
-        if gradient is not None or parameter.device.type == "cpu":
-            self._launch(all_of_them=False)
+        self._launch(all_of_them=False)
 
     def _launch(self, *, all_of_them: bool) -> None:
         while self._next < len(self.buckets):
@@ -233,9 +287,8 @@ class GradientReducer:
                 return
             self._next += 1
             bucket.launched = True
-            for slot in bucket.slots:
-                if getattr(slot.parameter, "overwrite_main_grad", False):
-                    slot.view.zero_()  # no gradient here: nothing of the step before either
+            # No gradient here: nothing of the step before either.
+            _zero(slot for slot in bucket.slots if not slot.arrived)
             if bucket.shared is not None:
                 bucket.pending = self._start_shared(bucket, bucket.shared)
             elif bucket.group.size() > 1:
@@ -270,54 +323,96 @@ class GradientReducer:
 
     # -- after backward -----------------------------------------------------------------
 
+    @torch.no_grad()
     def finish(self, count: float | Tensor | None = None) -> None:
-        """Waits until every gradient is the average; once a step, on all ranks.
+        """Waits until every gradient is the average; once a step, on all ranks of the grid.
 
-        Afterwards `.grad` holds it (where `shard`, or with a ShardedOptimizer, the reducer
-        does), or None for a parameter that no rank used. The next backward begins anew.
+        Afterwards `.grad` holds it, or None for a parameter that no rank used. Where `shard`, or
+        with a ShardedOptimizer, the reducer holds it, and reading `.grad` is an error. The next
+        backward begins anew. The host waits for the device once.
 
         Args:
-            count: what this rank's gradients are a sum over, such as samples or tokens; the sum
-                over all ranks is divided by the sum of the counts, so that ranks with more
-                microbatches or longer ones weigh more. A rank that counts 0 needs no backward.
-                None: every rank counts the same, and its gradients are averages already.
+            count: what this rank's gradients are a sum over, such as samples or tokens, also as a
+                tensor of shape () on the model's device; the sum over all ranks is divided by the
+                sum of the counts, so that ranks with more microbatches or longer ones weigh more. A
+                rank that counts 0 needs no backward. None: every rank counts the same, and its
+                gradients are averages already.
 
         Raises:
             GridMismatchError: a parameter has a gradient on some ranks only.
             ShapeError: the counts add up to zero.
-            CommGridError: the model was moved, or its parameters replaced, frozen or unfrozen.
+            SpecError: gradients are sharded, and nobody has made a ShardedOptimizer for them.
+            CommGridError: the model was moved, or its parameters replaced, frozen or unfrozen; with
+                `not_finite="raise"`, a gradient is infinite or NaN, and then names parameter and
+                ranks.
         """
+        self._check_before_finish()
         for bucket in self.buckets:
             if not bucket.launched:
                 for slot in bucket.slots:  # what was put into `.grad` without a backward
                     if slot.parameter.grad is not slot.handed_out:
                         _take_in(slot)
         self._launch(all_of_them=True)
-        divisor, wrong = self._agree(count)
+        for bucket in self.buckets:
+            _wait(bucket)
+        divisor, wrong = self._verdict.reach(count, look=self._not_finite != "keep")
+        self.is_finite = self._verdict.is_finite
+        if divisor != 1:
+            torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisor)
+        skips = self._not_finite == "skip" and not self.is_finite
         self._reset()
         for bucket in self.buckets:
-            if divisor != 1:
-                bucket.gradient[bucket.own].div_(divisor)
-            for slot in bucket.slots:
-                self._hand_out(slot)
+            if skips:
+                for slot in bucket.slots:
+                    slot.used = False
+            self._hand_out(bucket)
         wrong = wrong or self._changed()
+        if wrong is None and self._not_finite == "raise" and not self.is_finite:
+            wrong = check_finite(self.pieces, self._verdict.whole, self.model)
         if wrong is not None:
             raise wrong
+
+    def _check_before_finish(self) -> None:
+        if self.shard and self._optimizer is None:
+            raise SpecError(
+                "GradientReducer(shard=True) leaves each rank a part of the gradients, which only "
+                "a ShardedOptimizer updates weights with, and none was made over this reducer: "
+                "make ShardedOptimizer(reducer, torch.optim.AdamW, …), or leave shard=True out "
+                "for a plain torch.optim optimizer"
+            )
+        if self.buckets and is_capturing(self.buckets[0].gradient):
+            raise CommGridError(
+                "finish() was called while a CUDA graph is being captured; what it decides, "
+                "such as which parameters have a gradient, a replay would not decide again"
+            )
 
     def zero_grad(self) -> None:
         """Forgets what backward has accumulated, for a step that is given up.
 
         On all ranks of the group, or on none. After `finish` it is not needed.
         """
+        for bucket in self.buckets:
+            _wait(bucket)
         self._reset()
         for slot in self.slots:
             slot.used = False
-            self._hand_out(slot)
+            slot.handed_out = slot.parameter.grad = None
+        self.gradients_are_done()
+
+    def gradients_are_done(self) -> None:
+        """Nobody needs the reduced gradients any more: where others add to them, zeros are due."""
+        foreign = [slot for slot in self.slots if slot.foreign]
+        _zero(foreign)
+        for slot in foreign:
+            slot.parameter.overwrite_main_grad = False  # type: ignore[attr-defined]
 
     def _reset(self) -> None:
         for bucket in self.buckets:
-            _wait(bucket)
             bucket.launched, bucket.missing = False, set(range(len(bucket.slots)))
+            for slot in bucket.slots:
+                slot.arrived = False
+                slot.parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
+                slot.parameter.main_grad_written = False  # type: ignore[attr-defined]
         self._in_flight.clear()
         self._next = 0
 
@@ -338,65 +433,25 @@ class GradientReducer:
             )
         return None
 
-    def _hand_out(self, slot: Slot) -> None:
-        parameter: Any = slot.parameter
-        parameter.overwrite_main_grad = True
-        slot.handed_out = None
-        if slot.used and not self.keeps_gradients:
-            slot.handed_out = slot.view.to(parameter.dtype)  # the view itself if that is its own
-        parameter.grad = slot.handed_out
-
-    def _agree(self, count: float | Tensor | None) -> tuple[float, CommGridError | None]:
-        """What to divide by, and what is wrong: a gradient is there on all ranks or on none."""
-        told: dict[ProcessGroup, list[float]] = {}
-        for slot in self.slots:
-            slot.used = not getattr(slot.parameter, "overwrite_main_grad", False)
-        self._share_use()
-        for lane in self.lanes:
-            absent = float(count is not None and float(count) == 0)
-            told[lane.group] = [*[float(slot.used) for slot in lane.slots], absent]
-        if count is not None:
-            told.setdefault(self.group, []).append(float(count))
-        heard: dict[ProcessGroup, list[float]] = dict(told)
-        sent = {
-            group: start_all_reduce_(self._vector(numbers), group)
-            for group, numbers in told.items() if group.size() > 1
-        }  # fmt: skip
-        for group, pending in sent.items():
-            heard[group] = pending.wait().tolist()
-        total = float(self.group.size()) if count is None else heard[self.group].pop()
-        if total <= 0:
-            return 1, ShapeError(
-                f"finish(count={count}): the counts of the {self.group.size()} ranks of group "
-                f"{self._name!r} add up to {total:g}; expected above 0"
-            )
-        lopsided = [self._lopsided(lane, heard[lane.group]) for lane in self.lanes]
-        return total, next((error for error in lopsided if error), None)
-
-    def _share_use(self) -> None:
-        """A parameter that one stage uses has a gradient on every stage with a copy of it."""
-        for bucket in self.buckets:
-            if bucket.shared is not None:
-                uses = self._vector([float(slot.used) for slot in bucket.slots])
-                found = start_all_reduce_(uses, bucket.shared).wait().tolist()
-                for slot, used in zip(bucket.slots, found, strict=True):
-                    slot.used = used > 0
-
-    def _vector(self, numbers: list[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float64, device=device_of(self.model))
-
-    def _lopsided(self, lane: Lane, heard: list[float]) -> CommGridError | None:
-        *ranks, absent = heard
-        size = lane.group.size()
-        for slot, having in zip(lane.slots, ranks, strict=True):
-            mine, slot.used = "one" if slot.used else "none", having > 0
-            if 0 < having < size - absent:
-                return GridMismatchError(
-                    f"{slot.placement}: {int(having)} of the {size} ranks of group {lane.name!r} "
-                    f"({dist.get_process_group_ranks(lane.group)}) have a gradient for it, and "
-                    f"this rank has {mine}; every rank must use it in a step, or none"
-                )
-        return None
+    def _hand_out(self, bucket: Bucket) -> None:
+        """Sets `.grad`: to the buffer's own memory where it has the parameter's dtype."""
+        flat = bucket.gradient
+        if not self.keeps_gradients:
+            flat = flat.to(bucket.slots[0].parameter.dtype)
+        for slot in bucket.slots:
+            slot.handed_out = None
+            if slot.used and self.keeps_gradients:
+                slot.handed_out = KeptGradient(slot.parameter)
+            elif slot.used:
+                own = slot.view if flat is bucket.gradient else slot.of(flat)
+                # Others' layers find zeros in the buffer, so that it cannot be what is handed out.
+                slot.handed_out = own.clone() if slot.foreign and own is slot.view else own
+            slot.parameter.grad = slot.handed_out
+        if not self.keeps_gradients:
+            foreign = [slot for slot in bucket.slots if slot.foreign]
+            _zero(foreign)
+            for slot in foreign:
+                slot.parameter.overwrite_main_grad = False  # type: ignore[attr-defined]
 
     # -- norm ---------------------------------------------------------------------------
 
@@ -407,16 +462,15 @@ class GradientReducer:
 
         Returns:
             A float64 tensor of shape () on the model's device.
-        """
-        held = []
-        for piece in self.pieces:
-            if piece.slot.used:
-                group, _ = self._group_of(piece.slot.placement)
-                parts = group.size() if self.shard else 1
-                held.append((piece.gradient, num_parts(piece.slot.placement, self._grid) * parts))
-        whole = norm_group(self._grid, self._name, sharded=self.shard)
-        return total_norm(held, whole, device_of(self.model))
 
+        Raises:
+            UnknownGroupError: the grid has no group of the ranks that hold the model.
+        """
+        if not self._has_whole:
+            norm_group(self._grid, self._name, sharded=self.shard)  # which says what is missing
+        return self._verdict.squares().sqrt()
+
+    @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm is at most `max_norm`; returns what it was.
 
@@ -430,14 +484,19 @@ class GradientReducer:
             raise ShapeError(f"clip_gradients(max_norm={max_norm}): expected above 0")
         norm = self.gradient_norm()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if norm.device.type == "cpu" and scale == 1:
-            return norm
-        for bucket in self.buckets:
-            bucket.gradient[bucket.own].mul_(scale)
-            for slot in bucket.slots:
-                if slot.handed_out is not None and slot.handed_out is not slot.view:
-                    slot.handed_out.mul_(scale)
+        held = self.gradients()
+        if held and (norm.device.type != "cpu" or scale < 1):
+            torch._foreach_mul_(held, scale)
         return norm
+
+    def gradients(self) -> list[Tensor]:
+        """What this rank has of the reduced gradients: flat parts, and copies in `.grad`."""
+        held = [bucket.gradient[bucket.own] for bucket in self.buckets]
+        for slot in self.slots:
+            given = slot.handed_out
+            if given is not None and not isinstance(given, KeptGradient) and given is not slot.view:
+                held.append(given)
+        return held
 
 
 class _Owner:
@@ -461,22 +520,46 @@ class _Owner:
         return type(None), ()
 
 
-def _nothing() -> None:
-    """What a reducer without an optimizer has to do when weights were loaded."""
-
-
 def _take_in(slot: Slot) -> None:
-    """Moves a parameter's `.grad` into its place in the bucket."""
+    """Sees to it that a gradient that has come is in the bucket, once."""
     parameter: Any = slot.parameter
     gradient, parameter.grad = parameter.grad, None
+    added, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, False
+    if parameter.main_grad_written:  # by a layer of commgrid's
+        parameter.main_grad_written, slot.arrived, slot.is_zero = False, True, False
+    if added:
+        _check_foreign(slot)
+        slot.foreign = slot.arrived = True
+        slot.is_zero = parameter.overwrite_main_grad = False
+        if not getattr(parameter, "zero_out_wgrad", False):
+            return  # a dummy
     if gradient is None:
         return
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    if parameter.overwrite_main_grad:
+    if parameter.overwrite_main_grad and not slot.arrived:
         slot.view.copy_(gradient)
-        parameter.overwrite_main_grad = False
     else:
         slot.view.add_(gradient)
+    slot.arrived, slot.is_zero, parameter.overwrite_main_grad = True, False, False
+
+
+def _check_foreign(slot: Slot) -> None:
+    """Refuses what was added to a buffer that held the gradient of the step before."""
+    if not slot.arrived and not slot.is_zero:
+        raise CommGridError(
+            f"{slot.placement}: its layer has added to main_grad itself, as Megatron-core's "
+            "gradient accumulation fusion and Transformer Engine do, where the gradient of an "
+            "earlier step still was; such a layer does so in every step, and after finish() come "
+            "the optimizer's step() or zero_grad()"
+        )
+
+
+def _zero(slots: Iterable[Slot]) -> None:
+    due = [slot for slot in slots if not slot.is_zero]
+    if due:
+        torch._foreach_zero_([slot.view for slot in due])
+    for slot in due:
+        slot.is_zero = True
 
 
 def _wait(bucket: Bucket) -> None:

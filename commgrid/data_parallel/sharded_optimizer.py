@@ -1,8 +1,8 @@
 """ShardedOptimizer: each rank updates a part of the parameters, and keeps its state only (ZeRO-1).
 
     backward   gradients are reduce-scattered bucket by bucket: each rank has 1/n of each sum
-    step       any element-wise torch.optim optimizer updates that part
-    forward    parameters are all-gathered bucket by bucket, awaited by the module that needs them
+    step       any element-wise torch.optim optimizer updates that part; parameters are all-gathered
+    forward    with overlap=True the gathers end beside it, awaited by the modules that need them
 
 (ZeRO, arXiv 1910.02054, stage 1.) Half-precision parameters are updated in an fp32 copy.
 """
@@ -21,8 +21,11 @@ from commgrid.data_parallel.buckets import Bucket, Piece
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import CommGridError, ShapeError, SpecError
 
-# Their update of an element depends on others, so that a part cannot be updated alone.
-NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+ELEMENT_WISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+"""Those of torch.optim that update every element by itself, so that a part can be updated alone."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -36,18 +39,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
     The model's parameters become parts of flat buffers: make it after the model is on its
     device and has its weights (loading a state_dict into the model later is noticed).
 
+    By default `step` returns when every parameter is whole, and nothing can see it otherwise. With
+    `overlap=True` the gathers go on beside the next forward: a module's forward waits for all
+    parameters below it, or with `units`, such as the blocks of a transformer, for those that are in
+    no unit below it; `state_dict`, `load_state_dict`, checkpoints and the next `step` wait by
+    themselves. What reads parameters otherwise has to call `optimizer.wait()` first: copy.deepcopy,
+    pickle, AveragedModel, a norm of the weights, `F.linear(x, unit.weight)` outside of the unit's
+    own forward, a parameter kept in a variable.
+
+    On CUDA `fused=True` updates all parts in one kernel.
+
     Args:
         reducer: of the model's gradients.
         optimizer_class: an element-wise class of torch.optim, such as AdamW.
         groups: parameter groups as torch takes them; None: all parameters in one.
-        overlap: gather parameters beside the next forward; each module waits for its own before
-            it runs, and modules that are never called for all that have not been. Code that
-            reads parameters between `step` and forward calls `wait` first.
+        overlap: gather parameters beside the next forward instead of in `step`.
+        units: with `overlap`, modules of the model that each wait for their own parameters only
+            when their forward begins; nobody else reads these before. None: every forward waits
+            for all below it, so that gathers overlap with what comes before the model is called.
+        element_wise: says of a class that is not torch's own that it updates every element by
+            itself, whatever other elements are.
         **defaults: the optimizer's own arguments.
 
     Raises:
-        SpecError: an optimizer that is not element-wise, or a parameter that the reducer does
-            not know.
+        SpecError: an optimizer that is not element-wise, or not known to be, a parameter that the
+            reducer does not know, units that are not the model's, or another optimizer over this
+            reducer.
 
     Example:
         >>> import commgrid, torch
@@ -69,16 +86,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         *,
         groups: Iterable[Mapping[str, Any]] | None = None,
-        overlap: bool = True,
+        overlap: bool = False,
+        units: Iterable[nn.Module] | None = None,
+        element_wise: bool = False,
         **defaults: Any,
     ) -> None:
-        if optimizer_class.__name__ in NOT_ELEMENT_WISE:
-            raise SpecError(
-                f"{optimizer_class.__name__} does not update elements one by one, so its update "
-                "cannot be sharded; use an element-wise optimizer such as AdamW"
-            )
-        self._reducer, self._overlap = reducer, overlap
-        reducer.keeps_gradients = True
+        _check_class(optimizer_class, element_wise)
+        self._reducer, self._overlap, self._is_made = reducer, overlap, False
         given = [dict(group) for group in groups] if groups is not None else [{}]
         slots = {id(slot.parameter): slot for slot in reducer.slots}
         for group in given:
@@ -89,6 +103,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     shape = getattr(parameter, "shape", None)
                     what = f"a parameter of shape {tuple(shape)}" if shape else repr(parameter)[:60]
                     raise SpecError(f"{what} in groups is not one that the reducer's model trains")
+        if reducer.optimizer is not None:
+            raise SpecError(
+                "another ShardedOptimizer was made over this reducer, and would update the same "
+                "parameters; give all options to one: groups=[{'params': …, 'lr': …}, …]"
+            )
         self._weights = _flatten(reducer) if reducer.shard else {}
         self._places = [(slot, slot.parameter.data_ptr()) for slot in reducer.slots]
         self._masters = {id(piece): self._make_master(piece) for piece in reducer.pieces}
@@ -101,23 +120,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         self._inner = optimizer_class(inner_groups, **defaults)
         super().__init__(given, self._inner.defaults)
+        self._is_made = True
+        self._half = [
+            (self._weight(piece), self._masters[id(piece)]) for piece in reducer.pieces
+            if self._masters[id(piece)].dtype != piece.slot.parameter.dtype
+        ]  # fmt: skip
+        self._loaded: set[int] = set()
         self._gathers: dict[int, Pending] = {}
-        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._owners = _owners(reducer)
-        reducer.weights_loaded = _Hook(self.reload)
+        self._awaited = _awaited(reducer, list(units or []), overlap)
+        reducer.attach(self)
         hooks = self._watch(reducer.model)
         self._unwatch = weakref.finalize(self, _remove, hooks)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: which part of which parameter this rank updates is settled.
+
+        Raises:
+            SpecError: always, once the optimizer is made.
+        """
+        if self._is_made:
+            raise SpecError(
+                "a ShardedOptimizer's groups are given when it is made, groups=[…]: the buffers of "
+                "its reducer hold the parameters that were trained then. After unfreezing or "
+                "adding some, close the reducer and make both anew"
+            )
+        super().add_param_group(param_group)
 
     # -- the parts ----------------------------------------------------------------------
 
     @property
     def inner(self) -> torch.optim.Optimizer:
         """The optimizer of the parts, which has their state."""
+        self._take_loaded()
         return self._inner
 
     def parts(self) -> list[tuple[Piece, Tensor, str | None]]:
         """What this rank updates: which part of which parameter, the tensor that the inner
         optimizer has of it, and over which group the parameter is cut; None: it is not."""
+        self._take_loaded()
         return [
             (piece, self._masters[id(piece)], self._reducer.cut_over(piece.slot.placement))
             for piece in self._reducer.pieces
@@ -135,11 +175,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         exact = torch.promote_types(weight.dtype, torch.float32)
         return weight.to(exact).requires_grad_()
 
-    def reload(self, *_: object) -> None:
-        """Takes the model's weights into the fp32 copies, after they were loaded or set."""
-        with torch.no_grad():
-            for piece in self._reducer.pieces:
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Takes the model's weights into the fp32 copies, after they were set by hand."""
+        self._loaded.clear()
+        if self._half:
+            torch._foreach_copy_([m for _, m in self._half], [weight for weight, _ in self._half])
+
+    def _note_loaded(self, module: nn.Module, *_: object) -> None:
+        """load_state_dict has set a module's own weights; the copies follow when next needed."""
+        self._loaded.update(id(parameter) for parameter in module.parameters(recurse=False))
+
+    @torch.no_grad()
+    def _take_loaded(self) -> None:
+        if not self._loaded:
+            return
+        for piece in self._reducer.pieces:
+            if id(piece.slot.parameter) in self._loaded:
                 self._masters[id(piece)].copy_(self._weight(piece))
+        self._loaded.clear()
 
     # -- a step -------------------------------------------------------------------------
 
@@ -159,21 +213,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.wait()
         self._check_in_place()
+        self._take_loaded()
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
-        for piece in self._reducer.pieces:
-            gradient = piece.gradient if piece.slot.used else None
-            master = self._masters[id(piece)]
-            if gradient is not None and gradient.dtype != master.dtype:
-                gradient = gradient.to(master.dtype)
-            master.grad = gradient
+        self._set_gradients()
         self._inner.step()
-        for piece in self._reducer.pieces:
-            master, weight = self._masters[id(piece)], self._weight(piece)
-            if master.dtype != weight.dtype:
-                weight.copy_(master)
+        if self._half:
+            torch._foreach_copy_([weight for weight, _ in self._half], [m for _, m in self._half])
+        self._reducer.gradients_are_done()
         self._gather()
         return loss
+
+    def _set_gradients(self) -> None:
+        """Gives the inner optimizer what the reducer keeps, in the precision of the weights."""
+        others: list[tuple[Tensor, Tensor]] = []
+        for piece in self._reducer.pieces:
+            master = self._masters[id(piece)]
+            gradient = piece.gradient if piece.slot.used else None
+            if gradient is not None and gradient.dtype != master.dtype:
+                others.append((torch.empty_like(master), gradient))
+                gradient = others[-1][0]
+            master.grad = gradient
+        if others:
+            torch._foreach_copy_([made for made, _ in others], [given for _, given in others])
 
     def _gather(self) -> None:
         for bucket in reversed(self._reducer.buckets):  # the first that forward uses come first
@@ -184,7 +246,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, also what the reducer has accumulated for a step not taken."""
-        super().zero_grad(set_to_none)
         self._reducer.zero_grad()
 
     def _check_in_place(self) -> None:
@@ -201,37 +262,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._gathers.pop(bucket).wait()
 
     def _watch(self, model: nn.Module) -> list[Any]:
-        before, whole, reload = (
-            _Hook(method) for method in (self._before, self._whole, self.reload)
-        )
+        whole, loaded, before = (_Hook(m) for m in (self._whole, self._note_loaded, self._before))
         hooks: list[Any] = []
         module: Any  # torch does not annotate these methods
-        for module in {model, *self._owners}:
-            hooks.append(module.register_load_state_dict_pre_hook(whole))
-            hooks.append(module.register_load_state_dict_post_hook(reload))
-            if self._reducer.shard:
+        for module in model.modules():
+            if module is model or module._parameters:
+                hooks.append(module.register_load_state_dict_post_hook(loaded))
+                if self._overlap:
+                    hooks.append(module.register_load_state_dict_pre_hook(whole))
+                    hooks.append(module.register_state_dict_pre_hook(whole))
+            if module in self._awaited:
                 hooks.append(module.register_forward_pre_hook(before))
-                hooks.append(module.register_state_dict_pre_hook(whole))
         return hooks
 
     def _whole(self, *_: object) -> None:
         self.wait()
 
     def _before(self, module: nn.Module, *_: object) -> None:
-        """Waits for the parameters of a module about to run, and of those that never do."""
-        if not self._gathers and module in self._called:
-            return
-        self._called.add(module)
-        for owner, buckets in self._owners.items():
-            if owner is module or owner not in self._called:
-                for bucket in buckets:
-                    if id(bucket) in self._gathers:
-                        self._gathers.pop(id(bucket)).wait()
+        """Waits for the parameters that a module about to run may read."""
+        if self._gathers:
+            for bucket in self._awaited[module]:
+                pending = self._gathers.pop(bucket, None)
+                if pending is not None:
+                    pending.wait()
 
     # -- its state ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for the same rank of the same grid."""
+        self._take_loaded()
         return {
             "layout": self._layout(),
             "inner": self._inner.state_dict(),
@@ -261,6 +320,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict(state_dict["inner"])
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer.update({key: value for key, value in inner.items() if key != "params"})
+        self._loaded.clear()
         with torch.no_grad():
             for piece, master in zip(self._reducer.pieces, state_dict["masters"], strict=True):
                 self._masters[id(piece)].copy_(master)
@@ -308,15 +368,60 @@ def _flatten(reducer: GradientReducer) -> dict[Bucket, Tensor]:
     return weights
 
 
-def _owners(reducer: GradientReducer) -> dict[nn.Module, list[Bucket]]:
-    """Each module that has parameters itself, and the buckets these are in."""
+def _awaited(
+    reducer: GradientReducer, units: list[nn.Module], overlap: bool
+) -> dict[nn.Module, tuple[int, ...]]:
+    """For each module the buckets, by id, that its forward waits for; none where all wait in step.
+
+    Of a module's whole subtree, but for units below it, which wait for themselves.
+
+    Raises:
+        SpecError: units without overlap, or that are not modules of the model.
+    """
+    if units and not overlap:
+        raise SpecError("units= says what waits for what with overlap=True; give both, or neither")
+    modules = set(reducer.model.modules())
+    for unit in units:
+        if unit not in modules:
+            raise SpecError(
+                f"units: {type(unit).__name__} is not a module of the reducer's model; expected "
+                "some of its own, such as list(model.blocks)"
+            )
+    if not overlap or not reducer.shard:
+        return {}
     places = {
-        id(slot.parameter): bucket
-        for bucket in reducer.buckets for slot in bucket.slots
+        id(slot.parameter): id(bucket)
+        for bucket in reducer.buckets if bucket.group.size() > 1 for slot in bucket.slots
     }  # fmt: skip
-    owners: dict[nn.Module, list[Bucket]] = {}
-    for module in reducer.model.modules():
-        own = [places[id(p)] for p in module.parameters(recurse=False) if id(p) in places]
+    found: dict[nn.Module, tuple[int, ...]] = {}
+
+    def below(module: nn.Module) -> dict[int, None]:
+        own = {places[id(p)]: None for p in module.parameters(recurse=False) if id(p) in places}
+        for child in module.children():
+            theirs = below(child)
+            if child not in units:
+                own |= theirs
         if own:
-            owners[module] = list(dict.fromkeys(own))
-    return owners
+            found[module] = tuple(own)
+        return own
+
+    below(reducer.model)
+    return found
+
+
+def _check_class(optimizer_class: type[torch.optim.Optimizer], element_wise: bool) -> None:
+    """Refuses optimizers that are not known to update every element by itself."""
+    name = getattr(optimizer_class, "__name__", repr(optimizer_class))
+    known = [getattr(torch.optim, each) for each in ELEMENT_WISE]
+    if optimizer_class in known or element_wise:
+        return
+    if getattr(torch.optim, name, None) is optimizer_class:
+        raise SpecError(
+            f"{name} does not update elements one by one, so its update cannot be sharded; use an "
+            f"element-wise optimizer: {', '.join(ELEMENT_WISE)}"
+        )
+    raise SpecError(
+        f"{name} is not known to update elements one by one, as is needed where each rank updates "
+        f"a part of a parameter. If it does (no norms, no matrices), say element_wise=True; else "
+        f"use one of {', '.join(ELEMENT_WISE)}"
+    )

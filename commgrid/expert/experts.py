@@ -31,7 +31,8 @@ from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule, mark_parameters
 from commgrid.tensor_parallel.init import Init, draw, other_random_state, seed_of
-from commgrid.tensor_parallel.matmul import claim_main_grad, wanted
+from commgrid.tensor_parallel.main_grad import claim_main_grad
+from commgrid.tensor_parallel.matmul import wanted
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -128,6 +129,10 @@ class GroupedExperts(ShardedModule):
     def _etp_dim(self, name: str) -> int:
         """The dim of one expert's parameter along which etp shares it."""
         return 1 if name == "down" or self.gated else 0
+
+    @property
+    def sliced_names(self) -> tuple[str, ...]:
+        return "up", "down"
 
     def shards_of(self, name: str) -> tuple[tuple[int, GroupRef], ...]:
         return (0, self.group), (1 + self._etp_dim(name), self.etp)
@@ -312,15 +317,15 @@ class WeightGradients:
         ctx: of the backward that is running.
 
     Attributes:
-        result: the gradient of W; None where it went into `main_grad`.
+        result: the gradient of W, or what stands for one that went into `main_grad`.
     """
 
     def __init__(self, weight: Tensor, dy: Tensor, ctx: Any) -> None:
         main = claim_main_grad(weight, ctx)
         self._weight, self._dtype = weight, dy.dtype
-        self._into: Tensor | None = main[0] if main is not None else None
-        self._beta = 0 if main is None or main[1] else 1
-        self.result: Tensor | None = None
+        self._into: Tensor | None = main.into if main is not None else None
+        self._beta = 0 if main is None or main.overwrite else 1
+        self.result: Tensor | None = main.result if main is not None else None
 
     def add(self, part: Piece, dy: Tensor, x: Tensor) -> None:
         """Those of a piece, from its rows (rows, o) and (rows, i)."""

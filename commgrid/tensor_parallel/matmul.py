@@ -10,9 +10,11 @@ With n ranks, t tokens in all, weight (o, i) per rank, and `seq` for sequence pa
 Gathering x again instead of keeping it is Megatron's sequence parallelism (arXiv 2205.05198,
 section 4.2.2). Several weights of one input share its collectives.
 
-A weight with a `main_grad` buffer gets its gradient added there, whatever the buffer's dtype,
-and none in `.grad`. With `overwrite_main_grad` set, the first gradient replaces what the buffer
-held, and the mark is taken back. `grad_added_to_main_grad` is set, as Megatron's own layers do.
+A weight with a `main_grad` buffer gets its gradient added there, and none in `.grad` (`main_grad`).
+
+On CUDA, what runs beside a matmul has to be issued before it and to start before it:
+CUDA_DEVICE_MAX_CONNECTIONS=1 makes the device take kernels in the order of their issue, as Megatron
+asks of its users before Blackwell; without it the matmul may take all multiprocessors first.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from commgrid.collectives.asynchronous import (
     start_all_reduce_,
     start_reduce_scatter,
 )
+from commgrid.tensor_parallel.main_grad import claim_main_grad
 
 Layer = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
@@ -201,47 +204,19 @@ def _will_run(node: Any) -> bool:
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, ctx: Any) -> Tensor | None:
-    """∂W = ∂yᵀ x, of rows of tokens; None where it went into `weight.main_grad`."""
+    """∂W = ∂yᵀ x, of rows of tokens; nothing of its own where it went into `weight.main_grad`."""
     x = x.to(dy.dtype)  # under autocast y has another dtype than x and W, and so has ∂y
     main = claim_main_grad(weight, ctx)
     if main is None:
         return dy.t() @ x
-    into, overwrite = main
+    into, overwrite, result = main
     if into.dtype == dy.dtype:
         into.addmm_(dy.t(), x, beta=0 if overwrite else 1)
     elif overwrite:
         into.copy_(dy.t() @ x)
     else:
         into.add_(dy.t() @ x)
-    return None
-
-
-def claim_main_grad(weight: Tensor, ctx: Any) -> tuple[Tensor, bool] | None:
-    """The buffer a weight's gradient is to be added to, and whether to overwrite it instead.
-
-    None where there is no buffer, or where this backward asks for other gradients than the
-    weight's (`torch.autograd.grad`), so that the buffer must stay as it is.
-    """
-    into: Tensor | None = getattr(weight, "main_grad", None)
-    if into is None or torch.compiler.is_compiling() or not _accumulates(weight, ctx):
-        return None
-    parameter: Any = weight
-    overwrite = getattr(parameter, "overwrite_main_grad", False)
-    if overwrite:
-        parameter.overwrite_main_grad = False
-    parameter.grad_added_to_main_grad = True
-    return into, overwrite
-
-
-def _accumulates(weight: Tensor, ctx: Any) -> bool:
-    """Whether the backward that is running would add to `weight.grad`."""
-    for node, _ in ctx.next_functions:
-        if getattr(node, "variable", None) is weight:
-            try:
-                return bool(torch._C._will_engine_execute_node(node))
-            except RuntimeError:  # torch.autograd.grad with respect to the weight itself
-                return False
-    return False
+    return result
 
 
 def _rows(x: Tensor) -> Tensor:

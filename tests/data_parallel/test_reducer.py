@@ -18,6 +18,7 @@ from commgrid.data_parallel import (
     clip_gradients,
     gradient_norm,
 )
+from commgrid.data_parallel.kept import KeptGradient
 from commgrid.parameters import mark_parameters, placements
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
@@ -191,6 +192,7 @@ def uneven() -> None:
         model = nn.Linear(4, 2, dtype=torch.float64)
         initialize_parameters(model, seed=0)
         reducer = GradientReducer(model, shard=shard)
+        keeper = ShardedOptimizer(reducer, torch.optim.SGD) if shard else None
         for i, part in enumerate(mine, 1):
             with reducer.no_sync() if i < len(mine) else nullcontext():
                 model(part).square().sum().backward()
@@ -200,6 +202,7 @@ def uneven() -> None:
         initialize_parameters(whole, seed=0)
         (whole(data).square().sum() / 10).backward()
         torch.testing.assert_close(norm, gradient_norm(whole), rtol=1e-12, atol=0)
+        assert (keeper is not None) == isinstance(model.weight.grad, KeptGradient)
         reducer.close()
 
 
@@ -380,6 +383,7 @@ def lanes() -> Tensor:
     mark_parameters(parts["expert"], region="expert")
     initialize_parameters(parts, seed=0)
     reducer = GradientReducer(parts, shard=True, bucket_bytes=1)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD)
 
     def loss(*names: str) -> Tensor:
         layers = [layer for name in names for layer in parts[name]]
@@ -389,6 +393,7 @@ def lanes() -> Tensor:
         loss("expert", "dense").backward()
     loss("expert", *(["dense"] if grid.rank else [])).backward()
     reducer.finish()
+    assert reducer.optimizer is optimizer
     return reducer.gradient_norm()
 
 

@@ -1,0 +1,190 @@
+"""Whether tensors that ranks should have copies of are equal, to the last bit.
+
+Every tensor gets a digest: the sum of its bits, each element's times an odd number of its own,
+modulo 2^64. A changed, swapped or moved element changes it, and so in practice does any difference.
+Ranks of a group compare digests by their largest and smallest, two numbers a tensor however many
+ranks there are; only where these differ are all of them looked at, to name who has what.
+
+    copies along dp and tp      compared along dp, then along tp: equal along each is equal on all
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.plain import all_gather, all_reduce
+from commgrid.errors import NotInGroupError, UnknownGroupError
+from commgrid.runtime.diagnosis import describe_ranks
+
+if TYPE_CHECKING:
+    from commgrid.parameters import Placement
+    from commgrid.runtime.grid import HyperCommGrid
+
+_BLOCK = 1 << 18  # elements at once, so that what is in between stays small
+_ODD = 0x1E3779B97F4A7C15
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor of which the ranks of some groups should have copies.
+
+    Args:
+        name: what messages call it.
+        tensor: this rank's.
+        groups: along each of which it should be equal.
+        key: what it is called on all their ranks; "": its name.
+    """
+
+    name: str
+    tensor: Tensor
+    groups: tuple[ProcessGroup, ...]
+    key: str = ""
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A number that depends on every bit of a tensor and on its place.
+
+    Returns:
+        An int64 tensor of shape () on the tensor's device.
+
+    Example:
+        >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+        >>> bool(digest(one) == digest(one.clone())), bool(digest(one) == digest(other))
+        (True, False)
+    """
+    flat = tensor.detach()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for block in torch.split(bits, _BLOCK):
+        weights = _weights(tensor.device)[: len(block)]
+        total = total * _ODD + torch.sum(block.to(torch.int64) * weights)
+    return total
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    return (torch.arange(_BLOCK, dtype=torch.int64, device=device) * 2 + 1) * _ODD
+
+
+def differing(copies: Iterable[Copy], everyone: ProcessGroup | None = None) -> str | None:
+    """What differs between ranks that should have copies; None: nothing.
+
+    Collective over every group that is named, and over `everyone`; on all of their ranks there are
+    the same groups in the same order.
+
+    Args:
+        copies: this rank's, in one order on all ranks of their groups.
+        everyone: all ranks that are to hear of it, also where their own are equal; None: only
+            those of the group in which something differs.
+
+    Returns:
+        A sentence that names tensor and ranks; on ranks that only heard of it, without them.
+    """
+    by_group: dict[ProcessGroup, list[tuple[Copy, Tensor]]] = {}
+    for copy in copies:
+        found = digest(copy.tensor)
+        for group in copy.groups:
+            by_group.setdefault(group, []).append((copy, found))
+    told: str | None = None
+    for group, named in by_group.items():
+        told = _compare(group, [copy for copy, _ in named], [d for _, d in named]) or told
+    if everyone is not None and everyone.size() > 1:
+        device = next((d.device for named in by_group.values() for _, d in named), None)
+        mine = torch.tensor([told is not None], dtype=torch.int64, device=device or _any(everyone))
+        if told is None and bool(all_reduce(mine, everyone, op="max").item()):
+            return "other ranks of the grid have copies that differ; their errors name them"
+        if told is not None:
+            all_reduce(mine, everyone, op="max")
+    return told
+
+
+def _any(group: ProcessGroup) -> torch.device:
+    """A device for a group's tensors on a rank that has none to compare."""
+    cuda = "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: Sequence[Tensor]) -> str | None:
+    listed = hashlib.sha256("\n".join(c.key or c.name for c in copies).encode()).digest()[:7]
+    head = torch.tensor(
+        [len(copies), int.from_bytes(listed, "big")], dtype=torch.int64, device=digests[0].device
+    )
+    if _spread(head, group).any():
+        counts = all_gather(head[:1], group).tolist()
+        return (
+            f"{describe_ranks(_ranks(group))} have {_distinct(counts)} tensors to compare, or of "
+            "other names"
+        )
+    # One bit of the digest goes, so that every number has a negative.
+    mine = torch.stack(list(digests)).bitwise_right_shift(1)
+    odd = _spread(mine, group).nonzero().flatten()
+    if not len(odd):
+        return None
+    first = int(odd[0])
+    found = all_gather(mine[first : first + 1], group).tolist()
+    holders: dict[int, list[int]] = {}
+    for rank, value in zip(_ranks(group), found, strict=True):
+        holders.setdefault(value, []).append(rank)
+    fewest_first = sorted(holders.values(), key=len)
+    others = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
+    who = " and ".join(map(describe_ranks, fewest_first))
+    return f"{copies[first].name} differs between {who} of group {group.group_desc!r}{others}"
+
+
+def _spread(numbers: Tensor, group: ProcessGroup) -> Tensor:
+    """Whether each number differs between the ranks of a group."""
+    both = all_reduce(torch.cat([numbers, -numbers]), group, op="max")
+    largest, smallest = both.chunk(2)
+    return largest != -smallest
+
+
+def _ranks(group: ProcessGroup) -> list[int]:
+    ranks: list[int] = dist.get_process_group_ranks(group)
+    return ranks
+
+
+def _distinct(counts: Sequence[int]) -> str:
+    return " or ".join(str(count) for count in sorted(set(counts)))
+
+
+def groups_along(axes: Iterable[str], grid: HyperCommGrid) -> tuple[ProcessGroup, ...]:
+    """The grid's groups along each of some axes, of more than one rank; those that were created."""
+    found = []
+    for axis in axes:
+        if grid.size(axis) > 1:
+            try:
+                found.append(grid.get_group(axis))
+            except (UnknownGroupError, NotInGroupError):
+                continue
+    return tuple(found)
+
+
+def copied_axes(placement: Placement, grid: HyperCommGrid) -> tuple[str, ...] | None:
+    """The axes of its region along which ranks have copies of a parameter.
+
+    Stages have parameters of their own, and experts those that are cut over `ep` only.
+
+    Returns:
+        None where it is cut over a group that is not known by a name of the grid's.
+    """
+    regions = {region.name: region.axes for region in grid.spec.regions}
+    own = regions.get(placement.region, grid.spec.regions[0].axes)
+    cut = {"pp"}
+    for _, group in placement.shards:
+        if group.grid_name != grid.name:
+            return None
+        cut |= set(grid.spec.definitions[grid.spec.resolve_name(group.name)].axes)
+    if placement.region == "expert":
+        cut |= {"ep", "etp"}
+    return tuple(axis for axis in own if axis not in cut)

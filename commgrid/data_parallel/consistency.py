@@ -1,0 +1,157 @@
+"""Whether the ranks of a reducer have the same model: parameters, marks and values.
+
+Gradients are only worth adding up where ranks hold copies of the same parameters. Ranks first
+compare what they have, in names, shapes and marks, since other checks would not meet otherwise;
+then the values of everything that is taken as equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.plain import all_gather
+from commgrid.copies import Copy, copied_axes, differing, groups_along
+from commgrid.data_parallel.buckets import Lane
+from commgrid.data_parallel.norm import device_of
+from commgrid.errors import GridMismatchError, SpecError, UnknownGroupError
+from commgrid.parameters import Placement, foreign_slice
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+
+def check_own(model: nn.Module, grid: HyperCommGrid) -> None:
+    """Refuses parameters that look whole and are slices of somebody else's making.
+
+    Raises:
+        SpecError: names the parameter and what cut it.
+    """
+    for prefix, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            told = foreign_slice(module, parameter, grid)
+            if told is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                raise SpecError(
+                    f"{name} of shape {tuple(parameter.shape)} {told.what}; a GradientReducer "
+                    "would take the slices for copies of one parameter; use commgrid's layers, or "
+                    f"{told.instead_of_reducing}"
+                )
+
+
+def compare_models(
+    lanes: Sequence[Lane], options: tuple[object, ...], model: nn.Module, grid: HyperCommGrid
+) -> None:
+    """Refuses a model that is another one on other ranks, whose collectives would not meet.
+
+    Raises:
+        GridMismatchError: names the ranks.
+    """
+    mine = [
+        (placement.name if placement.region == "dense" else "", tuple(slot.parameter.shape),
+         str(slot.parameter.dtype), lane.name)
+        for lane in lanes for slot in lane.slots for placement in [slot.placement]
+    ]  # fmt: skip
+    group = stage_group(grid)
+    if group is None and lanes:
+        group = lanes[0].group if lanes[0].group.size() > 1 else None
+    if group is None:
+        return
+    digest = int.from_bytes(hashlib.sha256(repr((mine, options)).encode()).digest()[:7], "big")
+    found = all_gather(torch.tensor([digest], device=device_of(model)), group).tolist()
+    if len(set(found)) > 1:
+        ranks = dist.get_process_group_ranks(group)
+        usual = max(found, key=found.count)
+        odd = [rank for rank, theirs in zip(ranks, found, strict=True) if theirs != usual]
+        raise GridMismatchError(
+            f"ranks {odd} of {ranks} have other parameters than the rest, in names, shapes, "
+            "dtypes, order or marks, or other arguments of GradientReducer; this rank has "
+            f"{len(mine)} parameters"
+        )
+
+
+def stage_group(grid: HyperCommGrid) -> ProcessGroup | None:
+    """All ranks of this one's pipeline stage; None: it is alone, or no such group was created."""
+    dense = grid.spec.regions[0].axes
+    axes = [axis for axis in dense if axis != "pp" and grid.size(axis) > 1]
+    try:
+        return grid.get_group(*axes) if axes else None
+    except UnknownGroupError:
+        return None
+
+
+def compare_values(
+    placements: Iterable[Placement],
+    grid: HyperCommGrid,
+    group_of: dict[int, ProcessGroup],
+) -> None:
+    """Refuses copies of a parameter that are not equal, which would train apart.
+
+    Args:
+        placements: of all parameters, frozen ones too.
+        grid: along whose axes ranks have copies.
+        group_of: by the parameter's id, what its gradients are summed over: where copies are
+            compared if it is cut over a group of which the grid does not know the name.
+
+    Raises:
+        GridMismatchError: on all ranks of the stage; names parameter and ranks where they differ.
+    """
+    copies: list[Copy] = []
+    num_shared = 0
+    for placement in placements:
+        told, parameter = str(placement), placement.parameter
+        copies.append(Copy(told, parameter, _groups_of(placement, grid, group_of)))
+        if placement.shared is not None and placement.shared.size > 1:  # under a name per stage
+            group = (placement.shared.group,)
+            copies.append(Copy(told, parameter, group, f"shared parameter {num_shared}"))
+            num_shared += 1
+    found = differing((copy for copy in copies if copy.groups), stage_group(grid))
+    if found is not None:
+        raise GridMismatchError(
+            f"{found}; these should be copies of one parameter, and would train apart. Seed all "
+            "ranks alike (initialize_parameters(model, seed)), load a checkpoint first, or make "
+            "them equal with GradientReducer(broadcast=True); where ranks have slices, say so "
+            "with a ShardedModule's shard_dims"
+        )
+
+
+@torch.no_grad()
+def broadcast_values(
+    model: nn.Module,
+    placements: Iterable[Placement],
+    grid: HyperCommGrid,
+    group_of: dict[int, ProcessGroup],
+    data: ProcessGroup,
+) -> None:
+    """Makes copies equal to those of each group's first rank; buffers along `data` likewise."""
+    for placement in placements:
+        shared = placement.shared
+        sharers = (shared.group,) if shared is not None and shared.size > 1 else ()
+        for group in (*_groups_of(placement, grid, group_of), *sharers):
+            _broadcast(placement.parameter, group)
+    if data.size() > 1:
+        for buffer in model.buffers():
+            _broadcast(buffer, data)
+
+
+def _broadcast(tensor: Tensor, group: ProcessGroup) -> None:
+    whole = tensor.detach().contiguous()
+    dist.broadcast(whole, group=group, group_src=0)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(whole)
+
+
+def _groups_of(
+    placement: Placement, grid: HyperCommGrid, group_of: dict[int, ProcessGroup]
+) -> tuple[ProcessGroup, ...]:
+    axes = copied_axes(placement, grid)
+    if axes is not None:
+        return groups_along(axes, grid)
+    known = group_of.get(id(placement.parameter))
+    return (known,) if known is not None and known.size() > 1 else ()

@@ -1,0 +1,205 @@
+"""What the ranks of a step agree on once gradients are summed: who had one, and how many tokens.
+
+one vector on the device  │ lane dp_cp: has a gradient … , counts nothing │ count │ lane edp …
+each part is summed over its group, and squares over the whole model where they are asked for
+read once by the host     divisor, parameters used, whether all gradients are finite
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.asynchronous import start_all_reduce_
+from commgrid.collectives.objects import gathered
+from commgrid.data_parallel.buckets import Bucket, Lane, Piece
+from commgrid.data_parallel.norm import device_of
+from commgrid.errors import CommGridError, GridMismatchError, ShapeError
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Where a group's numbers stand in the vector.
+
+    Args:
+        lane: whose slots' flags come first, and then whether this rank counts nothing; None: no
+            lane goes over this group, which only adds up counts.
+        start, stop: its part.
+        count: where the count is; None: not here.
+    """
+
+    group: ProcessGroup
+    lane: Lane | None
+    start: int
+    stop: int
+    count: int | None
+
+
+class Verdict:
+    """Reached once a step, the same on all ranks that it is about.
+
+    Args:
+        lanes, buckets, pieces: the reducer's.
+        group, name: over which counts are added up.
+        whole: the ranks that together hold every gradient; None: this one does.
+        parts: for each piece, how many different ones are in its place on all ranks.
+        model: whose device is used.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        buckets: Sequence[Bucket],
+        pieces: Sequence[Piece],
+        group: ProcessGroup,
+        name: str,
+        *,
+        whole: ProcessGroup | None,
+        parts: Sequence[float],
+        model: nn.Module,
+    ) -> None:
+        self._buckets, self._group, self._name = buckets, group, name
+        self.whole, self.is_finite = whole, True
+        self._device = device_of(model)
+        self._told = _lay_out(lanes, group)
+        self._where = {
+            id(slot): told.start + i
+            for told in self._told if told.lane is not None
+            for i, slot in enumerate(told.lane.slots)
+        }  # fmt: skip
+        size = self.whole.size() if self.whole is not None else 1
+        self._by_dtype: dict[torch.dtype, tuple[list[Tensor], Tensor]] = {}
+        for dtype in dict.fromkeys(piece.gradient.dtype for piece in pieces):
+            own = [(p, n) for p, n in zip(pieces, parts, strict=True) if p.gradient.dtype == dtype]
+            weights = torch.tensor([n / size for _, n in own], dtype=torch.float64)
+            self._by_dtype[dtype] = (
+                [piece.gradient for piece, _ in own], weights.to(self._device)
+            )  # fmt: skip
+
+    def reach(
+        self, count: float | Tensor | None, *, look: bool
+    ) -> tuple[float, CommGridError | None]:
+        """What to divide by, and what is wrong; afterwards slots are `used` on all ranks or none.
+
+        Args:
+            count: as `GradientReducer.finish` takes it.
+            look: whether to find out if all gradients of the model are finite.
+        """
+        numbers = self._numbers(count)
+        for bucket in self._buckets:
+            if bucket.shared is not None:  # one stage's use is every stage's that has a copy
+                first = self._where[id(bucket.slots[0])]
+                own = numbers[first : first + len(bucket.slots)]
+                start_all_reduce_(own, bucket.shared).wait()
+                own.clamp_(max=1)
+        pending = [
+            start_all_reduce_(numbers[told.start : told.stop], told.group)
+            for told in self._told if told.group.size() > 1
+        ]  # fmt: skip
+        for each in pending:
+            each.wait()
+        squares = self.squares() if look else numbers.new_zeros(())
+        *heard, total = torch.cat([numbers, squares.view(1)]).tolist()
+        divisor, wrong = self._divisor(count, heard)
+        self.is_finite = math.isfinite(total)
+        for told in self._told:
+            if told.lane is not None:
+                wrong = wrong or _lopsided(told.lane, heard[told.start : told.stop])
+        return divisor, wrong
+
+    def _numbers(self, count: float | Tensor | None) -> Tensor:
+        known = count if count is not None and not isinstance(count, Tensor) else 0.0
+        absent = float(count is not None and not isinstance(count, Tensor) and count == 0)
+        listed: list[float] = []
+        for told in self._told:
+            if told.lane is not None:
+                listed += [*(float(slot.arrived) for slot in told.lane.slots), absent]
+            if told.count is not None:
+                listed.append(float(known))
+        made = torch.tensor(listed, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        numbers = made.to(self._device, non_blocking=True)
+        if isinstance(count, Tensor):  # which the host need not know
+            given = count.detach().to(self._device, torch.float64, non_blocking=True)
+            for told in self._told:
+                if told.count is not None:
+                    numbers[told.count] = given
+                if told.lane is not None:
+                    numbers[told.start + len(told.lane.slots)] = (given == 0).double()
+        return numbers
+
+    def _divisor(
+        self, count: float | Tensor | None, heard: Sequence[float]
+    ) -> tuple[float, CommGridError | None]:
+        if count is None:
+            return float(self._group.size()), None
+        total = next(heard[told.count] for told in self._told if told.count is not None)
+        if total > 0:
+            return total, None
+        return 1.0, ShapeError(
+            f"finish(count={count}): the counts of the {self._group.size()} ranks of group "
+            f"{self._name!r} add up to {total:g}; expected above 0"
+        )
+
+    def squares(self) -> Tensor:
+        """The sum of the squares of all gradients of the unsharded model."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for dtype, (gradients, weights) in self._by_dtype.items():
+            exact = torch.promote_types(dtype, torch.float32)
+            norms = torch._foreach_norm(gradients, 2, dtype=exact)
+            total += torch.stack(norms).double().square() @ weights
+        if self.whole is not None:
+            start_all_reduce_(total, self.whole).wait()
+        return total
+
+
+def _lay_out(lanes: Sequence[Lane], group: ProcessGroup) -> list[_Told]:
+    found: list[_Told] = []
+    end = 0
+    for lane in lanes:
+        start, end = end, end + len(lane.slots) + 1
+        count = end if lane.group == group else None
+        end += count is not None
+        found.append(_Told(lane.group, lane, start, end, count))
+    if all(told.count is None for told in found):
+        found.append(_Told(group, None, end, end + 1, end))
+    return found
+
+
+def _lopsided(lane: Lane, heard: Sequence[float]) -> CommGridError | None:
+    size, absent = lane.group.size(), heard[len(lane.slots)]
+    wrong: CommGridError | None = None
+    for slot, having in zip(lane.slots, heard, strict=False):
+        slot.used = having > 0
+        if wrong is None and 0 < having < size - absent:
+            mine = "one" if slot.arrived else "none"
+            wrong = GridMismatchError(
+                f"{slot.placement}: {int(having)} of the {size} ranks of group {lane.name!r} "
+                f"({dist.get_process_group_ranks(lane.group)}) have a gradient for it, and "
+                f"this rank has {mine}; every rank must use it in a step, or none"
+            )
+    return wrong
+
+
+def check_finite(
+    pieces: Sequence[Piece], whole: ProcessGroup | None, model: nn.Module
+) -> CommGridError:
+    """The error of a step with gradients that are not finite; collective over `whole`."""
+    mine = [str(p.slot.placement) for p in pieces if not bool(p.gradient.isfinite().all())]
+    ranks = [dist.get_rank()] if whole is None else dist.get_process_group_ranks(whole)
+    found = [mine[:2]] if whole is None else gathered(mine[:2], whole, device_of(model))
+    told = [
+        f"{' and '.join(names)} on rank {rank}"
+        for rank, names in zip(ranks, found, strict=True) if names
+    ]  # fmt: skip
+    more = f", and on {len(told) - 4} more ranks" if len(told) > 4 else ""
+    return CommGridError(
+        f"gradients are infinite or NaN: {'; '.join(told[:4]) or 'their squares overflow'}{more}; "
+        'lower the learning rate or the loss scale, or let GradientReducer(not_finite="skip") '
+        "leave such steps out"
+    )
