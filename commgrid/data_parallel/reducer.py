@@ -28,7 +28,8 @@ the reductions' kernels go before those of backward that wait for a free multipr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +152,7 @@ class GradientReducer:
         True with `not_finite="keep"`, which does not look."""
         self._optimizer: weakref.ref[ShardedOptimizer] | None = None
         self._next = 0
+        self._clears = False
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
         parts = [self._parts_of(piece.slot.placement) for piece in self.pieces]
@@ -159,13 +161,14 @@ class GradientReducer:
             self.lanes, self.buckets, self.pieces, self.group, self._name,
             whole=whole, parts=parts, model=model,
         )  # fmt: skip
-        handles = [
-            handle
-            for bucket in self.buckets
-            for index in range(len(bucket.slots))
-            for handle in self._attach(bucket, index)
-        ]
-        self._detach = weakref.finalize(self, _detach, handles, self.slots)
+        self._uses = Counter(
+            id(p) for module in model.modules() for p in module._parameters.values()
+        )
+        self._handles = [
+            self._attach(bucket, index)
+            for bucket in self.buckets for index in range(len(bucket.slots))
+        ]  # fmt: skip
+        self._detach = weakref.finalize(self, _detach, self._handles, self.slots)
 
     @property
     def slots(self) -> list[Slot]:
@@ -236,11 +239,13 @@ class GradientReducer:
 
     # -- during backward ----------------------------------------------------------------
 
-    def _attach(self, bucket: Bucket, index: int) -> Iterator[Any]:
+    def _attach(self, bucket: Bucket, index: int) -> tuple[Any, ...]:
         slot = bucket.slots[index]
         parameter: Any = slot.parameter
         parameter.main_grad, parameter.overwrite_main_grad = slot.view, True
         parameter.main_grad_written = parameter.grad_added_to_main_grad = False
+        if self._uses[id(parameter)] > 1:  # a dummy that meets another gradient has to be zero
+            parameter.zero_out_wgrad = True
         parameter.main_grad_owner = _Owner(self)
         me = weakref.ref(self)
 
@@ -257,7 +262,7 @@ class GradientReducer:
         with torch.enable_grad():
             node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]
         # The node lives as long as somebody holds it; its hooks need it to.
-        yield node, node.register_prehook(before), node.register_hook(after)
+        return node, node.register_prehook(before), node.register_hook(after)
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
         slot = bucket.slots[index]
@@ -268,7 +273,10 @@ class GradientReducer:
                 "gradients are sent. Capture the forward and backward of parts without a "
                 "GradientReducer, or train without graphs"
             )
+        was_foreign = slot.foreign
         _take_in(slot)
+        if slot.foreign and not was_foreign:
+            self._prepare_for_foreign()
         if not self._synchronizing:
             return
         if bucket.launched:
@@ -279,6 +287,15 @@ class GradientReducer:
             )
         bucket.missing.discard(index)
         self._launch(all_of_them=False)
+
+    def _prepare_for_foreign(self) -> None:
+        """Zeroes the buffers that others' layers add to, as soon as a step's forward begins."""
+        if self._clears:
+            return
+        self._clears = True
+        hook = _Clear(weakref.ref(self))
+        for module in self.model.modules():
+            self._handles.append((module, module.register_forward_pre_hook(hook)))
 
     def _launch(self, *, all_of_them: bool) -> None:
         while self._next < len(self.buckets):
@@ -401,7 +418,9 @@ class GradientReducer:
 
     def gradients_are_done(self) -> None:
         """Nobody needs the reduced gradients any more: where others add to them, zeros are due."""
-        foreign = [slot for slot in self.slots if slot.foreign]
+        if not self._clears:
+            return
+        foreign = [slot for slot in self.slots if slot.foreign and not slot.arrived]
         _zero(foreign)
         for slot in foreign:
             slot.parameter.overwrite_main_grad = False  # type: ignore[attr-defined]
@@ -447,11 +466,6 @@ class GradientReducer:
                 # Others' layers find zeros in the buffer, so that it cannot be what is handed out.
                 slot.handed_out = own.clone() if slot.foreign and own is slot.view else own
             slot.parameter.grad = slot.handed_out
-        if not self.keeps_gradients:
-            foreign = [slot for slot in bucket.slots if slot.foreign]
-            _zero(foreign)
-            for slot in foreign:
-                slot.parameter.overwrite_main_grad = False  # type: ignore[attr-defined]
 
     # -- norm ---------------------------------------------------------------------------
 
@@ -518,6 +532,21 @@ class _Owner:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+class _Clear:
+    """A forward pre-hook of a reducer that is alive; a copied or pickled model's does nothing."""
+
+    def __init__(self, reducer: Callable[[], GradientReducer | None]) -> None:
+        self._reducer = reducer
+
+    def __call__(self, *_: Any) -> None:
+        reducer = self._reducer()
+        if reducer is not None and not reducer.keeps_gradients and torch.is_grad_enabled():
+            reducer.gradients_are_done()
+
+    def __reduce__(self) -> tuple[type[_Clear], tuple[type[None]]]:
+        return _Clear, (type(None),)
 
 
 def _take_in(slot: Slot) -> None:

@@ -31,7 +31,7 @@ from commgrid.pipeline.schedule import Message, Send
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-from commgrid.runtime.torch_transfers import start_transfers
+from commgrid.runtime.torch_transfers import can_send, start_transfers
 from commgrid.runtime.torch_world import first_line, is_peer_failure
 
 _HEADER_NUMBERS = 128
@@ -228,6 +228,8 @@ class StageLinks:
             boundary = send.message.boundary
             if boundary not in self._declared:
                 specs = tuple(TensorSpec(tuple(t.shape), t.dtype) for t in sent[send])
+                for spec in specs:
+                    self._check_sendable(spec, send.message)
                 self._set_specs(boundary, specs)
                 header = torch.tensor(_encode(specs, str(send.message)), device=self.device)
                 leaving.append(_Travelling(send.peer, send.message, [header]))
@@ -242,6 +244,13 @@ class StageLinks:
         for boundary, coming in arriving.items():
             self._wait(coming)
             self._set_specs(boundary, _decode(coming.tensors[0].tolist()))
+
+    def _check_sendable(self, spec: TensorSpec, message: Message) -> None:
+        if not can_send(spec.dtype, self.group.group, self.device):
+            raise SpecError(
+                f"the {message} has a tensor of {spec.dtype}, which NCCL does not send; convert "
+                "it, integers to int32 and complex numbers with torch.view_as_real"
+            )
 
     def _set_specs(self, boundary: int, specs: Specs) -> None:
         self._declared[boundary] = specs

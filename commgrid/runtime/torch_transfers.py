@@ -10,6 +10,23 @@ import torch.distributed as dist
 Transfer = tuple[torch.Tensor, int]
 """A tensor, and the group rank that it goes to or comes from."""
 
+NCCL_SENDS = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+    torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+"""What torch's NCCL backend has a type of NCCL's for (ProcessGroupNCCL, `ncclDataType`)."""
+
+
+def can_send(dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group sends tensors of a dtype and device; one that it cannot is an error of
+    torch's on the sender alone, while the receiver waits."""
+    return dtype in NCCL_SENDS or "nccl" not in backend_for(group, device)
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that a group has for tensors of a device."""
+    return str(group._get_backend(device).name()).lower()
+
 
 def gather_ranks(
     group: dist.ProcessGroup, device: torch.device
