@@ -39,7 +39,7 @@ ROWS = [
     ["data_parallel.reducer", "data_parallel.partial"],
     ["data_parallel.sharded_optimizer"],
     ["data_parallel"],
-    ["checkpoint.layout", "checkpoint.progress"],
+    ["checkpoint.boxes", "checkpoint.progress"],
     ["checkpoint.items"],
     ["checkpoint.model_state", "checkpoint.storage"],
     ["checkpoint.optimizer_state", "checkpoint.folder", "checkpoint.meeting"],
