@@ -46,6 +46,7 @@ ROWS = [
     ["checkpoint.saving", "checkpoint.loading"],
     ["checkpoint"],
     ["pipeline.backward", "pipeline.p2p", "pipeline.shared"],
+    ["pipeline.run"],
     ["pipeline.runner"],
     ["pipeline"],
     ["expert.router"],
