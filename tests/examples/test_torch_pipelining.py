@@ -46,10 +46,7 @@ def test_torchs_schedules_on_our_groups(pp: int, dp: int) -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
+    example = load("torch_pipelining")
     with pytest.raises(commgrid.SpecError, match="3 layers cannot be cut into 4 parts"):
-        load("torch_pipelining").train(
-            load("torch_pipelining").parse(
-                ["--layers", "3", "--chunks", "4", "--schedule", "LoopedBFS"]
-            )
-        )
+        example.train(example.parse(["--layers", "3", "--chunks", "4", "--schedule", "LoopedBFS"]))
     commgrid.shutdown()
