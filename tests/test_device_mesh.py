@@ -16,6 +16,7 @@ import commgrid
 from commgrid import SpecError, UnknownGroupError
 from commgrid.runtime.torch_groups import group_count
 from commgrid.tensor_parallel import ColumnParallelLinear
+from tests.full import some
 from tests.ranks import run_on_ranks
 
 GRIDS: dict[int, list[dict[str, Any]]] = {
@@ -114,8 +115,9 @@ def as_each_rank(grids: list[dict[str, Any]], world: int) -> int:
 
 
 def test_meshes_of_eight_ranks() -> None:
-    (found,) = run_on_ranks(as_each_rank, 1, GRIDS[8], 8, init=None)
-    assert found >= 8 * 10 * len(GRIDS[8])
+    grids = some(GRIDS[8], 5)
+    (found,) = run_on_ranks(as_each_rank, 1, grids, 8, init=None)
+    assert found >= 8 * 10 * len(grids)
 
 
 def test_there_are_enough_grids() -> None:
