@@ -22,6 +22,10 @@ UNMATCHED = pytest.StashKey[list[str]]()
 T = TypeVar("T")
 
 ONLY_FULL: dict[str, list[str]] = {
+    "tests/test_cross_talk.py": [
+        "test_beside_other_groups[by_every_rank]",
+        "test_beside_other_groups[by_half_the_ranks]",
+    ],
     "tests/test_full.py": [
         "test_only_what_is_about_megatron_needs_it",
     ],
@@ -29,7 +33,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_200_cycles_under_torchrun",
     ],
     "tests/test_no_hang.py": [
-        "test_a_process_that_is_never_started[middle]",
+        "test_a_process_that_is_never_started",
         "test_a_rank_that_never_comes_although_torch_distributed_is_up[first]",
         "test_a_rank_that_never_comes_although_torch_distributed_is_up[last]",
         "test_a_rank_whose_grid_covers_fewer_ranks[first]",
@@ -40,17 +44,20 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_every_dense_spec_equals_enumeration[14]",
         "test_every_dense_spec_equals_enumeration[15]",
         "test_every_dense_spec_equals_enumeration[16]",
-        "test_every_group_megatron_names_agrees_with_its_rank_generator[8-2-8-*]",
         "test_every_group_megatron_names_agrees_with_its_rank_generator[4-2-16-*]",
+        "test_every_group_megatron_names_agrees_with_its_rank_generator[8-2-8-*]",
+        "test_every_spec_with_experts_equals_enumeration[1?]",
         "test_every_spec_with_experts_equals_enumeration[6]",
         "test_every_spec_with_experts_equals_enumeration[8]",
         "test_every_spec_with_experts_equals_enumeration[9]",
-        "test_every_spec_with_experts_equals_enumeration[1?]",
     ],
     "tests/checkpoint/test_round_trip.py": [
         "test_dtensors_that_fsdp_has_cut_again[4]",
-        "test_every_number_is_where_it_belongs[{'tp': 4}]",
         "test_every_number_is_where_it_belongs[{'dp': 4}]",
+        "test_every_number_is_where_it_belongs[{'tp': 4}]",
+    ],
+    "tests/cli/test_cli.py": [
+        "test_check_under_torchrun",
     ],
     "tests/examples/test_fsdp_hsdp.py": [
         "test_same_curve_as_one_process[8]",
@@ -61,6 +68,7 @@ ONLY_FULL: dict[str, list[str]] = {
     ],
     "tests/examples/test_train_gpt.py": [
         "test_an_error_is_one_line_and_a_code",
+        "test_bare_python_is_a_world_of_one",
         "test_same_curve_however_it_is_cut[fp32]",
         "test_same_curve_on_eight_ranks[fp64]",
     ],
@@ -82,6 +90,7 @@ ONLY_FULL: dict[str, list[str]] = {
     ],
     "tests/expert/test_layer.py": [
         "test_as_a_loop_over_experts[1]",
+        "test_as_a_loop_over_experts[2]",
         "test_as_a_loop_over_experts[8]",
         "test_experts_on_more_ranks_than_eight",
     ],
@@ -95,10 +104,11 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_every_function_on_every_rank_of_a_large_world[64-3]",
     ],
     "tests/megatron_adapter/test_gpt.py": [
-        "test_losses_are_the_same_to_the_last_bit[--tp 2]",
-        "test_losses_are_the_same_to_the_last_bit[--tp 2 --sequence-parallel]",
-        "test_losses_are_the_same_to_the_last_bit[--tp 2 --pp 2]",
         "test_losses_are_the_same_to_the_last_bit[--experts 4 --ep 2 --tp 2 *]",
+        "test_losses_are_the_same_to_the_last_bit[--pp 2]",
+        "test_losses_are_the_same_to_the_last_bit[--tp 2 --pp 2]",
+        "test_losses_are_the_same_to_the_last_bit[--tp 2 --sequence-parallel]",
+        "test_losses_are_the_same_to_the_last_bit[--tp 2]",
     ],
     "tests/megatron_adapter/test_older.py": [
         "test_the_older_version",
@@ -106,6 +116,13 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/pipeline/test_failures.py": [
         "test_a_stage_raises[0-*]",
         "test_a_stage_raises[3-*]",
+    ],
+    "tests/tensor_parallel/test_linear.py": [
+        "test_a_block_equals_the_unsharded_one[8]",
+    ],
+    "tests/tensor_parallel/test_vocabulary.py": [
+        "test_cross_entropy_equals_the_unsharded_one[8]",
+        "test_embedding_and_head_equal_the_unsharded_ones[8]",
     ],
 }
 """Tests by file: of a name without [ ] all cases; in [ ], `*` is any text and `?` one character."""

@@ -223,7 +223,7 @@ def lost(rank: int) -> Any:
 
     def creating(*args: Any, **kwargs: Any) -> Any:
         if rank == 3:
-            time.sleep(STARTUP + 3)
+            time.sleep(STARTUP + 2)
             raise KeyboardInterrupt
         return create(*args, **kwargs)
 

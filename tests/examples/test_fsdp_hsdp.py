@@ -9,6 +9,7 @@ import pytest
 
 import commgrid
 from tests.examples.curves import ROOT, load, run_example
+from tests.full import some
 from tests.ranks import run_on_ranks
 
 SMALL = ["--layers", "2", "--hidden", "16", "--steps", "10", "--dtype", "fp64"]
@@ -40,7 +41,8 @@ def test_same_curve_as_one_process(world: int, tmp_path: Path) -> None:
     (alone,) = losses(1, [[]], tmp_path)
     assert len(alone) == 10
     assert alone[-1] < alone[0]
-    for job, found in zip(CUTS[world], losses(world, CUTS[world], tmp_path), strict=True):
+    jobs = some(CUTS[world], 3)
+    for job, found in zip(jobs, losses(world, jobs, tmp_path), strict=True):
         # Promise 6's bound: sums in another order differ by some ulps, which Adam amplifies.
         assert found == pytest.approx(alone, rel=1e-9), job
 

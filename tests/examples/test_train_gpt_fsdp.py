@@ -47,7 +47,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", CUTS)
 def test_same_curve_as_one_process(world: int, alone: dict[str, Any], tmp_path: Path) -> None:
-    jobs = some(CUTS[world], 3)
+    jobs = some(CUTS[world], 2)
     given = [
         [*job, "--fsdp", "--metrics", str(tmp_path / str(index))] for index, job in enumerate(jobs)
     ]

@@ -118,7 +118,7 @@ def compare(given: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_function_on_every_rank(world: int) -> None:
     def every() -> list[str]:
-        return [line for given in some(CONFIGS[world], 6) for line in compare(given)]
+        return [line for given in some(CONFIGS[world], 4) for line in compare(given)]
 
     for rank, found in enumerate(run_on_ranks(every, world, timeout=240)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
