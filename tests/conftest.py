@@ -22,7 +22,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full: runs only with --full; listed in tests/full.py")
     os.environ["COMMGRID_TESTS"] = "full" if config.getoption("--full") else "short"
     settings.load_profile("full" if full() else "short")
 

@@ -70,4 +70,5 @@ def test_only_what_is_about_megatron_needs_it() -> None:
     assert done.returncode == 0, done.stdout
     done = without_megatron(*PURE)
     assert done.returncode == 0, done.stdout
-    assert "could not import 'megatron" in without_megatron("tests/peers.py", "-rs").stdout
+    told = without_megatron("tests/megatron_adapter/test_options.py", "-rs").stdout
+    assert "could not import 'megatron.core'" in told
