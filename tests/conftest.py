@@ -1,11 +1,57 @@
-"""What every test runs under."""
+"""What every test runs under, and which of them only `pytest --full` runs."""
 
+import os
+from collections.abc import Iterator
+
+import pytest
 import torch
 from hypothesis import settings
+
+from tests.full import LEFT_OUT, UNMATCHED, full, patterns
 
 # Ranks are forked, and a forked child hangs if its parent has used several OpenMP threads.
 torch.set_num_threads(1)
 
 # The same examples in every run, however long one takes on a busy machine.
-settings.register_profile("fixed", derandomize=True, deadline=None)
-settings.load_profile("fixed")
+settings.register_profile("full", derandomize=True, deadline=None)
+settings.register_profile("short", settings.get_profile("full"), max_examples=30)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run what tests/full.py lists, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["COMMGRID_TESTS"] = "full" if config.getoption("--full") else "short"
+    settings.load_profile("full" if full() else "short")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Marks what the list names, lets -k and -m choose, and then leaves the marked ones out."""
+    unmatched = []
+    for line, pattern in patterns().items():
+        named = [item for item in items if pattern.fullmatch(item.nodeid)]
+        for item in named:
+            item.add_marker(pytest.mark.full)
+        if not named:
+            unmatched.append(line)
+    config.stash[UNMATCHED] = unmatched
+    yield
+    left_out = [item for item in items if item.get_closest_marker("full") and not full()]
+    config.stash[LEFT_OUT] = len(left_out)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(
+            f"{count} of the tests that were asked for run only with --full (tests/full.py)"
+        )

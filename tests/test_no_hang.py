@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, GridMismatchError, PeerTimeoutError
+from tests.full import some
 from tests.ranks import run_on_ranks
 
 # torch's TCP client was seen to stall for 5 s now and then before it connects. Ranks that differ
@@ -71,7 +72,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("which", DIFFERENT)
 def test_a_rank_that_was_given_something_else(which: str, up: str) -> None:
     usual, odd, said = DIFFERENT[which]
-    for odd_rank in ODD.values():
+    for odd_rank in some(list(ODD.values()), 1):
         for kind, message, took in outcomes(usual, odd, odd_rank, **UP[up]):
             assert kind is GridMismatchError
             assert took < PLENTY / 2  # a disagreement needs no waiting
@@ -222,7 +223,7 @@ def lost(rank: int) -> Any:
 
     def creating(*args: Any, **kwargs: Any) -> Any:
         if rank == 3:
-            time.sleep(STARTUP + 3)
+            time.sleep(STARTUP + 2)
             raise KeyboardInterrupt
         return create(*args, **kwargs)
 

@@ -68,9 +68,11 @@ def test_readme_names_the_two_commands() -> None:
     for command in (
         "pip install -e . && torchrun --standalone --nproc-per-node 8 examples/train_gpt.py "
         "--config examples/configs/gpt_tp2_dp4.yaml",
-        'pip install -e ".[test]" && pytest',
+        'pip install -e ".[test]" && pytest\n',
     ):
         assert command in README
+    assert "`pytest --full` runs" in README
+    assert 'pip install -e ".[test]" && pytest --full\n' in (ROOT / ".ci" / "run").read_text()
 
 
 def test_version_is_said_once() -> None:
@@ -84,4 +86,3 @@ def test_megatron_names_table() -> None:
     done = run("megatron_adapter", "names")
     assert done.returncode == 0, done.stderr
     assert "get_data_parallel_group(with_context_parallel=True)" in done.stdout
-    assert run("megatron_adapter", "name").returncode == 2

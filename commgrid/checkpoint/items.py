@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commgrid.checkpoint.layout import Chunk, Shape
+from commgrid.checkpoint.boxes import Chunk, Shape
 
 Path = tuple[str, ...]
 """A name in the nested dict that torch's readers make of a checkpoint: ("model", "norm.weight")."""

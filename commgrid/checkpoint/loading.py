@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commgrid.checkpoint import folder as folders
+from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Value, key_of
-from commgrid.checkpoint.layout import Turns
 from commgrid.checkpoint.meeting import (
     Call,
     Model,

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from commgrid.checkpoint.boxes import HeldBox, Turns, held_box, local_part
 from commgrid.checkpoint.items import Item, Value, key_of, whole
-from commgrid.checkpoint.layout import Layout, Turns, lay_out, local_part
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 
@@ -59,24 +59,24 @@ class ModelState:
                     )
                 known.add(id(placement.parameter))
                 self.placements[name] = placement
-        self.layouts = {name: lay_out(p, grid) for name, p in self.placements.items()}
+        self.boxes = {name: held_box(p, grid) for name, p in self.placements.items()}
         for reducer in self._reducers():
             reducer.wait_for_weights()
 
-    def layout_of(self, placement: Placement, cut_over: str | None) -> Layout:
-        """The layout of a parameter, cut further by a sharded optimizer or not."""
+    def box_of(self, placement: Placement, cut_over: str | None) -> HeldBox:
+        """What this rank holds of a parameter, cut further by a sharded optimizer or not."""
         if cut_over is None:
-            return self.layouts[placement.name]
-        return lay_out(placement, self.grid, cut_over)
+            return self.boxes[placement.name]
+        return held_box(placement, self.grid, cut_over)
 
     def items(self, turns: Turns) -> Iterator[Item | Value]:
         """Every parameter, persistent buffer and extra state."""
         for name, placement in self.placements.items():
-            layout, parameter = self.layouts[name], placement.parameter
-            chunks = layout.chunks(parameter)
+            box, parameter = self.boxes[name], placement.parameter
+            chunks = box.chunks(parameter)
             size = sum(chunk.data.nbytes for chunk in chunks)
-            mine = turns.is_mine(layout.copies, size) and layout.is_owner
-            yield Item(("model", name), layout.shape, chunks, parameter.dtype, mine)
+            mine = turns.is_mine(box.copies, size) and box.is_owner
+            yield Item(("model", name), box.shape, chunks, parameter.dtype, mine)
         everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
         seen: set[str] = set()
         for name, buffer in self._buffers():

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from commgrid.checkpoint.boxes import Chunk, HeldBox, Turns, local_part
 from commgrid.checkpoint.items import Item, Path, Shared, Value, key_of, whole
-from commgrid.checkpoint.layout import Chunk, Layout, Turns, local_part
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
 from commgrid.errors import CheckpointError, SpecError
@@ -36,13 +36,13 @@ class Part:
     """What the optimizer updates of one parameter on this rank.
 
     Args:
-        layout: where the parameter's part lies.
+        box: where the parameter's part lies.
         tensor: what the optimizer has of it.
         start, stop: which of its elements; None: all.
         has_copy: whether `tensor` is a copy in a higher precision.
     """
 
-    layout: Layout
+    box: HeldBox
     tensor: Tensor
     start: int = 0
     stop: int | None = None
@@ -50,11 +50,11 @@ class Part:
 
     def chunks(self, data: Tensor) -> list[Chunk]:
         """The boxes of a tensor that is as the part."""
-        return self.layout.chunks(data, self.start, self.stop)
+        return self.box.chunks(data, self.start, self.stop)
 
     def path(self, key: str) -> tuple[str, str]:
         """The name of an entry of its state."""
-        return "optimizer", f"state.{self.layout.name}.{key}"
+        return "optimizer", f"state.{self.box.name}.{key}"
 
 
 class OptimizerState:
@@ -81,16 +81,16 @@ class OptimizerState:
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
         self.grid = model.grid
-        layouts = {id(p.parameter): model.layouts[name] for name, p in model.placements.items()}
-        self.groups: list[list[Layout]] = []
+        boxes = {id(p.parameter): model.boxes[name] for name, p in model.placements.items()}
+        self.groups: list[list[HeldBox]] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in layouts:
+                if id(parameter) not in boxes:
                     raise SpecError(
                         f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that "
                         "the model does not have; give the model that it was made for"
                     )
-            self.groups.append([layouts[id(parameter)] for parameter in group["params"]])
+            self.groups.append([boxes[id(parameter)] for parameter in group["params"]])
         known = dict(_parts(optimizer, model))
         self.parts = [
             [known[id(tensor)] for tensor in group["params"]] for group in self.inner.param_groups
@@ -101,35 +101,35 @@ class OptimizerState:
     def items(self, turns: Turns) -> Iterator[Item | Value]:
         """Every entry of every parameter's state, and the options of its group."""
         for part in chain(*self.parts):
-            layout, state = part.layout, dict(self.inner.state.get(part.tensor, {}))
+            box, state = part.box, dict(self.inner.state.get(part.tensor, {}))
             if part.has_copy:
                 state[MASTER] = part.tensor
             for key, held in state.items():
                 size = held.nbytes if isinstance(held, Tensor) else 0
-                mine = turns.is_mine(layout.copies, size) and layout.is_owner
+                mine = turns.is_mine(box.copies, size) and box.is_owner
                 yield self._entry(part, key, held, mine)
         everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
         mine = turns.is_mine(everywhere, 0)
         yield Value((CLASS,), type(self.inner).__name__, mine, repeats=True)
-        for group, layouts in zip(self.optimizer.param_groups, self.groups, strict=True):
+        for group, boxes in zip(self.optimizer.param_groups, self.groups, strict=True):
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             values = {key: Shared(value) for key, value in options.items()}
-            for layout in layouts:
-                mine = turns.is_mine(layout.copies, 0) and layout.is_owner and layout.is_first
+            for box in boxes:
+                mine = turns.is_mine(box.copies, 0) and box.is_owner and box.is_first
                 for key, value in values.items():
-                    yield Value(_option(layout, key), value, mine)
+                    yield Value(_option(box, key), value, mine)
 
     def _entry(self, part: Part, key: str, held: Any, mine: bool) -> Item | Value:
         # Of a parameter that is cut every part says the same; the first one does for all.
-        first = part.start == 0 and part.layout.is_first
+        first = part.start == 0 and part.box.is_first
         if not isinstance(held, Tensor):
             return Value(part.path(key), held, mine and first)
-        if held.shape == part.tensor.shape and (held.dim() or not part.layout.shape):
-            return Item(part.path(key), part.layout.shape, part.chunks(held), held.dtype, mine)
+        if held.shape == part.tensor.shape and (held.dim() or not part.box.shape):
+            return Item(part.path(key), part.box.shape, part.chunks(held), held.dtype, mine)
         if held.dim() == 0:
             return whole(part.path(key), local_part(held), writes=mine and first)
         raise SpecError(
-            f"{part.layout.name}: the optimizer's {key!r} of shape {tuple(held.shape)} belongs to "
+            f"{part.box.name}: the optimizer's {key!r} of shape {tuple(held.shape)} belongs to "
             f"a part of shape {tuple(part.tensor.shape)}; expected that shape, or one number, as "
             "element-wise optimizers have"
         )
@@ -155,19 +155,19 @@ class OptimizerState:
         self._options: dict[str, list[Value]] = {}
         keys = _keys_by_parameter(stored)
         expected = set(self.inner.defaults)  # another version of torch may have some more
-        for layout in chain(*self.groups):
-            options = keys["param_groups"].get(layout.name, set()) - NO_OPTIONS
+        for box in chain(*self.groups):
+            options = keys["param_groups"].get(box.name, set()) - NO_OPTIONS
             if not options or (expected - options and options - expected - {"initial_lr"}):
                 raise CheckpointError(
-                    f"its optimizer has {_listed(options)} for {layout.name}, but "
+                    f"its optimizer has {_listed(options)} for {box.name}, but "
                     f"{type(self.inner).__name__} needs {_listed(expected)}; it was saved with "
                     "another optimizer, or this parameter was not trained"
                 )
-            self._options[layout.name] = [Value(_option(layout, key)) for key in sorted(options)]
-            yield from self._options[layout.name]
+            self._options[box.name] = [Value(_option(box, key)) for key in sorted(options)]
+            yield from self._options[box.name]
         for part in chain(*self.parts):
-            state = keys["state"].get(part.layout.name, set())
-            found = self._found[part.layout.name] = {}
+            state = keys["state"].get(part.box.name, set())
+            found = self._found[part.box.name] = {}
             for key in sorted(state - {MASTER}):
                 target = self._target(part, key, stored[key_of(part.path(key))])
                 found[key] = target if isinstance(target, Value) else target[1]
@@ -175,14 +175,14 @@ class OptimizerState:
             if part.has_copy:
                 # Zeros, as what pads a vocabulary is, which is not saved.
                 copy = found[MASTER] = torch.zeros_like(part.tensor, requires_grad=False)
-                path = part.path(MASTER) if MASTER in state else ("model", part.layout.name)
+                path = part.path(MASTER) if MASTER in state else ("model", part.box.name)
                 yield self._item(part, path, copy)
 
     def _target(self, part: Part, key: str, stored: Any) -> Value | tuple[Item, Tensor]:
         if not isinstance(stored, TensorStorageMetadata):
             return Value(part.path(key))
         dtype = stored.properties.dtype
-        if tuple(stored.size) == part.layout.shape:
+        if tuple(stored.size) == part.box.shape:
             made = torch.zeros_like(part.tensor, dtype=dtype, requires_grad=False)
             return self._item(part, part.path(key), made), made
         if len(stored.size) == 0:
@@ -190,17 +190,17 @@ class OptimizerState:
             return whole(part.path(key), made), made
         raise CheckpointError(
             f"its {key_of(part.path(key))} has shape {tuple(stored.size)}, but the parameter has "
-            f"{part.layout.shape}"
+            f"{part.box.shape}"
         )
 
     @staticmethod
     def _item(part: Part, path: tuple[str, ...], made: Tensor) -> Item:
-        return Item(path, part.layout.shape, part.chunks(made), made.dtype)
+        return Item(path, part.box.shape, part.chunks(made), made.dtype)
 
     @property
     def keys(self) -> list[str]:
         """One for each parameter that it updates."""
-        return [key_of(_option(layout, "")) for layout in chain(*self.groups)]
+        return [key_of(_option(box, "")) for box in chain(*self.groups)]
 
     def check_options(self, read: Mapping[str, Any]) -> None:
         """Refuses another optimizer's state, and groups whose parameters were in different ones.
@@ -214,19 +214,19 @@ class OptimizerState:
         saved, mine = read.get(CLASS), type(self.inner).__name__
         if saved not in (None, mine):
             raise CheckpointError(f"its optimizer is {saved}, and here is {mine}")
-        for layouts in self.groups:
-            for layout in layouts[1:]:
-                first, other = (self._options_of(one, read) for one in (layouts[0], layout))
+        for boxes in self.groups:
+            for box in boxes[1:]:
+                first, other = (self._options_of(one, read) for one in (boxes[0], box))
                 for key in sorted(first.keys() | other.keys()):
                     if not _same(first.get(key), other.get(key)):
                         raise CheckpointError(
-                            f"its optimizer has {key}={first.get(key)} for {layouts[0].name} and "
-                            f"{other.get(key)} for {layout.name}, which here are in one group; "
+                            f"its optimizer has {key}={first.get(key)} for {boxes[0].name} and "
+                            f"{other.get(key)} for {box.name}, which here are in one group; "
                             "make the groups that it was saved with"
                         )
 
-    def _options_of(self, layout: Layout, read: Mapping[str, Any]) -> dict[str, Any]:
-        found = self._options[layout.name]
+    def _options_of(self, box: HeldBox, read: Mapping[str, Any]) -> dict[str, Any]:
+        found = self._options[box.name]
         return {value.path[1].rpartition(".")[2]: read[value.key] for value in found}
 
     def take(self, read: Mapping[str, Any]) -> None:
@@ -236,17 +236,17 @@ class OptimizerState:
         index = 0
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.reload()
-        for outer, layouts, parts in zip(
+        for outer, boxes, parts in zip(
             self.optimizer.param_groups, self.groups, self.parts, strict=True
         ):
             own = {key: value for key, value in outer.items() if key not in NO_OPTIONS}
-            options = self._options_of(layouts[0], read) if layouts else {}
+            options = self._options_of(boxes[0], read) if boxes else {}
             for key, value in options.items():
                 if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
                     options[key] = value.to(own[key].device)
             groups.append({**own, **options, "params": list(range(index, index + len(parts)))})
             for part in parts:
-                found = dict(self._found[part.layout.name])
+                found = dict(self._found[part.box.name])
                 master = found.pop(MASTER, None)
                 if isinstance(master, Tensor):
                     part.tensor.data.copy_(master)
@@ -270,19 +270,19 @@ def _parts(optimizer: torch.optim.Optimizer, model: ModelState) -> Iterator[tupl
     """The parts of parameters by the id of what the optimizer has of them."""
     if not isinstance(optimizer, ShardedOptimizer):
         for name, placement in model.placements.items():
-            yield id(placement.parameter), Part(model.layouts[name], placement.parameter)
+            yield id(placement.parameter), Part(model.boxes[name], placement.parameter)
         return
     by_id = {id(p.parameter): p for p in model.placements.values()}
     for piece, tensor, cut_over in optimizer.parts():
         parameter = piece.slot.parameter
-        layout = model.layout_of(by_id[id(parameter)], cut_over)
+        box = model.box_of(by_id[id(parameter)], cut_over)
         start, stop = (0, None) if piece.is_whole else (piece.start, piece.stop)
-        yield id(tensor), Part(layout, tensor, start, stop, tensor.dtype != parameter.dtype)
+        yield id(tensor), Part(box, tensor, start, stop, tensor.dtype != parameter.dtype)
 
 
-def _option(layout: Layout, key: str) -> Path:
+def _option(box: HeldBox, key: str) -> Path:
     """The name of an option of the group that a parameter is in."""
-    return "optimizer", f"param_groups.{layout.name}.{key}"
+    return "optimizer", f"param_groups.{box.name}.{key}"
 
 
 def _keys_by_parameter(stored: Mapping[str, Any]) -> dict[str, dict[str, set[str]]]:

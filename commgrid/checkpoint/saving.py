@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commgrid.checkpoint import folder as folders
+from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Value
-from commgrid.checkpoint.layout import Turns
 from commgrid.checkpoint.meeting import (
     Call,
     Model,

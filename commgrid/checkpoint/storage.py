@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from commgrid.checkpoint.boxes import Chunk
 from commgrid.checkpoint.items import Item, Shared, Value
-from commgrid.checkpoint.layout import Chunk
 from commgrid.errors import CheckpointError
 
 Report = Callable[[int, int], object]

@@ -1,46 +1,32 @@
-"""Pipeline: runs a schedule on this stage's chunks of the model.
+"""Pipeline: this rank's stage, what it agrees on with the others, and the steps it takes.
 
-Each stage walks down its program of computations and exchanges:
-
-    exchange       post what the program sends and receives now, and go on
-    forward        take the activation, run the chunk, keep the graph's end and the inputs
-    backward       take the gradient, run autograd, let the microbatch go
-    backward input, backward weight    the two halves of a backward, with other work in between
-
-Of an output nothing is kept but its place in the graph: once it has left, its memory is free
-unless the graph needs it.
+A step is a run of the stage's program, see `commgrid.pipeline.run`.
 """
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.norm import device_of
-from commgrid.errors import CommGridError, GridMismatchError, ShapeError, SpecError
-from commgrid.pipeline.backward import WeightGradients, backward_input
-from commgrid.pipeline.exchange import Exchange, Program, message_of, programs
+from commgrid.errors import GridMismatchError, SpecError
+from commgrid.pipeline.exchange import Program, programs
 from commgrid.pipeline.p2p import StageLinks
+from commgrid.pipeline.run import Batch, Loss, Run, StageParts
 from commgrid.pipeline.schedule import (
     Backward,
     BackwardInput,
-    BackwardWeight,
     Computation,
     Forward,
-    Message,
     Order,
     Schedule,
-    Send,
     forward_only,
     make_schedule,
 )
@@ -52,16 +38,6 @@ from commgrid.runtime.registry import get_grid, is_initialized
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer
     from commgrid.runtime.grid import HyperCommGrid
-
-Loss = Callable[[Any, Any], Tensor]
-"""From the last chunk's output and a target to a scalar."""
-
-_SAID = {
-    Forward: "the forward",
-    Backward: "the backward",
-    BackwardInput: "the input gradients",
-    BackwardWeight: "the weight gradients",
-}
 
 
 class Pipeline:
@@ -183,9 +159,9 @@ class Pipeline:
             PeerFailedError: another stage failed, or is gone; names it. The grid is then destroyed,
                 as it is on the failing stage, which raises its own error.
         """
-        run = _Run(self, self.schedule, _Batch(inputs, targets, kwargs), train=True)
+        run = Run(self._parts(), self.schedule, Batch(inputs, targets, kwargs), train=True)
         with named_failures(self._live_grid(), run.where):
-            self._check(run)
+            run.check()
             before = set_aside(self._model) if self.reducer is None else {}
             found = run.through(self._program)
             self.spans = run.spans
@@ -228,16 +204,19 @@ class Pipeline:
         with_loss: bool = True,
     ) -> dict[int, Any]:
         count = len(inputs) if inputs is not None else 0
-        batch = _Batch(inputs, targets, kwargs)
-        run = _Run(self, self.schedule, batch, train=False, with_loss=with_loss)
+        batch = Batch(inputs, targets, kwargs)
+        run = Run(self._parts(), self.schedule, batch, train=False, with_loss=with_loss)
         with named_failures(self._live_grid(), run.where), torch.no_grad():
             self._agree(f"{count} microbatches to evaluate")
             if count not in self._evaluations:
                 schedule = forward_only(self.schedule.num_stages, count, self.schedule.num_chunks)
                 self._evaluations[count] = schedule, programs(schedule)[self.stage]
             run.schedule, program = self._evaluations[count]
-            self._check(run)
+            run.check()
             return run.through(program)
+
+    def _parts(self) -> StageParts:
+        return StageParts(self.chunks, self.links, self.loss, self.final_backward)
 
     def _live_grid(self) -> HyperCommGrid:
         """The grid, or the one of its name that was made after it."""
@@ -267,24 +246,6 @@ class Pipeline:
                     f"{usual}; give every stage the same"
                 )
 
-    def _check(self, run: _Run) -> None:
-        if run.train and not torch.is_grad_enabled():
-            raise CommGridError(
-                "step computes gradients, but they are switched off (torch.no_grad); call "
-                "evaluate or forward there"
-            )
-        wanted = run.schedule.num_microbatches
-        needed = [("inputs", run.batch.inputs, self.is_first)]
-        needed.append(("targets", run.batch.targets, self.is_last and run.takes_targets))
-        needed.append(("kwargs", run.batch.kwargs, run.batch.kwargs is not None))
-        for key, given, is_needed in needed:
-            if is_needed and (given is None or len(given) != wanted):
-                count = "none" if given is None else len(given)
-                raise ShapeError(
-                    f"{key}: {count} given on stage {self.stage} of {self.schedule.num_stages}; "
-                    f"expected {wanted} microbatches, as {run.schedule} takes them"
-                )
-
 
 def _final_backwards(order: Order) -> set[Computation]:
     """Those after which no weight that they are about gets a gradient again."""
@@ -295,200 +256,3 @@ def _final_backwards(order: Order) -> set[Computation]:
         if not any(isinstance(action, Backward) for action in backwards):
             final |= set([a for a in backwards if isinstance(a, BackwardInput)][-1:])
     return final
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """A step's microbatches."""
-
-    inputs: Sequence[Any] | None
-    targets: Sequence[Any] | None
-    kwargs: Sequence[Mapping[str, Any]] | None
-
-
-@dataclass(frozen=True)
-class _Live:
-    """A microbatch between its forward and its backward.
-
-    Args:
-        inputs: what was received and can have a gradient.
-        edges: where the graph begins, for each output that can have a gradient; None: it has none.
-        ones: the loss's gradient; None: not the last part.
-    """
-
-    inputs: list[Tensor]
-    edges: list[GradientEdge | None]
-    ones: Tensor | None
-
-
-class _Run:
-    """One pass of a stage through its program."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        schedule: Schedule,
-        batch: _Batch,
-        *,
-        train: bool,
-        with_loss: bool = True,
-    ) -> None:
-        self.pipeline, self.schedule, self.batch, self.train = pipeline, schedule, batch, train
-        self.takes_targets = with_loss and pipeline.loss is not None
-        self.links = pipeline.links
-        self._action: Computation | None = None
-        self._live: dict[tuple[int, int], _Live] = {}
-        self._weights: dict[tuple[int, int], WeightGradients] = {}
-        self._leaving: dict[Message, Sequence[Tensor]] = {}
-        self._found: dict[int, Any] = {}
-        self._started = 0.0
-        self.spans: dict[Computation, Span] = {}
-
-    def where(self) -> str:
-        """What this stage is at, for messages."""
-        stage = f"stage {self.links.stage}"
-        if self._action is None:
-            return f"a step of {stage}"
-        chunk = f" in chunk {self._action.chunk}" if self.schedule.num_chunks > 1 else ""
-        return (
-            f"{_SAID[type(self._action)]} of microbatch {self._action.microbatch}{chunk} of {stage}"
-        )
-
-    def through(self, program: Program) -> dict[int, Any]:
-        """Runs it all; losses or outputs by microbatch, on the last stage."""
-        work: dict[type[Computation], Callable[[Computation], Sequence[Tensor]]] = {
-            Forward: self._forward,
-            Backward: self._backward,
-            BackwardInput: self._backward_input,
-            BackwardWeight: self._backward_weight,
-        }
-        for step in program:
-            if isinstance(step, Exchange):
-                self.links.start(step, self._pop)
-                continue
-            self._action, self._started = step, time.perf_counter()
-            made = work[type(step)](step)
-            self.spans[step] = self._started, time.perf_counter()
-            message = message_of(self.schedule, step)
-            if message is None:
-                continue
-            later = message.boundary + (message.kind == "activation")
-            if self.schedule.place(later)[0] == self.links.stage:
-                self.links.hand_over(message, made)
-            else:
-                self._leaving[message] = made
-            del made  # its memory is free as soon as it has left
-        self.links.finish()
-        return self._found
-
-    def _pop(self, send: Send) -> Sequence[Tensor]:
-        return self._leaving.pop(send.message)
-
-    def _forward(self, action: Computation) -> Sequence[Tensor]:
-        part, microbatch = self.schedule.part(action), action.microbatch
-        given, received = self._inputs(part, microbatch)
-        self._started = time.perf_counter()
-        kwargs = self.batch.kwargs[microbatch] if self.batch.kwargs is not None else {}
-        output = self.pipeline.chunks[action.chunk](*given, **kwargs)
-        is_last = part + 1 == self.schedule.num_parts
-        if is_last:
-            if self.takes_targets:
-                assert self.pipeline.loss is not None
-                assert self.batch.targets is not None
-                output = self.pipeline.loss(output, self.batch.targets[microbatch])
-            self._found[microbatch] = output.detach() if self.train else output
-        if is_last and not self.train:
-            return ()
-        outputs = self._as_tensors(output, action, is_last=is_last)
-        if self.train:
-            self._live[action.chunk, microbatch] = _Live(
-                received,
-                [
-                    get_gradient_edge(t) if t.requires_grad else None
-                    for t in _differentiable(outputs)
-                ],
-                torch.ones_like(output) if is_last else None,
-            )
-        return outputs
-
-    def _inputs(self, part: int, microbatch: int) -> tuple[Sequence[Any], list[Tensor]]:
-        """What a part is called with, and what of it is given a gradient."""
-        if part == 0:
-            assert self.batch.inputs is not None
-            given = self.batch.inputs[microbatch]
-            return (given if isinstance(given, tuple) else (given,)), []
-        tensors = self.links.take(Message("activation", part - 1, microbatch))
-        differentiable = _differentiable(tensors)
-        if self.train:
-            for tensor in differentiable:
-                tensor.requires_grad_()
-        return tensors, differentiable
-
-    def _as_tensors(self, output: Any, action: Computation, *, is_last: bool) -> Sequence[Tensor]:
-        outputs: Sequence[Any] = output if isinstance(output, tuple | list) else (output,)
-        who = (
-            f"part {self.schedule.part(action)} of {self.schedule.num_parts} (stage {action.stage}"
-        )
-        who += f", chunk {action.chunk})"
-        if is_last and (len(outputs) != 1 or not isinstance(output, Tensor) or output.dim() != 0):
-            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise ShapeError(f"{who}: its loss is {shape}; expected one scalar tensor")
-        for one in outputs:
-            if not isinstance(one, Tensor):
-                raise ShapeError(
-                    f"{who} returned a {type(one).__name__}; expected a tensor, or a tuple of "
-                    "tensors, for the next part"
-                )
-        return outputs
-
-    def _backward(self, action: Computation) -> Sequence[Tensor]:
-        live, edges, gradients = self._arrived(action)
-        if edges:
-            with self.pipeline.final_backward(action):
-                torch.autograd.backward(edges, gradients)
-        return _gradients(live.inputs)
-
-    def _backward_input(self, action: Computation) -> Sequence[Tensor]:
-        live, edges, gradients = self._arrived(action)
-        if edges:
-            with self.pipeline.final_backward(action):
-                self._weights[action.chunk, action.microbatch] = backward_input(
-                    edges, gradients, live.inputs
-                )
-        return _gradients(live.inputs)
-
-    def _backward_weight(self, action: Computation) -> Sequence[Tensor]:
-        weights = self._weights.pop((action.chunk, action.microbatch), None)
-        if weights is not None:
-            with self.pipeline.final_backward(action):
-                weights()
-        return ()
-
-    def _arrived(self, action: Computation) -> tuple[_Live, list[GradientEdge], list[Tensor]]:
-        """A microbatch, and the gradients that its graph begins with."""
-        live = self._live.pop((action.chunk, action.microbatch))
-        if live.ones is not None:
-            arrived = [live.ones]
-        else:
-            message = Message("gradient", self.schedule.part(action), action.microbatch)
-            arrived = self.links.take(message)
-            self._started = time.perf_counter()
-        pairs = [
-            (edge, gradient)
-            for edge, gradient in zip(live.edges, arrived, strict=True)
-            if edge is not None
-        ]
-        return live, [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def _differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
-
-
-def _gradients(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What goes back to the part before; the input is then free."""
-    found = []
-    for tensor in inputs:
-        found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-        tensor.grad = None
-    return found

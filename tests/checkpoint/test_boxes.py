@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commgrid
-from commgrid.checkpoint.layout import Layout, Turns, boxes_of_range
+from commgrid.checkpoint.boxes import HeldBox, Turns, boxes_of_range
 from tests.ranks import run_on_ranks
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -43,12 +43,12 @@ def test_chunks_of_a_cut_and_padded_slice(shape: tuple[int, ...], data: st.DataO
     for rank in range(ranks):
         own = padded.narrow(dim, rank * share, share).contiguous()
         offset = tuple(rank * share if d == dim else 0 for d in range(len(shape)))
-        layout = Layout("x", shape, held, offset, ())
+        box = HeldBox("x", shape, held, offset, ())
         middle = data.draw(st.integers(0, own.numel()))
         flat = own.view(-1)
         chunks = [
-            *layout.chunks(flat[:middle], 0, middle),
-            *layout.chunks(flat[middle:], middle, own.numel()),
+            *box.chunks(flat[:middle], 0, middle),
+            *box.chunks(flat[middle:], middle, own.numel()),
         ]
         for chunk in chunks:
             place = tuple(

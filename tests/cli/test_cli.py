@@ -1,5 +1,7 @@
 """The command line: its JSON, its tables, and what it says of wrong input."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 
 from commgrid import GridSpec, GroupPlan
 from commgrid.cli import main
+from tests.ranks import run_on_ranks
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -115,13 +118,29 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "examples:" in capsys.readouterr().out
 
 
+def checked() -> str:
+    """What each of several ranks prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["check", "--tp", "2", "--json"]) == 0
+    return said.getvalue()
+
+
+def test_check_tells_of_every_communicator_once() -> None:
+    first, *others = run_on_ranks(checked, 4, init=None, launcher="torchrun")
+    found = json.loads(first)
+    assert found["ok"]
+    assert [row["size"] for row in found["rows"]] == [2, 1, 2, 4]
+    assert others == [""] * 3
+
+
 def test_check_under_torchrun() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          "-m", "commgrid", "check", "--tp", "2", "--json"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"]
-    assert [row["size"] for row in found["rows"]] == [2, 1, 2, 4]
+    assert [row["size"] for row in found["rows"]] == [2, 1]

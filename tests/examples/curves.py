@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,11 +17,16 @@ ROOT = Path(__file__).parents[2]
 
 def load(example: str = "train_gpt") -> ModuleType:
     """An example as a module."""
-    spec = importlib.util.spec_from_file_location(example, ROOT / "examples" / f"{example}.py")
+    folder = ROOT / "examples"
+    spec = importlib.util.spec_from_file_location(example, folder / f"{example}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(folder))  # as a script has it, to find what lies beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
     return module
 
 

@@ -1,32 +1,17 @@
 """torch's own schedules on the grid's groups: the losses of the whole model on one process."""
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import commgrid
+from tests.examples.curves import load
 from tests.ranks import run_on_ranks
-
-ROOT = Path(__file__).parents[2]
-
-
-def load() -> Any:
-    path = ROOT / "examples" / "torch_pipelining.py"
-    spec = importlib.util.spec_from_file_location("torch_pipelining", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(jobs: list[list[str]]) -> list[list[float]]:
     """Each job's losses, in one process after the other."""
-    example = load()
+    example = load("torch_pipelining")
     down, commgrid.shutdown = commgrid.shutdown, commgrid.destroy
     found = [example.train(example.parse(job)) for job in jobs]
     down()
@@ -35,7 +20,7 @@ def run(jobs: list[list[str]]) -> list[list[float]]:
 
 def whole_model() -> list[float]:
     """The example's model and data in plain torch."""
-    example = load()
+    example = load("torch_pipelining")
     model = nn.Sequential(*(example.layer(i, 0) for i in range(8)))
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(5):
@@ -52,7 +37,7 @@ def whole_model() -> list[float]:
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 1), (2, 2)])
 def test_torchs_schedules_on_our_groups(pp: int, dp: int) -> None:
     alone = whole_model()
-    jobs = [["--pp", str(pp), "--schedule", name] for name in load().SCHEDULES]
+    jobs = [["--pp", str(pp), "--schedule", name] for name in load("torch_pipelining").SCHEDULES]
     for found in run_on_ranks(run, pp * dp, jobs, init=None, launcher="torchrun"):
         for job, losses in zip(jobs, found, strict=True):
             # The same products; sums over microbatches and ranks in another order.
@@ -61,6 +46,7 @@ def test_torchs_schedules_on_our_groups(pp: int, dp: int) -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
+    example = load("torch_pipelining")
     with pytest.raises(commgrid.SpecError, match="3 layers cannot be cut into 4 parts"):
-        load().train(load().parse(["--layers", "3", "--chunks", "4", "--schedule", "LoopedBFS"]))
+        example.train(example.parse(["--layers", "3", "--chunks", "4", "--schedule", "LoopedBFS"]))
     commgrid.shutdown()

@@ -8,6 +8,7 @@ import pytest
 import commgrid
 from commgrid import checkpoint
 from tests.examples.curves import curve, run, same_curve
+from tests.full import some
 from tests.ranks import run_on_ranks
 
 TINY = [
@@ -67,14 +68,14 @@ def test_saved_on_2_2_2_and_resumed_on_any_grid(
     reference = uninterrupted[kind]
     resumed(1, saved, {"alone": job}, tmp_path, reference)
     jobs = {
+        "1-4-2": [*job, *cut(1, 4, 2, "--schedule", "zb-h1", "--microbatches", "4")],
         "1-1-8": [*job, *cut(1, 1, 8, "--zero1")],
         "4-1-2": [*job, *cut(4, 1, 2, *zero1)],
-        "1-4-2": [*job, *cut(1, 4, 2, "--schedule", "zb-h1", "--microbatches", "4")],
         "fsdp": [*job, *cut(2, 1, 4, "--fsdp", "--dp-replicate", "2", "--sequence-parallel")],
     }
     if kind == "tied":
         jobs = {name: jobs[name] for name in ("1-1-8", "1-4-2")}
-    resumed(8, saved, jobs, tmp_path, reference)
+    resumed(8, saved, {name: jobs[name] for name in some(list(jobs), 1)}, tmp_path, reference)
 
 
 def test_saved_by_fsdp_and_by_one_process(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
@@ -91,12 +92,12 @@ def test_experts_on_other_grids(uninterrupted: dict[str, Any], tmp_path: Path) -
     resumed(1, saved, {"alone": EXPERTS}, tmp_path, reference)
     resumed(2, saved, {"ep-2": [*EXPERTS, *cut(1, 1, 2, "--ep", "2")]}, tmp_path, reference)
     jobs = {
+        "ep-2-pp-2": [*EXPERTS, *cut(1, 2, 2, "--ep", "2")],
         "ep-2": [*EXPERTS, *cut(1, 1, 4, "--ep", "2", "--zero1")],
         "ep-2-etp-2": [*EXPERTS, *cut(2, 1, 2, "--ep", "2", "--etp", "2")],
-        "ep-2-pp-2": [*EXPERTS, *cut(1, 2, 2, "--ep", "2")],
         "fsdp": [*EXPERTS, *cut(1, 1, 4, "--ep", "2", "--fsdp")],
     }
-    resumed(4, saved, jobs, tmp_path, reference)
+    resumed(4, saved, {name: jobs[name] for name in some(list(jobs), 2)}, tmp_path, reference)
 
 
 def test_bf16_resumes_its_fp32_copies(tmp_path: Path) -> None:

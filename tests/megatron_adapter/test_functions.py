@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import commgrid
 import megatron_adapter
 import megatron_adapter.parallel_state as mpu
+from tests.full import some
 from tests.megatron_adapter.answers import answers, differences, public_functions
 from tests.peers import parallel_state as theirs
 from tests.ranks import run_on_ranks
@@ -117,7 +118,7 @@ def compare(given: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_function_on_every_rank(world: int) -> None:
     def every() -> list[str]:
-        return [line for given in CONFIGS[world] for line in compare(given)]
+        return [line for given in some(CONFIGS[world], 4) for line in compare(given)]
 
     for rank, found in enumerate(run_on_ranks(every, world, timeout=240)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])

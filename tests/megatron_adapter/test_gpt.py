@@ -8,9 +8,11 @@ import warnings
 import pytest
 import torch.distributed as dist
 
-from examples import megatron_gpt
 from tests.peers import parallel_state
 from tests.ranks import run_on_ranks
+
+pytest.importorskip("megatron.core")
+from examples import megatron_gpt
 
 CASES = {
     "--tp 2": 2,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from commgrid import SpecError
 from megatron_adapter import scan
+from megatron_adapter.__main__ import main
 from tests.peers import parallel_state as theirs
 
 CODE = """
@@ -71,14 +75,30 @@ def test_megatrons_own_reads_are_found() -> None:
     assert all(read.name in read.path.read_text().splitlines()[read.line - 1] for read in found)
 
 
-def command(*given: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_adapter", *given],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+@dataclass
+class Done:
+    """What a command ended with, and said."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+def command(*given: str) -> Done:
+    """`python -m megatron_adapter`, without a new process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["megatron_adapter", *given]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    return Done(ended.value.code, out.getvalue(), err.getvalue())
 
 
 def test_command_line(tmp_path: Path) -> None:
+    assert command("name").returncode == 2
     path = tmp_path / "code.py"
     path.write_text(CODE)
     done = command("scan", str(path))

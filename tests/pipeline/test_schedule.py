@@ -29,8 +29,11 @@ from commgrid.pipeline import (
 )
 from commgrid.pipeline.exchange import check_programs
 from commgrid.pipeline.schedule import SCHEDULES, Computation, Message
+from tests.full import full
 
-STAGES, CHUNKS, MICROBATCHES = range(1, 9), range(1, 5), range(1, 33)
+STAGES, CHUNKS, MICROBATCHES = (
+    (range(1, 9), range(1, 5), range(1, 33)) if full() else (range(1, 6), range(1, 4), range(1, 11))
+)
 # Backward twice as long as forward, as it is for matmuls; halves and odd ratios besides.
 TIMES = [Times(), Times(1.0, 1.25, 0.75), Times(0.5, 0.5, 0.25)]
 

@@ -79,8 +79,8 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How one parameter's numbers on this rank lie in the full parameter.
+class HeldBox:
+    """The box of a full parameter that this rank holds.
 
     Args:
         name: in the whole model.
@@ -111,12 +111,12 @@ class Layout:
             start, stop: with `stop`, `data` has one dim; None: it is all of this rank's part.
         """
         found = []
-        for within, box in _split(local_part(data), start, stop, self.held):
+        for within, part in _split(local_part(data), start, stop, self.held):
             place = tuple(own + inner for own, inner in zip(self.offset, within, strict=True))
             for dim, (begin, whole) in enumerate(zip(place, self.shape, strict=True)):
-                box = box.narrow(dim, 0, min(max(whole - begin, 0), box.shape[dim]))
-            if box.numel() or not math.prod(self.shape):
-                found.append(Chunk(place, box))
+                part = part.narrow(dim, 0, min(max(whole - begin, 0), part.shape[dim]))
+            if part.numel() or not math.prod(self.shape):
+                found.append(Chunk(place, part))
         return found
 
 
@@ -138,8 +138,8 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def lay_out(placement: Placement, grid: HyperCommGrid, cut_over: str | None = None) -> Layout:
-    """Where this rank's tensor of a parameter lies.
+def held_box(placement: Placement, grid: HyperCommGrid, cut_over: str | None = None) -> HeldBox:
+    """The box of a parameter that this rank holds.
 
     Args:
         placement: the parameter, which may be a DTensor, such as FSDP2 makes of it.
@@ -160,7 +160,7 @@ def lay_out(placement: Placement, grid: HyperCommGrid, cut_over: str | None = No
     cut = _cut_axes(placement, grid)
     if cut_over is not None:
         cut |= _axes_of(cut_over, placement, grid)
-    return Layout(
+    return HeldBox(
         placement.name, placement.shape, held, tuple(offset), _copies(placement, cut, grid),
         placement.shared is None or placement.shared.rank == 0,
     )  # fmt: skip

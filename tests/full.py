@@ -1,0 +1,157 @@
+"""What only `pytest --full` runs, and what a loop takes of its cases in the short run.
+
+The short run keeps one real case of everything: of every layer, schedule, dispatcher, table of
+getters, checkpoint path and example. What is left to --full are further cuts of the same property,
+larger worlds of an enumeration, more cycles, and what takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+import pytest
+
+LEFT_OUT = pytest.StashKey[int]()
+"""How many of the tests that were asked for run only with --full."""
+UNMATCHED = pytest.StashKey[list[str]]()
+"""What is listed that no collected test has."""
+
+T = TypeVar("T")
+
+ONLY_FULL: dict[str, list[str]] = {
+    "tests/test_cross_talk.py": [
+        "test_beside_other_groups[by_every_rank]",
+        "test_beside_other_groups[by_half_the_ranks]",
+    ],
+    "tests/test_full.py": [
+        "test_only_what_is_about_megatron_needs_it",
+    ],
+    "tests/test_leaks.py": [
+        "test_200_cycles_under_torchrun",
+    ],
+    "tests/test_no_hang.py": [
+        "test_a_process_that_is_never_started",
+        "test_a_rank_that_never_comes_although_torch_distributed_is_up[first]",
+        "test_a_rank_that_never_comes_although_torch_distributed_is_up[last]",
+        "test_a_rank_whose_grid_covers_fewer_ranks[first]",
+        "test_a_rank_whose_grid_covers_fewer_ranks[middle]",
+    ],
+    "tests/test_plan.py": [
+        "test_every_dense_spec_equals_enumeration[12]",
+        "test_every_dense_spec_equals_enumeration[14]",
+        "test_every_dense_spec_equals_enumeration[15]",
+        "test_every_dense_spec_equals_enumeration[16]",
+        "test_every_group_megatron_names_agrees_with_its_rank_generator[4-2-16-*]",
+        "test_every_group_megatron_names_agrees_with_its_rank_generator[8-2-8-*]",
+        "test_every_spec_with_experts_equals_enumeration[1?]",
+        "test_every_spec_with_experts_equals_enumeration[6]",
+        "test_every_spec_with_experts_equals_enumeration[8]",
+        "test_every_spec_with_experts_equals_enumeration[9]",
+    ],
+    "tests/checkpoint/test_round_trip.py": [
+        "test_dtensors_that_fsdp_has_cut_again[4]",
+        "test_every_number_is_where_it_belongs[{'dp': 4}]",
+        "test_every_number_is_where_it_belongs[{'tp': 4}]",
+    ],
+    "tests/cli/test_cli.py": [
+        "test_check_under_torchrun",
+    ],
+    "tests/examples/test_fsdp_hsdp.py": [
+        "test_same_curve_as_one_process[8]",
+    ],
+    "tests/examples/test_torch_pipelining.py": [
+        "test_torchs_schedules_on_our_groups[2-1]",
+        "test_torchs_schedules_on_our_groups[4-1]",
+    ],
+    "tests/examples/test_train_gpt.py": [
+        "test_an_error_is_one_line_and_a_code",
+        "test_bare_python_is_a_world_of_one",
+        "test_same_curve_however_it_is_cut[fp32]",
+        "test_same_curve_on_eight_ranks[fp64]",
+    ],
+    "tests/examples/test_train_gpt_experts.py": [
+        "test_same_curve_however_experts_are_shared[8]",
+    ],
+    "tests/examples/test_train_gpt_fsdp.py": [
+        "test_same_curve_as_one_process[8]",
+    ],
+    "tests/examples/test_train_gpt_pipelined.py": [
+        "test_numpy_is_not_needed",
+        "test_same_curve[1-*]",
+        "test_same_curve[2-2-*]",
+        "test_same_curve[4-*]",
+    ],
+    "tests/examples/test_train_gpt_resume.py": [
+        "test_saved_by_fsdp_and_by_one_process",
+        "test_saved_on_2_2_2_and_resumed_on_any_grid[tied]",
+    ],
+    "tests/expert/test_layer.py": [
+        "test_as_a_loop_over_experts[1]",
+        "test_as_a_loop_over_experts[2]",
+        "test_as_a_loop_over_experts[8]",
+        "test_experts_on_more_ranks_than_eight",
+    ],
+    "tests/expert/test_megatron_moe.py": [
+        "test_as_megatrons_layer[1]",
+    ],
+    "tests/megatron_adapter/test_functions.py": [
+        "test_every_function_on_every_rank_of_a_large_world[16-*]",
+        "test_every_function_on_every_rank_of_a_large_world[64-0]",
+        "test_every_function_on_every_rank_of_a_large_world[64-1]",
+        "test_every_function_on_every_rank_of_a_large_world[64-3]",
+    ],
+    "tests/megatron_adapter/test_gpt.py": [
+        "test_losses_are_the_same_to_the_last_bit[--experts 4 --ep 2 --tp 2 *]",
+        "test_losses_are_the_same_to_the_last_bit[--pp 2]",
+        "test_losses_are_the_same_to_the_last_bit[--tp 2 --pp 2]",
+        "test_losses_are_the_same_to_the_last_bit[--tp 2 --sequence-parallel]",
+        "test_losses_are_the_same_to_the_last_bit[--tp 2]",
+    ],
+    "tests/megatron_adapter/test_older.py": [
+        "test_the_older_version",
+    ],
+    "tests/pipeline/test_failures.py": [
+        "test_a_stage_raises[0-*]",
+        "test_a_stage_raises[3-*]",
+    ],
+    "tests/tensor_parallel/test_linear.py": [
+        "test_a_block_equals_the_unsharded_one[8]",
+    ],
+    "tests/tensor_parallel/test_vocabulary.py": [
+        "test_cross_entropy_equals_the_unsharded_one[8]",
+        "test_embedding_and_head_equal_the_unsharded_ones[8]",
+    ],
+}
+"""Tests by file: of a name without [ ] all cases; in [ ], `*` is any text and `?` one character."""
+
+
+def full() -> bool:
+    """Whether this is `pytest --full`; also in the processes that tests start."""
+    return os.environ.get("COMMGRID_TESTS") == "full"
+
+
+def some(cases: Sequence[T], count: int) -> list[T]:
+    """All cases in the full run; in the short one as many, evenly, with the first and the last.
+
+    For example `some(range(7), 3)` is [0, 3, 6] in the short run.
+    """
+    if full() or count >= len(cases):
+        return list(cases)
+    return [cases[i * (len(cases) - 1) // max(count - 1, 1)] for i in range(count)]
+
+
+def patterns() -> dict[str, re.Pattern[str]]:
+    """The ids of ONLY_FULL, and what matches the tests that each means."""
+    listed = [f"{file}::{name}" for file, names in ONLY_FULL.items() for name in names]
+    return {one: _pattern(one) for one in listed}
+
+
+def _pattern(listed: str) -> re.Pattern[str]:
+    name, bracket, case = listed.partition("[")
+    if not bracket:
+        return re.compile(re.escape(name) + r"(\[.*\])?")
+    case = re.escape(case.removesuffix("]")).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.compile(rf"{re.escape(name)}\[{case}\]")

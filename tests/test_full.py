@@ -1,0 +1,74 @@
+"""The short run and the full one: what is listed is there, and who asks for it is told."""
+
+import ast
+import contextlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.full import UNMATCHED, patterns
+from tests.ranks import run_on_ranks
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_line_of_the_list_is_of_a_test(pytestconfig: pytest.Config) -> None:
+    """By name; with the cases in brackets where everything was collected."""
+    for line in patterns():
+        file, _, name = line.partition("[")[0].partition("::")
+        functions = [
+            node.name
+            for node in ast.parse((ROOT / file).read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        ]
+        assert name in functions, f"{line} is listed in tests/full.py, and there is no such test"
+    if pytestconfig.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        assert pytestconfig.stash[UNMATCHED] == []
+
+
+def collected(*given: str) -> str:
+    """What pytest says that it would run."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        pytest.main(["--collect-only", "--rootdir", str(ROOT), "-p", "no:cacheprovider", *given])
+    return said.getvalue()
+
+
+def test_who_asks_for_what_is_left_out_is_told() -> None:
+    cases = "tests/test_plan.py::test_every_dense_spec_equals_enumeration"
+    (said,) = run_on_ranks(collected, 1, cases, init=None)
+    assert "4 of the tests that were asked for run only with --full" in said
+    assert f"{cases}[1]\n" in said
+    assert f"{cases}[16]\n" not in said
+    (said,) = run_on_ranks(collected, 1, cases, "--full", "-m", "full", init=None)
+    assert f"{cases}[16]\n" in said
+    assert f"{cases}[1]\n" not in said
+    assert "run only with --full" not in said
+
+
+PURE = [
+    "tests/test_layout.py", "tests/test_spec.py", "tests/test_plan.py", "tests/test_layering.py",
+    "tests/cli", "tests/pipeline/test_schedule.py", "tests/pipeline/test_partition.py",
+]  # fmt: skip
+
+
+def without_megatron(*given: str) -> subprocess.CompletedProcess[str]:
+    """pytest where importing megatron fails, as where only commgrid is installed."""
+    start = "import sys; sys.modules['megatron'] = None; import pytest; sys.exit(pytest.main())"
+    return subprocess.run(
+        [sys.executable, "-c", start, "-p", "no:cacheprovider", *given],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_only_what_is_about_megatron_needs_it() -> None:
+    """Everything is collected without it, and what is pure runs."""
+    done = without_megatron("--collect-only", "tests")
+    assert done.returncode == 0, done.stdout
+    done = without_megatron(*PURE)
+    assert done.returncode == 0, done.stdout
+    told = without_megatron("tests/megatron_adapter/test_options.py", "-rs").stdout
+    assert "could not import 'megatron.core'" in told
