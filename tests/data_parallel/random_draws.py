@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STEPS = 6
+ORDER = "tp-cp-ep-dp-pp"
 WIDTH, INNER, VOCABULARY, LENGTH = 8, 12, 11, 4  # 11: padded on 2 and 4 ranks
 
 # An optimizer divides what rounding leaves of a gradient that should be zero, some 1e-17, by no
@@ -188,10 +189,11 @@ def _cut(dice: random.Random, experts: bool) -> Cut:
     if experts:
         etp = dice.choice(_divisors(world // pp, 1, 1, 2))
         ep = dice.choice(_divisors(world // pp // etp, 1, 2, 2, 4))
-    return Cut(
-        world, tp, cp, pp, ep, etp, tp > 1 and dice.random() < 0.5,
-        dice.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")),
-    )  # fmt: skip
+    sequence_parallel = tp > 1 and dice.random() < 0.5
+    order = dice.choice((ORDER, ORDER, "tp-cp-ep-pp-dp"))
+    if experts and pp > 1:
+        order = ORDER  # stages of both regions are the same ranks if pp comes last
+    return Cut(world, tp, cp, pp, ep, etp, sequence_parallel, order)
 
 
 def _blocks(dice: random.Random, cut: Cut, experts: bool) -> tuple[Block, ...]:
@@ -286,7 +288,7 @@ def features(draw: Draw) -> frozenset[str]:
         "dp": cut.num_data // cut.cp > 1, "pp": cut.pp > 1, "ep": cut.ep > 1, "etp": cut.etp > 1,
         "experts beside tp": cut.ep > 0 and cut.tp > 1,
         "sequence parallel": cut.sequence_parallel,
-        "another order": cut.order != "tp-cp-ep-dp-pp",
+        "another order": cut.order != ORDER,
         "tied head": draw.tied and cut.pp == 1, "tied over stages": draw.tied and cut.pp > 1,
         "plain embedding": draw.embedding == "plain",
         "frozen embedding": draw.frozen_embedding,
