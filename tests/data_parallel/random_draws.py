@@ -243,8 +243,6 @@ def _training(dice: random.Random, cut: Cut, experts: bool) -> Training:
     wrapper = dice.choices(("zero1", "masters", "plain"), (5, 2, 3))[0]
     schedule = dice.choice(("", "", "decay", "cycle"))
     resume = dice.choices(("", "rewind", "rebuild"), (6, 2, 2))[0]
-    if resume and wrapper != "plain":
-        schedule = ""  # a ShardedOptimizer's state_dict has the rates of the step before
     groups = dice.choice(("one", "two", "two", "subset", "apart"))
     norms = ("", "reducer", "clip", "clip", *(["function"] if wrapper == "plain" else []))
     evaluation = tuple(what for what in ("model", "part", "read") if dice.random() < 0.5)
