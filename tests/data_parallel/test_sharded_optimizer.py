@@ -121,6 +121,30 @@ def test_state_is_taken_up_where_it_was_left() -> None:
     run_on_ranks(resumed, 2)
 
 
+def scheduled() -> None:
+    """A step and its schedule's, then saved; and again in a new optimizer that loads it."""
+    commgrid.initialize()
+    for shard in (True, False):
+        model = make()
+        optimizer = ShardedOptimizer(
+            GradientReducer(model, shard=shard), torch.optim.SGD, lr=1.0, overlap=False
+        )
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.step()
+        schedule.step()
+        assert optimizer.state_dict()["inner"]["param_groups"][0]["lr"] == 0.5
+        again = make()
+        loaded = ShardedOptimizer(
+            GradientReducer(again, shard=shard), torch.optim.SGD, lr=1.0, overlap=False
+        )
+        loaded.load_state_dict(optimizer.state_dict())
+        assert loaded.param_groups[0]["lr"] == 0.5
+
+
+def test_a_saved_state_has_the_rate_that_a_schedule_has_set_since_the_step() -> None:
+    run_on_ranks(scheduled, 2)
+
+
 def late() -> None:
     """One rank comes late to the gather; weights loaded meanwhile must not be lost to it."""
     grid = commgrid.initialize()
