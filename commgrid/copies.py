@@ -123,8 +123,8 @@ def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: Sequence[Tens
     if _spread(head, group).any():
         counts = all_gather(head[:1], group).tolist()
         return (
-            f"{describe_ranks(_ranks(group))} have {_distinct(counts)} tensors to compare, or of "
-            "other names"
+            f"{describe_ranks(_ranks(group))} have {_distinct(counts)} tensors of which they "
+            "should have copies, or under other names: other parameters, or other optimizer state"
         )
     # One bit of the digest goes, so that every number has a negative.
     mine = torch.stack(list(digests)).bitwise_right_shift(1)
@@ -138,8 +138,8 @@ def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: Sequence[Tens
         holders.setdefault(value, []).append(rank)
     fewest_first = sorted(holders.values(), key=len)
     others = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
-    who = " and ".join(map(describe_ranks, fewest_first))
-    return f"{copies[first].name} differs between {who} of group {group.group_desc!r}{others}"
+    who, named = " and ".join(map(describe_ranks, fewest_first)), group.group_desc.partition(",")[0]
+    return f"{copies[first].name} differs between {who} of group {named!r}{others}"
 
 
 def _spread(numbers: Tensor, group: ProcessGroup) -> Tensor:

@@ -25,6 +25,7 @@ class Item:
         dtype: of the numbers.
         writes: whether this rank writes its boxes; False: a rank with copies of them does.
         repeats: whether several stages may have it, equal ones, without saying so.
+        copies: axes along which ranks should have equal boxes, of which one writes.
     """
 
     path: Path
@@ -33,6 +34,7 @@ class Item:
     dtype: torch.dtype
     writes: bool = True
     repeats: bool = False
+    copies: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -88,7 +90,7 @@ def key_of(path: Path) -> str:
     return ".".join(path)
 
 
-def whole(path: Path, tensor: Tensor, **more: bool) -> Item:
+def whole(path: Path, tensor: Tensor, **more: Any) -> Item:
     """A tensor that every rank holds whole."""
     data = tensor.detach()
     shape = tuple(data.shape)

@@ -76,14 +76,14 @@ class ModelState:
             chunks = box.chunks(parameter)
             size = sum(chunk.data.nbytes for chunk in chunks)
             mine = turns.is_mine(box.copies, size) and box.is_owner
-            yield Item(("model", name), box.shape, chunks, parameter.dtype, mine)
+            yield Item(("model", name), box.shape, chunks, parameter.dtype, mine, copies=box.copies)
         everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
         seen: set[str] = set()
         for name, buffer in self._buffers():
             data = _whole_of(name, buffer)
             mine = turns.is_mine(everywhere, data.nbytes) and name not in seen
             seen.add(name)
-            yield whole(("model", name), data, writes=mine, repeats=True)
+            yield whole(("model", name), data, writes=mine, repeats=True, copies=everywhere)
         for name, module in self._stateful():
             mine = turns.is_mine(everywhere, 0) and name not in seen
             seen.add(name)

@@ -125,7 +125,8 @@ class OptimizerState:
         if not isinstance(held, Tensor):
             return Value(part.path(key), held, mine and first)
         if held.shape == part.tensor.shape and (held.dim() or not part.box.shape):
-            return Item(part.path(key), part.box.shape, part.chunks(held), held.dtype, mine)
+            chunks, copies = part.chunks(held), part.box.copies
+            return Item(part.path(key), part.box.shape, chunks, held.dtype, mine, copies=copies)
         if held.dim() == 0:
             return whole(part.path(key), local_part(held), writes=mine and first)
         raise SpecError(

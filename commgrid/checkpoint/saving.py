@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,8 @@ from commgrid.checkpoint.optimizer_state import OptimizerState
 from commgrid.checkpoint.progress import size
 from commgrid.checkpoint.storage import write, write_metadata
 from commgrid.collectives.objects import at_first
-from commgrid.errors import CheckpointError, SpecError
+from commgrid.copies import Copy, differing, groups_along
+from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def save(
 ) -> Path:
     """Writes a checkpoint; on all ranks of the grid, and complete when it returns on any.
 
-    What ranks have copies of is written once; they share that out evenly. A crash at any moment
+    What ranks have copies of is compared, to the last bit, and written once; they share that out
+    evenly. Weights that an optimizer is still gathering are waited for. A crash at any moment
     leaves the checkpoints before it as they were.
 
     Args:
@@ -69,10 +71,11 @@ def save(
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: on all ranks: it could not be written, stages have different parameters of
-            one name, a parameter is sliced over something that is not of the grid, or the optimizer
-            is not element-wise; names the ranks that found it. A rank that writes for longer than
-            the grid's timeout is torch's error on the others.
+        CheckpointError: on all ranks: it could not be written, copies of a parameter or of
+            optimizer state differ between ranks, stages have different parameters of one name, a
+            parameter is sliced over something that is not of the grid, or the optimizer is not
+            element-wise; names the ranks that found it. A rank that writes for longer than the
+            grid's timeout is torch's error on the others.
         UnknownGroupError: the grid has no group of all its ranks.
 
     Example:
@@ -107,6 +110,7 @@ def save(
         return folders.begin(Path(folder).absolute(), step)
 
     partial = at_first(group, plan, begin, failure(what))
+
     line, report = reporter(progress, f"saving step {step}", grid)
 
     def whole(written: list[Any]) -> tuple[int, Path]:
@@ -115,6 +119,7 @@ def save(
 
     number = grid.spec.rank_range.index(grid.rank)
     try:
+        at_first(group, lambda: _compare_copies(items, grid), lambda _: None, failure(what))
         total, final = at_first(
             group, lambda: write(partial, items, number, report), whole, failure(what)
         )
@@ -125,6 +130,25 @@ def save(
     if line is not None:
         line.finish(f"saved step {step}: {size(total)} to {final}")
     return final
+
+
+def _compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
+    """Refuses to write one of several copies that differ.
+
+    Raises:
+        GridMismatchError: names tensor and ranks.
+    """
+    told = differing(
+        Copy(item.key, chunk.data, groups)
+        for item in items
+        if isinstance(item, Item) and (groups := groups_along(item.copies, grid))
+        for chunk in item.chunks
+    )
+    if told is not None:
+        raise GridMismatchError(
+            f"{told}, which should have copies of it, and one of them would have been saved for "
+            "all; where ranks have slices, say so with a ShardedModule's shard_dims"
+        )
 
 
 def _items(

@@ -306,6 +306,8 @@ class GradientReducer:
             bucket.launched = True
             # No gradient here: nothing of the step before either.
             _zero(slot for slot in bucket.slots if not slot.arrived)
+            for slot in bucket.slots:
+                slot.is_zero = False  # others' gradients come in, even where this rank has none
             if bucket.shared is not None:
                 bucket.pending = self._start_shared(bucket, bucket.shared)
             elif bucket.group.size() > 1:
@@ -377,6 +379,8 @@ class GradientReducer:
         if divisor != 1:
             torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisor)
         skips = self._not_finite == "skip" and not self.is_finite
+        for slot in self.slots:
+            slot.is_zero = not slot.used  # then it is a sum of zeros
         self._reset()
         for bucket in self.buckets:
             if skips:

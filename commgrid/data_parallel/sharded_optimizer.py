@@ -214,8 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wait()
         self._check_in_place()
         self._take_loaded()
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
+        self._set_options()
         self._set_gradients()
         self._inner.step()
         if self._half:
@@ -223,6 +222,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer.gradients_are_done()
         self._gather()
         return loss
+
+    def _set_options(self) -> None:
+        """Gives the inner optimizer what schedulers have set in the groups of this one."""
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
 
     def _set_gradients(self) -> None:
         """Gives the inner optimizer what the reducer keeps, in the precision of the weights."""
@@ -291,6 +295,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for the same rank of the same grid."""
         self._take_loaded()
+        self._set_options()
         return {
             "layout": self._layout(),
             "inner": self._inner.state_dict(),
