@@ -304,6 +304,39 @@ def test_copies_of_which_one_is_not_used_stay_equal(with_reducer: bool) -> None:
     assert any(first)
 
 
+def given_up() -> list[float] | None:
+    """A step that is given up after its backward, where one stage has a parameter it never uses."""
+    groups = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
+    grid = commgrid.initialize(pp=2, groups=groups)
+    part = Tied(grid.get_local_rank("pp"), 2)
+    if part.last:
+        part.unused = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    reducer = GradientReducer(part)
+    pipeline = Pipeline(part, num_microbatches=1, loss=cross_entropy, reducer=reducer)
+    tokens = torch.arange(6).view(2, 3)
+    pipeline.step([tokens], [tokens])
+    reducer.zero_grad()
+    pipeline.step([tokens], [tokens])
+    reducer.finish()
+    gradient = part.table.weight.grad
+    return None if gradient is None else gradient.flatten().tolist()
+
+
+def test_a_step_is_given_up_where_only_one_stage_has_sent_the_tied_weight() -> None:
+    first, second = run_on_ranks(given_up, 2, timeout=30)
+    assert first == second
+    assert first == pytest.approx(accumulated_once(), rel=1e-12)
+
+
+def accumulated_once() -> list[float]:
+    """The table's gradient of one step, by one process."""
+    first = Tied(0, 2, mark=False)
+    tokens = torch.arange(6).view(2, 3)
+    cross_entropy(Tied(1, 2, first.table, mark=False)(first(tokens)), tokens).backward()
+    assert first.table.weight.grad is not None
+    return first.table.weight.grad.flatten().tolist()
+
+
 def whole(num_parts: int) -> tuple[list[float], dict[str, Tensor]]:
     first = Tied(0, num_parts, mark=False)
     parts = [first, *(Tied(p, num_parts, first.table, mark=False) for p in range(1, num_parts))]
