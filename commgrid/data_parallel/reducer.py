@@ -152,7 +152,7 @@ class GradientReducer:
         True with `not_finite="keep"`, which does not look."""
         self._optimizer: weakref.ref[ShardedOptimizer] | None = None
         self._next = 0
-        self._clears = False
+        self._begun = self._clears = False
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
         parts = [self._parts_of(piece.slot.placement) for piece in self.pieces]
@@ -286,6 +286,7 @@ class GradientReducer:
                 "activations with use_reentrant=False"
             )
         bucket.missing.discard(index)
+        self._begun = True
         self._launch(all_of_them=False)
 
     def _prepare_for_foreign(self) -> None:
@@ -412,6 +413,8 @@ class GradientReducer:
 
         On all ranks of the group, or on none. After `finish` it is not needed.
         """
+        if self._begun:  # on some ranks a bucket may be under way that is not full on this one
+            self._launch(all_of_them=True)
         for bucket in self.buckets:
             _wait(bucket)
         self._reset()
@@ -437,7 +440,7 @@ class GradientReducer:
                 slot.parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
                 slot.parameter.main_grad_written = False  # type: ignore[attr-defined]
         self._in_flight.clear()
-        self._next = 0
+        self._next, self._begun = 0, False
 
     def _changed(self) -> CommGridError | None:
         """Whether the model still trains the parameters that the buckets were made for."""

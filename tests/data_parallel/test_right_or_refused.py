@@ -605,19 +605,27 @@ def dummy() -> None:
             ctx.weight.grad_added_to_main_grad = True
             return dy, torch.full_like(dy, 60.5)
 
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused, self.plain = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+        def forward(self, fused: Tensor, plain: Tensor) -> Tensor:
+            return torch.sum(Writes.apply(torch.ones(2), fused) + 2 * plain)
+
     commgrid.initialize()
-    model = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
+    model = Both()
     reducer = GradientReducer(model)
     for _ in range(2):
-        Writes.apply(torch.ones(2), model[0]).sum().backward()
-        (model[1] * 2).sum().backward()
+        model(model.fused, model.plain).backward()
         reducer.finish()
-        assert model[0].grad.tolist() == [1.0, 1.0]
-        assert model[1].grad.tolist() == [2.0, 2.0]
+        assert model.fused.grad.tolist() == [1.0, 1.0]
+        assert model.plain.grad.tolist() == [2.0, 2.0]
         model.zero_grad()
-
-    with pytest.raises(CommGridError, match=r"1 of shape \(2,\): its layer has added to main_grad"):
-        Writes.apply(torch.ones(2), model[1]).sum().backward()
+    with pytest.raises(
+        CommGridError, match=r"plain of shape \(2,\): its layer has added to main_g"
+    ):
+        model(model.plain, model.fused).backward()
 
 
 def test_a_dummy_gradient_is_not_taken_for_one() -> None:
