@@ -197,7 +197,8 @@ def uneven() -> None:
         for i, part in enumerate(mine, 1):
             with reducer.no_sync() if i < len(mine) else nullcontext():
                 model(part).square().sum().backward()
-        reducer.finish(count=sum(len(part) for part in mine))
+        count = sum(len(part) for part in mine)  # or a tensor, which the host need not know
+        reducer.finish(count=torch.tensor(float(count)) if shard else count)
         norm = reducer.gradient_norm()
         whole = nn.Linear(4, 2, dtype=torch.float64)
         initialize_parameters(whole, seed=0)
