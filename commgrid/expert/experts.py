@@ -30,7 +30,15 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule, mark_parameters
-from commgrid.tensor_parallel.init import Init, draw, other_random_state, seed_of
+from commgrid.tensor_parallel.init import (
+    Init,
+    draw,
+    draw_slice,
+    has_numbers,
+    known_law,
+    other_random_state,
+    seed_of,
+)
 from commgrid.tensor_parallel.main_grad import claim_main_grad
 from commgrid.tensor_parallel.matmul import wanted
 
@@ -138,20 +146,31 @@ class GroupedExperts(ShardedModule):
         return (0, self.group), (1 + self._etp_dim(name), self.etp)
 
     def reset_parameters(self) -> None:
-        """Draws this rank's experts, each from a random stream of its own.
+        """Draws this rank's part of its experts.
 
-        What an expert gets depends on torch's global random state and its number only, and a rank
-        draws none but its own.
+        What an expert gets depends on torch's global random state and its number only. An `init`
+        that commgrid does not know (see `Init`) fills the full weights of this rank's experts, one
+        at a time and each from a random stream of its own.
         """
+        for name, shape in zip(("up", "down"), self._shapes, strict=True):
+            parameter, bound = getattr(self, name), 1 / math.sqrt(shape[-1])
+            init = self._init[name] or partial(nn.init.uniform_, a=-bound, b=bound)
+            if not has_numbers(parameter):
+                continue
+            law = known_law(init, shape, parameter)
+            if law is not None:
+                full = (self.num_experts, *shape)
+                draw_slice(parameter, full, law, self.shards_of(name))
+            else:
+                self._draw_each(name, shape, init)
+
+    def _draw_each(self, name: str, shape: Sequence[int], init: Init) -> None:
         seed = int(torch.randint(2**62, (), device="cpu"))
         first = self.group.rank * self.num_local_experts
         for local in range(self.num_local_experts):
             with other_random_state(seed_of(f"{seed}/{first + local}")):
-                for name, shape in zip(("up", "down"), self._shapes, strict=True):
-                    bound = 1 / math.sqrt(shape[-1])
-                    uniform = partial(nn.init.uniform_, a=-bound, b=bound)
-                    one = getattr(self, name)[local]
-                    draw(one, shape, self._init[name] or uniform, self._etp_dim(name), self.etp)
+                one = getattr(self, name)[local]
+                draw(one, shape, init, self._etp_dim(name), self.etp)
 
     def forward(self, x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """The outputs, times the weights.

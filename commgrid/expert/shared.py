@@ -80,7 +80,7 @@ class SharedExpert(ParallelLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the full weights from torch's global random state and keeps this rank's slices."""
+        """Draws this rank's slices of weights that torch's global random state decides."""
         for name, shape, init in (
             ("up", (self.ffn_hidden, self.hidden), self._init),
             ("gate", (self.ffn_hidden, self.hidden), self._init),

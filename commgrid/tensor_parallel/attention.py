@@ -120,7 +120,7 @@ class QKVParallelLinear(ParallelLayer):
             raise ShapeError(f"{self.group.owner}: {wrong}")
 
     def reset_parameters(self) -> None:
-        """Draws the full weights from torch's global random state and keeps this rank's rows."""
+        """Draws this rank's rows of weights that torch's global random state decides."""
         bound = 1 / math.sqrt(self.hidden)
         uniform = partial(nn.init.uniform_, a=-bound, b=bound)
         for name, rows in self._full.items():

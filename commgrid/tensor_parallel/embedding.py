@@ -94,7 +94,7 @@ class VocabParallelEmbedding(ParallelLayer):
         return self.num_embeddings, self.embedding_dim
 
     def reset_parameters(self) -> None:
-        """Draws the full weight and keeps this rank's rows; rows past the vocabulary are zero."""
+        """Draws this rank's rows of the full weight; rows past the vocabulary are zero."""
         shape = (self.num_embeddings, self.embedding_dim)
         draw(self.weight, shape, self._init or nn.init.normal_, 0, self.group)
 

@@ -1,25 +1,30 @@
 """The same initial weights on any grid.
 
-A sharded layer draws its full weight and keeps its slice, so what it draws must not
-depend on how many ranks share it, nor on which layers this rank happens to build. Each
-module therefore gets a random stream of its own, seeded by the job's seed and the
-module's name in the model.
+A rank draws its slice of a weight and not the rest: element i of the full weight is a function of
+a number that torch's global random state gives, and of i. That number must not depend on how many
+ranks share the weight, nor on which layers this rank happens to build. Each module therefore gets
+a random stream of its own, seeded by the job's seed and the module's name in the model.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.parameters import own_slice
+from commgrid.tensor_parallel.counter_rng import Law
+from commgrid.tensor_parallel.known_init import Constant, Init, law_of
+from commgrid.tensor_parallel.slices import fill
 
-Init = Callable[[Tensor], object]
-"""Fills a full weight in place from torch's global random state."""
+__all__ = ["Init", "draw", "initialize_parameters", "other_random_state", "seed_of"]
+
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def draw(
@@ -27,17 +32,63 @@ def draw(
 ) -> None:
     """Fills a parameter with its slice along `dim` of what `init` makes of the full shape.
 
-    The full tensor is made on the CPU, so that the numbers do not depend on the device; on the
-    meta device nothing is drawn.
+    Of an init that is known (see `Init`) nothing but the slice is drawn, on the parameter's
+    device, and torch's random state is asked for one number. Any other fills the full tensor, on
+    the CPU, so that the numbers do not depend on the device. What lies past the end of the full
+    shape is zero; on the meta device nothing is drawn.
     """
-    if parameter.is_meta:
+    if not has_numbers(parameter):
         return
+    law = known_law(init, full_shape, parameter)
     with torch.no_grad():
+        if law is not None:
+            shards = () if dim is None else ((dim, group),)
+            draw_slice(parameter, full_shape, law, shards)
+            return
         full = torch.empty(tuple(full_shape), dtype=parameter.dtype, device="cpu")
         init(full)
         if dim is not None:
             full = own_slice(full, dim, group, parameter.shape[dim])
         parameter.copy_(full)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether there is memory to fill, as there is none on the meta device and in fake tensors."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def known_law(init: Init, shape: Sequence[int], target: Tensor) -> Law | Constant | None:
+    """How `init` would fill a tensor of this shape; None: only it knows."""
+    return law_of(init, shape) if target.dtype in PRECISIONS else None
+
+
+def draw_slice(
+    target: Tensor,
+    full_shape: Sequence[int],
+    law: Law | Constant,
+    shards: Sequence[tuple[int, GroupRef]],
+) -> None:
+    """Fills a tensor with its slice of a full one, of numbers that are distributed as `law` says.
+
+    Args:
+        target: this rank's slice; padded where the slices are more than the full tensor.
+        full_shape: of the full tensor.
+        law: a constant asks nothing of torch's random state, any other one number.
+        shards: along which dims it is sliced, and over which group.
+    """
+    starts = [0] * len(full_shape)
+    real = target.detach()
+    for dim, group in shards:
+        size = target.shape[dim]
+        starts[dim] = min(group.rank * size, full_shape[dim])
+        real = real.narrow(dim, 0, min(size, full_shape[dim] - starts[dim]))
+    if real.numel() < target.numel():
+        target.detach().zero_()
+    if isinstance(law, Constant):
+        real.fill_(law.value)
+    else:
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        fill(real, full_shape, starts, law, seed)
 
 
 def initialize_parameters(model: nn.Module, seed: int) -> None:

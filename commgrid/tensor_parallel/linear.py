@@ -173,10 +173,10 @@ class _ParallelLinear(ParallelLayer):
         return weight if given is None else self._check_weight(given, *self._local_shape)
 
     def reset_parameters(self) -> None:
-        """Draws the full weight from torch's global random state and keeps this rank's slice.
+        """Draws this rank's slice of a weight that torch's global random state decides.
 
         Ranks of the group whose random states are equal get slices of one weight; without
-        an `init` it is nn.Linear's, uniform within ±1/√in_features, and so is the bias. A
+        an `init` it is uniform within ±1/√in_features, as nn.Linear's, and so is the bias. A
         weight that another module owns is left to it, and nothing is drawn on the meta device.
         """
         bound = 1 / math.sqrt(self.in_features)
@@ -213,7 +213,9 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dim: which dim of x is the sequence; 0 as in Megatron.
         weight: a parameter of this rank's shape that another module owns (tied embeddings);
             False: none, every call brings its own; None: a new one.
-        init: fills the full weight in place; the bias is then zero.
+        init: fills the full weight in place; the bias is then zero. Of `torch.nn.init`'s usual
+            ones a rank draws its slice only, of any other the full weight
+            (`commgrid.tensor_parallel.init.Init`).
         group: a group name, or a bare ProcessGroup (which cannot be pickled).
         grid: the grid to look the name up in; None: the default one.
         device, dtype: as nn.Linear's. On "meta" nothing is drawn; `to_empty` and
