@@ -6,6 +6,7 @@ Each test is the story of one that trained on without a word.
 import copy
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from torch.optim.swa_utils import AveragedModel
 
 import commgrid
 from commgrid import CommGridError, GridMismatchError, SpecError, checkpoint
-from commgrid.data_parallel import GradientReducer, GradScaler, ShardedOptimizer, clip_gradients
+from commgrid.data_parallel import (
+    GradientReducer,
+    GradScaler,
+    ShardedOptimizer,
+    clip_gradients,
+    sharded_optimizer,
+)
 from commgrid.parameters import mark_parameters
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
@@ -61,12 +68,19 @@ def data(step: int = 0, rows: int = 4) -> Tensor:
 
 
 def step_of(model: nn.Module, reducer: GradientReducer, optimizer: Any, step: int) -> None:
-    """One step, in which one rank comes late to the gathers."""
+    """One step, in which one rank comes late to every gather, and ever later."""
     model(data(step)).square().mean().backward()
     reducer.finish()
+    start = sharded_optimizer.start_all_gather_
+
+    def late(*given: Any) -> Any:
+        time.sleep(0.02)
+        return start(*given)
+
     if commgrid.get_grid().rank == 1:
-        time.sleep(0.2)
+        sharded_optimizer.start_all_gather_ = late
     optimizer.step()
+    sharded_optimizer.start_all_gather_ = start
 
 
 def pair(**options: Any) -> tuple[Net, GradientReducer, ShardedOptimizer]:
@@ -80,13 +94,25 @@ def pair(**options: Any) -> tuple[Net, GradientReducer, ShardedOptimizer]:
 
 
 def saved_at_once(folder: str) -> None:
+    """Gathers that take long, as those of large weights do; a thread of their own sends them."""
     commgrid.initialize(tp=2)
     model, reducer, optimizer = pair(overlap=True)
+    start, sender = sharded_optimizer.start_all_gather_, ThreadPoolExecutor(max_workers=1)
+
+    class Slow:
+        def __init__(self, buffer: Tensor, group: Any) -> None:
+            self.sent = sender.submit(lambda: (time.sleep(0.1), start(buffer, group).wait()))
+
+        def wait(self) -> None:
+            self.sent.result()
+
+    sharded_optimizer.start_all_gather_ = lambda *given: Slow(*given)  # type: ignore[assignment,return-value]
     step_of(model, reducer, optimizer, 0)
     checkpoint.save(folder, 1, model, progress=False)
     found = Net()
     checkpoint.load(folder, found, progress=False)
     optimizer.wait()
+    sender.shutdown()
     for name, parameter in model.named_parameters():
         assert torch.equal(found.get_parameter(name), parameter), name
 
@@ -682,6 +708,13 @@ def rounded() -> None:
     tokens = torch.zeros(1025, dtype=torch.long)
     scale = torch.full((1025, 1), 2.0**-12, dtype=torch.bfloat16)
     scale[0] = 1.0
+    index_add_, into = Tensor.index_add_, []
+
+    def seen(self: Tensor, *given: Any) -> Tensor:
+        into.append(self.dtype)
+        return index_add_(self, *given)
+
+    Tensor.index_add_ = seen  # type: ignore[method-assign,assignment]
     (table(tokens) * scale).sum().backward()
     assert table.weight.grad is not None
     assert table.weight.grad[0].tolist() == [1.25, 1.25]  # in bf16 all of them are lost to the 1
@@ -690,6 +723,7 @@ def rounded() -> None:
     (table(tokens) * scale).sum().backward()
     reducer.finish()
     assert table.weight.grad[0].tolist() == [1.25, 1.25]
+    assert into == [torch.float32, torch.float32]  # on CUDA bf16 would lose them
 
 
 def test_bf16_embedding_gradients_add_up_in_fp32() -> None:
