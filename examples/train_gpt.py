@@ -287,7 +287,9 @@ class Trainer:
             initialize_parameters(chunk, args.seed)
         self.model = nn.ModuleList(self.chunks).to(self.device)
         set_random_seed(args.seed)  # of dropout: the same on the ranks of a tp group
-        options: dict[str, Any] = {"lr": args.lr, "weight_decay": 0.01}
+        options: dict[str, Any] = {
+            "lr": args.lr, "weight_decay": 0.01, "fused": self.device.type == "cuda" or None
+        }  # fmt: skip
         self.reducer: GradientReducer | None = None
         self.optimizer: torch.optim.Optimizer
         if args.fsdp:

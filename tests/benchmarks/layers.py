@@ -163,20 +163,24 @@ def reducers(width: int, depth: int, samples: int) -> dict[str, Build]:
     return {"ours": ours, "DDP": ddp}
 
 
-def optimizers(width: int, depth: int, samples: int) -> dict[str, Build]:
-    """A whole step of AdamW whose state is sharded."""
+def optimizers(overlap: bool, width: int, depth: int, samples: int) -> dict[str, Build]:
+    """Two whole steps of AdamW whose state is sharded; the second forward may overlap gathers."""
     x = torch.randn(samples, width)
 
     def ours() -> Callable[[], object]:
         model = stack(width, depth)
         reducer = GradientReducer(model, shard=True)
-        optimizer = ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-3)
+        units = list(model) if overlap else None
+        optimizer = ShardedOptimizer(
+            reducer, torch.optim.AdamW, lr=1e-3, overlap=overlap, units=units
+        )
 
         def once() -> None:
-            model(x).square().mean().backward()
-            reducer.finish()
-            optimizer.step()
-            optimizer.zero_grad()
+            for _ in range(2):
+                model(x).square().mean().backward()
+                reducer.finish()
+                optimizer.step()
+                optimizer.zero_grad()
             optimizer.wait()  # the next forward would; the clock stops here
 
         return once
@@ -189,9 +193,10 @@ def optimizers(width: int, depth: int, samples: int) -> dict[str, Build]:
         )
 
         def once() -> None:
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for _ in range(2):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
         return once
 
@@ -203,14 +208,16 @@ CASES: dict[str, Callable[[], dict[str, Build]]] = {
     "block 512, sequence parallel": lambda: blocks(True, 512, 1024),
     "embedding, cross-entropy 32k": lambda: vocabularies(32_768, 256, 512),
     "reduce gradients, 25 MB": lambda: reducers(1024, 6, 64),
-    "sharded AdamW, 25 MB": lambda: optimizers(1024, 6, 64),
+    "sharded AdamW, 25 MB, overlap=False": lambda: optimizers(False, 1024, 6, 64),
+    "sharded AdamW, 25 MB, overlap=True": lambda: optimizers(True, 1024, 6, 64),
 }
 CUDA_CASES: dict[str, Callable[[], dict[str, Build]]] = {
     "block 4096": lambda: blocks(False, 4096, 4096),
     "block 4096, sequence parallel": lambda: blocks(True, 4096, 4096),
     "embedding, cross-entropy 128k": lambda: vocabularies(131_072, 4096, 4096),
     "reduce gradients, 200 MB": lambda: reducers(4096, 6, 4096),
-    "sharded AdamW, 200 MB": lambda: optimizers(4096, 6, 4096),
+    "sharded AdamW, 200 MB, overlap=False": lambda: optimizers(False, 4096, 6, 4096),
+    "sharded AdamW, 200 MB, overlap=True": lambda: optimizers(True, 4096, 6, 4096),
 }
 
 
