@@ -42,7 +42,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: parameter groups as torch takes them; None: all parameters in one.
         overlap: gather parameters beside the next forward; each module waits for its own before
             it runs, and modules that are never called for all that have not been. Code that
-            reads parameters between `step` and forward calls `wait` first.
+            reads parameters between `step` and forward calls `wait` first. Once torch.compile has
+            traced a forward, `step` itself waits.
         **defaults: the optimizer's own arguments.
 
     Raises:
@@ -151,12 +152,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             closure: as torch's; it calls backward and the reducer's `finish`.
 
         Raises:
-            CommGridError: a parameter was moved or replaced since the optimizer was made.
+            CommGridError: a parameter was moved or replaced since the optimizer was made, or read
+                by a forward before it was whole.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_waited()
         self.wait()
         self._check_in_place()
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -195,6 +198,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "make reducer and optimizer after the model is on its device"
                 )
 
+    def _check_waited(self) -> None:
+        """Refuses gradients that came from parameters which were not whole yet."""
+        for bucket in self._reducer.buckets:
+            for slot in bucket.slots if id(bucket) in self._gathers else ():
+                if slot.used:
+                    raise CommGridError(
+                        f"{slot.placement} has a gradient, but no module waited for it after the "
+                        "step before, as none does in code that torch.compile made before this "
+                        "optimizer; use overlap=False, or call wait() before each forward"
+                    )
+
     def wait(self) -> None:
         """Returns when every parameter is whole again."""
         for bucket in list(self._gathers):
@@ -215,6 +229,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return hooks
 
     def _whole(self, *_: object) -> None:
+        self.wait()
+
+    def compiled(self) -> None:
+        """Gathers no more beside a forward: compiled code does not wait for what it reads."""
+        self._overlap = False
         self.wait()
 
     def _before(self, module: nn.Module, *_: object) -> None:
@@ -277,11 +296,25 @@ class _Hook:
 
     def __init__(self, method: Callable[..., object] | None = None) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
+        self.traced = False
 
     def __call__(self, *given: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.trace()
+            assert self.traced  # guarded: code compiled for another model does not fit this one
+            return
         method = self._method() if self._method is not None else None
         if method is not None:
             method(*given)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def trace(self) -> bool:
+        """Called once, while torch.compile traces a forward, and is no part of what it makes."""
+        method: Any = self._method() if self._method is not None else None
+        if method is not None:
+            method.__self__.compiled()
+        self.traced = True
+        return True
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
