@@ -38,7 +38,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         """The result, as soon as it is there (on CUDA: as soon as the stream may use it)."""
-        if self.work is not None:
+        if self.work is not None and _beside():
             self.work.wait()
         return self.finish()
 
@@ -165,8 +165,21 @@ def _start_uneven_reduce_scatter(
 
 
 def _beside() -> bool:
-    """Whether to start and return; torch.compile knows collectives only as calls that wait."""
+    """Whether to start and return; torch.compile knows collectives only as calls that wait.
+
+    What it takes for their handle may then be a tensor (torch 2.11).
+    """
     return not torch.compiler.is_compiling()
+
+
+def as_output(made: Tensor) -> Tensor:
+    """What a forward returns that has written into `made`, as all that is received is.
+
+    torch 2.11 compiles an autograd.Function whose output was written into so that no gradient
+    comes back to it, and says nothing; a view of it has one. Eagerly the tensor itself, into which
+    the caller may write.
+    """
+    return made.view_as(made) if torch.compiler.is_compiling() else made
 
 
 def share(tensor: Tensor, group: ProcessGroup, dim: int) -> int:

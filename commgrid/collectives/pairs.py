@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import (
+    as_output,
     check_sizes,
     share,
     start_all_gather,
@@ -121,7 +122,7 @@ class _Pair(torch.autograd.Function):
         sizes: Sizes,
     ) -> Tensor:
         ctx.partner, ctx.group, ctx.dim, ctx.sizes = partner, group, dim, sizes
-        return step(tensor, group, dim, sizes)
+        return as_output(step(tensor, group, dim, sizes))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -273,6 +273,9 @@ class GradientReducer:
                 "gradients are sent. Capture the forward and backward of parts without a "
                 "GradientReducer, or train without graphs"
             )
+        optimizer = self.optimizer
+        if optimizer is not None:
+            optimizer.check_whole(bucket, slot.placement)
         was_foreign = slot.foreign
         _take_in(slot)
         if slot.foreign and not was_foreign:

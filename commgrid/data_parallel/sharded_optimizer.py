@@ -20,6 +20,7 @@ from commgrid.collectives.asynchronous import Pending, start_all_gather_
 from commgrid.data_parallel.buckets import Bucket, Piece
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import CommGridError, ShapeError, SpecError
+from commgrid.parameters import Placement
 
 ELEMENT_WISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -57,6 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         units: with `overlap`, modules of the model that each wait for their own parameters only
             when their forward begins; nobody else reads these before. None: every forward waits
             for all below it, so that gathers overlap with what comes before the model is called.
+            Once torch.compile has traced a forward, `step` itself waits.
         element_wise: says of a class that is not torch's own that it updates every element by
             itself, whatever other elements are.
         **defaults: the optimizer's own arguments.
@@ -260,6 +262,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "make reducer and optimizer after the model is on its device"
                 )
 
+    def check_whole(self, bucket: Bucket, placement: Placement) -> None:
+        """Refuses a gradient of a parameter that was read before it was whole.
+
+        Args:
+            bucket, placement: where the parameter lies.
+
+        Raises:
+            CommGridError: names the parameter.
+        """
+        if id(bucket) in self._gathers:
+            raise CommGridError(
+                f"{placement} has a gradient, but was read before it was gathered after the last "
+                "step, by code that does not call the module which waits for it, or that "
+                "torch.compile made before this optimizer was; use overlap=False, or call the "
+                "optimizer's wait() before each forward"
+            )
+
     def wait(self) -> None:
         """Returns when every parameter is whole again."""
         for bucket in list(self._gathers):
@@ -280,6 +299,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return hooks
 
     def _whole(self, *_: object) -> None:
+        self.wait()
+
+    def compiled(self) -> None:
+        """Gathers no more beside a forward: compiled code does not wait for what it reads."""
+        self._overlap = False
         self.wait()
 
     def _before(self, module: nn.Module, *_: object) -> None:
@@ -342,11 +366,25 @@ class _Hook:
 
     def __init__(self, method: Callable[..., object] | None = None) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
+        self.traced = False
 
     def __call__(self, *given: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.trace()
+            assert self.traced  # guarded: code compiled for another model does not fit this one
+            return
         method = self._method() if self._method is not None else None
         if method is not None:
             method(*given)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def trace(self) -> bool:
+        """Called once, while torch.compile traces a forward, and is no part of what it makes."""
+        method: Any = self._method() if self._method is not None else None
+        if method is not None:
+            method.__self__.compiled()
+        self.traced = True
+        return True
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import (
+    as_output,
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
@@ -159,6 +160,8 @@ class VocabParallelHead(ColumnParallelLinear):
         real = min(max(self.out_features - self.group.rank * share, 0), share)
         if real == share:
             return logits
+        if torch.compiler.is_compiling():  # torch 2.11 cannot write into what another Function made
+            return F.pad(logits[..., :real], (0, share - real), value=-torch.inf)
         masked: Tensor = _Without.apply(logits, real)  # type: ignore[no-untyped-call]
         return masked
 
@@ -174,7 +177,7 @@ def check_indices(indices: Tensor, size: int, who: str, what: str, group: GroupR
     """Refuses what is no index into a vocabulary, on CUDA without waiting for the device.
 
     Raises:
-        ShapeError: on the CPU; on CUDA it is a device-side assertion of the same words.
+        ShapeError: on the CPU; on CUDA and in compiled code it is an assertion of the same words.
     """
     if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
         raise ShapeError(f"{who}: {what} of dtype {indices.dtype}; expected integers")
@@ -182,7 +185,7 @@ def check_indices(indices: Tensor, size: int, who: str, what: str, group: GroupR
         return
     low, high = indices.aminmax()
     said = f"{who}: {what} outside the vocabulary of {size}"
-    if indices.device.type != "cpu":
+    if indices.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async((low >= 0) & (high < size), said)
     elif low < 0 or high >= size:
         raise ShapeError(
@@ -211,7 +214,7 @@ class _Embed(torch.autograd.Function):
                 y = start_reduce_scatter(y, group, sequence_dim).wait()
         ctx.save_for_backward(rows, others, weight)
         ctx.group, ctx.sequence_dim = group, sequence_dim
-        return y
+        return as_output(y)
 
     @staticmethod
     @once_differentiable
@@ -220,7 +223,7 @@ class _Embed(torch.autograd.Function):
         if ctx.sequence_dim is not None and ctx.group.size() > 1:
             dy = start_all_gather(dy, ctx.group, ctx.sequence_dim).wait()
         dy, rows, own = dy.reshape(-1, dy.shape[-1]), rows.reshape(-1), ~others.reshape(-1)
-        if dy.device.type == "cpu":
+        if dy.device.type == "cpu" and not torch.compiler.is_compiling():
             rows, dy = rows[own], dy[own]  # on CUDA the host would wait for how many there are
         else:
             dy = dy * own.unsqueeze(-1)

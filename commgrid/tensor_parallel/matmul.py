@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import (
+    as_output,
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
@@ -107,9 +108,10 @@ class _Linear(torch.autograd.Function):
 
 class _ColumnMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: ProcessGroup, sequence_dim: int | None, *flat: Any
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        # Unnamed: compiled without gradients, one that is given as many arguments as it names
+        # parameters, ctx among them, is called without ctx.
+        x, group, sequence_dim, *flat = given
         ctx.group, ctx.sequence_dim = group, sequence_dim
         weights, biases = flat[::2], flat[1::2]
         ctx.save_for_backward(x, *weights)
@@ -161,7 +163,7 @@ class _RowMatmul(torch.autograd.Function):
             y = start_all_reduce_(y, group).wait()
         else:
             y = start_reduce_scatter(y, group, sequence_dim).wait()
-        return y if bias is None else y.add_(bias)
+        return as_output(y if bias is None else y.add_(bias))
 
     @staticmethod
     @once_differentiable

@@ -203,6 +203,25 @@ def test_units_wait_for_their_own_parameters_only() -> None:
     run_on_ranks(waits, 2)
 
 
+def read_too_early() -> str:
+    """A weight that is a unit's own, read by somebody else in the next forward."""
+    commgrid.initialize()
+    model = Net()
+    reducer = GradientReducer(model, shard=True, bucket_bytes=256)
+    optimizer = ShardedOptimizer(
+        reducer, torch.optim.SGD, lr=0.5, overlap=True, units=[*model.blocks, model.head]
+    )
+    step_of(model, reducer, optimizer, 0)
+    with pytest.raises(CommGridError) as caught:
+        F.linear(data(), model.head.weight).sum().backward()
+    return str(caught.value)
+
+
+def test_a_gradient_of_a_weight_that_was_read_half_gathered_is_refused() -> None:
+    for said in run_on_ranks(read_too_early, 2):
+        assert said.startswith("head.weight of shape (5, 8) has a gradient, but was read before it")
+
+
 class Counted(dict[int, Any]):
     """Gathers under way that count how often they are looked at."""
 
