@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.planning.layout import RankLayout
+from commgrid.planning.spec import DEFAULT_SHARE
 from commgrid.runtime.grid import HyperCommGrid, Seconds
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.spec import (
@@ -49,7 +50,7 @@ def initialize_model_parallel(
     sharp_enabled_group: str | None = None,
     create_all_gather_group: bool | None = False,
     *,
-    share: str = "region",
+    share: str = DEFAULT_SHARE,
     connect: str | Sequence[str] = CONNECT,
     startup_timeout: Seconds = 60.0,
     name: str = "default",

@@ -22,7 +22,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
-from commgrid.planning.spec import GridSpec
+from commgrid.planning.spec import DEFAULT_SHARE, GridSpec
 from commgrid.planning.yaml_io import load_yaml
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.names import MEGATRON_GROUPS, OPTIONAL, hierarchical, hybrid
@@ -175,7 +175,9 @@ class MegatronSizes:
         expert = {name: size for axis in placed for name, size in parts[axis].items()}
         return dense, expert
 
-    def spec(self, *, share: str = "region", connect: str | Sequence[str] = CONNECT) -> GridSpec:
+    def spec(
+        self, *, share: str = DEFAULT_SHARE, connect: str | Sequence[str] = CONNECT
+    ) -> GridSpec:
         """The grid with Megatron's groups.
 
         Args:

@@ -98,7 +98,12 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"order: pp groups differ between regions: rank 0 has pp group \(0, 2\) in dense and "
         r"\(0, 1\) in expert; put pp last",
     ),
-    "share": (lambda: build(share="al"), r"share='al': expected region, all, none"),
+    "share": (lambda: build(share="al"), r"share='al': expected aliases, region, all; did you "),
+    "share none": (
+        lambda: build(share="none"),
+        r"share='none': this is now called 'aliases', .*; expected aliases, region, all",
+    ),
+    "share no string": (lambda: dictionary(share=["all"]), r"share=\['all'\]: expected aliases, "),
     "connect": (lambda: build(connect="axis"), r"connect='axis': .*did you mean 'axes'\?"),
     "create name": (lambda: build(create=["dp_cq"]), r"create: no group is named 'dp_cq'; did you"),
     "groups no mapping": (lambda: build(groups=["x"]), r"groups=\['x'\]: expected a mapping"),  # type: ignore[arg-type]

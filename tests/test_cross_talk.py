@@ -97,6 +97,6 @@ def test_names_carry_grid_incarnation_group_and_ranks() -> None:
         return made
 
     for rank, made in enumerate(run_on_ranks(names, 4)):
-        assert len(set(made)) == len(made) == 8
+        assert len(set(made)) == len(made) == 2 * 13
         assert made[0].startswith("commgrid/default/")
         assert made[0].endswith(f"/tp/{rank // 2 * 2}+2x1")

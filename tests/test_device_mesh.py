@@ -25,13 +25,13 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
     4: [
         {"tp": 2}, {"tp": 4}, {"pp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2},
         {"ep": 2}, {"ep": 4, "etp": 1, "tp": 2}, {"tp": 2, "pp": 2}, {"order": "pp-dp-tp", "tp": 2},
-        {"share": "all", "tp": 2},
+        {"share": "all", "tp": 2}, {"share": "region", "tp": 2, "ep": 2, "etp": 1},
     ],
     8: [
         {"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "pp": 2}, {"ep": 4},
         {"ep": 8, "tp": 2, "etp": 1}, {"tp": 4, "ep": 2, "etp": 2}, {"pp": 4, "ep": 2},
         {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
-        {"tp": 2, "order": "dp-tp"}, {"tp": 8}, {"pp": 2, "ep": 2, "etp": 2}, {"share": "none"},
+        {"tp": 2, "order": "dp-tp"}, {"tp": 8}, {"pp": 2, "ep": 2, "etp": 2}, {"share": "region"},
         {"dp_shard": 4, "tp": 2, "groups": {"fsdp": "dp_shard_cp"}},
     ],
 }  # fmt: skip
@@ -225,3 +225,40 @@ def adopted() -> None:
 
 def test_a_grid_adopts_a_mesh() -> None:
     run_on_ranks(adopted, 4)
+
+
+def adopted_as_it_is() -> None:
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    mesh = init_device_mesh("cpu", (1, 2, 1, 1, 2), mesh_dim_names=names)
+    flat = {
+        "dp_cp": mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp_flat"),
+        "cp_tp": mesh["cp", "tp"]._flatten("cp_tp"),
+        "whole": mesh._flatten("whole"),
+        "every": mesh["dp_replicate", "dp_shard", "cp", "tp"]._flatten("every"),
+    }
+    grid = commgrid.HyperCommGrid.from_device_mesh(mesh)
+    for name in names:
+        assert grid.get_group(name) is mesh.get_group(name)
+        assert grid.get_ranks(name) == tuple(dist.get_process_group_ranks(mesh.get_group(name)))
+    for name in ("cp_tp", "whole", "every"):
+        assert grid.get_group(name) is flat[name].get_group()
+    held = [communicator.group for communicator in grid.communicators]
+    assert len(set(held)) == len(held)
+    assert set(held) == {m.get_group() for m in flat.values()} | set(mesh.get_all_groups())
+    grid.check()
+    grid.destroy()
+
+
+def test_a_grid_adopts_each_group_of_a_mesh_also_of_one_rank() -> None:
+    run_on_ranks(adopted_as_it_is, 4)
+
+
+def adopted_hsdp() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    flat = mesh._flatten("dp_replicate_dp_shard")
+    grid = commgrid.HyperCommGrid.from_device_mesh(mesh)
+    assert grid.get_group("dp") is grid.get_group("dp_shard", "dp_replicate") is flat.get_group()
+
+
+def test_an_adopted_mesh_of_hsdp_has_dp_too() -> None:
+    run_on_ranks(adopted_hsdp, 4)

@@ -56,7 +56,8 @@ def contract() -> None:
 
     assert commgrid.get_group("tp") is grid.get_group("tp")
     assert grid.get_group("tp", "pp") is grid.get_group("pp_tp") is grid.get_group("tp_pp")
-    assert grid.get_group("cp", "dp", "tp") is grid.get_group("tp")
+    assert grid.get_group("cp", "dp", "tp") is grid.get_group("dp_cp_tp")
+    assert grid.get_group("dp_cp_tp") is not grid.get_group("tp")  # whose ranks are the same
     assert grid.get_group() is grid.get_group("pp_dp_cp_tp")
     assert grid.get_group() is not dist.group.WORLD
 
@@ -217,7 +218,7 @@ def fake_world(world: int, rank: int) -> int:
 
 
 def test_one_process_stands_for_a_large_world() -> None:
-    assert run_on_ranks(fake_world, 1, 1024, 777, init=None) == [23]
+    assert run_on_ranks(fake_world, 1, 1024, 777, init=None) == [29]
 
 
 # -- several grids ----------------------------------------------------------------------
@@ -368,7 +369,8 @@ def test_hsdp_live() -> None:
         assert grid.select(dp_shard=1).ranks == (2, 3, 6, 7)
         part = grid.select(tp=0)
         if part.is_member:
-            assert part.get_group() is grid.get_group("dp")
+            assert part.get_group("dp") is grid.get_group("dp")
+            assert part.get_group() is grid.get_group("pp_dp_cp")
 
     run_on_ranks(hsdp, 8)
 

@@ -6,12 +6,14 @@ import random
 import time
 import tracemalloc
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commgrid import GridSpec, GroupPlan, SpecError
+from commgrid.planning.spec import SHARE_CHOICES
 from commgrid.planning.spec import GridSpec as Spec
 from tests.full import full
 
@@ -65,7 +67,9 @@ def check_whole(spec: Spec) -> None:
         if name in spec.created_names:
             found = {plan.groups[name] for plan in plans.values()}
             assert sorted(r for group in found for r in group) == list(spec.rank_range)
-    listed = {rank: [(c.name, c.ranks) for c in plan.communicators] for rank, plan in plans.items()}
+    listed = {
+        rank: [(c.names, c.ranks) for c in plan.communicators] for rank, plan in plans.items()
+    }
     for rank, communicators in listed.items():
         assert len(set(communicators)) == len(communicators)
         for peer in {r for _, ranks in communicators for r in ranks}:
@@ -166,7 +170,7 @@ def random_specs(draw: st.DrawFn) -> Spec:
     return GridSpec.from_dict(
         {
             "axes": sizes, "order": "-".join(order), "regions": regions,
-            "share": draw(st.sampled_from(["region", "all", "none"])),
+            "share": draw(st.sampled_from(SHARE_CHOICES)),
             "groups": {"embedding": {"of": "pp", "pick": ["first", "last"]},
                        "fsdp": "dp_cp", "ag": {"of": "dp_cp", "own": True},
                        "levels": {"of": "dp_cp", "split": {"outer": -1, "inner": sizes["cp"]}}},
@@ -251,8 +255,79 @@ def names_sharing(spec: Spec, rank: int = 0) -> set[frozenset[str]]:
     return {frozenset(c.names) for c in GroupPlan.for_rank(spec, rank).communicators}
 
 
+def expected_sharing(spec: Spec, rank: int) -> set[frozenset[str]]:
+    """Who shares, from the table of ranks alone: combinations of axes without a groups table."""
+    together: dict[object, set[str]] = {}
+    seen = set()
+    for region in spec.regions:
+        sizes = dict(region.numbers)
+        table = enumerate_region(sizes, spec.rank_range)
+        for count in range(1, len(region.axes) + 1):
+            for axes in itertools.combinations(region.axes, count):
+                ranks, name = peers(table, rank, axes), "_".join(reversed(axes))
+                key: object = {
+                    "aliases": name,
+                    "region": (region.name, frozenset(a for a in axes if sizes[a] > 1)),
+                    "all": ranks,
+                }[spec.share]
+                if name not in seen:  # pp is of both regions
+                    seen.add(name)
+                    together.setdefault(ranks if len(ranks) == 1 else key, set()).add(name)
+    return set(map(frozenset, together.values()))
+
+
+def covers(coarse: set[frozenset[str]], fine: set[frozenset[str]]) -> bool:
+    """Whether names that share in `fine` do so in `coarse` too."""
+    return all(any(names <= more for more in coarse) for names in fine)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+def test_who_shares_equals_enumeration(world: int) -> None:
+    cuts = [
+        {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
+        for tp, pp, cp, _ in factorizations(world, 4)
+        for etp, ep, _ in [(None, 1, 1), *factorizations(world // pp, 3)]
+    ]
+    for number, cut in enumerate(cuts):
+        spec, rank = GridSpec.build(**cut).resolve(world), number % world  # type: ignore[arg-type]
+        found: list[set[frozenset[str]]] = []
+        for share in SHARE_CHOICES:
+            shared = replace(spec, share=share)
+            found.append(names_sharing(shared, rank))
+            assert found[-1] == expected_sharing(shared, rank), (shared, rank)
+        aliases, region, every = found
+        assert covers(region, aliases)
+        assert covers(every, region)
+
+
+def test_by_default_nothing_shares_but_aliases_and_groups_of_one_rank() -> None:
+    groups = {
+        "fsdp": "dp_cp", "ends": {"of": "pp", "pick": ["first", "last"]},
+        "head": {"of": "pp", "pick": ["first"]}, "levels": {"of": "tp", "split": {"x": 2, "y": 1}},
+        "alone": {"of": "cp", "own": True}, "again": "alone", "slow": {"of": "cp", "timeout": 9},
+    }  # fmt: skip
+    spec = GridSpec.build(tp=2, pp=2, groups=groups).resolve(8)
+    assert spec.share == "aliases"
+    shared = {names for names in names_sharing(spec, 0) if len(names) > 1}
+    assert shared == {
+        frozenset({"dp_cp", "fsdp"}), frozenset({"cp", "head", "y"}), frozenset({"alone", "again"}),
+    }  # fmt: skip
+    assert {frozenset({"cp", "y"}), frozenset({"slow"})} <= names_sharing(spec, 7)  # no first stage
+    check_whole(spec)
+
+
+def test_hsdp_has_one_communicator_under_both_its_names() -> None:
+    spec = GridSpec.build(tp=2, dp_replicate=2, dp_shard=2).resolve(8)
+    shared = {names for names in names_sharing(spec) if len(names) > 1}
+    assert {frozenset({"dp_replicate_dp_shard", "dp"})} <= shared
+    assert frozenset({"cp", "pp", "pp_cp"}) in shared
+    for names in shared - {frozenset({"cp", "pp", "pp_cp"})}:
+        one, other = sorted(names, key=len)
+        assert other == one.replace("dp", "dp_replicate_dp_shard")
+
+
 def test_sharing_in_a_region_needs_an_axis_of_size_1() -> None:
-    spec = GridSpec.build(tp=2, pp=2, ep=2, etp=1).resolve(8)
+    spec = GridSpec.build(tp=2, pp=2, ep=2, etp=1, share="region").resolve(8)
     shared = names_sharing(spec)
     # cp=1, so every name with cp is the name without it; etp=1 likewise among the experts'.
     assert frozenset({"tp", "cp_tp"}) in shared
@@ -263,7 +338,7 @@ def test_sharing_in_a_region_needs_an_axis_of_size_1() -> None:
     assert frozenset({"pp", "pp_cp"}) in shared
 
 
-def test_share_all_is_one_communicator_a_rank_set_and_none_is_one_a_name() -> None:
+def test_share_all_is_one_communicator_a_rank_set_and_aliases_is_one_a_name() -> None:
     arguments = {
         "tp": 2,
         "pp": 2,
@@ -274,8 +349,9 @@ def test_share_all_is_one_communicator_a_rank_set_and_none_is_one_a_name() -> No
     for rank in range(8):
         plan = GroupPlan.for_rank(every, rank)
         assert len(plan.communicators) == len(set(plan.groups.values()))
-    single = GridSpec.build(share="none", **arguments).resolve(8)  # type: ignore[arg-type]
-    assert all(len(names) == 1 for names in names_sharing(single))
+    single = GridSpec.build(share="aliases", cp=2, **arguments).resolve(16)  # type: ignore[arg-type]
+    for rank in range(16):
+        assert all(len(names) == 1 for names in names_sharing(single, rank))
 
 
 def test_own_and_options_keep_communicators_apart() -> None:
@@ -283,7 +359,7 @@ def test_own_and_options_keep_communicators_apart() -> None:
         "fsdp": "dp_cp", "ag": {"of": "dp_cp", "own": True}, "slow": {"of": "dp_cp", "timeout": 9},
         "slow_too": "slow", "emb": {"of": "pp", "pick": ["first", "last"]},
     }  # fmt: skip
-    for share in ("region", "all", "none"):
+    for share in SHARE_CHOICES:
         spec = GridSpec.build(tp=2, cp=2, pp=2, groups=groups, share=share).resolve(16)
         shared = names_sharing(spec)
         assert frozenset({"ag"}) in shared
@@ -325,16 +401,21 @@ def test_only_what_is_named_connects() -> None:
 
 @pytest.mark.parametrize("world", [64, 1024, 16_384, 131_072])
 def test_communicators_do_not_grow_with_the_world(world: int) -> None:
-    spec = GridSpec.build(tp=8, pp=4, cp=2, ep=8, etp=1).resolve(world)
-    count = len(GroupPlan.for_rank(spec, world - 1).communicators)
-    assert count == (16 if world == 64 else 23)
+    counts = {}
+    for share in SHARE_CHOICES:
+        spec = GridSpec.build(tp=8, pp=4, cp=2, ep=8, etp=1, share=share).resolve(world)
+        counts[share] = len(GroupPlan.for_rank(spec, world - 1).communicators)
+    # 15 names of dense axes and 14 of the experts' (pp is of both), one of them of one rank; with
+    # 64 ranks dp is one rank too, and of edp 2 ranks are left.
+    few, many = (28, 15, 8), (29, 23, 16)
+    assert tuple(counts.values()) == (few if world == 64 else many)
 
 
 def test_a_plan_of_a_million_ranks_is_small_and_quick() -> None:
     def plan() -> GroupPlan:
         spec = GridSpec.build(tp=8, pp=4, cp=2, ep=8, etp=1).resolve(2**20)
         made = GroupPlan.for_rank(spec, 777_777)
-        assert len(made.communicators) == 23
+        assert len(made.communicators) == 29
         return made
 
     plan()
@@ -354,7 +435,7 @@ def _seconds(call: object) -> float:
     return time.perf_counter() - started
 
 
-@pytest.mark.parametrize("share", ["region", "all", "none"])
+@pytest.mark.parametrize("share", SHARE_CHOICES)
 def test_rows_made_of_an_own_group_have_their_own_ranks_and_options(share: str) -> None:
     groups = {
         "a": {"of": "pp", "own": True}, "alias": "a", "ends": {"of": "a", "pick": [0, "last"]},

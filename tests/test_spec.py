@@ -16,7 +16,7 @@ regions:
   expert: {axes: {etp: 1, ep: 8, edp: -1, pp: 2}, order: etp-ep-edp-pp}
 create: all
 connect: axes
-share: region
+share: aliases
 groups:
   fsdp: dp_cp
   dp_cp: {timeout: 600, backend: nccl, nccl: {max_ctas: 16, is_high_priority_stream: true}}
@@ -48,6 +48,7 @@ def specs() -> list[GridSpec]:
         GridSpec.build(tp=2, pp=3, order="pp-tp-dp"),
         GridSpec.build(tp=2, ep=4),
         GridSpec.build(tp=2, ep=4, etp=1, share="all", connect="none"),
+        GridSpec.build(tp=2, ep=4, etp=1, share="region"),
         GridSpec.build(tp=2, ep=4).resolve(8),
         GridSpec.build(dp_replicate=2, tp=2, connect=["dp_cp"], create=["dp_cp", "tp"]),
         GridSpec.build(tp=2).resolve(ranks=range(8, 24, 2)),

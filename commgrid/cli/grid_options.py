@@ -7,7 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.planning.spec import CONNECT_CHOICES, DEFAULT_ORDER, SHARE_CHOICES, GridSpec
+from commgrid.planning.spec import (
+    CONNECT_CHOICES,
+    DEFAULT_ORDER,
+    DEFAULT_SHARE,
+    SHARE_CHOICES,
+    GridSpec,
+)
 
 _SIZES = {
     "dp": "data parallel; what the others leave, unless given",
@@ -62,7 +68,7 @@ def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True
         metavar="NAMES",
         help=f"{', '.join(CONNECT_CHOICES)}, or names with commas",
     )
-    grid.add_argument("--share", help=f"{', '.join(SHARE_CHOICES)} (default region)")
+    grid.add_argument("--share", help=f"{', '.join(SHARE_CHOICES)} (default {DEFAULT_SHARE})")
     if world_size:
         grid.add_argument("--world-size", metavar="N", help="number of ranks, one per device")
 

@@ -14,9 +14,17 @@ from commgrid.planning.spec import GridSpec
 NCCL_GB = (0.4, 0.7)
 """Device memory reported for one connected NCCL communicator: 388 MiB to 688 MB on A100."""
 
+ASKS = {
+    "region": "all ranks of a group to issue collectives, asynchronous ones too, in one order on "
+    "names that differ only by axes of size 1",
+    "all": "all ranks of a group to issue collectives, asynchronous ones too, in one order on all "
+    "names that have the same ranks",
+}
+"""What a choice of `share` asks of the program."""
+
 _EXAMPLES = """examples:
   commgrid plan --tp 8 --pp 4 --world-size 1024
-  commgrid plan --tp 4 --ep 8 --etp 1 --world-size 64 --share all
+  commgrid plan --tp 4 --ep 8 --etp 1 --world-size 64 --share region
   commgrid plan grid.yaml --world-size 64 --json
 
 Nothing is started and torch is not needed: any number of ranks plans in milliseconds.
@@ -62,6 +70,7 @@ def as_json(spec: GridSpec) -> dict[str, Any]:
             {"change": change, "communicators": fewer, "connect": connects}
             for change, fewer, connects in _savings(spec)
         ],
+        "sharing": [_sharing(spec, share) for share in ASKS],
     }  # fmt: skip
 
 
@@ -95,13 +104,49 @@ def _cost(spec: GridSpec) -> list[str]:
         f"  over NCCL about {low:.1f} to {high:.1f} GB of device memory ({NCCL_GB[0]} to "
         f"{NCCL_GB[1]} GB each has been reported), and as much again for each that connects later",
     ]
+    lines += [line for share in ASKS for line in _told(spec, share)]
     savings = _savings(spec)
     if not savings:
         return [*lines, "  no other create, connect or share would save anything"]
     change, fewer, connects = savings[0]
-    saved = (connecting - connects) * NCCL_GB[0], (connecting - connects) * NCCL_GB[1]
-    memory = f", {saved[0]:.1f} to {saved[1]:.1f} GB less at start" if saved[1] > 0 else ""
-    return [*lines, f"  {change} saves most: {fewer} communicators, {connects} connect{memory}"]
+    less = f", {_gb(connecting - connects)} less at start" if connecting > connects else ""
+    return [*lines, f"  {change} saves most: {fewer} communicators, {connects} connect{less}"]
+
+
+def _told(spec: GridSpec, share: str) -> list[str]:
+    """What a choice of `share` saves over aliases, and what it asks."""
+    saves = _sharing(spec, share)["saves"]
+    verb = "saves" if spec.share == share else "would save"
+    fewer, connects = saves["communicators"], saves["connect"]
+    if not fewer:
+        return [f"  share={share} {verb} nothing"]
+    over = "" if spec.share == "aliases" else " over share=aliases"
+    return [
+        f"  share={share} {verb} {fewer} communicators{over}, {connects} of which connect at "
+        f"start, and over NCCL {_gb(fewer)} once all are in use",
+        f"    it asks {ASKS[share]}",
+    ]
+
+
+def _sharing(spec: GridSpec, share: str) -> dict[str, Any]:
+    """A choice of `share`: what a rank then has, what that saves over aliases, what it asks."""
+    most, connecting = _counts(replace(spec, share="aliases"))
+    held, connects = _counts(replace(spec, share=share))
+    return {
+        "share": share,
+        "communicators": held,
+        "connect": connects,
+        "saves": {
+            "communicators": most - held,
+            "connect": connecting - connects,
+            "nccl_gb": [(most - held) * gb for gb in NCCL_GB],
+        },
+        "asks": ASKS[share],
+    }
+
+
+def _gb(communicators: int) -> str:
+    return " to ".join(f"{communicators * gb:.1f}" for gb in NCCL_GB) + " GB"
 
 
 def _show(choice: str | tuple[str, ...]) -> str:
@@ -141,6 +186,7 @@ def _savings(spec: GridSpec) -> list[tuple[str, int, int]]:
     axes = tuple(dict.fromkeys(axis for region in spec.regions for axis in region.axes))
     other: dict[str, GridSpec] = {
         "connect=none": replace(spec, connect="none"),
+        "share=region": replace(spec, share="region"),
         "share=all": replace(spec, share="all"),
         f"create={','.join(axes)}": replace(spec, create=axes, connect="axes"),
     }

@@ -236,21 +236,22 @@ class GroupDef:
     def key(self, share: str, layout: RankLayout, rank: int) -> tuple[object, ...]:
         """Names with equal keys share one communicator.
 
-        The key tells the same names apart on every member of a group, so all of them
-        agree who shares. `share="none"` leaves only mere aliases equal; `"region"` drops
-        axes of size 1; `"all"` looks at nothing but the ranks.
+        The key tells the same names apart on every member of a group, so all of them agree who
+        shares. Groups of one rank communicate nothing and share whatever they are called; that
+        rank decides alone. Of the others, `share="aliases"` leaves only mere aliases equal;
+        `"region"` drops axes of size 1; `"all"` looks at nothing but the ranks.
         """
-        if share == "none":
+        sizes = layout.shape
+        if self.size(sizes) == 1:
+            return (self.own, self.options)
+        if share == "aliases":
             return (self.same_as or self.name,)
         if share == "all":
             return (self.own, self.options, self.ranks(layout, rank))
-        sizes = layout.shape
         axes = tuple(axis for axis in self.axes if sizes[axis] > 1)
         whole = math.prod(sizes[axis] for axis in axes)
-        picked, part = (self.positions(whole) if whole > 1 else None), self.part
-        if part is not None and part[0] in (1, whole):
-            axes, part = (axes if part[0] > 1 else ()), None
-        return (self.own, self.options, self.region, axes, picked, part)
+        part = None if self.part is not None and self.part[0] == whole else self.part
+        return (self.own, self.options, self.region, axes, self.positions(whole), part)
 
     def with_entry(self, entry: GroupEntry, size: int | None) -> GroupDef:
         """The group that a row without split makes of this one of `size` (None: not known yet).

@@ -7,7 +7,7 @@ running down the list cannot deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -124,13 +124,26 @@ class GroupPlan:
     @cached_property
     def communicators(self) -> tuple[PlannedCommunicator, ...]:
         """The distinct communicators this rank holds, in creation order."""
-        spec = self.spec
-        layouts = {region.name: spec.layout(region.name) for region in spec.regions}
-        names: dict[tuple[object, ...], list[str]] = {}
-        for name in self.members:
+        layouts = {region.name: self.spec.layout(region.name) for region in self.spec.regions}
+
+        def key(name: str) -> Hashable:
             definition = self.created[name]
-            key = definition.key(spec.share, layouts[definition.region], self.rank)
-            names.setdefault(key, []).append(name)
+            return definition.key(self.spec.share, layouts[definition.region], self.rank)
+
+        return self.communicators_by(key)
+
+    def communicators_by(self, key: Callable[[str], Hashable]) -> tuple[PlannedCommunicator, ...]:
+        """The communicators if names with equal keys share one, such as groups that exist already.
+
+        Args:
+            key: of each group this rank is in.
+
+        Returns:
+            In creation order.
+        """
+        names: dict[Hashable, list[str]] = {}
+        for name in self.members:
+            names.setdefault(key(name), []).append(name)
         for shared in names.values():  # whatever shares must be one and the same thing
             assert len({self.members[name] for name in shared}) == 1, shared
             assert len({self.created[name].options for name in shared}) == 1, shared
@@ -140,7 +153,7 @@ class GroupPlan:
                 members=self.members[shared[0]],
                 options=self.created[shared[0]].options,
                 connect=len(self.members[shared[0]]) > 1
-                and not spec.connecting_names.isdisjoint(shared),
+                and not self.spec.connecting_names.isdisjoint(shared),
             )
             for shared in names.values()
         )

@@ -30,7 +30,8 @@ from commgrid.planning.region import (
 from commgrid.planning.yaml_io import load_yaml
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-SHARE_CHOICES = ("region", "all", "none")
+SHARE_CHOICES = ("aliases", "region", "all")
+DEFAULT_SHARE = "aliases"
 CONNECT_CHOICES = ("axes", "all", "none")
 _KEYS = ("axes", "order", "regions", "create", "connect", "share", "groups", "ranks")
 
@@ -45,7 +46,10 @@ class GridSpec:
         regions: the dense region first.
         create: `"all"`, or the names to create (the groups table's are created too).
         connect: `"axes"`, `"all"`, `"none"`, or the names that connect during start-up.
-        share: `"region"`, `"all"` or `"none"`: which equal rank sets may share.
+        share: which names of equal rank sets are one communicator. `"aliases"`: those that say
+            they are the same. `"region"`: also those of one region that differ by axes of size 1.
+            `"all"`: every name. The last two ask all members to issue collectives on names that
+            share in one order. Groups of one rank are always one communicator, but for options.
         groups: the rows of the groups table.
         ranks: the global ranks, in steps; None: from 0.
 
@@ -60,7 +64,7 @@ class GridSpec:
     regions: tuple[Region, ...]
     create: str | tuple[str, ...] = "all"
     connect: str | tuple[str, ...] = "axes"
-    share: str = "region"
+    share: str = DEFAULT_SHARE
     groups: tuple[GroupEntry, ...] = ()
     ranks: range | None = None
 
@@ -71,6 +75,11 @@ class GridSpec:
             raise SpecError(
                 f"group name {name!r} would mean both {_axes(one)} and {_axes(other)}; "
                 "rename one of these axes"
+            )
+        if self.share == "none":
+            raise SpecError(
+                "share='none': this is now called 'aliases', and the default; expected "
+                f"{', '.join(SHARE_CHOICES)}"
             )
         self._check_choice("share", SHARE_CHOICES, ())
         self._check_regions_agree()
@@ -101,7 +110,7 @@ class GridSpec:
         order: str = DEFAULT_ORDER,
         create: str | Sequence[str] = "all",
         connect: str | Sequence[str] = "axes",
-        share: str = "region",
+        share: str = DEFAULT_SHARE,
         groups: Mapping[str, Any] | None = None,
         ranks: range | Sequence[int] | None = None,
         **axes: int,
@@ -189,7 +198,7 @@ class GridSpec:
         regions: Sequence[Region],
         create: Any = "all",
         connect: Any = "axes",
-        share: str = "region",
+        share: str = DEFAULT_SHARE,
         groups: Mapping[str, Any] | None = None,
         ranks: range | Sequence[int] | Mapping[str, int] | None = None,
     ) -> GridSpec:

@@ -190,7 +190,12 @@ def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
                 break
     region = Region("dense", tuple(zip(reversed(names), reversed(mesh.shape), strict=True)))
     spec = GridSpec(
-        (region,), create=tuple(name for name in groups if name not in table), share="none",
-        groups=tuple(GroupEntry(name, of) for name, of in table.items()), ranks=span,
-    )  # fmt: skip
+        (region,),
+        create=tuple(name for name in groups if name not in table),
+        groups=tuple(GroupEntry(name, of) for name, of in table.items()),
+        ranks=span,
+    )
+    for name, definition in spec.definitions.items():
+        if definition.same_as in groups:
+            groups.setdefault(name, groups[definition.same_as])
     return spec, groups

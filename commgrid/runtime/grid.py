@@ -139,7 +139,7 @@ class HyperCommGrid:
         adopted = object.__new__(cls)
         adopted._describe(spec, name, None, None)
         adopted._owns_groups, adopted._incarnation = False, "adopted"
-        for planned in adopted._plan.communicators:
+        for planned in adopted._plan.communicators_by(groups.__getitem__):
             adopted._hold(Communicator(planned, groups[planned.name], 0.0))
         return adopted
 

@@ -18,7 +18,7 @@ from commgrid.errors import (
 )
 from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.spec import DEFAULT_ORDER, GridSpec, as_range
+from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec, as_range
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
@@ -130,7 +130,7 @@ def initialize(
     order: str = DEFAULT_ORDER,
     create: str | Sequence[str] = "all",
     connect: str | Sequence[str] = "axes",
-    share: str = "region",
+    share: str = DEFAULT_SHARE,
     groups: Mapping[str, Any] | None = None,
     ranks: range | Sequence[int] | None = None,
     backend: str | None = None,
@@ -152,7 +152,10 @@ def initialize(
         create: `"all"` combinations of axes, or a list of names.
         connect: which communicators connect now: `"axes"` (single axes and the groups
             table), `"all"`, `"none"` or a list of names; the rest do at first use.
-        share: which equal rank sets may be one communicator: `"region"`, `"all"`, `"none"`.
+        share: which names of equal rank sets are one communicator: `"aliases"` (those that say
+            they are the same, and groups of one rank), `"region"` (also those that differ by axes
+            of size 1) or `"all"`. The last two save memory, and all members then issue
+            collectives on names that share in one order, asynchronous ones too.
         groups: the groups table, as in YAML.
         ranks: the evenly spaced global ranks this grid covers; None: all of WORLD. Where
             commgrid starts torch.distributed, every rank of WORLD calls initialize, each for
@@ -223,7 +226,7 @@ def initialize(
 
 _DEFAULTS: dict[str, Any] = {
     "dp": -1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "order": DEFAULT_ORDER,
-    "create": "all", "connect": "axes", "share": "region", "groups": None,
+    "create": "all", "connect": "axes", "share": DEFAULT_SHARE, "groups": None,
 }  # fmt: skip
 _ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
               "startup_timeout", "config", "name")  # fmt: skip

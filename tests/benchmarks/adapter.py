@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import megatron_adapter
+from commgrid.planning.spec import SHARE_CHOICES
 from tests.benchmarks.report import Row, compare, main
 from tests.peers import parallel_state as theirs
 
@@ -63,8 +64,8 @@ LARGE = {
         "expert_tensor_parallel_size": 1,
     }
 }  # fmt: skip
-CONTESTANTS = ("region", "all", "megatron-core")
-"""The adapter with `share=` region and all, and Megatron itself."""
+CONTESTANTS = (*SHARE_CHOICES, "megatron-core")
+"""The adapter with each choice of `share=`, and Megatron itself."""
 
 
 def one(world: int, case: str, contestant: str) -> None:
@@ -107,7 +108,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         for case in CASES.get(world, LARGE):
             found = {name: count(world, case, name) for name in CONTESTANTS}
             calls, held, on_gpu = found["megatron-core"]
-            for share in ("region", "all"):
+            for share in SHARE_CHOICES:
                 mine = found[share]
                 where = f"{world:,} ranks: {case}, share={share}"
                 peer = "megatron-core"

@@ -11,6 +11,7 @@ import pytest
 
 from commgrid import GridSpec, GroupPlan
 from commgrid.cli import main
+from commgrid.planning.spec import SHARE_CHOICES
 from tests.ranks import run_on_ranks
 
 
@@ -52,18 +53,58 @@ def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tp", "8", "--pp", "4", "--cp", "2", "--ep", "8", "--etp", "1"]
     found = json.loads(output(capsys, "plan", *flags, "--world-size", "1024", "--json"))
     assert found["groups"]["tp"] == {"size": 8, "count": 128}
-    assert found["per_rank"] == {"communicators": 23, "connect": 6}
+    assert found["per_rank"] == {"communicators": 29, "connect": 6}
     assert found["nccl_gb"] == pytest.approx([2.4, 4.2])
     assert GridSpec.from_dict(found["spec"]).world_size == 1024
     assert found["savings"][0]["change"] == "connect=none"
+    changes = {row["change"]: row for row in found["savings"]}
+    assert changes["share=region"] == {"change": "share=region", "communicators": 23, "connect": 6}
+
+
+def test_plan_json_says_what_sharing_would_save(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tp", "8", "--pp", "4", "--cp", "2", "--ep", "8", "--etp", "1", "--connect", "all"]
+    tables = []
+    for share in SHARE_CHOICES:
+        flagged = [*flags, "--share", share, "--world-size", "1024", "--json"]
+        found = json.loads(output(capsys, "plan", *flagged))
+        tables.append(found["sharing"])
+        for row in found["sharing"]:  # as the plan with that choice counts them
+            if row["share"] == share:
+                held = {"communicators": row["communicators"], "connect": row["connect"]}
+                assert found["per_rank"] == held
+    region, every = tables[0]
+    assert tables == [[region, every]] * 3  # over aliases, whatever is in use
+    assert (region["share"], region["communicators"], region["connect"]) == ("region", 23, 22)
+    assert region["saves"]["communicators"] == region["saves"]["connect"] == 29 - 23
+    assert region["saves"]["nccl_gb"] == pytest.approx([6 * 0.4, 6 * 0.7])
+    assert "in one order on names that differ only by axes of size 1" in region["asks"]
+    assert (every["share"], every["communicators"], every["connect"]) == ("all", 16, 15)
+    assert every["saves"]["communicators"] == every["saves"]["connect"] == 29 - 16
+    assert "in one order on all names that have the same ranks" in every["asks"]
 
 
 def test_plan_ends_with_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, "plan", "--tp", "2", "--dp", "4", "--pp", "2", "--connect", "all")
+    flags = ["--tp", "2", "--dp", "4", "--pp", "2", "--connect", "all"]
+    text = output(capsys, "plan", *flags)
     assert "16 ranks" in text
-    assert "7 communicators" not in text
+    assert "Start-up, per rank:\n  15 communicators, 14 of which connect" in text
+    told = (
+        "  share={0} {1} 7 communicators{2}, 7 of which connect at start, and over NCCL 2.8 to "
+        "4.9 GB once all are in use\n    it asks all ranks of a group to issue collectives"
+    )
+    assert told.format("region", "would save", "") in text
+    assert told.format("all", "would save", "") in text
+    assert text.rstrip().splitlines()[-1].startswith("  connect=none saves most: 15 communicators")
+    text = output(capsys, "plan", *flags, "--share", "region")
     assert "Start-up, per rank:\n  8 communicators, 7 of which connect" in text
-    assert text.rstrip().splitlines()[-1].startswith("  connect=none saves most")
+    assert told.format("region", "saves", " over share=aliases") in text
+    assert told.format("all", "would save", " over share=aliases") in text
+
+
+def test_plan_says_where_sharing_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "plan", "--tp", "2", "--cp", "2", "--dp", "2", "--pp", "2")
+    assert "  share=region would save nothing\n  share=all would save nothing\n" in text
+    assert "it asks" not in text
 
 
 def test_plan_counts_picked_groups(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -82,7 +123,8 @@ def test_plan_shows_what_only_other_ranks_hold(
     found = json.loads(output(capsys, "plan", str(path), "--json"))
     names = [name for row in found["communicators"] for name in row["names"]]
     assert {"tail", "mid"} <= set(names)
-    assert found["per_rank"] == {"communicators": 5, "connect": 3}
+    # dp and pp in 4 names each, 4 with both, those of one rank, and tail or mid
+    assert found["per_rank"] == {"communicators": 14, "connect": 3}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +137,8 @@ def test_plan_shows_what_only_other_ranks_hold(
         ("plan nowhere.yaml --tp 2", "--tp beside nowhere.yaml"),
         ("plan --axis node --world-size 4", "--axis node: expected NAME=N"),
         ("plan --create dp_cq --world-size 4", "create: no group is named 'dp_cq'"),
-        ("plan --share some --world-size 4", "share='some': expected region, all, none"),
+        ("plan --share some --world-size 4", "share='some': expected aliases, region, all"),
+        ("plan --share none --world-size 4", "share='none': this is now called 'aliases'"),
         (
             "explain --world-size 4 --rank 4",
             "rank 4 is not in this grid, which covers",
@@ -130,7 +173,8 @@ def test_check_tells_of_every_communicator_once() -> None:
     first, *others = run_on_ranks(checked, 4, init=None, launcher="torchrun")
     found = json.loads(first)
     assert found["ok"]
-    assert [row["size"] for row in found["rows"]] == [2, 1, 2, 4]
+    # tp, cp of one rank, dp, and their combinations with cp and pp, which are none's aliases
+    assert [row["size"] for row in found["rows"]] == [2, 1, 2, 2, 4, 2, 2, 2, 4, 2, 4, 2, 4]
     assert others == [""] * 3
 
 
@@ -143,4 +187,5 @@ def test_check_under_torchrun() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"]
-    assert [row["size"] for row in found["rows"]] == [2, 1]
+    # tp, axes of one rank, and the combinations of both, which are none's aliases
+    assert [row["size"] for row in found["rows"]] == [2, 1, *[2] * 7]

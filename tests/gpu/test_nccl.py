@@ -82,7 +82,8 @@ def options() -> int:
 
 
 def test_options_and_timeouts_reach_nccl() -> None:
-    assert on_gpus(options, 2) == [4, 4]  # dp, ag, dp_tp and the one of size 1
+    # dp, ag, the 7 combinations with dp, and the one of size 1
+    assert on_gpus(options, 2) == [10, 10]
 
 
 def trained(path: str, rank: int) -> None:

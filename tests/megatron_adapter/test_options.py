@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import commgrid
 import megatron_adapter
 from commgrid import GroupPlan, SpecError
+from commgrid.planning.spec import SHARE_CHOICES
 from megatron_adapter import MEGATRON_GROUPS, MegatronSizes
 from megatron_adapter.spec import read_nccl_config
 from tests.peers import parallel_state as theirs
@@ -71,8 +72,9 @@ def test_who_shares() -> None:
             for i, c in enumerate(GroupPlan.for_rank(sizes.spec(share=share), 3).communicators)
             for name in c.names
         }
-        for share in ("region", "all", "none")
+        for share in SHARE_CHOICES
     }
+    assert sizes.spec() == sizes.spec(share="aliases")
     twins = ("dp_cp_gloo", "dp_gloo", "edp_gloo", "dp_cp_ag")
     for found in groups.values():
         for twin in twins:  # always their own
@@ -84,9 +86,19 @@ def test_who_shares() -> None:
     assert groups["region"]["edp"] != groups["region"]["dp_cp"]
     assert groups["all"]["edp"] == groups["all"]["dp_cp"]
     assert groups["all"]["embedding"] == groups["all"]["pp"]
-    assert groups["none"]["dp"] != groups["none"]["dp_cp"]
+    assert groups["aliases"]["dp"] != groups["aliases"]["dp_cp"]
+    assert groups["aliases"]["embedding"] != groups["aliases"]["pp"]
     names = {group.name for group in MEGATRON_GROUPS}
-    assert set(groups["none"]) <= names | {"pp_edp_ep_etp"}  # no name that Megatron has not
+    assert set(groups["aliases"]) <= names | {"pp_edp_ep_etp"}  # no name that Megatron has not
+    # As in Megatron, but for groups of one rank, of which it has many.
+    together = [{n for n, i in groups["aliases"].items() if i == one}
+                for one in set(groups["aliases"].values())]  # fmt: skip
+    assert {frozenset(names) for names in together if len(names) > 1} == {
+        frozenset({"intra_dp_cp", "dp_cp"}), frozenset({"intra_edp", "edp"}),
+        frozenset({"intra_dist_opt", "pp_edp_ep_etp"}),
+        frozenset({"intra_dp_cp_gloo", "dp_cp_gloo"}), frozenset({"intra_edp_gloo", "edp_gloo"}),
+        frozenset({"cp", "ep", "position_embedding"}),
+    }  # fmt: skip
 
 
 def rest(rank: int, world: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
