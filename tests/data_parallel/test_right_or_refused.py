@@ -863,3 +863,26 @@ def marked_partial() -> None:
 
 def test_partial_parameters_are_compared_over_their_group() -> None:
     run_on_ranks(marked_partial, 2)
+
+
+def sent_in_backward() -> list[int]:
+    """How many buckets are under way when the gradient of the first layer's input is known."""
+    commgrid.initialize(tp=2)
+    model = nn.Sequential(*(ColumnParallelLinear(4, 8, gather_output=True) for _ in range(1)))
+    for _ in range(3):
+        model.append(ColumnParallelLinear(8, 8, gather_output=True))
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model, bucket_bytes=1)
+    x = torch.ones(2, 4, requires_grad=True)
+    begun: list[int] = []
+    x.register_hook(lambda _: begun.append(sum(bucket.launched for bucket in reducer.buckets)))
+    model(x).sum().backward()
+    begun.append(sum(bucket.launched for bucket in reducer.buckets))
+    reducer.finish()
+    return begun
+
+
+def test_buckets_start_in_backward_though_layers_write_their_gradients_themselves() -> None:
+    for early, late in run_on_ranks(sent_in_backward, 4):
+        assert early >= 5  # of the three layers above the first
+        assert late == 8
