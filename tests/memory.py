@@ -18,7 +18,9 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
     On the CPU. What the backends of torch.distributed allocate for themselves is not counted.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         function()
     results = profiled.profiler
     assert results is not None

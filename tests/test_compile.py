@@ -1,6 +1,7 @@
 """torch.compile(fullgraph=True) of layers and of a model in training, against no compiling."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import commgrid
 from commgrid import CommGridError
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.expert import MoELayer
 from commgrid.parameters import mark_parameters
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
@@ -143,6 +145,29 @@ def layers() -> None:
 
 def test_compiled_layers_equal_themselves() -> None:
     run_on_ranks(layers, 2, timeout=400)
+
+
+def experts() -> None:
+    warnings.simplefilter("ignore")  # torch's own, at a break in the graph
+    grid = commgrid.initialize(ep=2)
+    for options in ({}, {"capacity_factor": 1.0}):
+        torch._dynamo.reset()
+        layer = fp64(MoELayer(8, 16, 4, 2, **options))
+        generator = torch.Generator().manual_seed(grid.rank)
+        x = torch.randn(6, 2, 8, dtype=torch.float64, generator=generator).requires_grad_()
+        found = []
+        for function in (layer, torch.compile(layer, backend="aot_eager")):
+            layer.zero_grad()
+            x.grad = None
+            y = function(x)
+            y.square().sum().backward()
+            found.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        for eager, fused in zip(*found, strict=True):
+            torch.testing.assert_close(fused, eager, **CLOSE)
+
+
+def test_experts_whose_counts_break_the_graph_keep_their_gradients() -> None:
+    run_on_ranks(experts, 2, timeout=240)
 
 
 def start(model: nn.Module, overlap: bool) -> tuple[GradientReducer, ShardedOptimizer]:

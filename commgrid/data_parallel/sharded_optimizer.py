@@ -371,8 +371,8 @@ class _Hook:
     def __call__(self, *given: Any) -> None:
         if torch.compiler.is_compiling():
             self.trace()
-            assert self.traced  # guarded: code compiled for another model does not fit this one
-            return
+            if self.traced:  # it is; guarded, so that another model's optimizer is told as well
+                return
         method = self._method() if self._method is not None else None
         if method is not None:
             method(*given)

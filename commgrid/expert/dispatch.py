@@ -39,7 +39,7 @@ from commgrid.collectives import (
     all_to_all,
     reduce_scatter_to_group,
 )
-from commgrid.collectives.asynchronous import start_all_to_all
+from commgrid.collectives.asynchronous import as_output, start_all_to_all
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.expert.permutation import Permutation, arrange, permute, permute_weights, unpermute
@@ -305,7 +305,7 @@ class _Exchange(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.send, ctx.receive = group, send, receive
         pending = [start_all_to_all(part, group, send, receive) for part in parts]
-        return tuple(one.wait() for one in pending)
+        return tuple(as_output(one.wait()) for one in pending)
 
     @staticmethod
     @once_differentiable

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from commgrid.collectives.asynchronous import as_output
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule, mark_parameters
@@ -271,7 +272,7 @@ class _Experts(torch.autograd.Function):
             if keep:
                 inners.append(inner)
         ctx.save_for_backward(x, weights, up, down, *inners)
-        return made if y is None else y
+        return as_output(made if y is None else y)
 
     @staticmethod
     @once_differentiable

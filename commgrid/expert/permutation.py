@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from commgrid.collectives.asynchronous import as_output
 from commgrid.expert.router import count
 
 
@@ -139,7 +140,7 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, permutation: Permutation, step: Any, back: Any) -> Tensor:
         ctx.permutation, ctx.back = permutation, back
         moved: Tensor = step(x, permutation)
-        return moved
+        return as_output(moved)
 
     @staticmethod
     @once_differentiable

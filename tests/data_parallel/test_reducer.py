@@ -72,8 +72,9 @@ def steps(way: Way, count: int = 5, dtype: torch.dtype = torch.float64) -> dict[
     if not commgrid.is_initialized():
         commgrid.initialize(tp=way.tp)
     grid = commgrid.get_grid()
-    model = Model(way.sequence_parallel, dtype)
+    model = Model(way.sequence_parallel, torch.float64)
     initialize_parameters(model, seed=3)
+    model.to(dtype)  # drawn in bf16 the weights would be others
     reducer = GradientReducer(model, shard=way.shard, bucket_bytes=way.bucket_bytes)
     optimizer: torch.optim.Optimizer = (
         ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-2, overlap=way.overlap)
