@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,11 @@ def _weights(device: torch.device) -> Tensor:
     return (torch.arange(_BLOCK, dtype=torch.int64, device=device) * 2 + 1) * _ODD
 
 
-def differing(copies: Iterable[Copy], everyone: ProcessGroup | None = None) -> str | None:
+def differing(
+    copies: Iterable[Copy],
+    everyone: ProcessGroup | None = None,
+    groups: Iterable[ProcessGroup] = (),
+) -> str | None:
     """What differs between ranks that should have copies; None: nothing.
 
     Collective over every group that is named, and over `everyone`; on all of their ranks there are
@@ -87,11 +92,12 @@ def differing(copies: Iterable[Copy], everyone: ProcessGroup | None = None) -> s
         copies: this rank's, in one order on all ranks of their groups.
         everyone: all ranks that are to hear of it, also where their own are equal; None: only
             those of the group in which something differs.
+        groups: what is compared over first, also on a rank that has no copies along them.
 
     Returns:
         A sentence that names tensor and ranks; on ranks that only heard of it, without them.
     """
-    by_group: dict[ProcessGroup, list[tuple[Copy, Tensor]]] = {}
+    by_group: dict[ProcessGroup, list[tuple[Copy, Tensor]]] = {group: [] for group in groups}
     for copy in copies:
         found = digest(copy.tensor)
         for group in copy.groups:
@@ -100,46 +106,51 @@ def differing(copies: Iterable[Copy], everyone: ProcessGroup | None = None) -> s
     for group, named in by_group.items():
         told = _compare(group, [copy for copy, _ in named], [d for _, d in named]) or told
     if everyone is not None and everyone.size() > 1:
-        device = next((d.device for named in by_group.values() for _, d in named), None)
-        mine = torch.tensor([told is not None], dtype=torch.int64, device=device or _any(everyone))
-        if told is None and bool(all_reduce(mine, everyone, op="max").item()):
-            return "other ranks of the grid have copies that differ; their errors name them"
-        if told is not None:
-            all_reduce(mine, everyone, op="max")
+        mine = torch.tensor([told is not None], dtype=torch.int64, device=_device(everyone))
+        if bool(all_reduce(mine, everyone, op="max").item()):
+            return told or "other ranks of the grid have copies that differ; their errors name them"
     return told
 
 
-def _any(group: ProcessGroup) -> torch.device:
-    """A device for a group's tensors on a rank that has none to compare."""
+def _device(group: ProcessGroup) -> torch.device:
+    """Where a group's numbers are exchanged, wherever the tensors are that they are of."""
     cuda = "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: Sequence[Tensor]) -> str | None:
+    device, ranks = _device(group), dist.get_process_group_ranks(group)
+    named = group.group_desc.partition(",")[0]
     listed = hashlib.sha256("\n".join(c.key or c.name for c in copies).encode()).digest()[:7]
-    head = torch.tensor(
-        [len(copies), int.from_bytes(listed, "big")], dtype=torch.int64, device=digests[0].device
-    )
+    head = torch.tensor([len(copies), int.from_bytes(listed, "big")], device=device)
     if _spread(head, group).any():
-        counts = all_gather(head[:1], group).tolist()
+        heads = all_gather(head, group).view(-1, 2).tolist()
+        who = _holders(ranks, [tuple(one) for one in heads])
+        told = " and ".join(f"{count} on {describe_ranks(r)}" for (count, _), r in who)
         return (
-            f"{describe_ranks(_ranks(group))} have {_distinct(counts)} tensors of which they "
-            "should have copies, or under other names: other parameters, or other optimizer state"
+            f"tensors of which the ranks of group {named!r} should have copies are not the same "
+            f"ones: {told}, of parameters and optimizer state"
         )
+    if not copies:
+        return None
     # One bit of the digest goes, so that every number has a negative.
-    mine = torch.stack(list(digests)).bitwise_right_shift(1)
+    mine = torch.stack([one.to(device) for one in digests]).bitwise_right_shift(1)
     odd = _spread(mine, group).nonzero().flatten()
     if not len(odd):
         return None
     first = int(odd[0])
-    found = all_gather(mine[first : first + 1], group).tolist()
-    holders: dict[int, list[int]] = {}
-    for rank, value in zip(_ranks(group), found, strict=True):
-        holders.setdefault(value, []).append(rank)
-    fewest_first = sorted(holders.values(), key=len)
+    who = _holders(ranks, all_gather(mine[first : first + 1], group).tolist())
     others = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
-    who, named = " and ".join(map(describe_ranks, fewest_first)), group.group_desc.partition(",")[0]
-    return f"{copies[first].name} differs between {who} of group {named!r}{others}"
+    told = " and ".join(describe_ranks(holding) for _, holding in who)
+    return f"{copies[first].name} differs between {told} of group {named!r}{others}"
+
+
+def _holders(ranks: Sequence[int], found: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+    """Who has which value, the few before the many."""
+    holders: dict[Any, list[int]] = {}
+    for rank, value in zip(ranks, found, strict=True):
+        holders.setdefault(value, []).append(rank)
+    return sorted(holders.items(), key=lambda item: len(item[1]))
 
 
 def _spread(numbers: Tensor, group: ProcessGroup) -> Tensor:
@@ -149,24 +160,25 @@ def _spread(numbers: Tensor, group: ProcessGroup) -> Tensor:
     return largest != -smallest
 
 
-def _ranks(group: ProcessGroup) -> list[int]:
-    ranks: list[int] = dist.get_process_group_ranks(group)
-    return ranks
-
-
-def _distinct(counts: Sequence[int]) -> str:
-    return " or ".join(str(count) for count in sorted(set(counts)))
-
-
 def groups_along(axes: Iterable[str], grid: HyperCommGrid) -> tuple[ProcessGroup, ...]:
-    """The grid's groups along each of some axes, of more than one rank; those that were created."""
+    """The grid's groups along each of some axes, of more than one rank.
+
+    Where one was not created, a created group of just these axes serves; without it those that
+    were.
+    """
+    wanted = [axis for axis in axes if grid.size(axis) > 1]
     found = []
-    for axis in axes:
-        if grid.size(axis) > 1:
-            try:
-                found.append(grid.get_group(axis))
-            except (UnknownGroupError, NotInGroupError):
-                continue
+    for axis in wanted:
+        with suppress(UnknownGroupError, NotInGroupError):
+            found.append(grid.get_group(axis))
+    if len(found) == len(wanted):
+        return tuple(found)
+    for name in grid.group_names:
+        definition = grid.spec.definitions[name]
+        whole = definition.pick is None and definition.part is None
+        long = {axis for axis in definition.axes if grid.size(axis) > 1}
+        if whole and long == set(wanted):
+            return (grid.get_group(name),)
     return tuple(found)
 
 

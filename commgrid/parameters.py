@@ -237,10 +237,11 @@ def placements(model: nn.Module) -> Iterator[Placement]:
             taken a slice's place: a parametrization, weight_norm, pruning.
     """
     found: dict[int, Placement] = {}
+    marks: dict[str, Mark] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, ShardedModule):
             _check_unwrapped(prefix, module)
-        mark: Mark = getattr(module, "_commgrid_mark", Mark())
+        mark = marks[prefix] = _mark_of(prefix, module, marks)
         for name, parameter in module.named_parameters(recurse=False):
             shards: tuple[tuple[int, GroupRef], ...] = ()
             partial, shape = mark.partial, tuple(parameter.shape)
@@ -260,6 +261,15 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                     "sums, region and copies"
                 )
     yield from found.values()
+
+
+def _mark_of(prefix: str, module: nn.Module, marks: Mapping[str, Mark]) -> Mark:
+    """What was said of a module; of a parametrization that came later, what its parent's says."""
+    mark: Mark | None = getattr(module, "_commgrid_mark", None)
+    parent, inside, _ = f".{prefix}".rpartition(".parametrizations.")
+    if mark is None and inside:
+        mark = marks.get(parent.removeprefix("."))
+    return mark or Mark()
 
 
 def _check_unwrapped(prefix: str, module: ShardedModule) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint.boxes import Chunk, Shape
 
@@ -26,6 +27,7 @@ class Item:
         writes: whether this rank writes its boxes; False: a rank with copies of them does.
         repeats: whether several stages may have it, equal ones, without saying so.
         copies: axes along which ranks should have equal boxes, of which one writes.
+        shared: stages that have copies too, as of tied embeddings.
     """
 
     path: Path
@@ -35,6 +37,7 @@ class Item:
     writes: bool = True
     repeats: bool = False
     copies: tuple[str, ...] = ()
+    shared: ProcessGroup | None = None
 
     @property
     def key(self) -> str:

@@ -76,7 +76,11 @@ class ModelState:
             chunks = box.chunks(parameter)
             size = sum(chunk.data.nbytes for chunk in chunks)
             mine = turns.is_mine(box.copies, size) and box.is_owner
-            yield Item(("model", name), box.shape, chunks, parameter.dtype, mine, copies=box.copies)
+            shared = placement.shared
+            yield Item(
+                ("model", name), box.shape, chunks, parameter.dtype, mine, copies=box.copies,
+                shared=shared.group if shared is not None and shared.size > 1 else None,
+            )  # fmt: skip
         everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
         seen: set[str] = set()
         for name, buffer in self._buffers():

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
 
+COPIES = ("compare", "first")
+
+
 def save(
     folder: str | Path,
     step: int,
@@ -44,6 +47,7 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
+    copies: str = "compare",
     progress: Progress = True,
     grid: HyperCommGrid | None = None,
 ) -> Path:
@@ -63,6 +67,8 @@ def save(
         extra: picklable values of the job, equal on all ranks.
         keep: how many checkpoints up to this step the folder is to have, older ones are deleted;
             None: all.
+        copies: "compare" refuses copies of which any bit differs; "first" writes one of them
+            whatever the others are, such as where kernels are not deterministic.
         progress: True: bytes on the first rank's stderr; or called on every rank with its own bytes
             done and to do; False: nothing.
         grid: None: the default one.
@@ -101,6 +107,7 @@ def save(
             "step": count_of("step", step, 0),
             "optimizer": kind_of(model, optimizer),
             "keep": kept,
+            "copies": _known_way(copies),
         }
         items.extend(_items(grid, step, model, optimizer, extra or {}))
         return call
@@ -119,7 +126,8 @@ def save(
 
     number = grid.spec.rank_range.index(grid.rank)
     try:
-        at_first(group, lambda: _compare_copies(items, grid), lambda _: None, failure(what))
+        if copies == "compare":
+            at_first(group, lambda: _compare_copies(items, grid), lambda _: None, failure(what))
         total, final = at_first(
             group, lambda: write(partial, items, number, report), whole, failure(what)
         )
@@ -132,22 +140,37 @@ def save(
     return final
 
 
+def _known_way(copies: str) -> str:
+    if copies not in COPIES:
+        raise SpecError(f"copies={copies!r}: expected one of {', '.join(COPIES)}")
+    return copies
+
+
 def _compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
     """Refuses to write one of several copies that differ.
 
     Raises:
         GridMismatchError: names tensor and ranks.
     """
-    told = differing(
-        Copy(item.key, chunk.data, groups)
-        for item in items
-        if isinstance(item, Item) and (groups := groups_along(item.copies, grid))
-        for chunk in item.chunks
-    )
+    copies: list[Copy] = []
+    num_shared = 0
+    for item in items:
+        if isinstance(item, Item):
+            for chunk in item.chunks:
+                copies.append(Copy(item.key, chunk.data, groups_along(item.copies, grid)))
+                if item.shared is not None:  # under a name per stage
+                    key = f"shared {num_shared}"
+                    copies.append(Copy(item.key, chunk.data, (item.shared,), key))
+                    num_shared += 1
+    axes = dict.fromkeys(axis for region in grid.spec.regions for axis in region.axes)
+    everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
+    told = differing(copies, groups=[group for groups in everywhere for group in groups])
     if told is not None:
         raise GridMismatchError(
-            f"{told}, which should have copies of it, and one of them would have been saved for "
-            "all; where ranks have slices, say so with a ShardedModule's shard_dims"
+            f"{told}; these should be copies, of which one would have been saved for all. Where "
+            "ranks have slices, say so with a ShardedModule's shard_dims; buffers that ranks have "
+            "of their own register as persistent=False; where copies may differ, as kernels that "
+            'are not deterministic make them, save(…, copies="first") writes the first rank\'s'
         )
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from commgrid.collectives.plain import all_gather
 from commgrid.copies import Copy, copied_axes, differing, groups_along
@@ -90,6 +92,7 @@ def compare_values(
     placements: Iterable[Placement],
     grid: HyperCommGrid,
     group_of: dict[int, ProcessGroup],
+    used: set[str],
 ) -> None:
     """Refuses copies of a parameter that are not equal, which would train apart.
 
@@ -98,6 +101,7 @@ def compare_values(
         grid: along whose axes ranks have copies.
         group_of: by the parameter's id, what its gradients are summed over: where copies are
             compared if it is cut over a group of which the grid does not know the name.
+        used: the axes to compare along.
 
     Raises:
         GridMismatchError: on all ranks of the stage; names parameter and ranks where they differ.
@@ -106,7 +110,9 @@ def compare_values(
     num_shared = 0
     for placement in placements:
         told, parameter = str(placement), placement.parameter
-        copies.append(Copy(told, parameter, _groups_of(placement, grid, group_of)))
+        if isinstance(parameter, DTensor):  # frozen, and FSDP2's
+            continue
+        copies.append(Copy(told, parameter, _groups_of(placement, grid, group_of, used)))
         if placement.shared is not None and placement.shared.size > 1:  # under a name per stage
             group = (placement.shared.group,)
             copies.append(Copy(told, parameter, group, f"shared parameter {num_shared}"))
@@ -128,12 +134,15 @@ def broadcast_values(
     grid: HyperCommGrid,
     group_of: dict[int, ProcessGroup],
     data: ProcessGroup,
+    used: set[str],
 ) -> None:
     """Makes copies equal to those of each group's first rank; buffers along `data` likewise."""
     for placement in placements:
+        if isinstance(placement.parameter, DTensor):
+            continue
         shared = placement.shared
         sharers = (shared.group,) if shared is not None and shared.size > 1 else ()
-        for group in (*_groups_of(placement, grid, group_of), *sharers):
+        for group in (*_groups_of(placement, grid, group_of, used), *sharers):
             _broadcast(placement.parameter, group)
     if data.size() > 1:
         for buffer in model.buffers():
@@ -148,10 +157,34 @@ def _broadcast(tensor: Tensor, group: ProcessGroup) -> None:
 
 
 def _groups_of(
-    placement: Placement, grid: HyperCommGrid, group_of: dict[int, ProcessGroup]
+    placement: Placement,
+    grid: HyperCommGrid,
+    group_of: dict[int, ProcessGroup],
+    used: set[str],
 ) -> tuple[ProcessGroup, ...]:
     axes = copied_axes(placement, grid)
     if axes is not None:
-        return groups_along(axes, grid)
+        return groups_along([axis for axis in axes if axis in used], grid)
     known = group_of.get(id(placement.parameter))
     return (known,) if known is not None and known.size() > 1 else ()
+
+
+def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: str) -> set[str]:
+    """The axes over which a model is one model: those of data, tp, and what its layers name.
+
+    Along others, such as one of an ensemble's members, ranks may mean to have other weights.
+
+    Args:
+        placements: of the model.
+        grid: where it lies.
+        names: the groups that its gradients are summed over.
+    """
+    found = {"tp"}
+    groups = [group for p in placements for _, group in p.shards] + [
+        p.partial for p in placements if p.partial is not None
+    ]
+    known = [group.name for group in groups if group.grid_name == grid.name]
+    for name in {*names, *known}:
+        with suppress(UnknownGroupError):
+            found |= set(grid.spec.definitions[grid.spec.resolve_name(name)].axes)
+    return found

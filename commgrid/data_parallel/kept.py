@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commgrid.errors import CommGridError
 
-_PASSING = ("zero_", "detach", "detach_", "requires_grad_")  # what zeroing a gradient calls
+_PASSING = ("zero_", "_foreach_zero_", "detach", "detach_", "requires_grad_")  # zeroing calls these
 
 
 class KeptGradient(Tensor):
@@ -42,7 +42,7 @@ class KeptGradient(Tensor):
             f"{name} was called on a gradient{shape} that a GradientReducer keeps, in parts or for "
             "its ShardedOptimizer; use reducer.gradient_norm() and reducer.clip_gradients() for "
             "norms, commgrid.data_parallel.GradScaler for loss scaling, and the ShardedOptimizer "
-            "for updates"
+            "for updates; optimizer.zero_grad() or reducer.close() takes it off the parameter"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor
 from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
 from commgrid.data_parallel.buckets import Bucket, Slot, make_lanes, pieces_of
 from commgrid.data_parallel.consistency import (
+    axes_in_use,
     broadcast_values,
     check_own,
     compare_models,
@@ -87,7 +88,8 @@ class GradientReducer:
             else's layers have cut, or partial gradients over a group that cannot be combined with
             `group`.
         GridMismatchError: the ranks of a group have other parameters, shapes or dtypes, or other
-            values of what should be copies.
+            values of what should be copies. These are compared once, when the reducer is made, and
+            by checkpoint.save: slices that begin equal, such as zeros, are not told from copies.
 
     Example:
         >>> import commgrid, torch
@@ -141,10 +143,11 @@ class GradientReducer:
         options = (shard, bucket_bytes, str(dtype), broadcast, not_finite)
         compare_models(self.lanes, options, model, self._grid)
         lane_of = {id(s.parameter): lane.group for lane in self.lanes for s in lane.slots}
+        used = axes_in_use(everything, self._grid, group, expert_group)
         if broadcast:
-            broadcast_values(model, everything, self._grid, lane_of, self.group)
+            broadcast_values(model, everything, self._grid, lane_of, self.group, used)
         else:
-            compare_values(everything, self._grid, lane_of)
+            compare_values(everything, self._grid, lane_of, used)
         self.pieces = pieces_of(self.buckets)
         self.keeps_gradients = shard
         self.is_finite = True
@@ -176,7 +179,7 @@ class GradientReducer:
         return [slot for bucket in self.buckets for slot in bucket.slots]
 
     def close(self) -> None:
-        """Takes its hooks and buffers off the model, which is then as it was before."""
+        """Takes its hooks and buffers off the model, and gradients that it keeps off `.grad`."""
         self._detach()
 
     @property
@@ -247,6 +250,7 @@ class GradientReducer:
         if self._uses[id(parameter)] > 1:  # a dummy that meets another gradient has to be zero
             parameter.zero_out_wgrad = True
         parameter.main_grad_owner = _Owner(self)
+        slot.handed_out = vars(parameter).pop("handed_out_grad", None)
         me = weakref.ref(self)
 
         def before(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
@@ -380,7 +384,7 @@ class GradientReducer:
             _wait(bucket)
         divisor, wrong = self._verdict.reach(count, look=self._not_finite != "keep")
         self.is_finite = self._verdict.is_finite
-        if divisor != 1:
+        if divisor != 1 and self.buckets:
             torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisor)
         skips = self._not_finite == "skip" and not self.is_finite
         for slot in self.slots:
@@ -398,10 +402,10 @@ class GradientReducer:
             raise wrong
 
     def _check_before_finish(self) -> None:
-        if self.shard and self._optimizer is None:
+        if self.shard and self.optimizer is None:
             raise SpecError(
                 "GradientReducer(shard=True) leaves each rank a part of the gradients, which only "
-                "a ShardedOptimizer updates weights with, and none was made over this reducer: "
+                "a ShardedOptimizer updates weights with, and there is none over this reducer: "
                 "make ShardedOptimizer(reducer, torch.optim.AdamW, …), or leave shard=True out "
                 "for a plain torch.optim optimizer"
             )
@@ -414,7 +418,8 @@ class GradientReducer:
     def zero_grad(self) -> None:
         """Forgets what backward has accumulated, for a step that is given up.
 
-        On all ranks of the group, or on none. After `finish` it is not needed.
+        On all ranks of the group, or on none, once backward has begun on all of them or on none:
+        what some have begun to send the others have to take. After `finish` it is not needed.
         """
         if self._begun:  # on some ranks a bucket may be under way that is not full on this one
             self._launch(all_of_them=True)
@@ -509,18 +514,26 @@ class GradientReducer:
         norm = self.gradient_norm()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         held = self.gradients()
-        if held and (norm.device.type != "cpu" or scale < 1):
+        if held and (norm.device.type != "cpu" or not scale >= 1):  # also where it is NaN
             torch._foreach_mul_(held, scale)
         return norm
+
+    def gradients_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """What this rank has of some parameters' reduced gradients; of others nothing."""
+        wanted = {id(parameter) for parameter in parameters}
+        held = [p.gradient for p in self.pieces if id(p.slot.parameter) in wanted]
+        return held + self._copies(slot for slot in self.slots if id(slot.parameter) in wanted)
 
     def gradients(self) -> list[Tensor]:
         """What this rank has of the reduced gradients: flat parts, and copies in `.grad`."""
         held = [bucket.gradient[bucket.own] for bucket in self.buckets]
-        for slot in self.slots:
-            given = slot.handed_out
-            if given is not None and not isinstance(given, KeptGradient) and given is not slot.view:
-                held.append(given)
-        return held
+        return held + self._copies(self.slots)
+
+    @staticmethod
+    def _copies(slots: Iterable[Slot]) -> list[Tensor]:
+        """What was handed out in memory of its own."""
+        given = [slot.handed_out for slot in slots if slot.handed_out is not slot.view]
+        return [one for one in given if one is not None and not isinstance(one, KeptGradient)]
 
 
 class _Owner:
@@ -613,4 +626,9 @@ def _detach(handles: list[tuple[Any, Any, Any]], slots: list[Slot]) -> None:
             hook.remove()
     handles.clear()
     for slot in slots:
-        drop_main_grad(slot.parameter)
+        parameter: Any = slot.parameter
+        drop_main_grad(parameter)
+        if isinstance(parameter.grad, KeptGradient):
+            parameter.grad = None
+        elif slot.handed_out is not None:
+            parameter.handed_out_grad = slot.handed_out  # a next reducer is not to add to it

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.data_parallel.norm import norm_group
-from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
+from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler over a grid: all ranks skip a step, or none; with any optimizer.
 
     Used as torch's; `reducer.finish` comes before `unscale_` or `step`, and clipping between them.
+    All ranks call these, in a pipeline also stages that have no loss to scale.
 
     Args:
         device: of the gradients, "cuda" or "cpu".
@@ -57,6 +58,15 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device, **options)
         self._whole = norm_group(grid or get_grid(), None)
+        if self._enabled:  # stages that have no loss to scale need it too
+            self._lazy_init_scale_growth_tracker(torch.device(device))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """torch's; what the step used up, or skipped, nobody needs any more."""
+        result = super().step(optimizer, *args, **kwargs)
+        for reducer in _split(optimizer)[0]:
+            reducer.gradients_are_done()
+        return result
 
     def _unscale_grads_(
         self,
@@ -66,34 +76,35 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """torch's, on what reducers keep as well, and then the largest verdict of all ranks."""
-        kept = _kept(optimizer)
-        if kept is None:
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        else:
-            found = {found_inf.device: found_inf.clone()}
-            for gradients in kept:
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    gradients, found[found_inf.device], inv_scale
-                )
+        reducers, others = _split(optimizer)
+        held = [g for reducer, own in reducers.items() for g in reducer.gradients_of(own)]
+        for parameter in others:
+            if parameter.grad is not None:
+                if parameter.grad.dtype == torch.float16 and not allow_fp16:
+                    raise ValueError("Attempting to unscale FP16 gradients.")  # torch's own words
+                gradient = parameter.grad
+                held.append(gradient._values() if gradient.is_sparse else gradient)
         worst = found_inf.clone()
-        for each in found.values():
-            worst = torch.maximum(worst, each.to(worst.device))
+        kinds = dict.fromkeys((gradient.device, gradient.dtype) for gradient in held)
+        for device, dtype in kinds:
+            same = [g for g in held if (g.device, g.dtype) == (device, dtype)]
+            found = worst.to(device, copy=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(same, found, inv_scale.to(device))
+            worst = torch.maximum(worst, found.to(worst.device))
         if self._whole is not None:
             start_all_reduce_(worst, self._whole, dist.ReduceOp.MAX).wait()
         return {worst.device: worst}
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> list[list[Tensor]] | None:
-    """The gradients that reducers have of an optimizer's parameters, by dtype; None: no reducer."""
-    owners = [
-        getattr(parameter, "main_grad_owner", None)
-        for group in optimizer.param_groups for parameter in group["params"]
-    ]  # fmt: skip
-    reducers = dict.fromkeys(owner.reducer for owner in owners if owner is not None)
-    if not reducers and not isinstance(optimizer, ShardedOptimizer):
-        return None
-    held: dict[torch.dtype, list[Tensor]] = {}
-    for reducer in reducers:
-        for tensor in reducer.gradients() if reducer is not None else ():
-            held.setdefault(tensor.dtype, []).append(tensor)
-    return list(held.values())
+def _split(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[GradientReducer, list[nn.Parameter]], list[nn.Parameter]]:
+    """An optimizer's parameters by the reducer that has their gradients, and those without one."""
+    reducers: dict[GradientReducer, list[nn.Parameter]] = {}
+    others: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = getattr(parameter, "main_grad_owner", None)
+            reducer = owner.reducer if owner is not None else None
+            (others if reducer is None else reducers.setdefault(reducer, [])).append(parameter)
+    return reducers, others

@@ -74,13 +74,12 @@ class Verdict:
             for i, slot in enumerate(told.lane.slots)
         }  # fmt: skip
         size = self.whole.size() if self.whole is not None else 1
-        self._by_dtype: dict[torch.dtype, tuple[list[Tensor], Tensor]] = {}
-        for dtype in dict.fromkeys(piece.gradient.dtype for piece in pieces):
-            own = [(p, n) for p, n in zip(pieces, parts, strict=True) if p.gradient.dtype == dtype]
-            weights = torch.tensor([n / size for _, n in own], dtype=torch.float64)
-            self._by_dtype[dtype] = (
-                [piece.gradient for piece, _ in own], weights.to(self._device)
-            )  # fmt: skip
+        self._alike: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], Tensor]] = {}
+        kinds = [(piece.gradient.dtype, piece.gradient.device) for piece in pieces]
+        for kind in dict.fromkeys(kinds):
+            own = [i for i, other in enumerate(kinds) if other == kind]
+            weights = torch.tensor([parts[i] / size for i in own], dtype=torch.float64)
+            self._alike[kind] = [pieces[i].gradient for i in own], weights.to(self._device)
 
     def reach(
         self, count: float | Tensor | None, *, look: bool
@@ -149,10 +148,10 @@ class Verdict:
     def squares(self) -> Tensor:
         """The sum of the squares of all gradients of the unsharded model."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for dtype, (gradients, weights) in self._by_dtype.items():
+        for (dtype, _), (gradients, weights) in self._alike.items():
             exact = torch.promote_types(dtype, torch.float32)
             norms = torch._foreach_norm(gradients, 2, dtype=exact)
-            total += torch.stack(norms).double().square() @ weights
+            total += torch.stack(norms).to(self._device, torch.float64).square() @ weights
         if self.whole is not None:
             start_all_reduce_(total, self.whole).wait()
         return total

@@ -226,7 +226,7 @@ class _Embed(torch.autograd.Function):
         if dy.device.type == "cpu" and not torch.compiler.is_compiling():
             rows, dy = rows[own], dy[own]  # on CUDA the host would wait for how many there are
         else:
-            dy = dy * own.unsqueeze(-1)
+            dy = dy.masked_fill(~own.unsqueeze(-1), 0)  # also where it is infinite
         main = claim_main_grad(weight, ctx)
         if main is None:  # many tokens of one row: added up in fp32, rounded once
             exact = torch.promote_types(weight.dtype, torch.float32)

@@ -378,7 +378,7 @@ def plain_optimizer() -> None:
     reducer = GradientReducer(model, shard=True)
     torch.optim.SGD(model.parameters(), lr=0.1)
     model(data()).sum().backward()
-    with pytest.raises(SpecError, match=r"none was made over this reducer: make ShardedOptimizer"):
+    with pytest.raises(SpecError, match=r"there is none over this reducer: make ShardedOptimizer"):
         reducer.finish()
 
 
