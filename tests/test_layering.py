@@ -39,7 +39,7 @@ ROWS = [
     ["tensor_parallel.cross_entropy"],
     ["tensor_parallel"],
     ["data_parallel.kept", "data_parallel.buckets"],
-    ["data_parallel.norm"],
+    ["data_parallel.norm", "data_parallel.arrivals"],
     ["data_parallel.partial", "data_parallel.consistency", "data_parallel.verdict"],
     ["data_parallel.reducer"],
     ["data_parallel.sharded_optimizer"],

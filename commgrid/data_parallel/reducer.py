@@ -39,6 +39,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
+from commgrid.data_parallel.arrivals import Owner, detach, take_in, wait_for, zero
 from commgrid.data_parallel.buckets import Bucket, Slot, make_lanes, pieces_of
 from commgrid.data_parallel.consistency import (
     axes_in_use,
@@ -51,7 +52,7 @@ from commgrid.data_parallel.kept import KeptGradient
 from commgrid.data_parallel.norm import norm_group, num_parts
 from commgrid.data_parallel.verdict import Verdict, check_finite
 from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
-from commgrid.parameters import Placement, drop_main_grad, placements
+from commgrid.parameters import Placement, placements
 from commgrid.runtime.registry import get_grid
 from commgrid.tensor_parallel.main_grad import is_capturing, is_no_gradient
 
@@ -171,7 +172,7 @@ class GradientReducer:
             self._attach(bucket, index)
             for bucket in self.buckets for index in range(len(bucket.slots))
         ]  # fmt: skip
-        self._detach = weakref.finalize(self, _detach, self._handles, self.slots)
+        self._detach = weakref.finalize(self, detach, self._handles, self.slots)
 
     @property
     def slots(self) -> list[Slot]:
@@ -249,7 +250,7 @@ class GradientReducer:
         parameter.main_grad_written = parameter.grad_added_to_main_grad = False
         if self._uses[id(parameter)] > 1:  # a dummy that meets another gradient has to be zero
             parameter.zero_out_wgrad = True
-        parameter.main_grad_owner = _Owner(self)
+        parameter.main_grad_owner = Owner(self)
         slot.handed_out = vars(parameter).pop("handed_out_grad", None)
         me = weakref.ref(self)
 
@@ -281,7 +282,7 @@ class GradientReducer:
         if optimizer is not None:
             optimizer.check_whole(bucket, slot.placement)
         was_foreign = slot.foreign
-        _take_in(slot)
+        take_in(slot)
         if slot.foreign and not was_foreign:
             self._prepare_for_foreign()
         if not self._synchronizing:
@@ -313,7 +314,7 @@ class GradientReducer:
             self._next += 1
             bucket.launched = True
             # No gradient here: nothing of the step before either.
-            _zero(slot for slot in bucket.slots if not slot.arrived)
+            zero(slot for slot in bucket.slots if not slot.arrived)
             for slot in bucket.slots:
                 slot.is_zero = False  # others' gradients come in, even where this rank has none
             if bucket.shared is not None:
@@ -335,7 +336,7 @@ class GradientReducer:
             return start_all_reduce_(bucket.gradient, bucket.group)
         if bucket.gradient.device.type == "cpu":
             while len(self._in_flight) >= _IN_FLIGHT:
-                _wait(self._in_flight.pop(0))
+                wait_for(self._in_flight.pop(0))
             self._in_flight.append(bucket)
         return start_reduce_scatter_(bucket.gradient, bucket.group)
 
@@ -378,10 +379,10 @@ class GradientReducer:
             if not bucket.launched:
                 for slot in bucket.slots:  # what was put into `.grad` without a backward
                     if slot.parameter.grad is not slot.handed_out:
-                        _take_in(slot)
+                        take_in(slot)
         self._launch(all_of_them=True)
         for bucket in self.buckets:
-            _wait(bucket)
+            wait_for(bucket)
         divisor, wrong = self._verdict.reach(count, look=self._not_finite != "keep")
         self.is_finite = self._verdict.is_finite
         if divisor != 1 and self.buckets:
@@ -424,7 +425,7 @@ class GradientReducer:
         if self._begun:  # on some ranks a bucket may be under way that is not full on this one
             self._launch(all_of_them=True)
         for bucket in self.buckets:
-            _wait(bucket)
+            wait_for(bucket)
         self._reset()
         for slot in self.slots:
             slot.used = False
@@ -436,7 +437,7 @@ class GradientReducer:
         if not self._clears:
             return
         foreign = [slot for slot in self.slots if slot.foreign and not slot.arrived]
-        _zero(foreign)
+        zero(foreign)
         for slot in foreign:
             slot.parameter.overwrite_main_grad = False  # type: ignore[attr-defined]
 
@@ -536,27 +537,6 @@ class GradientReducer:
         return [one for one in given if one is not None and not isinstance(one, KeptGradient)]
 
 
-class _Owner:
-    """Who a parameter's buffer belongs to; a copy or a pickle of the parameter has none."""
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._reducer = weakref.ref(reducer)
-
-    @property
-    def reducer(self) -> GradientReducer | None:
-        """That one, if it still is there."""
-        return self._reducer()
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether that reducer keeps the gradients to itself."""
-        reducer = self._reducer()
-        return reducer is not None and reducer.keeps_gradients
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
 class _Clear:
     """A forward pre-hook of a reducer that is alive; a copied or pickled model's does nothing."""
 
@@ -570,65 +550,3 @@ class _Clear:
 
     def __reduce__(self) -> tuple[type[_Clear], tuple[type[None]]]:
         return _Clear, (type(None),)
-
-
-def _take_in(slot: Slot) -> None:
-    """Sees to it that a gradient that has come is in the bucket, once."""
-    parameter: Any = slot.parameter
-    gradient, parameter.grad = parameter.grad, None
-    added, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, False
-    if parameter.main_grad_written:  # by a layer of commgrid's
-        parameter.main_grad_written, slot.arrived, slot.is_zero = False, True, False
-    if added:
-        _check_foreign(slot)
-        slot.foreign = slot.arrived = True
-        slot.is_zero = parameter.overwrite_main_grad = False
-        if not getattr(parameter, "zero_out_wgrad", False):
-            return  # a dummy
-    if gradient is None:
-        return
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    if parameter.overwrite_main_grad and not slot.arrived:
-        slot.view.copy_(gradient)
-    else:
-        slot.view.add_(gradient)
-    slot.arrived, slot.is_zero, parameter.overwrite_main_grad = True, False, False
-
-
-def _check_foreign(slot: Slot) -> None:
-    """Refuses what was added to a buffer that held the gradient of the step before."""
-    if not slot.arrived and not slot.is_zero:
-        raise CommGridError(
-            f"{slot.placement}: its layer has added to main_grad itself, as Megatron-core's "
-            "gradient accumulation fusion and Transformer Engine do, where the gradient of an "
-            "earlier step still was; such a layer does so in every step, and after finish() come "
-            "the optimizer's step() or zero_grad()"
-        )
-
-
-def _zero(slots: Iterable[Slot]) -> None:
-    due = [slot for slot in slots if not slot.is_zero]
-    if due:
-        torch._foreach_zero_([slot.view for slot in due])
-    for slot in due:
-        slot.is_zero = True
-
-
-def _wait(bucket: Bucket) -> None:
-    if bucket.pending is not None:
-        pending, bucket.pending = bucket.pending, None
-        pending.wait()
-
-
-def _detach(handles: list[tuple[Any, Any, Any]], slots: list[Slot]) -> None:
-    for _, *hooks in handles:
-        for hook in hooks:
-            hook.remove()
-    handles.clear()
-    for slot in slots:
-        parameter: Any = slot.parameter
-        drop_main_grad(parameter)
-        if isinstance(parameter.grad, KeptGradient):
-            parameter.grad = None
-        elif slot.handed_out is not None:
-            parameter.handed_out_grad = slot.handed_out  # a next reducer is not to add to it
