@@ -43,7 +43,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.permute(1, 2, 0, 3) for t in self.qkv(x))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        # Not scaled_dot_product_attention, which torch 2.11's inductor cannot do in fp64.
+        later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+        y = (q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v
         return self.out(y.permute(2, 0, 1, 3).flatten(2))
 
 
