@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from commgrid.collectives.plain import all_gather
 from commgrid.copies import Copy, copied_axes, differing, groups_along
-from commgrid.data_parallel.buckets import Lane
+from commgrid.data_parallel.buckets import Lane, Slot
 from commgrid.data_parallel.norm import device_of
-from commgrid.errors import GridMismatchError, SpecError, UnknownGroupError
+from commgrid.errors import CommGridError, GridMismatchError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, foreign_slice
 
 if TYPE_CHECKING:
@@ -76,6 +76,24 @@ def compare_models(
             "dtypes, order or marks, or other arguments of GradientReducer; this rank has "
             f"{len(mine)} parameters"
         )
+
+
+def changed(model: nn.Module, slots: Iterable[Slot]) -> CommGridError | None:
+    """Whether the model still trains the parameters that the buckets were made for; the error."""
+    now = {id(p): p for p in model.parameters() if p.requires_grad}
+    for slot in slots:
+        parameter = now.pop(id(slot.parameter), None)
+        if parameter is None or slot.kind != (parameter.dtype, parameter.device):
+            return CommGridError(
+                f"{slot.placement} was moved, replaced or frozen after its GradientReducer was "
+                "made; close() that and make a new one, once the model is as it stays"
+            )
+    for parameter in now.values():
+        return CommGridError(
+            f"a parameter of shape {tuple(parameter.shape)} was added or unfrozen after the "
+            "GradientReducer was made; close() that and make a new one"
+        )
+    return None
 
 
 def stage_group(grid: HyperCommGrid) -> ProcessGroup | None:

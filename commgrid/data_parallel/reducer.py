@@ -44,6 +44,7 @@ from commgrid.data_parallel.buckets import Bucket, Slot, make_lanes, pieces_of
 from commgrid.data_parallel.consistency import (
     axes_in_use,
     broadcast_values,
+    changed,
     check_own,
     compare_models,
     compare_values,
@@ -396,7 +397,7 @@ class GradientReducer:
                 for slot in bucket.slots:
                     slot.used = False
             self._hand_out(bucket)
-        wrong = wrong or self._changed()
+        wrong = wrong or changed(self.model, self.slots)
         if wrong is None and self._not_finite == "raise" and not self.is_finite:
             wrong = check_finite(self.pieces, self._verdict.whole, self.model)
         if wrong is not None:
@@ -450,23 +451,6 @@ class GradientReducer:
                 slot.parameter.main_grad_written = False  # type: ignore[attr-defined]
         self._in_flight.clear()
         self._next, self._begun = 0, False
-
-    def _changed(self) -> CommGridError | None:
-        """Whether the model still trains the parameters that the buckets were made for."""
-        now = {id(p): p for p in self.model.parameters() if p.requires_grad}
-        for slot in self.slots:
-            parameter = now.pop(id(slot.parameter), None)
-            if parameter is None or slot.kind != (parameter.dtype, parameter.device):
-                return CommGridError(
-                    f"{slot.placement} was moved, replaced or frozen after its GradientReducer was "
-                    "made; close() that and make a new one, once the model is as it stays"
-                )
-        for parameter in now.values():
-            return CommGridError(
-                f"a parameter of shape {tuple(parameter.shape)} was added or unfrozen after the "
-                "GradientReducer was made; close() that and make a new one"
-            )
-        return None
 
     def _hand_out(self, bucket: Bucket) -> None:
         """Sets `.grad`: to the buffer's own memory where it has the parameter's dtype."""
