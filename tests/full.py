@@ -22,6 +22,10 @@ UNMATCHED = pytest.StashKey[list[str]]()
 T = TypeVar("T")
 
 ONLY_FULL: dict[str, list[str]] = {
+    "tests/test_compile.py": [
+        "test_a_compiled_model_trains_like_itself[inductor-*]",
+        "test_a_compiled_model_trains_like_itself[aot_eager-True-False]",
+    ],
     "tests/test_cross_talk.py": [
         "test_beside_other_groups[by_every_rank]",
         "test_beside_other_groups[by_half_the_ranks]",
@@ -29,7 +33,22 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/test_full.py": [
         "test_only_what_is_about_megatron_needs_it",
     ],
+    "tests/test_device_mesh.py": [
+        "test_meshes_of_eight_ranks",
+    ],
+    "tests/test_sharding.py": [
+        "test_redistribute_between_all_pairs_in_three_dims",
+    ],
+    "tests/data_parallel/test_right_or_refused.py": [
+        "test_megatrons_fused_layers_add_to_main_grad[plain-shared]",
+        "test_megatrons_fused_layers_add_to_main_grad[plain-ours]",
+        "test_megatrons_fused_layers_add_to_main_grad[copies-alone]",
+        "test_megatrons_fused_layers_add_to_main_grad[copies-shared]",
+        "test_megatrons_fused_layers_add_to_main_grad[shard-alone]",
+        "test_megatrons_fused_layers_add_to_main_grad[shard-ours]",
+    ],
     "tests/test_leaks.py": [
+        "test_an_old_handle_that_somebody_keeps_costs_only_itself",
         "test_200_cycles_under_torchrun",
     ],
     "tests/test_no_hang.py": [
@@ -74,7 +93,11 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_same_curve_however_it_is_cut[fp32]",
         "test_same_curve_on_eight_ranks[fp64]",
     ],
+    "tests/examples/test_megatron_gpt.py": [
+        "test_under_torchrun",
+    ],
     "tests/examples/test_train_gpt_experts.py": [
+        "test_same_curve_however_experts_are_shared[4]",
         "test_same_curve_however_experts_are_shared[8]",
     ],
     "tests/examples/test_train_gpt_fsdp.py": [
@@ -101,6 +124,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_as_megatrons_layer[1]",
     ],
     "tests/megatron_adapter/test_functions.py": [
+        "test_every_function_on_every_rank[8]",
         "test_every_function_on_every_rank_of_a_large_world[16-*]",
         "test_every_function_on_every_rank_of_a_large_world[64-0]",
         "test_every_function_on_every_rank_of_a_large_world[64-1]",
@@ -121,6 +145,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_stage_raises[3-*]",
     ],
     "tests/tensor_parallel/test_linear.py": [
+        "test_torch_compile_of_a_whole_block",
         "test_a_block_equals_the_unsharded_one[8]",
     ],
     "tests/tensor_parallel/test_vocabulary.py": [
