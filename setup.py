@@ -23,6 +23,7 @@ setup(
         "interop": INTEROP,
         "test": [
             "pytest>=8",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff==0.17.5",
             "mypy==2.4.1",

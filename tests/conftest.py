@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,29 @@ settings.register_profile("full", derandomize=True, deadline=None)
 settings.register_profile("short", settings.get_profile("full"), max_examples=30)
 
 
+MOST_PROCESSES = 4
+"""Each of them may start eight ranks."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run what tests/full.py lists, too")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Everything at once runs in several processes, a file in one each: most tests use one core.
+
+    Where pytest-xdist is not installed, -n was given or only some tests were asked for, as pytest
+    does by itself.
+    """
+    options = config.option
+    if hasattr(config, "workerinput"):  # is one of the several
+        return
+    if getattr(options, "numprocesses", 0) is not None or options.usepdb or options.collectonly:
+        return
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        options.numprocesses = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+        options.dist = "loadfile"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,9 +64,17 @@ def pytest_collection_modifyitems(
     yield
     left_out = [item for item in items if item.get_closest_marker("full") and not full()]
     config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left out"] = len(left_out)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every process collects everything; what one of them has left out is told once."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
 
 
 def pytest_terminal_summary(

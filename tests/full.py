@@ -144,6 +144,16 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_stage_raises[0-*]",
         "test_a_stage_raises[3-*]",
     ],
+    "tests/tensor_parallel/test_initial_weights.py": [
+        "test_experts_draw_one_weight_on_any_grid[False-normal]",
+        "test_experts_draw_one_weight_on_any_grid[False-orthogonal]",
+        "test_experts_draw_one_weight_on_any_grid[True-default]",
+        "test_experts_draw_one_weight_on_any_grid[True-normal]",
+    ],
+    "tests/tensor_parallel/test_slices.py": [
+        "test_any_box_of_any_shape[*-dtype1]",
+        "test_any_box_of_any_shape[*-dtype2]",
+    ],
     "tests/tensor_parallel/test_linear.py": [
         "test_torch_compile_of_a_whole_block",
         "test_a_block_equals_the_unsharded_one[8]",
