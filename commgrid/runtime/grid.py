@@ -162,7 +162,7 @@ class HyperCommGrid:
         )
         phase = "created"
         try:
-            self._create(str(meeting.incarnation), backend, limit, meeting.patience)
+            self._create(meeting.incarnation, backend, limit, meeting.patience)
             meeting.meet(phase)
             phase = "ready"
             exchange_ranks([c for c in self._communicators if c.planned.connect], meeting.patience)
