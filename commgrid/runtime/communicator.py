@@ -40,7 +40,7 @@ class Communicator:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Its members' global ranks, ascending."""
+        """Its members' global ranks, in the group's order."""
         return self.planned.ranks
 
     @property
