@@ -76,7 +76,7 @@ class HyperCommGrid:
         name: str = "default",
         backend: str | None = None,
         timeout: Seconds | None = None,
-        startup_timeout: Seconds = 60.0,
+        startup_timeout: Seconds = 600.0,
     ) -> None:
         limit = None if timeout is None else as_seconds("timeout", timeout)
         startup = as_seconds("startup_timeout", startup_timeout)
