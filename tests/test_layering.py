@@ -17,7 +17,7 @@ ROWS = [
     ["planning.plan"],
     ["planning"],
     ["runtime.launch", "runtime.diagnosis"],
-    ["runtime.torch_world", "runtime.agreement"],
+    ["runtime.torch_world", "runtime.agreement", "runtime.torch_gloo"],
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches"],
     ["runtime.communicator", "runtime.device_mesh", "runtime.sub_grid"],
     ["runtime.grid"],

@@ -140,7 +140,7 @@ class HyperCommGrid:
         adopted._describe(spec, name, None, None)
         adopted._owns_groups, adopted._incarnation = False, "adopted"
         for planned in adopted._plan.communicators_by(groups.__getitem__):
-            adopted._hold(Communicator(planned, groups[planned.name], 0.0))
+            adopted._hold(Communicator(planned, groups[planned.name], 0.0, adopted=True))
         return adopted
 
     # -- starting and ending ------------------------------------------------------------
@@ -194,6 +194,7 @@ class HyperCommGrid:
                     options=planned.options,
                     timeout=limit,
                     startup_timeout=patience(),
+                    connect=planned.connect,
                 )
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
