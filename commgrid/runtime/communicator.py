@@ -85,21 +85,29 @@ class CheckReport:
         return "\n".join(lines)
 
 
-def exchange_ranks(communicators: Iterable[Communicator], patience: Callable[[], float]) -> None:
+def exchange_ranks(
+    communicators: Iterable[Communicator], patience: Callable[[], float]
+) -> list[float]:
     """Connects communicators by exchanging their members' ranks, and compares with the plan.
 
     All of them at once: what one waits for, others use.
+
+    Returns:
+        The seconds that each took.
     """
-    connecting = [_Exchange.start(communicator, patience()) for communicator in communicators]
-    for exchange in connecting:
-        exchange.finish(patience())
+    exchanges: list[_Exchange] = []
+    try:
+        for communicator in communicators:
+            exchanges.append(_Exchange.start(communicator, patience()))
+        return [exchange.finish(patience()) for exchange in exchanges]
+    except BaseException:
+        torch_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
+        raise
 
 
 def check_all(rank: int, communicators: Iterable[Communicator], timeout: float) -> CheckReport:
     """Exchanges members' ranks on every communicator; see `HyperCommGrid.check`."""
-    rows = [
-        (c.names, len(c.ranks), _Exchange.start(c, timeout).finish(timeout)) for c in communicators
-    ]
+    rows = [(c.names, len(c.ranks), exchange_ranks([c], lambda: timeout)[0]) for c in communicators]
     return CheckReport(rank, tuple(rows))
 
 
@@ -153,8 +161,7 @@ class _Exchange:
         return seconds if self.parts else 0.0
 
     def failure(self, device: torch.device, error: RuntimeError) -> Exception:
-        """What a backend's error means; nothing of the exchange waits any longer."""
-        torch_groups.stop_waiting(self.communicator.group)
+        """What a backend's error means."""
         what = f"{self.communicator.describe()}: the exchange of ranks on {device.type} failed"
         return torch_world.as_peer_error(what, error)
 

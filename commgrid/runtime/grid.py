@@ -221,7 +221,8 @@ class HyperCommGrid:
 
         Peers that wait for this rank get an error instead of what they wait for.
         """
-        torch_groups.abort_all(self._let_go())
+        by_pairs = {c.group for c in self._communicators if not c.connected}
+        torch_groups.abort_all(self._let_go(), by_pairs)
 
     def _let_go(self) -> list[ProcessGroup]:
         self._destroyed = True

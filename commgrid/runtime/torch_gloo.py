@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 CONNECTING = 5
 """How many times its timeout gloo waits for a rank that should connect."""
 
+_NEVER_SENT = 0x7E57  # a tag
 _PLUGIN = "commgrid_gloo"
 _Gloo: Any = getattr(c10d, "ProcessGroupGloo", None)  # torch's types leave out what is private
 
@@ -100,18 +101,23 @@ def forget_addresses(group: dist.ProcessGroup) -> None:
             return  # torch makes one for all its devices
 
 
-def start_breaking(group: dist.ProcessGroup) -> dist.Work:
-    """First half of closing a gloo group's connections, also those that others wait for.
-
-    A receive from whoever comes first connects what is not connected, and waits for nobody.
-    """
-    work = group.recv_anysource([torch.empty(1)], 0x7E57)
+def connect_all(group: dist.ProcessGroup) -> dist.Work:
+    """Starts to connect every pair of this rank's in a group, and waits for nobody."""
+    work = group.recv_anysource([torch.empty(1)], _NEVER_SENT)
     assert work is not None
     return work
 
 
-def finish_breaking(work: dist.Work) -> None:
-    """The other half: gloo closes all of a group's connections where a receive is not met."""
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Closes a connected group's connections: gloo does so where a receive is not met in time."""
+    work = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT)
+    assert work is not None
+    give_up(work)
+
+
+def give_up(work: dist.Work) -> None:
+    """Lets a receive fail, on which gloo closes all connections of its group, and ends what waits
+    for one to be made. gloo ends the process if a connection is refused after that."""
     with suppress(RuntimeError):
         work.wait(timedelta(milliseconds=1))
 

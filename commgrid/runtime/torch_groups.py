@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,7 @@ from commgrid.runtime.torch_world import FAKE, is_initialized, world_backend, wo
 # torch keeps what it makes groups from in module state, and threads may start grids at once.
 _CREATING = threading.RLock()
 
-_CONNECT_SECONDS = 0.02  # for connections on their way to members that wait for this rank
+_REFUSED_SECONDS = 0.05  # until connections that are on their way are made or refused
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
 
@@ -180,35 +180,46 @@ def connects_by_pairs(group: dist.ProcessGroup) -> bool:
     return "gloo" in backend_of(group) and torch_gloo.can_be_lazy()
 
 
-def stop_waiting(group: dist.ProcessGroup) -> None:
+def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
     """Ends what waits for members that should connect, after one of them did not.
 
     A gloo group could not be destroyed before: its threads would wait several times longer.
     """
-    if connects_by_pairs(group):
-        with suppress(RuntimeError):
-            torch_gloo.finish_breaking(torch_gloo.start_breaking(group))
+    trying: list[dist.Work] = []
+    for group in groups:
+        if connects_by_pairs(group):
+            with suppress(RuntimeError):
+                trying.append(torch_gloo.connect_all(group))
+    if trying:
+        time.sleep(_REFUSED_SECONDS)
+    for work in trying:
+        torch_gloo.give_up(work)
 
 
-def abort_all(groups: Iterable[dist.ProcessGroup]) -> None:
+def abort_all(groups: Iterable[dist.ProcessGroup], by_pairs: Container[dist.ProcessGroup]) -> None:
     """Destroys groups whose members may have failed, without waiting for any of them.
 
     Members that wait for this rank get an error, also where something, such as the traceback of
     the failure, still holds the group.
+
+    Args:
+        groups: in order of creation.
+        by_pairs: those of which some pairs of ranks may not be connected yet.
     """
     alive = [group for group in reversed(list(groups)) if is_alive(group)]
-    breaking: list[dist.Work] = []
+    telling: list[dist.Work] = []  # kept until their groups are gone
     for group in alive:
         for kind in {device.type for device in devices_of(group)} if group.size() > 1 else ():
             with suppress(RuntimeError):
                 if kind == "cuda":
                     group.abort()  # what NCCL has under way would be waited for
+                elif group not in by_pairs:
+                    torch_gloo.break_connections(group)
                 elif group.size() <= _MOST_TOLD:
-                    breaking.append(torch_gloo.start_breaking(group))
-    if breaking:
-        time.sleep(_CONNECT_SECONDS)
-    for work in breaking:
-        torch_gloo.finish_breaking(work)
+                    # Who waits for this rank to connect learns that it is gone when it was there.
+                    telling.append(torch_gloo.connect_all(group))
+    if telling:
+        time.sleep(_REFUSED_SECONDS)
     for group in alive:
         with suppress(RuntimeError):
             dist.destroy_process_group(group)
