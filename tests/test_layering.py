@@ -18,7 +18,7 @@ ROWS = [
     ["planning.plan"],
     ["planning"],
     ["runtime.launch", "runtime.rank_lists", "runtime.roll"],
-    ["runtime.torch_world", "runtime.diagnosis"],
+    ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis"],
     ["runtime.agreement"],
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches"],
     ["runtime.communicator", "runtime.device_mesh", "runtime.sub_grid"],

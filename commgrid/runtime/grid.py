@@ -144,7 +144,7 @@ class HyperCommGrid:
         adopted._describe(spec, name, None, None)
         adopted._owns_groups, adopted._incarnation = False, "adopted"
         for planned in adopted._plan.communicators_by(groups.__getitem__):
-            adopted._hold(Communicator(planned, groups[planned.name], 0.0))
+            adopted._hold(Communicator(planned, groups[planned.name], 0.0, adopted=True))
         return adopted
 
     # -- starting and ending ------------------------------------------------------------
@@ -198,6 +198,7 @@ class HyperCommGrid:
                     options=planned.options,
                     timeout=limit,
                     startup_timeout=patience(),
+                    connect=planned.connect,
                 )
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
@@ -224,7 +225,8 @@ class HyperCommGrid:
 
         Peers that wait for this rank get an error instead of what they wait for.
         """
-        torch_groups.abort_all(self._let_go())
+        by_pairs = {c.group for c in self._communicators if not c.connected}
+        torch_groups.abort_all(self._let_go(), by_pairs)
 
     def _let_go(self) -> list[ProcessGroup]:
         self._destroyed = True
