@@ -57,6 +57,14 @@ def default_backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+def versions() -> dict[str, str]:
+    """What a rank runs: torch, and NCCL where it has it."""
+    found = {"torch": str(torch.__version__)}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
 def connect_store(launch: Launch, left: float) -> Any:
     """The store that all ranks of a launch share; a world of one keeps its own.
 
