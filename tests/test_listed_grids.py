@@ -1,5 +1,6 @@
 """Live grids over lists of ranks in any order, on a torch.distributed that was up before."""
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -10,12 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import commgrid
-from commgrid import HyperCommGrid, NotInGridError, NotInGroupError, SpecError, UnknownGroupError
+from commgrid import (
+    CommGridError,
+    HyperCommGrid,
+    NotInGridError,
+    NotInGroupError,
+    SpecError,
+    UnknownGroupError,
+)
+from commgrid.checkpoint import save
 from commgrid.collectives import all_gather, broadcast
+from commgrid.data_parallel import GradientReducer
 from commgrid.pipeline import Pipeline
 from commgrid.planning.groups import GroupDef
 from commgrid.runtime.torch_groups import group_count
 from commgrid.sharding import ShardingSpec
+from commgrid.tensor_parallel import ColumnParallelLinear
 from tests.ranks import run_on_ranks
 
 SIX = (0, 1, 2, 4, 5, 7)
@@ -221,6 +232,30 @@ def rows_in_a_list() -> None:
 
 def test_rows_list_global_ranks_of_a_listed_grid() -> None:
     run_on_ranks(rows_in_a_list, 8)
+
+
+def sliced() -> None:
+    """By axes they would be copies of which one is saved, and copies that nobody compares."""
+    grid = commgrid.initialize(tp=2, groups={"odd": {"ranks": [[0, 3], [2, 1]]}})
+    layer = ColumnParallelLinear(4, 8, group="odd")
+    told = "weight: sliced over 'odd', which lists its ranks, so that nobody knows which others"
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(CommGridError, match=told):
+        save(folder, 1, layer, copies="first")
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, 1.0 if grid.is_first("odd") else 2.0)
+    nn.init.zeros_(model.bias)
+    with pytest.raises(CommGridError, match=r"weight .* differs between"):
+        GradientReducer(model, group="odd")
+    reducer = GradientReducer(model, group="odd", broadcast=True)
+    assert model.weight.min().item() == model.weight.max().item() == 1.0
+    model(torch.full((1, 2), float(grid.rank))).sum().backward()
+    reducer.finish()
+    mean = sum(grid.get_ranks("odd")) / 2
+    assert torch.equal(model.weight.grad, torch.full((2, 2), mean))
+
+
+def test_slices_over_listed_ranks_are_not_taken_for_copies() -> None:
+    run_on_ranks(sliced, 4)
 
 
 # -- meshes of torch's ------------------------------------------------------------------
