@@ -76,7 +76,7 @@ class HyperCommGrid:
         name: str = "default",
         backend: str | None = None,
         timeout: Seconds | None = None,
-        startup_timeout: Seconds = 60.0,
+        startup_timeout: Seconds = 600.0,
     ) -> None:
         limit = None if timeout is None else as_seconds("timeout", timeout)
         startup = as_seconds("startup_timeout", startup_timeout)
@@ -144,7 +144,7 @@ class HyperCommGrid:
         adopted._describe(spec, name, None, None)
         adopted._owns_groups, adopted._incarnation = False, "adopted"
         for planned in adopted._plan.communicators_by(groups.__getitem__):
-            adopted._hold(Communicator(planned, groups[planned.name], 0.0))
+            adopted._hold(Communicator(planned, groups[planned.name], 0.0, adopted=True))
         return adopted
 
     # -- starting and ending ------------------------------------------------------------
@@ -166,7 +166,7 @@ class HyperCommGrid:
         )
         phase = "created"
         try:
-            self._create(str(meeting.incarnation), backend, limit, meeting.patience)
+            self._create(meeting.incarnation, backend, limit, meeting.patience)
             meeting.meet(phase)
             phase = "ready"
             exchange_ranks([c for c in self._communicators if c.planned.connect], meeting.patience)
@@ -198,6 +198,7 @@ class HyperCommGrid:
                     options=planned.options,
                     timeout=limit,
                     startup_timeout=patience(),
+                    connect=planned.connect,
                 )
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
@@ -224,7 +225,8 @@ class HyperCommGrid:
 
         Peers that wait for this rank get an error instead of what they wait for.
         """
-        torch_groups.abort_all(self._let_go())
+        by_pairs = {c.group for c in self._communicators if not c.connected}
+        torch_groups.abort_all(self._let_go(), by_pairs)
 
     def _let_go(self) -> list[ProcessGroup]:
         self._destroyed = True
