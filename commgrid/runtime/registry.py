@@ -160,8 +160,9 @@ def initialize(
         ranks: the evenly spaced global ranks this grid covers; None: all of WORLD. Where
             commgrid starts torch.distributed, every rank of WORLD calls initialize, each for
             the grid it is in.
-        backend: None takes WORLD's; where commgrid starts torch.distributed,
-            `cpu:gloo,cuda:nccl`, or gloo without CUDA.
+        backend: None takes WORLD's; where commgrid starts torch.distributed, `nccl` with CUDA,
+            else `gloo`. The current CUDA device becomes that of LOCAL_RANK or SLURM_LOCALID, unless
+            one other than 0 is current.
         timeout: of collectives, seconds or timedelta; None: torch's default.
         startup_timeout: how long this call may take, likewise.
         config: a YAML path, dict or GridSpec, instead of everything from dp to groups.
