@@ -15,6 +15,7 @@ ROWS = [
     ["planning.group_table", "pipeline.simulator"],
     ["planning.spec", "pipeline.exchange"],
     ["planning.plan"],
+    ["planning.sockets"],
     ["planning"],
     ["runtime.launch", "runtime.diagnosis"],
     ["runtime.torch_world", "runtime.agreement", "runtime.torch_gloo"],
@@ -65,7 +66,7 @@ ROWS = [
     ["cli"],
     ["__main__"],
 ]
-PURE = 8  # rows that import neither torch nor anything below them
+PURE = 9  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

@@ -18,6 +18,7 @@ from commgrid.errors import (
     UnknownGroupError,
 )
 from commgrid.planning.plan import GroupPlan, Ranks
+from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
@@ -92,6 +93,7 @@ class HyperCommGrid:
             for definition in self._plan.created.values():
                 key = f"groups.{definition.name}.backend"
                 torch_world.check_backend(key, definition.options.backend)
+            check_limits(self._plan, backend or torch_world.world_backend())
         document = {"spec": self._spec.to_dict(), "backend": backend, "timeout": limit}
         self._start(document, backend, limit, deadline)
 
