@@ -52,7 +52,7 @@ def initialize_model_parallel(
     *,
     share: str = DEFAULT_SHARE,
     connect: str | Sequence[str] = CONNECT,
-    startup_timeout: Seconds = 60.0,
+    startup_timeout: Seconds = 600.0,
     name: str = "default",
 ) -> HyperCommGrid:
     """One grid with exactly Megatron's groups, and Megatron's state read from it.

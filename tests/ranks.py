@@ -113,6 +113,8 @@ def _launcher_variables(
             **address,
             "SLURM_PROCID": str(rank),
             "SLURM_NTASKS": str(world_size),
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": str(world_size),
             "SLURM_LOCALID": str(rank),
             "SLURM_JOB_ID": "1",
             "SLURM_JOB_NODELIST": "localhost",

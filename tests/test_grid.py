@@ -283,7 +283,7 @@ def test_a_rank_outside_the_grid_is_told_before_anything_starts() -> None:
 def test_a_spec_can_carry_its_ranks() -> None:
     def from_config() -> None:
         spec = GridSpec.build(tp=2, ranks=range(2, 6))
-        if dist.get_rank() in spec.resolve(8).rank_range:
+        if dist.get_rank() in spec.resolve(8).grid_ranks:
             grid = commgrid.initialize(config=spec.to_dict())
             assert grid.get_ranks() == (2, 3, 4, 5)
             check_sums(grid)

@@ -11,17 +11,26 @@ TORCHRUN = {
 }  # fmt: skip
 SLURM = {
     "SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456",
-    "SLURM_JOB_NODELIST": "gpu[007-010],cpu1",
+    "SLURM_JOB_NODELIST": "gpu[007-010],cpu1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "16",
 }  # fmt: skip
+BATCH = {
+    "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_GTIDS": "0",
+}  # fmt: skip
+"""What SLURM 22.05.8 gave the shell of a batch script of 8 tasks on 2 nodes."""
 
 
 def test_torchrun() -> None:
     made = Launch.from_environment(TORCHRUN)
-    assert made == Launch(3, 8, 1, "node0", 29500, hosts_store=False, attempt=0)
+    assert made == Launch(3, 8, 1, "node0", 29500, hosts_store=False)
     assert Launch.from_environment({**TORCHRUN, "RANK": "0"}).hosts_store
     agent = {**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert not Launch.from_environment(agent).hosts_store
-    assert Launch.from_environment({**agent, "TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+    restarted = {**agent, "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert Launch.from_environment(restarted) == Launch.from_environment(agent)
+    by_hand = {key: TORCHRUN[key] for key in TORCHRUN if key != "LOCAL_RANK"}
+    assert Launch.from_environment(by_hand).local_rank is None
 
 
 def test_slurm() -> None:
@@ -32,8 +41,21 @@ def test_slurm() -> None:
     steps = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "gpu009"}
     assert Launch.from_environment(steps).world_size == 8
     assert Launch.from_environment(steps).address == "gpu009"
+    older = {key: SLURM[key] for key in SLURM if key != "SLURM_STEP_NUM_TASKS"}
+    assert Launch.from_environment(older).world_size == 16
     given = Launch.from_environment({**SLURM, "MASTER_ADDR": "here", "MASTER_PORT": "77"})
     assert (given.address, given.port) == ("here", 77)
+
+
+def test_a_bare_python_in_a_batch_script_is_a_world_of_one() -> None:
+    """SLURM_PROCID and SLURM_NTASKS are set there as well, and nobody else would come."""
+    assert Launch.from_environment(BATCH) == Launch()
+
+
+def test_the_shell_that_salloc_opens_on_a_node_is_a_world_of_one() -> None:
+    shell = {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
+    made = Launch.from_environment(shell)
+    assert (made.world_size, made.address, made.hosts_store) == (1, None, False)
 
 
 def test_torchrun_inside_an_allocation_goes_first() -> None:
@@ -68,7 +90,10 @@ def test_first_host(nodes: str, host: str) -> None:
         ),
         ({**TORCHRUN, "RANK": "x"}, r"RANK='x': expected a number"),
         ({**TORCHRUN, "RANK": "8"}, r"rank 8 does not fit a world of 8"),
-        ({**SLURM, "SLURM_NTASKS": "four"}, r"SLURM_NTASKS='four': expected a number"),
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "four"},
+            r"SLURM_STEP_NUM_TASKS='four': expected a number",
+        ),
     ],
 )
 def test_broken_environments_are_named(environment: dict[str, str], said: str) -> None:

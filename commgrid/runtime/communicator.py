@@ -42,7 +42,7 @@ class Communicator:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Its members' global ranks, ascending."""
+        """Its members' global ranks, in the group's order."""
         return self.planned.ranks
 
     @property

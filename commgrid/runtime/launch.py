@@ -18,24 +18,25 @@ class Launch:
     Args:
         rank: global rank.
         world_size: number of processes.
-        local_rank: its number on its node, which is its device's.
+        local_rank: its number on its node, which is its device's; None: no launcher said so.
         address: host of the store that all ranks meet at; None for a world of one.
         port: TCP port of that store.
         hosts_store: whether this process serves the store.
-        attempt: how often the launcher has restarted the job.
     """
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int | None = None
     address: str | None = None
     port: int = 0
     hosts_store: bool = False
-    attempt: int = 0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Launch:
         """What the launcher's variables say: torchrun's (or the same set by hand), then srun's.
+
+        Restarts are not counted: torchrun's TORCHELASTIC_RESTART_COUNT is each agent's own, and
+        differs between nodes of one job.
 
         Raises:
             SpecError: half of torchrun's variables, or one that is no number.
@@ -60,29 +61,31 @@ class Launch:
         return cls(
             rank=rank,
             world_size=_number(environ, "WORLD_SIZE"),
-            local_rank=_number(environ, "LOCAL_RANK", default=0),
+            local_rank=_optional(environ, "LOCAL_RANK"),
             address=environ["MASTER_ADDR"],
             port=_number(environ, "MASTER_PORT"),
             hosts_store=rank == 0 and not agent_serves,
-            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         )._checked()
 
     @classmethod
     def _from_slurm(cls, environ: Mapping[str, str]) -> Launch:
         """srun's variables; MASTER_ADDR and MASTER_PORT override the first node and a port
-        made from the job's number, so that jobs sharing a node do not meet."""
+        made from the job's number, so that jobs sharing a node do not meet. A single task meets
+        nobody, and takes no port."""
         rank = _number(environ, "SLURM_PROCID")
         world_size = _slurm_tasks(environ) or 1
+        local_rank = _optional(environ, "SLURM_LOCALID")
+        if world_size == 1:
+            return cls(rank=rank, local_rank=local_rank)._checked()
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
         job = _number(environ, "SLURM_JOB_ID", default=0)
         return cls(
             rank=rank,
             world_size=world_size,
-            local_rank=_number(environ, "SLURM_LOCALID", default=0),
+            local_rank=local_rank,
             address=environ.get("MASTER_ADDR") or first_host(nodes),
             port=_number(environ, "MASTER_PORT", default=20000 + job % 10000),
             hosts_store=rank == 0,
-            attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
         )._checked()
 
     def _checked(self) -> Launch:
@@ -95,9 +98,19 @@ class Launch:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int | None:
-    for key in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
-        if key in environ:
-            return _number(environ, key)
+    """How many tasks srun has started beside this one; None where srun has started nothing.
+
+    A job step's variables tell. The shell of a batch script has SLURM_PROCID=0 and the job's
+    SLURM_NTASKS too, as if it were the first of them, but none that begins with SLURM_STEP; that
+    of salloc has no SLURM_PROCID. Where salloc opens a shell on a node
+    (LaunchParameters=use_interactive_step), that is a step, number 4294967290, of one task,
+    beside the job's SLURM_NTASKS. (Seen with SLURM 22.05.8; srun's manual page, "OUTPUT
+    ENVIRONMENT VARIABLES", lists the same for steps.)
+    """
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        return _number(environ, "SLURM_STEP_NUM_TASKS")
+    if "SLURM_STEP_ID" in environ and "SLURM_NTASKS" in environ:
+        return _number(environ, "SLURM_NTASKS")
     return None
 
 
@@ -108,6 +121,10 @@ def _number(environ: Mapping[str, str], key: str, default: int | None = None) ->
     if value is None or not value.isdigit():
         raise SpecError(f"environment: {key}={value!r}: expected a number")
     return int(value)
+
+
+def _optional(environ: Mapping[str, str], key: str) -> int | None:
+    return _number(environ, key) if key in environ else None
 
 
 def first_host(nodes: str) -> str:

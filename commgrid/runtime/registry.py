@@ -18,7 +18,8 @@ from commgrid.errors import (
 )
 from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec, as_range
+from commgrid.planning.ranks import as_ranks
+from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
@@ -61,14 +62,15 @@ class Registry:
         self.tables.pop(name, None)
         return None
 
-    def start_world(self, backend: str | None, deadline: float) -> None:
+    def start_world(self, backend: str | None, timeout: float | None, deadline: float) -> None:
         """Starts torch.distributed from the launcher's variables, once all ranks are there."""
         chosen = backend or torch_world.default_backend()
         torch_world.check_backend("backend", chosen)
         launch = Launch.from_environment(os.environ)
         if self.store is None or launch != self.launch:
-            self.store = torch_world.connect_store(launch, max(deadline - time.monotonic(), 0.01))
+            self.store = torch_world.connect_store(launch, deadline - time.monotonic())
             self.launch = launch
+        torch_world.follow_timeout(self.store, timeout, chosen)
         meeting = Meeting(
             self.store,
             name="WORLD",
@@ -135,7 +137,7 @@ def initialize(
     ranks: range | Sequence[int] | None = None,
     backend: str | None = None,
     timeout: Seconds | None = None,
-    startup_timeout: Seconds = 60.0,
+    startup_timeout: Seconds = 600.0,
     config: str | Path | Mapping[str, Any] | GridSpec | None = None,
     name: str = "default",
     **axes: int,
@@ -164,7 +166,8 @@ def initialize(
             else `gloo`. The current CUDA device becomes that of LOCAL_RANK or SLURM_LOCALID, unless
             one other than 0 is current.
         timeout: of collectives, seconds or timedelta; None: torch's default.
-        startup_timeout: how long this call may take, likewise.
+        startup_timeout: how long this call may take, likewise; ten minutes, since the processes
+            of a large job come minutes apart.
         config: a YAML path, dict or GridSpec, instead of everything from dp to groups.
         name: the name to register the grid under.
         **axes: sizes of further axes, named in `order`; `dp_replicate` and `dp_shard`
@@ -185,8 +188,7 @@ def initialize(
         >>> shutdown()
     """
     deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
-    if timeout is not None:
-        as_seconds("timeout", timeout)
+    limit = None if timeout is None else as_seconds("timeout", timeout)
     if _registry.find(name) is not None:
         raise GridExistsError(
             f"grid {name!r} is alive already; commgrid.destroy({name!r}) first, or give another "
@@ -208,7 +210,7 @@ def initialize(
         # A spec that cannot fit is this rank's own error, before it meets anybody.
         launch = Launch.from_environment(os.environ)
         GroupPlan.for_rank(spec.resolve(launch.world_size), launch.rank)
-        _registry.start_world(backend, deadline)
+        _registry.start_world(backend, limit, deadline)
     try:
         grid = HyperCommGrid(
             spec,
@@ -246,7 +248,7 @@ def _from_config(
             "describes the whole grid; put these into it, or leave config out"
         )
     spec = GridSpec.from_config(config)
-    return spec if ranks is None else replace(spec, ranks=as_range(ranks))
+    return spec if ranks is None else replace(spec, ranks=as_ranks(ranks))
 
 
 def get_grid(name: str = "default") -> HyperCommGrid:
@@ -290,7 +292,8 @@ def get_group(name: str, grid: str = "default") -> ProcessGroup:
     try:
         return _registry_tables[grid][name]
     except KeyError:
-        return get_grid(grid).get_group(name)
+        pass  # so that what is raised below does not begin with a KeyError
+    return get_grid(grid).get_group(name)
 
 
 _registry_tables = _registry.tables

@@ -6,8 +6,13 @@ it is not public torch stands in these three files.
 
 from __future__ import annotations
 
+import re
 import socket
+import threading
 import time
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +26,6 @@ from commgrid.planning.names import nearest
 from commgrid.runtime.launch import Launch
 
 FAKE = "fake"
-_STORE_TIMEOUT = timedelta(minutes=5)  # torch's own, for whoever uses the store after the start
 
 
 def is_initialized() -> bool:
@@ -70,9 +74,8 @@ def take_device(launch: Launch, backend: str) -> None:
     touched, count = torch.cuda.is_initialized(), torch.cuda.device_count()  # type: ignore[no-untyped-call]
     if touched and torch.cuda.current_device() != 0:
         return
-    local: Any = launch.local_rank  # None: no launcher gave a number
-    if local is not None:
-        torch.cuda.set_device(local % count)
+    if launch.local_rank is not None:
+        torch.cuda.set_device(launch.local_rank % count)
     elif not touched and count > 1 and launch.world_size > 1 and "nccl" in backend:
         raise SpecError(
             f"rank {launch.rank} sees {count} CUDA devices, and neither LOCAL_RANK nor "
@@ -81,66 +84,163 @@ def take_device(launch: Launch, backend: str) -> None:
         )
 
 
-def connect_store(launch: Launch, timeout: float) -> Any:
+def connect_store(launch: Launch, left: float) -> Any:
     """The store that all ranks of a launch share; a world of one keeps its own.
 
+    Args:
+        launch: whose store.
+        left: seconds until startup_timeout is over; it may be over already.
+
     Raises:
-        PeerTimeoutError: nobody serves it within `timeout` seconds; names its address.
+        PeerTimeoutError: nobody serves it in time; names its address. Or there was no time to ask,
+            which is about this rank.
+        CommGridError: this rank is to serve it and cannot, since the port is taken.
     """
     if launch.address is None:
         return HashStore()
-    deadline = time.monotonic() + timeout
-    where = f"{launch.address}:{launch.port}"
-    if not launch.hosts_store and not _is_served(launch.address, launch.port, deadline):
+    if left <= 0:
         raise PeerTimeoutError(
-            f"nobody serves the store at {where} within startup_timeout={timeout:.0f} s; is rank "
-            "0's process, or the launcher there, running and reachable?"
+            f"startup_timeout was over {-left:.3g} s before rank {launch.rank} came to ask for the "
+            "store: its own start took the time (importing modules, starting CUDA, planning, a "
+            "stopped process), no peer did; find out what did on this rank, or raise "
+            "startup_timeout"
         )
-    # A first connection can get lost where many ranks connect at once: short tries, then longer.
-    patience = 1.0
-    while True:
-        limit = min(patience, max(deadline - time.monotonic(), 0.1))
-        try:
-            store = TCPStore(
-                launch.address,
-                launch.port,
-                is_master=launch.hosts_store,
-                timeout=timedelta(seconds=limit),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-            break
-        except RuntimeError as error:
-            final = launch.hosts_store and "in use" in str(error)
-            if final or time.monotonic() + limit > deadline:
-                raise PeerTimeoutError(
-                    f"the store at {where} cannot be {'served' if final else 'reached'} within "
-                    f"startup_timeout={timeout:.0f} s: {str(error).splitlines()[0]}"
-                ) from error
-            patience *= 2
-    store.set_timeout(_STORE_TIMEOUT)
-    # A launcher that restarts its workers keeps the store, with the keys of the attempt before.
-    return PrefixStore(f"commgrid/attempt_{launch.attempt}", store)
+    search = _StoreSearch(launch, time.monotonic() + left)
+    threading.Thread(target=search.run, name="commgrid-store", daemon=True).start()
+    store = search.wait(left)
+    # Under torchrun the store is the agent's, which keeps it, and whatever an earlier attempt of
+    # the job has left there, over restarts; TORCHELASTIC_RESTART_COUNT tells none apart, since
+    # each agent counts its own. Whoever writes keys here makes them new by what the store counts.
+    return PrefixStore("commgrid", store)
 
 
-def _is_served(address: str, port: int, deadline: float) -> bool:
-    """Waits until something listens there; torch's own client keeps trying past its timeout."""
-    while True:
-        patience = min(1.0, max(deadline - time.monotonic(), 0.1))
+def follow_timeout(store: Any, timeout: float | None, backend: str) -> None:
+    """Gives a store the time limit of collectives, since a communicator's first use waits at it.
+
+    Args:
+        store: what `connect_store` returned.
+        timeout: of collectives, in seconds; None: torch's default for the backend.
+        backend: what they run on.
+    """
+    limit = c10d._get_default_timeout(c10d.Backend(backend))
+    store.set_timeout(limit if timeout is None else timedelta(seconds=timeout))
+
+
+class _StoreSearch:
+    """Connecting to a launch's store, in a thread of its own.
+
+    Torch's client waits in C++, for ever where something listens that never answers, and so may
+    looking up a host's name: there neither a time limit nor Ctrl-C would reach the main thread.
+
+    Args:
+        launch: whose store.
+        deadline: `time.monotonic()` at which to give up.
+    """
+
+    def __init__(self, launch: Launch, deadline: float) -> None:
+        assert launch.address is not None
+        self._launch, self._deadline = launch, deadline
+        self._address, self._port = launch.address, launch.port
+        self._where = f"{launch.address}:{launch.port}"
+        self._found: Future[Any] = Future()
+        # What goes into the error.
+        self._listens = launch.hosts_store
+        self._last = "no answer"
+
+    def wait(self, seconds: float) -> Any:
+        """The store; the main thread's part."""
         try:
-            with socket.create_connection((address, port), patience) as probe:
+            wait_for_futures([self._found], seconds)
+        except BaseException:  # Ctrl-C
+            self._found.cancel()
+            raise
+        if self._found.cancel():
+            raise PeerTimeoutError(self._why(seconds))
+        return self._found.result()
+
+    def run(self) -> None:
+        """The thread's part: tries until it has the store, or nobody waits any more."""
+        # A first connection can get lost where many ranks connect at once: short tries, then
+        # longer.
+        patience = 1.0
+        while not self._found.cancelled():
+            left = max(self._deadline - time.monotonic(), 0.1)
+            try:
+                if not self._launch.hosts_store and not self._is_served(min(left, 1.0)):
+                    time.sleep(0.05)
+                    continue
+                self._listens = True
+                self._finish(self._connect(min(patience, left)))
+                return
+            except RuntimeError as error:
+                self._last = first_line(error)
+                if _CANNOT_SERVE.search(self._last):
+                    self._finish(self._cannot_serve(error))
+                    return
+                patience *= 2
+            except Exception as error:
+                self._finish(error)
+                return
+
+    def _connect(self, seconds: float) -> Any:
+        return TCPStore(
+            self._address,
+            self._port,
+            is_master=self._launch.hosts_store,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+
+    def _is_served(self, seconds: float) -> bool:
+        """Whether something listens there; torch's own client keeps trying past its timeout."""
+        try:
+            with socket.create_connection((self._address, self._port), seconds) as probe:
                 # Trying a port nobody listens on, a socket can get that very port and meet itself.
-                if probe.getsockname() != probe.getpeername():
-                    return True
-        except OSError:
-            pass
-        if time.monotonic() > deadline:
+                return bool(probe.getsockname() != probe.getpeername())
+        except OSError as error:
+            self._last = error.strerror or str(error)
             return False
-        time.sleep(0.05)
+
+    def _finish(self, outcome: Any) -> None:
+        with suppress(InvalidStateError):  # nobody waits any more
+            if isinstance(outcome, BaseException):
+                self._found.set_exception(outcome)
+            else:
+                self._found.set_result(outcome)
+
+    def _cannot_serve(self, error: RuntimeError) -> CommGridError:
+        why = self._last
+        if "EADDRINUSE" in why:
+            why = f"another process there listens on port {self._port} already"
+        failed = CommGridError(
+            f"rank {self._launch.rank} on {socket.gethostname()} cannot serve the store at "
+            f"{self._where}: {why}; end that process, as where it is left of an earlier job, or "
+            "set MASTER_PORT to a free port on every rank"
+        )
+        failed.__cause__ = error
+        return failed
+
+    def _why(self, seconds: float) -> str:
+        when = f"within startup_timeout ({seconds:.3g} s of it were left; {self._last})"
+        if not self._listens:
+            return (
+                f"nobody serves the store at {self._where} {when}; is rank 0's process, or the "
+                "launcher there, running and reachable?"
+            )
+        if self._launch.hosts_store:
+            return (
+                f"rank {self._launch.rank} on {socket.gethostname()} serves the store but does not "
+                f"reach it at {self._where} {when}; is MASTER_ADDR this machine's?"
+            )
+        return (
+            f"what listens at {self._where} did not answer as a store {when}; is it another "
+            "program's port, or rank 0's process stopped?"
+        )
 
 
 def start_world(
-    launch: Launch, store: Any, incarnation: int, backend: str, startup_timeout: float
+    launch: Launch, store: Any, incarnation: str, backend: str, startup_timeout: float
 ) -> None:
     """Starts torch.distributed on a store, with keys that no earlier start has used.
 
@@ -175,20 +275,55 @@ def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
     if isinstance(error, CommGridError):
         return error
     text = first_line(error)
-    words = ("timeout", "timed out", "connect", "reset by peer", "closed by peer")
-    if any(word in text.lower() for word in words):
-        return PeerTimeoutError(f"{what}: a member did not answer in time ({text})")
+    if is_peer_failure(error):
+        return PeerTimeoutError(f"{what}: a member is gone, or did not answer in time ({text})")
     return CommGridError(f"{what}: {text}")
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether a backend raised it, as it does where another rank is gone or does not answer."""
+    """Whether torch raised it because another rank, or the store's server, is gone or silent."""
     if isinstance(error, CommGridError) or not isinstance(error, RuntimeError):
         return False
-    said = first_line(error).lower()
-    words = ("timeout", "timed out", "connect", "reset", "closed", "broken pipe", "remote")
-    from_backend = "gloo" in said or "nccl" in said
-    return isinstance(error, dist.DistError) or (from_backend and any(w in said for w in words))
+    said = str(error)
+    if isinstance(error, dist.DistNetworkError):  # of the store, or of a port to serve one at
+        return not _CANNOT_SERVE.search(said)
+    if isinstance(error, dist.DistBackendError) and _NCCL_PEER.search(said):
+        return True
+    return any(pattern.search(said) for pattern in _PEER_ERRORS)
+
+
+def is_store_gone(error: BaseException) -> bool:
+    """Whether a call of the store failed since its server has ended, and not merely waited."""
+    return isinstance(error, dist.DistNetworkError) and not _CANNOT_SERVE.search(str(error))
+
+
+# What torch 2.11 to 2.15 raise where a peer is gone or silent; each is provoked by a test, but for
+# NCCL's, which are read from torch's NCCLUtils.hpp and ProcessGroupNCCL.cpp and NCCL's init.cc.
+_GONE = (
+    "connection (closed by|reset by|refused|timed out|aborted)|broken pipe|no route to host"
+    "|network is (unreachable|down)|host is (unreachable|down)|endpoint is not connected"
+)
+_PEER_ERRORS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"gloo/transport/\S+:\d+\] .*({_GONE})",
+        r"gloo/transport/\S+:\d+\] timed out waiting \d+ms for (recv|send) operation",
+        r"gloo/transport/\S+:\d+\] (connect|accept) timeout",
+        rf"^gloo connectFullMesh failed with .*(timed out|timeout|{_GONE})",
+        r"^application timeout caused pair closure$",
+        r"^wait timeout$",  # gloo's, for a key of the store
+        r"\bwait timeout after \d+ms, keys: ",  # TCPStore's, also within NCCL's about its id
+        r"^timeout waiting for key: .* after \d+ ms",  # FileStore's
+        r"^timed out initializing process group in store based barrier on rank \d",
+        r"^\[rank \d+\]: ranks? .*(failed to pass|reached) monitoredBarrier",
+    )
+)
+_NCCL_PEER = re.compile(
+    r"ncclRemoteError|remote process exited|closed by remote peer|was aborted on rank"
+    rf"|watchdog caught|NCCL timeout in|{_GONE}",
+    re.IGNORECASE,
+)
+_CANNOT_SERVE = re.compile(r"^The server socket has failed to (listen|bind)")
 
 
 def first_line(error: BaseException) -> str:
