@@ -16,6 +16,7 @@ ROWS = [
     ["planning.group_table", "pipeline.simulator"],
     ["planning.spec", "pipeline.exchange"],
     ["planning.plan"],
+    ["planning.sockets"],
     ["planning"],
     ["runtime.launch", "runtime.rank_lists", "runtime.roll"],
     ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis"],

@@ -19,6 +19,7 @@ from commgrid.errors import (
 )
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import Ranks
+from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
@@ -94,6 +95,7 @@ class HyperCommGrid:
             for definition in self._plan.created.values():
                 key = f"groups.{definition.name}.backend"
                 torch_world.check_backend(key, definition.options.backend)
+            check_limits(self._plan, backend or torch_world.world_backend())
         described = self._spec.to_dict()
         described.pop("ranks", None)  # which the meeting compares itself, in fewer words
         document = {

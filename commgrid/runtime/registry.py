@@ -215,8 +215,9 @@ def initialize(
         ranks: the global ranks this grid covers, in any order: the place in the list is the
             place in the grid. None: all of WORLD. Where commgrid starts torch.distributed, every
             rank of WORLD calls initialize or `join`.
-        backend: None takes WORLD's; where commgrid starts torch.distributed,
-            `cpu:gloo,cuda:nccl`, or gloo without CUDA.
+        backend: None takes WORLD's; where commgrid starts torch.distributed, `nccl` with CUDA,
+            else `gloo`. The current CUDA device becomes that of LOCAL_RANK or SLURM_LOCALID, unless
+            one other than 0 is current.
         timeout: of collectives, seconds or timedelta; None: torch's default.
         startup_timeout: how long this call may take, likewise; ten minutes, since the processes
             of a large job come minutes apart.
