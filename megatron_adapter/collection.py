@@ -142,8 +142,8 @@ class CollectionGrid:
         return self.get_group(*names).rank()
 
     def get_ranks(self, *names: str) -> tuple[int, ...]:
-        """The global ranks of the group, ascending."""
-        return tuple(sorted(dist.get_process_group_ranks(self.get_group(*names))))
+        """The global ranks of the group, in its order."""
+        return tuple(dist.get_process_group_ranks(self.get_group(*names)))
 
     def next_rank(self, *names: str) -> int:
         """The global rank after this one in the group; the first after the last."""

@@ -1,5 +1,6 @@
 """The meeting itself, on threads and a store in memory: what it costs, and whom it names."""
 
+import random
 import threading
 import time
 from collections import Counter
@@ -17,7 +18,9 @@ from commgrid.errors import (
     PeerTimeoutError,
 )
 from commgrid.runtime.agreement import Meeting
-from commgrid.runtime.diagnosis import describe_mismatch, describe_ranks
+from commgrid.runtime.diagnosis import describe_mismatch
+from commgrid.runtime.rank_lists import describe_ranks, pack, unpack
+from commgrid.runtime.roll import Line, Roll
 
 
 class CountingStore:
@@ -27,23 +30,61 @@ class CountingStore:
         self.store = store
         self.calls: Counter[str] = Counter()
 
+    timeout = timedelta(seconds=300)
+
+    def clone(self) -> "CountingStore":
+        return self
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            self.calls[name] += 1
+            self.calls[name] += name not in ("set_timeout", "clone")  # which ask the store nothing
             return getattr(self.store, name)(*args)
 
         return call
 
 
-def on_threads(world: int, task: Callable[[int, CountingStore], Any]) -> list[Any]:
+class Killed(BaseException):
+    """What stands for a process that is gone: nobody hears of it."""
+
+
+class MortalStore(CountingStore):
+    """A store whose process ends after so many calls, other than waiting."""
+
+    def __init__(self, store: Any, left: int) -> None:
+        super().__init__(store)
+        self.left = left
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.store.wait(keys, timeout)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.left -= name != "set_timeout"
+        if self.left < 0:
+            raise Killed
+        return getattr(self.store, name)  # type: ignore[no-any-return]
+
+
+class MortalLine(Line):
+    """A line whose process ends where it waits in vain."""
+
+    def within(self, key: str, seconds: float) -> bool:
+        if not super().within(key, 0.1):
+            self._store.left = 0
+            raise Killed
+        return True
+
+
+def on_threads(
+    world: int, task: Callable[[int, CountingStore], Any], shared: Any = None
+) -> list[Any]:
     """Runs `task(rank, store)` on a thread a rank; exceptions are results too."""
-    shared = HashStore()
+    shared = shared or HashStore()
     found: list[Any] = [None] * world
 
     def run(rank: int) -> None:
         try:
             found[rank] = task(rank, CountingStore(shared))
-        except CommGridError as error:
+        except (CommGridError, Killed) as error:
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
@@ -69,11 +110,15 @@ def all_phases(rank: int, store: CountingStore, world: int) -> int:
     return sum(store.calls.values())
 
 
-@pytest.mark.parametrize("world", [4, 64])  # above the three phases: some rank is never last
+@pytest.mark.parametrize("world", [8, 64])
 def test_calls_do_not_grow_with_the_world(world: int) -> None:
     calls = on_threads(world, lambda rank, store: all_phases(rank, store, world))
-    assert max(calls) <= 20
-    assert min(calls) == 14  # and whoever comes last in a phase writes its verdict
+    # Most look whether a meeting is open, wait for it, read it, come, wait and read the verdict;
+    # who comes after its first one reads its number, too, and looks whether it is over. Then each
+    # phase is coming, waiting and reading.
+    more = 1 + 3 * -(-world // 60)  # the first, and in each phase the last of every 60
+    assert sorted(calls)[world - 1 - more] <= 14
+    assert max(calls) <= 45
 
 
 def test_every_meeting_gets_a_number_of_its_own() -> None:
@@ -167,3 +212,105 @@ def test_rows_in_another_order_are_said_to_be() -> None:
 
     for error in on_threads(2, ordered):
         assert "the rows of groups come in different orders" in str(error)
+
+
+def keys(store: Any) -> list[str]:
+    return sorted(key.removeprefix("/") for key in store.list_keys())
+
+
+def test_a_ready_meeting_leaves_its_last_verdict_and_no_more_with_each() -> None:
+    shared = HashStore()
+    left = []
+    for _ in range(3):
+        on_threads(70, lambda rank, store: all_phases(rank, store, 70), shared)
+        left.append(keys(shared))
+    assert [len(found) for found in left] == [len(left[0])] * 3
+    assert len(left[0]) <= 10
+    assert [key for key in left[2] if "/3/" in key] == [
+        "test@0/3/ready/0", "test@0/3/ready/1", "test@0/3/ready/blocks", "test@0/3/ready/verdict",
+    ]  # fmt: skip
+    assert not [key for key in left[2] if "/2/" in key or "/1/" in key]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_restart_meets_afresh_wherever_the_processes_before_were_lost(seed: int) -> None:
+    """The store stays, as a launcher's does, with all that two lost attempts have left there."""
+    shared, chance, world = HashStore(), random.Random(seed), 3
+
+    def lost(limits: list[int]) -> Callable[[int, CountingStore], Any]:
+        def attempt(rank: int, store: CountingStore) -> Any:
+            mortal = MortalStore(store, limits[rank])
+            time.sleep(pauses[rank])
+            made = Meeting(
+                mortal, name="test", rank=rank, ranks=range(world), document={}, line=
+                MortalLine(mortal), deadline=time.monotonic() + 10,
+            )  # fmt: skip
+            made.meet("created")
+            return made.incarnation
+
+        return attempt
+
+    before = set()
+    for _ in range(2):
+        pauses = [chance.choice((0.0, 0.05)) for _ in range(world)]
+        limits = [chance.choice((0, 1, 2, 3, 4, 5, 6, 8, 10)) for _ in range(world)]
+        before |= {x for x in on_threads(world, lost(limits), shared) if isinstance(x, str)}
+
+    def restarted(rank: int, store: CountingStore) -> str:
+        time.sleep(0.1 * chance.random())
+        made = meeting(store, rank, world)
+        made.meet("created")
+        made.meet("ready")
+        return made.incarnation
+
+    started = time.monotonic()
+    numbers = on_threads(world, restarted, shared)
+    assert len(set(numbers)) == 1
+    assert isinstance(numbers[0], str)
+    assert numbers[0] not in before
+    assert time.monotonic() - started < 4
+
+
+def test_whoever_opens_may_never_come() -> None:
+    """Nobody has opened the meeting: one of those who wait finds out who else does."""
+
+    def waiting(rank: int, store: CountingStore) -> None:
+        if rank not in (0, 4):
+            meeting(store, rank, 6, seconds=2.0)
+
+    found = on_threads(6, waiting)
+    for rank in (1, 2, 3, 5):
+        assert isinstance(found[rank], PeerTimeoutError)
+        assert "ranks 0, 4 did not arrive within startup_timeout (ranks 1-3, 5 did)" in str(
+            found[rank]
+        )
+
+
+def test_two_processes_as_one_rank() -> None:
+    shared = HashStore()
+
+    def doubled(rank: int, store: CountingStore) -> None:
+        meeting(store, (0, 0, 1)[rank], 3, seconds=2.0)
+
+    for error in on_threads(3, doubled, shared):
+        assert isinstance(error, PeerTimeoutError)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lists_of_ranks_read_back(seed: int) -> None:
+    chance = random.Random(seed)
+    size = chance.choice((1, 5, 64, 1000, 16_384))
+    ranks = set(chance.sample(range(size), chance.randint(0, size)))
+    assert unpack(pack(ranks)) == ranks
+    assert len(pack(ranks)) <= size // 4 + 2
+    assert len(pack(range(0, 16_384, 2))) < 20
+
+
+def test_a_roll_says_who_is_here() -> None:
+    ranks = range(3, 200, 3)
+    roll = Roll(HashStore(), "roll", ranks)
+    comings = [roll.come(rank).name for rank in ranks]
+    assert comings == ["EARLY"] * (len(ranks) - 1) + ["LAST"]
+    assert roll.come(30).name == "AGAIN"
+    assert roll.come(1).name == "EARLY"
+    assert roll.here(range(10)) == [1, 3, 6, 9]

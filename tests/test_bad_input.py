@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from commgrid import GridSpec, GroupPlan, NotInGridError, SpecError
 
@@ -177,17 +178,98 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: table(dp={"nccl": {"max_ctas": "3"}}),
         r"groups\.dp\.nccl\.max_ctas='3': expected int",
     ),
-    "ranks unevenly": (
-        lambda: build(ranks=[0, 1, 3]),
-        r"ranks=\[0, 1, 3\]: expected evenly spaced",
+    "ranks repeated": (
+        lambda: build(ranks=[5, 2, 0, 2]),
+        r"ranks=\[5, 2, 0, 2\]: rank 2 is there twice; name each rank once",
     ),
-    "ranks falling": (lambda: build(ranks=[3, 2]), r"ranks=\[3, 2\]: expected rising"),
-    "ranks empty": (lambda: build(ranks=[]), r"ranks=\[\]: expected rising"),
+    "ranks negative": (
+        lambda: build(ranks=[3, -2]),
+        r"ranks=\[3, -2\]: -2 at place 1 is no rank; expected integers from 0 on",
+    ),
+    "ranks from below 0": (lambda: build(ranks=range(-2, 2)), r"-2 at place 0 is no rank"),
+    "ranks True": (lambda: build(ranks=[0, True]), r"True at place 1 is no rank"),
+    "ranks of floats": (lambda: build(ranks=[0, 1.0]), r"1\.0 at place 1 is no rank"),  # type: ignore[list-item]
+    "ranks without order": (
+        lambda: build(ranks={0, 1, 3}),  # type: ignore[arg-type]
+        r"ranks=\{0, 1, 3\}: expected a list of distinct ranks, whose order counts",
+    ),
+    "ranks a number": (lambda: build(ranks=3), r"ranks=3: expected a list of distinct ranks"),  # type: ignore[arg-type]
+    "ranks long": (lambda: build(ranks=[*range(500), 7]), r"…: rank 7 is there twice"),
+    "ranks empty": (lambda: build(ranks=[]), r"ranks=\[\]: expected at least one rank; leave"),
+    "ranks empty range": (lambda: build(ranks=range(3, 3)), r"ranks=range\(3, 3\): expected at"),
+    "ranks as falling text": (
+        lambda: build(ranks="0-3,7-5"),
+        r"ranks='0-3,7-5': '7-5' is neither a rank nor rising ones; expected such as 0,1,2,4",
+    ),
+    "ranks as text without step": (lambda: build(ranks="0-6/0"), r"'0-6/0' is neither"),
+    "ranks as no text": (lambda: build(ranks="first"), r"ranks='first': 'first' is neither"),
+    "ranks in steps of 0": (lambda: dictionary(ranks={"stop": 4, "step": 0}), r"expected integers"),
+    "ranks beyond the world": (
+        lambda: build(ranks=[0, 9, 2, 1]).resolve(8),
+        r"ranks=0, 9, 2, 1: the world has only ranks 0 to 7",
+    ),
+    "listed ranks do not match": (
+        lambda: GridSpec.from_dict({"axes": {"tp": 2, "dp": 2}, "ranks": [5, 2, 0]}),
+        r"ranks=5, 2, 0: 3 ranks, but the sizes make 4",
+    ),
+    "size of a float with an index": (
+        lambda: build(tp=torch.tensor(2.0)),
+        r"tp=.*: expected a positive",
+    ),
+    "size torch True": (lambda: build(tp=torch.tensor(True)), r"tp=.*: expected a positive"),  # type: ignore[arg-type]
+    "listed group and own": (
+        lambda: table(x={"ranks": [[0, 1]], "own": True}),
+        r"groups\.x: own beside ranks, which says all members .*; leave own out",
+    ),
+    "listed group of another": (
+        lambda: table(x={"ranks": [[0, 1]], "of": "tp", "pick": [0]}),
+        r"groups\.x: of and pick beside ranks",
+    ),
+    "listed group and split": (
+        lambda: table(x={"ranks": [[0, 1]], "split": {"a": 2}}),
+        r"groups\.x: split beside ranks",
+    ),
+    "one flat list": (
+        lambda: table(x={"ranks": [0, 1]}),
+        r"groups\.x\.ranks=\[0, 1\]: expected a list for each group; write \[\[0, 1\]\] for one",
+    ),
+    "listed group empty": (
+        lambda: table(x={"ranks": []}),
+        r"groups\.x\.ranks=\[\]: expected a list",
+    ),
+    "empty list of a group": (
+        lambda: table(x={"ranks": [[0], []]}),
+        r"groups\.x\.ranks\[1\]=\[\]: expected at least one rank",
+    ),
+    "rank twice in a list": (
+        lambda: table(x={"ranks": [[0, 3, 0]]}),
+        r"groups\.x\.ranks\[0\]=\[0, 3, 0\]: rank 0 is there twice",
+    ),
+    "rank in two lists": (
+        lambda: table(x={"ranks": [[0, 1], [2, 1]]}),
+        r"groups\.x\.ranks: rank 1 is in lists 0 and 1; .*write two rows",
+    ),
+    "listed rank outside": (
+        lambda: table(x={"ranks": [[0, 32], [40]]}),
+        r"groups\.x\.ranks: ranks 32, 40 outside this grid, which covers ranks 0 to 31",
+    ),
+    "listed group shadows an axis": (
+        lambda: table(cp_dp={"ranks": [[0, 1]]}),
+        r"groups\.cp_dp: 'cp_dp' already names",
+    ),
+    "pick outside a list": (
+        lambda: table(x={"ranks": [[0, 1, 2], [3, 4]]}, y={"of": "x", "pick": [2]}),
+        r"groups\.y\.pick: position 2 is outside 'x' of size 2 .*; that is its smallest list",
+    ),
+    "split of lists": (
+        lambda: table(x={"ranks": [[0, 1]]}, y={"of": "x", "split": {"a": 2}}),
+        r"groups\.y: 'x' has listed ranks; split a combination of axes",
+    ),
     "ranks in YAML": (
         lambda: dictionary(ranks={"from": 4}),
         r"ranks=\{'from': 4\}: expected integers",
     ),
-    "ranks no numbers": (lambda: build(ranks=[0, 1, "a"]), r"ranks=\[0, 1, 'a'\]: expected"),  # type: ignore[list-item]
+    "ranks no numbers": (lambda: build(ranks=[0, 1, "a"]), r"ranks=\[0, 1, 'a'\]: 'a' at place 2"),  # type: ignore[list-item]
     "ranks do not match": (
         lambda: GridSpec.from_dict({"axes": {"tp": 2, "dp": 2}, "ranks": {"stop": 8}}),
         r"ranks=0 to 7: 8 ranks, but the sizes make 4",

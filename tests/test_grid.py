@@ -283,7 +283,7 @@ def test_a_rank_outside_the_grid_is_told_before_anything_starts() -> None:
 def test_a_spec_can_carry_its_ranks() -> None:
     def from_config() -> None:
         spec = GridSpec.build(tp=2, ranks=range(2, 6))
-        if dist.get_rank() in spec.resolve(8).rank_range:
+        if dist.get_rank() in spec.resolve(8).grid_ranks:
             grid = commgrid.initialize(config=spec.to_dict())
             assert grid.get_ranks() == (2, 3, 4, 5)
             check_sums(grid)
@@ -313,9 +313,11 @@ def options() -> None:
         assert communicator.group.group_desc == ",".join(communicator.names)
         assert communicator.seconds_to_create > 0
         seconds[communicator.names[0]] = communicator.seconds_to_connect
-        assert communicator.connected == (len(communicator.ranks) > 1)
+        assert communicator.connected == communicator.planned.connect
     assert seconds["dp"] is not None
     assert seconds["dp_tp"] is None
+    grid.check()
+    assert all(c.connected for c in grid.communicators if len(c.ranks) > 1)
     assert grid.get_group("ag") is not grid.get_group("dp")
     by_name = {name: c for c in grid.communicators for name in c.names}
     assert by_name["ag"].options.timeout == 7.0  # inherited from what it is made of

@@ -10,14 +10,16 @@ ROOT = Path(__file__).parents[1]
 # Rows of the design, top to bottom; files of one row do not import each other.
 ROWS = [
     ["errors"],
-    ["planning.names", "planning.yaml_io", "planning.layout"],
+    ["planning.names", "planning.yaml_io", "planning.ranks"],
+    ["planning.layout"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],
     ["planning.group_table", "pipeline.simulator"],
     ["planning.spec", "pipeline.exchange"],
     ["planning.plan"],
     ["planning"],
-    ["runtime.launch", "runtime.diagnosis"],
-    ["runtime.torch_world", "runtime.agreement"],
+    ["runtime.launch", "runtime.rank_lists", "runtime.roll"],
+    ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis"],
+    ["runtime.agreement"],
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches"],
     ["runtime.communicator", "runtime.device_mesh", "runtime.sub_grid"],
     ["runtime.grid"],
@@ -65,7 +67,7 @@ ROWS = [
     ["cli"],
     ["__main__"],
 ]
-PURE = 8  # rows that import neither torch nor anything below them
+PURE = 9  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

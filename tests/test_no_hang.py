@@ -245,16 +245,16 @@ def test_a_rank_that_is_lost_half_way_is_the_one_that_is_named() -> None:
 
 def interrupted(rank: int) -> Any:
     """Ctrl-C while waiting, then a second try: the rank is not counted twice."""
-    from commgrid.runtime import agreement
+    from commgrid.runtime.roll import Line
 
     if rank == 0:
-        wait = agreement.Meeting._wait
+        within = Line.within
 
         def pressed(*args: Any) -> bool:
-            agreement.Meeting._wait = wait  # type: ignore[method-assign]
+            Line.within = within  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
-        agreement.Meeting._wait = pressed  # type: ignore[method-assign]
+        Line.within = pressed  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             commgrid.initialize(tp=2)
     else:

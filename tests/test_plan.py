@@ -47,9 +47,9 @@ def enumerate_groups(table: Coordinates, axes: tuple[str, ...]) -> dict[int, tup
 
 def check_ranks(spec: Spec, ranks: Iterable[int] | None = None) -> None:
     """Every group of every rank (or of some) equals enumeration."""
-    plans = {rank: GroupPlan.for_rank(spec, rank) for rank in ranks or spec.rank_range}
+    plans = {rank: GroupPlan.for_rank(spec, rank) for rank in ranks or spec.grid_ranks}
     for region in spec.regions:
-        table = enumerate_region(dict(region.numbers), spec.rank_range)
+        table = enumerate_region(dict(region.numbers), spec.grid_ranks)
         for count in range(1, len(region.axes) + 1):
             for axes in itertools.combinations(region.axes, count):
                 expected = enumerate_groups(table, axes)
@@ -61,12 +61,12 @@ def check_ranks(spec: Spec, ranks: Iterable[int] | None = None) -> None:
 def check_whole(spec: Spec) -> None:
     """Over all ranks: groups of a name partition the grid, members list their communicators in
     one order, and none is created twice."""
-    plans = {rank: GroupPlan.for_rank(spec, rank) for rank in spec.rank_range}
+    plans = {rank: GroupPlan.for_rank(spec, rank) for rank in spec.grid_ranks}
     whole = [name for name, d in spec.definitions.items() if d.pick is None]
     for name in whole:
         if name in spec.created_names:
             found = {plan.groups[name] for plan in plans.values()}
-            assert sorted(r for group in found for r in group) == list(spec.rank_range)
+            assert sorted(r for group in found for r in group) == list(spec.grid_ranks)
     listed = {
         rank: [(c.names, c.ranks) for c in plan.communicators] for rank, plan in plans.items()
     }
@@ -187,9 +187,9 @@ def random_specs(draw: st.DrawFn) -> Spec:
 @given(random_specs(), st.integers(0, 2**31))
 def test_random_specs_equal_enumeration(spec: Spec, seed: int) -> None:
     pick = random.Random(seed)
-    rank = pick.choice(spec.rank_range)
+    rank = pick.choice(spec.grid_ranks)
     plan = GroupPlan.for_rank(spec, rank)
-    tables = {r.name: enumerate_region(dict(r.numbers), spec.rank_range) for r in spec.regions}
+    tables = {r.name: enumerate_region(dict(r.numbers), spec.grid_ranks) for r in spec.regions}
     for name in pick.sample(sorted(plan.groups), 8):
         definition = spec.definitions[name]
         expected = peers(tables[definition.region], rank, definition.axes)
@@ -261,7 +261,7 @@ def expected_sharing(spec: Spec, rank: int) -> set[frozenset[str]]:
     seen = set()
     for region in spec.regions:
         sizes = dict(region.numbers)
-        table = enumerate_region(sizes, spec.rank_range)
+        table = enumerate_region(sizes, spec.grid_ranks)
         for count in range(1, len(region.axes) + 1):
             for axes in itertools.combinations(region.axes, count):
                 ranks, name = peers(table, rank, axes), "_".join(reversed(axes))
@@ -455,4 +455,4 @@ def test_rows_made_of_an_own_group_have_their_own_ranks_and_options(share: str) 
 def test_a_spec_of_some_ranks_resolves_to_itself() -> None:
     spec = GridSpec.build(tp=2, ranks=range(4)).resolve(8)
     assert spec.resolve(8) == spec == GridSpec.from_dict(spec.to_dict())
-    assert spec.rank_range == range(4)
+    assert spec.grid_ranks == range(4)

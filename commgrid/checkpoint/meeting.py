@@ -47,7 +47,7 @@ def reporter(
     """What writes the last word, if anything does, and what is told how far it is."""
     if callable(progress):
         return None, progress
-    line = ProgressLine(what) if progress and grid.rank == grid.spec.rank_range[0] else None
+    line = ProgressLine(what) if progress and grid.rank == grid.spec.grid_ranks[0] else None
     return line, line or (lambda done, total: None)
 
 

@@ -121,10 +121,10 @@ def save(
     line, report = reporter(progress, f"saving step {step}", grid)
 
     def whole(written: list[Any]) -> tuple[int, Path]:
-        found = dict(zip(grid.spec.rank_range, written, strict=True))
+        found = dict(zip(grid.spec.grid_ranks, written, strict=True))
         return write_metadata(partial, found), folders.end(partial, step, keep)
 
-    number = grid.spec.rank_range.index(grid.rank)
+    number = grid.spec.grid_ranks.index(grid.rank)
     try:
         if copies == "compare":
             at_first(group, lambda: _compare_copies(items, grid), lambda _: None, failure(what))
@@ -186,7 +186,7 @@ def _items(
     yield from state.items(turns)
     if optimizer is not None:
         yield from OptimizerState(optimizer, state).items(turns)
-    is_first = grid.rank == grid.spec.rank_range[0]
+    is_first = grid.rank == grid.spec.grid_ranks[0]
     yield Value(("step",), step, is_first)
     for key, value in extra.items():
         if not isinstance(key, str):

@@ -8,11 +8,13 @@ from typing import Any
 
 from commgrid.cli.grid_options import add_command, read_spec, resolve
 from commgrid.errors import SpecError
-from commgrid.planning.plan import GroupPlan, Ranks
+from commgrid.planning.plan import GroupPlan
+from commgrid.planning.ranks import Ranks
 
 _EXAMPLES = """examples:
   commgrid explain --tp 2 --pp 2 --world-size 16 --rank 5
   commgrid explain grid.yaml --world-size 64 --rank 37 --json
+  commgrid explain --tp 2 --ranks 5,2,0,7 --rank 7
 """
 _SHOWN = 12  # ranks of a group that a line shows
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import (
     CONNECT_CHOICES,
     DEFAULT_ORDER,
@@ -68,6 +70,12 @@ def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True
         metavar="NAMES",
         help=f"{', '.join(CONNECT_CHOICES)}, or names with commas",
     )
+    grid.add_argument(
+        "--ranks",
+        metavar="LIST",
+        help="the global ranks in the grid's order, as 0,1,2,4 or 0-3,6 or 0-14/2 (every second); "
+        "also beside GRID.yaml, where the key ranks takes the same (default: all)",
+    )
     grid.add_argument("--share", help=f"{', '.join(SHARE_CHOICES)} (default {DEFAULT_SHARE})")
     if world_size:
         grid.add_argument("--world-size", metavar="N", help="number of ranks, one per device")
@@ -93,11 +101,12 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         if value:
             rest[key] = value if value in words else value.split(",")
     if args.yaml is None:
-        return GridSpec.build(**sizes, **rest)
+        return GridSpec.build(**sizes, **rest, ranks=args.ranks)
     if sizes or rest:
         beside = ", ".join(f"--{key.replace('_', '-')}" for key in (*sizes, *rest))
         raise SpecError(f"{beside} beside {args.yaml}: the file describes the whole grid")
-    return GridSpec.from_yaml(args.yaml)
+    spec = GridSpec.from_yaml(args.yaml)
+    return spec if args.ranks is None else replace(spec, ranks=as_ranks(args.ranks))
 
 
 def resolve(spec: GridSpec, world_size: str | None) -> GridSpec:

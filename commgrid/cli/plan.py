@@ -26,6 +26,7 @@ _EXAMPLES = """examples:
   commgrid plan --tp 8 --pp 4 --world-size 1024
   commgrid plan --tp 4 --ep 8 --etp 1 --world-size 64 --share region
   commgrid plan grid.yaml --world-size 64 --json
+  commgrid plan --tp 2 --ranks 0-2,4,5,7
 
 Nothing is started and torch is not needed: any number of ranks plans in milliseconds.
 """
@@ -76,7 +77,8 @@ def as_json(spec: GridSpec) -> dict[str, Any]:
 
 def as_text(spec: GridSpec) -> str:
     """The plan as a table a person reads, with the cost below it."""
-    lines = [f"{spec.world_size:,} ranks"]
+    of = "" if spec.ranks is None else f" ({spec.layout('dense').ranks.describe()})"
+    lines = [f"{spec.world_size:,} ranks{of}"]
     for region in spec.regions:
         axes = " · ".join(f"{axis} {size}" for axis, size in region.numbers)
         lines.append(f"  {region.name:7} {axes}   (fastest first)")
@@ -154,22 +156,32 @@ def _show(choice: str | tuple[str, ...]) -> str:
 
 
 def _plans(spec: GridSpec) -> list[GroupPlan]:
-    """Plans of the first rank and, since picks leave ranks out, of one rank for each position."""
-    ranks = {spec.rank_range[0]}
+    """Plans of the first rank and, since picks and lists leave ranks out, of one rank for each
+    position, and for each way of being in lists."""
+    first = spec.grid_ranks[0]
+    ranks = {first}
     for definition in spec.definitions.values():
         if definition.pick:
-            ranks.update(definition.ranks(spec.layout(definition.region), spec.rank_range[0]))
-    return [GroupPlan.for_rank(spec, rank) for rank in sorted(ranks)]
+            ranks.update(definition.ranks(spec.layout(definition.region), first))
+    sizes: dict[int, dict[str, int]] = {}
+    for definition in spec.definitions.values():
+        for members in definition.lists or ():
+            for position, rank in enumerate(members):
+                held = definition.positions(len(members))
+                if held is None or position in held:
+                    sizes.setdefault(rank, {})[definition.name] = len(members)
+    alike = {tuple(found.items()): rank for rank, found in sizes.items()}
+    return [GroupPlan.for_rank(spec, rank) for rank in sorted({*ranks, *alike.values()})]
 
 
 def _kinds(spec: GridSpec) -> list[PlannedCommunicator]:
     """One communicator of each kind that any rank holds, in creation order."""
-    found: dict[str, PlannedCommunicator] = {}
+    found: dict[tuple[str, int], PlannedCommunicator] = {}
     for plan in _plans(spec):
         for communicator in plan.communicators:
-            found.setdefault(communicator.name, communicator)
+            found.setdefault((communicator.name, communicator.size), communicator)
     order = list(spec.definitions)
-    return sorted(found.values(), key=lambda c: order.index(c.name))
+    return sorted(found.values(), key=lambda c: (order.index(c.name), -c.size))
 
 
 def _counts(spec: GridSpec) -> tuple[int, int]:
@@ -206,8 +218,11 @@ def _group_sizes(spec: GridSpec) -> dict[str, int]:
 
 
 def _group_count(spec: GridSpec, name: str, size: int) -> int:
-    """How many groups of this name there are; a pick leaves some ranks out."""
+    """How many groups of this name and size there are; a pick leaves some ranks out."""
     definition = spec.definitions[name]
+    if definition.lists is not None:
+        layout = spec.layout(definition.region)
+        return sum(len(group) == size for group in definition.all_ranks(layout))
     shape = dict(next(r for r in spec.regions if r.name == definition.region).numbers)
     whole = replace(definition, pick=None).size(shape)
     return spec.world_size // (whole if definition.pick else size)

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.plain import all_gather, all_to_all, broadcast
 from commgrid.errors import CommGridError
 from commgrid.runtime import torch_groups, torch_world
-from commgrid.runtime.diagnosis import describe_ranks
+from commgrid.runtime.rank_lists import describe_ranks
 
 Value = TypeVar("Value")
 Answer = TypeVar("Answer")

@@ -39,7 +39,7 @@ def define_groups(
                 found.setdefault(name, GroupDef(name, region, chosen[::-1]))
     entries = list(entries)
     for entry in entries:
-        if entry.of is None:
+        if entry.of is None and entry.lists is None:
             target = find_name(entry.name, found, words)
             if target is None:
                 raise SpecError(
@@ -49,7 +49,8 @@ def define_groups(
             options = entry.options.over(found[target].options)  # of one group in two spellings
             found[target] = replace(found[target], options=options)
     found.update(_umbrella(found, words))
-    _add_entries(found, [entry for entry in entries if entry.of is not None], sizes, words)
+    made = [entry for entry in entries if entry.of is not None or entry.lists is not None]
+    _add_entries(found, made, sizes, words)
     return found
 
 
@@ -58,7 +59,7 @@ def find_name(name: str, found: Mapping[str, GroupDef], words: names.Words) -> s
     if name in found:
         return name
     axes = names.parse(name, words)
-    plain = (d for d in found.values() if d.pick is None and d.part is None)
+    plain = (d for d in found.values() if d.is_whole)
     return next((d.name for d in plain if axes == frozenset(d.axes)), None)
 
 
@@ -87,19 +88,31 @@ def _add_entries(
                 )
     while waiting:
         ready = ((e, find_name(e.of or "", found, words)) for e in waiting)
-        entry, source = next(((e, s) for e, s in ready if s is not None), (waiting[0], None))
-        if source is None:
+        entry, source = next(
+            ((e, s) for e, s in ready if s is not None or e.lists is not None), (waiting[0], None)
+        )
+        if source is None and entry.lists is None:
             loop = any(entry.of == other.name for other in waiting)
             why = "these entries are made of each other" if loop else "no group has this name"
             near = names.nearest(entry.of or "", found)
             raise SpecError(f"groups.{entry.name}.of={entry.of!r}: {why}{near}")
         waiting.remove(entry)
-        for definition in _apply(entry, found[source], sizes):
+        made = _listed(entry, found) if source is None else _apply(entry, found[source], sizes)
+        for definition in made:
             if definition.name in found:
                 raise SpecError(f"groups.{entry.name}: {definition.name!r} is taken already")
             found[definition.name] = definition
 
 
+def _listed(entry: GroupEntry, found: Mapping[str, GroupDef]) -> list[GroupDef]:
+    """Groups of listed ranks; they have no axes, and count to the first region."""
+    region = next(iter(found.values())).region
+    made = GroupDef(entry.name, region, (), own=entry.name, options=entry.options)
+    return [replace(made, lists=entry.lists)]
+
+
 def _apply(entry: GroupEntry, source: GroupDef, sizes: Sizes | None) -> list[GroupDef]:
     size = None if sizes is None else source.size(sizes[source.region])
+    if source.lists is not None:
+        size = min(map(len, source.lists))
     return [source.with_entry(entry, size)] if entry.split is None else source.split(entry, size)

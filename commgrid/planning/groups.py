@@ -1,7 +1,7 @@
 """The groups table: what each group name means, before any rank or torch comes into it.
 
 A spec's regions name every combination of their axes; the groups table adds other
-names, own communicators, picks, splits and options. `GroupEntry` is one row as the
+names, own communicators, picks, splits, listed groups and options. `GroupEntry` is one row as the
 user wrote it, `GroupDef` what a name finally means.
 """
 
@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.planning.layout import RankLayout, RankSet
+from commgrid.planning.layout import RankLayout
 from commgrid.planning.names import nearest
+from commgrid.planning.ranks import Ranks, RankTuple, as_index, check_ranks
 
 NCCL_OPTIONS = {
     "is_high_priority_stream": bool,
@@ -35,7 +36,7 @@ NCCL_OPTIONS = {
 UNWANTED = "_"
 """The part of a split that takes up its place and gets no group."""
 
-_ENTRY_KEYS = ("of", "own", "pick", "split", "backend", "timeout", "nccl")
+_ENTRY_KEYS = ("of", "own", "pick", "split", "ranks", "backend", "timeout", "nccl")
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class GroupEntry:
         pick: members by position, integers or `first` and `last`; the others are not in it.
         split: part names and sizes, slowest first; one size may be -1.
         options: see `GroupOptions`.
+        lists: the members of every group of this name as global ranks, each list in the group's
+            order; ranks in none of them have no group of this name.
     """
 
     name: str
@@ -85,6 +88,7 @@ class GroupEntry:
     pick: tuple[int | str, ...] | None = None
     split: tuple[tuple[str, int], ...] | None = None
     options: GroupOptions = field(default_factory=GroupOptions)
+    lists: tuple[RankTuple, ...] | None = None
 
     @classmethod
     def parse(cls, name: object, value: object) -> GroupEntry:
@@ -104,6 +108,9 @@ class GroupEntry:
                     f"groups.{name}.{key}: unknown key, expected some of "
                     f"{', '.join(_ENTRY_KEYS)}{nearest(str(key), _ENTRY_KEYS)}"
                 )
+        if value.get("ranks") is not None:
+            options = _parse_options(name, value)
+            return cls(name, options=options, lists=_parse_lists(name, value))
         of, own = value.get("of"), value.get("own", False)
         if of is not None and not isinstance(of, str):
             raise SpecError(f"groups.{name}.of={of!r}: expected the name of a group")
@@ -125,6 +132,8 @@ class GroupEntry:
             given["pick"] = list(self.pick)
         if self.split is not None:
             given["split"] = dict(self.split)
+        if self.lists is not None:
+            given["ranks"] = [list(ranks) for ranks in self.lists]
         given.update(self.options.to_dict())
         return given["of"] if list(given) == ["of"] else given
 
@@ -132,14 +141,14 @@ class GroupEntry:
 def _parse_pick(name: str, value: object) -> tuple[int | str, ...] | None:
     if value is None:
         return None
-    items = list(value) if isinstance(value, list | tuple) else []
-    whole = all(item in ("first", "last") or type(item) is int for item in items)
-    if not items or not whole or len(set(items)) < len(items):
+    given = list(value) if isinstance(value, list | tuple) else []
+    items = [item if item in ("first", "last") else as_index(item) for item in given]
+    if not items or None in items or len(set(items)) < len(items):
         raise SpecError(
             f"groups.{name}.pick={value!r}: expected a list of different positions, "
             "each first, last or an integer from 0"
         )
-    return tuple(items)
+    return tuple(item for item in items if item is not None)
 
 
 def _parse_split(name: str, value: object) -> tuple[tuple[str, int], ...] | None:
@@ -147,16 +156,46 @@ def _parse_split(name: str, value: object) -> tuple[tuple[str, int], ...] | None
         return None
     if not isinstance(value, Mapping) or not value:
         raise SpecError(f"groups.{name}.split={value!r}: expected a mapping of part names to sizes")
-    for part, size in value.items():
+    parts = {}
+    for part, given in value.items():
         if not isinstance(part, str) or not part.isidentifier():
             raise SpecError(f"groups.{name}.split: {part!r} is not a name for a part")
-        if type(size) is not int or not (size > 0 or size == -1):
+        size = as_index(given)
+        if size is None or not (size > 0 or size == -1):
             raise SpecError(
-                f"groups.{name}.split.{part}={size!r}: expected a positive integer, or -1"
+                f"groups.{name}.split.{part}={given!r}: expected a positive integer, or -1"
             )
-    if list(value.values()).count(-1) > 1:
+        parts[part] = size
+    if list(parts.values()).count(-1) > 1:
         raise SpecError(f"groups.{name}.split: only one part can be -1")
-    return tuple(value.items())
+    return tuple(parts.items())
+
+
+def _parse_lists(name: str, row: Mapping[str, Any]) -> tuple[RankTuple, ...]:
+    """The groups of a row with `ranks`: lists of which no two have a rank in common."""
+    key, given = f"groups.{name}.ranks", row["ranks"]
+    beside = [other for other in ("of", "own", "pick", "split") if other in row]
+    if beside:
+        raise SpecError(
+            f"groups.{name}: {' and '.join(beside)} beside ranks, which says all members and is a "
+            f"communicator of its own; leave {' and '.join(beside)} out"
+        )
+    if not isinstance(given, list | tuple) or not given:
+        raise SpecError(f"{key}={given!r}: expected a list of lists, such as [[0, 1], [2, 3]]")
+    if as_index(given[0]) is not None:
+        raise SpecError(
+            f"{key}={given!r}: expected a list for each group; write {[list(given)]!r} for one"
+        )
+    lists = tuple(check_ranks(f"{key}[{i}]", ranks) for i, ranks in enumerate(given))
+    holder: dict[int, int] = {}
+    for i, ranks in enumerate(lists):
+        for rank in ranks:
+            if holder.setdefault(rank, i) != i:
+                raise SpecError(
+                    f"{key}: rank {rank} is in lists {holder[rank]} and {i}; under one name a rank "
+                    "has one group, so write two rows"
+                )
+    return lists
 
 
 def _parse_options(name: str, value: Mapping[str, Any]) -> GroupOptions:
@@ -188,12 +227,13 @@ class GroupDef:
     Args:
         name: the canonical name, or the groups table's.
         region: the region whose layout its axes belong to.
-        axes: the axes it runs along, slowest-varying first.
+        axes: the axes it runs along, slowest-varying first; of listed groups none.
         pick: positions of the members within the axes' group, as the table gives them.
         part: the (size, stride) in positions of a split's part.
         own: the name under which it has a communicator of its own, else None.
         options: what its communicator is created with.
         same_as: the group this is merely another name of.
+        lists: the members of each group of this name, in its order, where no axes say them.
     """
 
     name: str
@@ -204,6 +244,12 @@ class GroupDef:
     own: str | None = None
     options: GroupOptions = field(default_factory=GroupOptions)
     same_as: str | None = None
+    lists: tuple[RankTuple, ...] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all ranks along its axes: no pick, no part, no list."""
+        return self.pick is None and self.part is None and self.lists is None
 
     def positions(self, size: int) -> tuple[int, ...] | None:
         """The picked positions within a group of `size`, ascending; None: all of them."""
@@ -212,21 +258,50 @@ class GroupDef:
         named = {"first": 0, "last": size - 1}
         return tuple(sorted({named[p] if isinstance(p, str) else p for p in self.pick}))
 
-    def ranks(self, layout: RankLayout, rank: int) -> RankSet | tuple[int, ...]:
-        """The group that goes with `rank`; after a pick `rank` itself may not be in it."""
-        whole = layout.group(rank, *self.axes)
-        picked = self.positions(len(whole))
+    def ranks(self, layout: RankLayout, rank: int) -> Ranks:
+        """The group that goes with `rank`; after a pick `rank` itself may not be in it.
+
+        Empty for a rank that is in no list of a listed group.
+        """
+        if self.lists is not None:
+            whole: Ranks = next((ranks for ranks in self.lists if rank in ranks), RankTuple())
+        else:
+            whole = layout.group(rank, *self.axes)
+        picked = self.positions(len(whole)) if whole else None
         if picked is not None:
-            return RankSet.of(whole[position] for position in picked)
+            return whole.take(picked)
         if self.part is not None:
             size, stride = self.part
             position = whole.index(rank)
             first = position - position // stride % size * stride
-            return RankSet.of(whole[first + i * stride] for i in range(size))
+            return whole.take(first + i * stride for i in range(size))
         return whole
 
+    def all_ranks(self, layout: RankLayout) -> list[tuple[int, ...]]:
+        """Every group of this name, ordered by the place of its first member in the layout."""
+        wholes = (tuple(g) for g in self.lists or layout.groups(*self.axes))
+        found: list[tuple[int, ...]] = []
+        for whole in wholes:
+            picked = self.positions(len(whole))
+            if picked is not None:
+                found.append(tuple(whole[position] for position in picked))
+            elif self.part is not None:
+                size, stride = self.part
+                span = size * stride
+                starts = (b + i for b in range(0, len(whole), span) for i in range(stride))
+                found += [whole[start : start + span - stride + 1 : stride] for start in starts]
+            else:
+                found.append(whole)
+        if self.is_whole:  # in order as the layout gives them
+            return found
+        place = {rank: place for place, rank in enumerate(layout.ranks)}
+        return sorted(found, key=lambda group: place[group[0]])
+
     def size(self, sizes: Mapping[str, int]) -> int:
-        """The number of members, given the sizes of the region's axes."""
+        """The number of members, given the sizes of the region's axes; of the largest list."""
+        if self.lists is not None:
+            largest = max(map(len, self.lists))
+            return len(self.positions(largest) or range(largest))
         whole = math.prod(sizes[axis] for axis in self.axes)
         picked = self.positions(whole)
         if picked is not None:
@@ -239,9 +314,14 @@ class GroupDef:
         The key tells the same names apart on every member of a group, so all of them agree who
         shares. Groups of one rank communicate nothing and share whatever they are called; that
         rank decides alone. Of the others, `share="aliases"` leaves only mere aliases equal;
-        `"region"` drops axes of size 1; `"all"` looks at nothing but the ranks.
+        `"region"` drops axes of size 1; `"all"` looks at nothing but the ranks. Listed groups are
+        their own (`own`), and share with what is made of them alone.
         """
         sizes = layout.shape
+        if self.lists is not None:
+            of_lists = share != "aliases"
+            ranks = self.ranks(layout, rank) if of_lists else self.same_as or self.name
+            return ("listed", self.own, self.options, ranks)
         if self.size(sizes) == 1:
             return (self.own, self.options)
         if share == "aliases":
@@ -269,6 +349,7 @@ class GroupDef:
                 raise SpecError(
                     f"groups.{entry.name}.pick: position {position} is outside "
                     f"{entry.of!r} of size {size} (positions 0 to {size - 1})"
+                    + ("; that is its smallest list" if self.lists is not None else "")
                 )
         alias = not entry.own and entry.pick is None and entry.options == GroupOptions()
         return replace(
@@ -287,10 +368,10 @@ class GroupDef:
             SpecError: the parts do not multiply to `size`, or this is itself a pick or part.
         """
         assert entry.split is not None
-        if self.pick or self.part:
+        if not self.is_whole:
+            what = "has listed ranks" if self.lists is not None else "is itself a pick or a part"
             raise SpecError(
-                f"groups.{entry.name}: {entry.of!r} is itself a pick or a part; "
-                "split a combination of axes"
+                f"groups.{entry.name}: {entry.of!r} {what}; split a combination of axes"
             )
         parts = dict(entry.split)
         if size is not None:

@@ -5,127 +5,19 @@ size and a stride, and a rank is `offset + sum(digit * stride)`. An axis of a fr
 layout has one mode; flattening axes that are not adjacent gives an axis with
 several. It is the idea of CuTe's layout algebra
 (https://docs.nvidia.com/cutlass/media/docs/cpp/cute/02_layout_algebra.html), cut
-down to what sets of ranks need. Nothing here imports torch or touches a device.
+down to what sets of ranks need. Over a list of ranks in any order the arithmetic is
+on places in that list, which turn into ranks at the edge. Nothing here imports torch
+or touches a device.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple, overload
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from commgrid.errors import NotInGridError, SpecError
-
-
-class Mode(NamedTuple):
-    """One digit of the number system: `size` values, `stride` ranks apart."""
-
-    size: int
-    stride: int
-
-
-def _coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
-    """The same set of offsets in fewest modes, smallest stride first."""
-    merged: list[Mode] = []
-    for mode in sorted((m for m in modes if m.size > 1), key=lambda m: m.stride):
-        if merged and mode.stride == merged[-1].size * merged[-1].stride:
-            merged[-1] = Mode(merged[-1].size * mode.size, merged[-1].stride)
-        else:
-            merged.append(mode)
-    return tuple(merged)
-
-
-@dataclass(frozen=True)
-class RankSet(Sequence[int]):
-    """A set of ranks in ascending order, stored in a few integers however many they are.
-
-    Behaves like a tuple of ranks (as `range` does for one stride); two sets are equal
-    exactly when they hold the same ranks.
-
-    >>> halves = RankSet(8, (Mode(2, 1), Mode(2, 4)))
-    >>> tuple(halves), halves[2], halves.index(13), 12 in halves, len(halves)
-    ((8, 9, 12, 13), 12, 3, True, 4)
-    """
-
-    offset: int
-    modes: tuple[Mode, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "modes", _coalesce(self.modes))
-
-    def __len__(self) -> int:
-        return math.prod(mode.size for mode in self.modes)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        position = range(len(self))[operator.index(index)]
-        rank = self.offset
-        for size, stride in self.modes:
-            position, digit = divmod(position, size)
-            rank += digit * stride
-        return rank
-
-    def __iter__(self) -> Iterator[int]:
-        spans = [range(0, m.size * m.stride, m.stride) for m in reversed(self.modes)]
-        return (self.offset + sum(digits) for digits in product(*spans))
-
-    def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, int) and self._position(rank) is not None
-
-    def index(self, rank: int, start: int = 0, stop: int | None = None) -> int:
-        """The position of `rank`, its group rank; ValueError if it is not in the set."""
-        position = self._position(rank)
-        if position is None or not start <= position < (len(self) if stop is None else stop):
-            raise ValueError(f"rank {rank} is not in {self}")
-        return position
-
-    def _position(self, rank: int) -> int | None:
-        remainder, position, weight = rank - self.offset, 0, len(self)
-        for size, stride in reversed(self.modes):
-            weight //= size
-            digit, remainder = divmod(remainder, stride)
-            if not 0 <= digit < size:
-                return None
-            position += digit * weight
-        return position if remainder == 0 else None
-
-    def __str__(self) -> str:
-        """Short and unambiguous: the first rank, then size x stride of each mode."""
-        return "+".join([str(self.offset), *(f"{m.size}x{m.stride}" for m in self.modes)])
-
-    def describe(self) -> str:
-        """The set in words, however large: `ranks 0 to 15`, `ranks 0 to 14 (8 of them)`."""
-        if len(self) == 1:
-            return f"rank {self.offset}"
-        span = f"ranks {self[0]} to {self[-1]}"
-        return span if self[-1] - self[0] + 1 == len(self) else f"{span} ({len(self)} of them)"
-
-    @classmethod
-    def of(cls, ranks: Iterable[int]) -> RankSet | tuple[int, ...]:
-        """The set of these ranks, or a sorted tuple where no few modes describe them.
-
-        >>> RankSet.of([4, 0, 5, 1]), RankSet.of([0, 1, 3])
-        (RankSet(offset=0, modes=(Mode(size=2, stride=1), Mode(size=2, stride=4))), (0, 1, 3))
-        """
-        ordered = tuple(sorted(set(ranks)))
-        modes, starts = [], ordered
-        while len(starts) > 1:
-            stride = starts[1] - starts[0]
-            size = next(
-                (i for i, r in enumerate(starts) if r != starts[0] + i * stride), len(starts)
-            )
-            modes.append(Mode(size, stride))
-            starts = starts[::size]
-        made = cls(ordered[0], tuple(modes)) if ordered else ordered
-        return made if tuple(made) == ordered else ordered
+from commgrid.planning.ranks import Mode, Ranks, RankSet, RankTuple, as_ranks
 
 
 @dataclass(frozen=True)
@@ -152,6 +44,11 @@ class Axis:
 class RankLayout:
     """Named axes over a set of ranks, fastest-varying first.
 
+    Args:
+        axes: with different names; no two coordinates mean one place.
+        offset: the place of the rank whose index is 0 along every axis.
+        listed: the rank at each place; None: a place is a rank.
+
     >>> layout = RankLayout.from_sizes({"tp": 2, "cp": 2, "dp": 2})
     >>> layout.coordinate(5)
     {'tp': 1, 'cp': 0, 'dp': 1}
@@ -161,10 +58,14 @@ class RankLayout:
     ((4, 5), (0, 1, 4, 5))
     >>> [tuple(group) for group in layout.groups("cp")]
     [(0, 2), (1, 3), (4, 6), (5, 7)]
+    >>> layout = RankLayout.from_sizes({"tp": 2, "dp": 3}, ranks=[5, 2, 0, 7, 1, 4])
+    >>> layout.coordinate(7), layout.group(7, "tp"), layout.group(7, "dp")
+    ({'tp': 1, 'dp': 1}, (0, 7), (2, 7, 4))
     """
 
     axes: tuple[Axis, ...]
     offset: int = 0
+    listed: RankTuple | None = None
 
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
@@ -181,10 +82,19 @@ class RankLayout:
                     f"smaller stride already reach {reach} ranks further; it must be larger"
                 )
             reach += (mode.size - 1) * mode.stride
+        if self.listed is not None and self.offset + reach >= len(self.listed):
+            raise SpecError(
+                f"the axes reach place {self.offset + reach} of the {len(self.listed)} ranks listed"
+            )
 
     @classmethod
     def from_sizes(
-        cls, sizes: Mapping[str, int], *, offset: int = 0, stride: int = 1
+        cls,
+        sizes: Mapping[str, int],
+        *,
+        offset: int = 0,
+        stride: int = 1,
+        ranks: Iterable[int] | None = None,
     ) -> RankLayout:
         """Axes laid out one after another, the first one fastest.
 
@@ -192,16 +102,27 @@ class RankLayout:
             sizes: axis name to size, fastest-varying first.
             offset: the first rank.
             stride: the distance between neighbouring ranks (2: every other rank).
+            ranks: instead of offset and stride: distinct ranks in any order, as many as the
+                sizes make; the one at place p has the coordinate that p has in a layout from 0.
+
+        Raises:
+            SpecError: a size below 1, or another number of ranks.
 
         Example:
             >>> RankLayout.from_sizes({"tp": 2, "dp": 2}, offset=2048, stride=2).ranks[:]
             (2048, 2050, 2052, 2054)
         """
+        covered = None if ranks is None else as_ranks(ranks)
+        if covered is not None and len(covered) != math.prod(sizes.values()):
+            given = " · ".join(f"{name}={size}" for name, size in sizes.items())
+            raise SpecError(f"{given} is not the {len(covered)} ranks listed")
+        if isinstance(covered, range):
+            offset, stride = covered.start, covered.step
         axes = []
         for name, size in sizes.items():
             axes.append(Axis(name, (Mode(size, stride),)))
             stride *= size
-        return cls(tuple(axes), offset)
+        return cls(tuple(axes), offset, covered if isinstance(covered, RankTuple) else None)
 
     def _modes(self) -> list[Mode]:
         return [mode for axis in self.axes for mode in axis.modes]
@@ -212,9 +133,26 @@ class RankLayout:
         return {axis.name: axis.size for axis in self.axes}
 
     @property
-    def ranks(self) -> RankSet:
-        """All ranks of the layout, ascending."""
+    def _places(self) -> RankSet:
+        """The places of all ranks of the layout."""
         return RankSet(self.offset, tuple(self._modes()))
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks of the layout, in its order: ascending, unless they are listed."""
+        if self.listed is not None and len(self) == len(self.listed):
+            return self.listed
+        return self._at(self._places)
+
+    def _at(self, places: RankSet) -> Ranks:
+        """The ranks at these places."""
+        return places if self.listed is None else self.listed.take(places)
+
+    def _place(self, rank: int) -> int:
+        place = rank if self.listed is None else self.listed.places.get(rank, -1)
+        if place not in self._places:
+            raise NotInGridError(f"rank {rank} is not one of {self.ranks.describe()}")
+        return place
 
     def __len__(self) -> int:
         return math.prod(axis.size for axis in self.axes)
@@ -233,10 +171,8 @@ class RankLayout:
         Raises:
             NotInGridError: the layout does not hold this rank.
         """
-        if rank not in self.ranks:
-            raise NotInGridError(f"rank {rank} is not one of {self.ranks.describe()}")
         # Nested modes (checked at construction): dividing by falling strides peels each digit.
-        digits, remainder = {}, rank - self.offset
+        digits, remainder = {}, self._place(rank) - self.offset
         for mode in sorted(set(self._modes()), key=lambda m: m.stride, reverse=True):
             if mode.size > 1:
                 digits[mode], remainder = divmod(remainder, mode.stride)
@@ -255,30 +191,35 @@ class RankLayout:
         Raises:
             SpecError: an unknown axis, or an index outside its axis.
         """
-        rank = self.offset
+        place = self._place_of(coordinate)
+        return place if self.listed is None else self.listed[place]
+
+    def _place_of(self, coordinate: Mapping[str, int]) -> int:
+        place = self.offset
         for name, index in coordinate.items():
             axis = self.axis(name)
             if not 0 <= index < axis.size:
                 raise SpecError(f"{name}={index} is outside axis {name} of size {axis.size}")
-            rank += axis.shift(index)
-        return rank
+            place += axis.shift(index)
+        return place
 
-    def group(self, rank: int, *axes: str) -> RankSet:
-        """The ranks that differ from `rank` only along `axes`, ascending.
+    def group(self, rank: int, *axes: str) -> Ranks:
+        """The ranks that differ from `rank` only along `axes`, in the layout's order.
 
         Raises:
             NotInGridError: the layout does not hold this rank.
         """
         coordinate = self.coordinate(rank)
         picked = [self.axis(name) for name in axes]
-        base = rank - sum(axis.shift(coordinate[axis.name]) for axis in picked)
-        return RankSet(base, tuple(mode for axis in picked for mode in axis.modes))
+        base = self._place(rank) - sum(axis.shift(coordinate[axis.name]) for axis in picked)
+        return self._at(RankSet(base, tuple(mode for axis in picked for mode in axis.modes)))
 
-    def groups(self, *axes: str) -> list[RankSet]:
-        """Every group along `axes`, ordered by first rank; together they partition the ranks."""
-        picked = tuple(mode for name in axes for mode in self.axis(name).modes)
+    def groups(self, *axes: str) -> list[Ranks]:
+        """Every group along `axes`, ordered by the place of its first rank, which in a layout that
+        lists no ranks is that rank; together they partition the ranks."""
+        picked = RankSet(0, tuple(mode for name in axes for mode in self.axis(name).modes)).modes
         rest = [mode for axis in self.axes if axis.name not in axes for mode in axis.modes]
-        return [RankSet(base, picked) for base in RankSet(self.offset, tuple(rest))]
+        return [self._at(RankSet(base, picked)) for base in RankSet(self.offset, tuple(rest))]
 
     def select(self, **fixed: int) -> RankLayout:
         """The sub-layout in which the given axes have the given index.
@@ -286,8 +227,8 @@ class RankLayout:
         >>> RankLayout.from_sizes({"tp": 2, "dp": 4}).select(dp=2).ranks[:]
         (4, 5)
         """
-        base = self.rank(**fixed)
-        return RankLayout(tuple(a for a in self.axes if a.name not in fixed), base)
+        kept = tuple(axis for axis in self.axes if axis.name not in fixed)
+        return replace(self, axes=kept, offset=self._place_of(fixed))
 
     def flatten(self, *axes: str, into: str) -> RankLayout:
         """Several axes as one, at the place of the fastest of them; they need not be adjacent.
@@ -307,7 +248,7 @@ class RankLayout:
                 rebuilt.append(axis)
             elif all(done.name != into for done in rebuilt):
                 rebuilt.append(Axis(into, modes))
-        return RankLayout(tuple(rebuilt), self.offset)
+        return replace(self, axes=tuple(rebuilt))
 
     def split(self, name: str, parts: Mapping[str, int]) -> RankLayout:
         """One axis as several; `parts` are names and sizes, fastest-varying first.
@@ -340,14 +281,14 @@ class RankLayout:
                     raise SpecError(f"{part}={size} cuts through {name}, which is made of {sizes}")
             split.append(Axis(part, tuple(modes)))
         at = self.axes.index(axis)
-        return RankLayout(self.axes[:at] + tuple(split) + self.axes[at + 1 :], self.offset)
+        return replace(self, axes=self.axes[:at] + tuple(split) + self.axes[at + 1 :])
 
     def permute(self, *axes: str) -> RankLayout:
         """The same ranks with the axes listed in another order; no rank moves."""
         if sorted(axes) != sorted(axis.name for axis in self.axes):
             known = ", ".join(axis.name for axis in self.axes)
             raise SpecError(f"permute needs each of {known} once, got {', '.join(axes)}")
-        return RankLayout(tuple(self.axis(name) for name in axes), self.offset)
+        return replace(self, axes=tuple(self.axis(name) for name in axes))
 
     def overlap(self, other: RankLayout) -> tuple[int, ...]:
         """The ranks that both layouts hold, ascending.
@@ -356,6 +297,8 @@ class RankLayout:
         >>> RankLayout.from_sizes({"dp": 4}).overlap(odd)
         (1, 3)
         """
+        if self.listed is not None or other.listed is not None:
+            return tuple(sorted({*self.ranks} & {*other.ranks}))
         small, large = sorted((self.ranks, other.ranks), key=len)
         if small[-1] < large[0] or large[-1] < small[0]:
             return ()

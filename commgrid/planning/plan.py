@@ -13,10 +13,8 @@ from functools import cached_property
 
 from commgrid.errors import NotInGridError, SpecError
 from commgrid.planning.groups import GroupDef, GroupOptions
-from commgrid.planning.layout import RankSet
+from commgrid.planning.ranks import Ranks, as_index
 from commgrid.planning.spec import GridSpec
-
-Ranks = RankSet | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class PlannedCommunicator:
 
     Args:
         names: in creation order; the first is the one it meets under.
-        members: the ranks in it, ascending.
+        members: the ranks in it, in the grid's order.
         options: what it is created with.
         connect: whether it connects during start-up (one of size 1 never does).
     """
@@ -95,10 +93,11 @@ class GroupPlan:
         """
         if not spec.is_resolved:
             raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
-        if rank not in spec.rank_range:
+        if rank not in spec.grid_ranks:
             held = spec.layout("dense").ranks.describe()
             raise NotInGridError(f"rank {rank} is not in this grid, which covers {held}")
-        return cls(spec, rank)
+        number = as_index(rank)
+        return cls(spec, rank if number is None else number)
 
     @cached_property
     def members(self) -> dict[str, Ranks]:
@@ -112,7 +111,7 @@ class GroupPlan:
 
     @property
     def groups(self) -> RankGroups:
-        """Every created group this rank is in: name to its global ranks, ascending."""
+        """Every created group this rank is in: name to its global ranks, in order."""
         return RankGroups(self.members)
 
     @cached_property

@@ -9,6 +9,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
+from commgrid.planning.ranks import as_index
 
 STANDARD = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "dp", "pp")
 """Megatron's default order, with the parts that may stand in for dp."""
@@ -98,9 +99,13 @@ def _misfit(
 
 
 def check_size(key: str, value: object, names: Iterable[str] = ()) -> Size:
-    """The size itself, if it is one: a positive integer, -1, or one of `names`."""
-    if type(value) is int and (value > 0 or value == -1):
-        return value
+    """The size itself, if it is one: a positive integer, -1, or one of `names`.
+
+    An integer is anything with `__index__`, such as NumPy's.
+    """
+    number = as_index(value)
+    if number is not None and (number > 0 or number == -1):
+        return number
     if isinstance(value, str) and value in names:
         return value
     also = f", or one of {', '.join(names)}" if names else ""

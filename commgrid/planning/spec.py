@@ -1,6 +1,6 @@
 """GridSpec: the axes, regions and groups of a grid, as numbers and names.
 
-A spec is frozen and knows no ranks beyond their range; `resolve` fills what was left
+A spec is frozen and knows no ranks but those it covers; `resolve` fills what was left
 open. It reads and writes dicts and YAML, imports no torch, and raises `SpecError`
 naming the key, the value and a fix before anything of it becomes a communicator.
 """
@@ -18,6 +18,7 @@ from commgrid.planning import names
 from commgrid.planning.group_table import define_groups, find_name
 from commgrid.planning.groups import UNWANTED, GroupDef, GroupEntry
 from commgrid.planning.layout import RankLayout
+from commgrid.planning.ranks import RankTuple, as_index, as_ranks
 from commgrid.planning.region import (
     STANDARD,
     Region,
@@ -51,7 +52,8 @@ class GridSpec:
             `"all"`: every name. The last two ask all members to issue collectives on names that
             share in one order. Groups of one rank are always one communicator, but for options.
         groups: the rows of the groups table.
-        ranks: the global ranks, in steps; None: from 0.
+        ranks: the distinct global ranks it covers, in any order: the place in the list is the place
+            in the grid. Evenly spaced rising ones are kept as a range; None: from 0.
 
     Example:
         >>> spec = GridSpec.build(tp=2, pp=2, dp=-1).resolve(world_size=16)
@@ -66,9 +68,11 @@ class GridSpec:
     connect: str | tuple[str, ...] = "axes"
     share: str = DEFAULT_SHARE
     groups: tuple[GroupEntry, ...] = ()
-    ranks: range | None = None
+    ranks: range | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.ranks is not None:
+            object.__setattr__(self, "ranks", as_ranks(self.ranks))
         found = names.ambiguity(self.words)
         if found:
             name, one, other = found
@@ -82,6 +86,11 @@ class GridSpec:
                 f"{', '.join(SHARE_CHOICES)}"
             )
         self._check_choice("share", SHARE_CHOICES, ())
+        if self.is_resolved and len(self.grid_ranks) != self.world_size:
+            raise SpecError(
+                f"ranks={_span(self.grid_ranks)}: {len(self.grid_ranks)} ranks, but the sizes make "
+                f"{self.world_size}"
+            )
         self._check_regions_agree()
         known = tuple(self.definitions)
         object.__setattr__(self, "create", self._check_choice("create", ("all",), known))
@@ -89,11 +98,7 @@ class GridSpec:
         for name in () if isinstance(self.connect, str) else self.connect:
             if name not in self.created_names:
                 raise SpecError(f"connect: group {name!r} is not created; add it to create")
-        if self.is_resolved and len(self.rank_range) != self.world_size:
-            raise SpecError(
-                f"ranks={_span(self.rank_range)}: {len(self.rank_range)} ranks, but the sizes make "
-                f"{self.world_size}"
-            )
+        self._check_listed_ranks()
 
     # -- making one ---------------------------------------------------------------------
 
@@ -112,7 +117,7 @@ class GridSpec:
         connect: str | Sequence[str] = "axes",
         share: str = DEFAULT_SHARE,
         groups: Mapping[str, Any] | None = None,
-        ranks: range | Sequence[int] | None = None,
+        ranks: range | Sequence[int] | str | None = None,
         **axes: int,
     ) -> GridSpec:
         """A spec from sizes, as `commgrid.initialize` takes them.
@@ -200,7 +205,7 @@ class GridSpec:
         connect: Any = "axes",
         share: str = DEFAULT_SHARE,
         groups: Mapping[str, Any] | None = None,
-        ranks: range | Sequence[int] | Mapping[str, int] | None = None,
+        ranks: range | Sequence[int] | Mapping[str, int] | str | None = None,
     ) -> GridSpec:
         if groups is not None and not isinstance(groups, Mapping):
             raise SpecError(f"groups={groups!r}: expected a mapping of group names")
@@ -210,7 +215,7 @@ class GridSpec:
             connect=tuple(connect) if isinstance(connect, list | tuple) else connect,
             share=share,
             groups=tuple(GroupEntry.parse(name, row) for name, row in (groups or {}).items()),
-            ranks=None if ranks is None else as_range(ranks),
+            ranks=None if ranks is None else as_ranks(ranks),
         )
 
     # -- reading it ---------------------------------------------------------------------
@@ -236,8 +241,8 @@ class GridSpec:
         return self.regions[0].product
 
     @property
-    def rank_range(self) -> range:
-        """The global ranks of the grid; needs a resolved spec."""
+    def grid_ranks(self) -> range | tuple[int, ...]:
+        """The global ranks of the grid, in its order; needs a resolved spec."""
         return range(self.world_size) if self.ranks is None else self.ranks
 
     @cached_property
@@ -304,8 +309,7 @@ class GridSpec:
     def layout(self, region: str) -> RankLayout:
         """The ranks of a resolved spec under a region's axes."""
         found = next(r for r in self.regions if r.name == region)
-        ranks = self.rank_range
-        return RankLayout.from_sizes(dict(found.numbers), offset=ranks.start, stride=ranks.step)
+        return RankLayout.from_sizes(dict(found.numbers), ranks=self.grid_ranks)
 
     # -- fixing its size ----------------------------------------------------------------
 
@@ -316,22 +320,22 @@ class GridSpec:
 
         Args:
             world_size: how many ranks there are; None where `ranks` says it.
-            ranks: the ranks this grid covers, evenly spaced; None: all of the world.
+            ranks: the ranks this grid covers, in its order; None: the spec's, or else all of the
+                world.
 
         Raises:
             SpecError: the sizes do not make the number of ranks.
         """
-        covered = self.ranks if ranks is None else as_range(ranks)
+        covered = self.ranks if ranks is None else as_ranks(ranks)
+        size = as_index(world_size)
+        if world_size is not None and (size is None or size < 1):
+            raise SpecError(f"world_size={world_size!r}: expected a positive integer")
         if covered is None:
-            if world_size is None:
+            if size is None:
                 raise SpecError("resolve needs world_size or ranks")
-            if type(world_size) is not int or world_size < 1:
-                raise SpecError(f"world_size={world_size!r}: expected a positive integer")
-            covered = range(world_size)
-        elif world_size is not None and covered[-1] >= world_size:
-            raise SpecError(
-                f"ranks={_span(covered)}: the world has only ranks 0 to {world_size - 1}"
-            )
+            covered = range(size)
+        elif size is not None and _highest(covered) >= size:
+            raise SpecError(f"ranks={_span(covered)}: the world has only ranks 0 to {size - 1}")
         dense = self.regions[0].resolve(len(covered), {})
         rest = [r.resolve(len(covered), dict(dense.numbers)) for r in self.regions[1:]]
         everyone = ranks is None and self.ranks is None
@@ -355,7 +359,11 @@ class GridSpec:
             made["groups"] = {entry.name: entry.to_dict() for entry in self.groups}
         if self.ranks is not None:
             ranks = self.ranks
-            made["ranks"] = {"start": ranks.start, "stop": ranks.stop, "step": ranks.step}
+            made["ranks"] = (
+                {"start": ranks.start, "stop": ranks.stop, "step": ranks.step}
+                if isinstance(ranks, range)
+                else list(ranks)
+            )
         return made
 
     def to_yaml(self) -> str:
@@ -387,12 +395,26 @@ class GridSpec:
             )
         return value
 
+    def _check_listed_ranks(self) -> None:
+        """A row that lists ranks lists the grid's."""
+        if not self.is_resolved:
+            return
+        covered = frozenset(self.grid_ranks) if isinstance(self.ranks, tuple) else self.grid_ranks
+        for entry in self.groups:
+            strange = [r for ranks in entry.lists or () for r in ranks if r not in covered]
+            if strange:
+                raise SpecError(
+                    f"groups.{entry.name}.ranks: {RankTuple(strange).describe()} outside this "
+                    f"grid, which covers {self.layout('dense').ranks.describe()}; list global "
+                    "ranks of the grid"
+                )
+
     def _check_regions_agree(self) -> None:
         """An axis of two regions must mean the same groups in both."""
         if not self.is_resolved:
             return
         first: dict[str, Region] = {}
-        start = self.rank_range[0]
+        start = self.grid_ranks[0]
         for region in self.regions:
             for axis in region.axes:
                 known = first.setdefault(axis, region)
@@ -408,30 +430,13 @@ class GridSpec:
                     )
 
 
-def as_range(ranks: range | Sequence[int] | Mapping[str, int]) -> range:
-    """Evenly spaced ranks, given as such or as YAML's {start, stop, step}, as a range.
-
-    Raises:
-        SpecError: empty, negative, repeated, falling or unevenly spaced ranks.
-    """
-    if isinstance(ranks, Mapping):
-        span = [ranks.get("start", 0), ranks.get("stop", 0), ranks.get("step", 1)]
-        if set(ranks) - {"start", "stop", "step"} or any(type(n) is not int for n in span):
-            raise SpecError(f"ranks={dict(ranks)!r}: expected integers as start, stop and step")
-        ranks = range(*span) if span[2] else ()
-    whole = isinstance(ranks, range) or (
-        isinstance(ranks, list | tuple) and all(type(rank) is int for rank in ranks)
-    )
-    step = ranks[1] - ranks[0] if whole and len(ranks) > 1 else 1
-    if not whole or not ranks or ranks[0] < 0 or step < 1:
-        raise SpecError(f"ranks={ranks!r}: expected rising ranks from 0 on, such as range(4, 8)")
-    made = range(ranks[0], ranks[-1] + 1, step)
-    if not isinstance(ranks, range) and list(made) != list(ranks):
-        raise SpecError(f"ranks={ranks!r}: expected evenly spaced ranks, such as range(0, 8, 2)")
-    return made
+def _highest(ranks: range | tuple[int, ...]) -> int:
+    return ranks[-1] if isinstance(ranks, range) else max(ranks)
 
 
-def _span(ranks: range) -> str:
+def _span(ranks: range | tuple[int, ...]) -> str:
+    if not isinstance(ranks, range):
+        return RankTuple(ranks).describe().split(" ", 1)[1]
     every = "" if ranks.step == 1 else f" in steps of {ranks.step}"
     return f"{ranks[0]} to {ranks[-1]}{every}"
 

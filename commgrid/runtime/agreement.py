@@ -1,30 +1,35 @@
 """Every rank holds the same description, or every rank says who differs or is missing.
 
-Ranks that want to make one thing together meet at the store. The first to come
-leaves its document, the others compare theirs with it, the last one to come writes the
-verdict that all of them read. In the good case a rank makes a fixed number of store
-calls however many ranks there are; only when something is wrong does one look at every
-rank to name the ones it is about.
+Ranks that want to make one thing together meet at the store. The lowest of them opens the meeting
+under a number that the store hands out, with its document; the others compare theirs with it and
+mark themselves on a roll; the last one to come tells the first, which writes the verdict that all
+of them read. Later phases need no first one: the last to come concludes. In the good case a rank
+makes a fixed number of store calls however many ranks there are. When something is wrong one rank
+reads the rolls, one call for 60 ranks, and the others read what it found.
 
-A meeting is one *incarnation*, and each good one gets a number that no other meeting at
-this store has, so whatever is named after it never meets its predecessor.
+A store may outlive the processes that met at it, as a launcher's does across restarts, and nothing
+that the launcher counts tells these apart. Here only a meeting that its opener concludes is good,
+and an opener always opens a new one: who came to the meeting of a process that is gone is told to
+move on.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from commgrid.errors import CommGridError, PeerTimeoutError
-from commgrid.runtime.diagnosis import Examiner, Store
+from commgrid.runtime.diagnosis import MOST_DOCUMENTS, Examiner, latest, ranks_entry, ranks_of
+from commgrid.runtime.roll import Coming, Line, Roll, Store, seconds_until
 
-_DIFFERS = 1 << 32  # added to the count of arrivals by a rank whose document differs
+_PHASES = ("compare", "created", "ready")
+_MOVED = json.dumps({"kind": "moved"})
 _LINGER_SECONDS = 2.0
-_SLICE_SECONDS = 2.0
-_EXAMINER_SECONDS = 10.0
+_LOBBY_SECONDS = 1.0
+_LEASE_SECONDS = 10.0
 
 
 class Meeting:
@@ -37,6 +42,12 @@ class Meeting:
         ranks: the ranks that should come.
         document: plain values, equal on all of them.
         deadline: `time.monotonic()` until which to wait.
+        line: to wait on; None: one of its own.
+
+    Raises:
+        GridMismatchError: ranks hold other documents.
+        PeerTimeoutError: a rank did not come; it is named.
+        PeerFailedError: a rank said so by `give_up`.
     """
 
     def __init__(
@@ -45,52 +56,128 @@ class Meeting:
         *,
         name: str,
         rank: int,
-        ranks: range,
+        ranks: Sequence[int],
         document: Mapping[str, Any],
         deadline: float,
+        line: Line | None = None,
     ) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
+        self.line = Line(store) if line is None else line
         self._deadline = deadline
         # What is kept back from waiting on a peer, to find out afterwards whom it was about.
-        self._margin = min(1.0, max(deadline - time.monotonic(), 0.0) / 4)
-        self._left = False
-        self._examiner = Examiner(store, name, rank, ranks)
-        # Grids on separate ranks may share a name: they have different first ranks.
-        self._room, self._base = f"{name}@{ranks[0]}", ""
-        text = json.dumps({**document, "ranks": [ranks.start, ranks.stop, ranks.step]})
+        self._margin = min(1.0, seconds_until(deadline) / 4)
+        self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
+        self._examiner = Examiner(store, name, rank, self._document)
+        # Grids on separate ranks may share a name: they have different lowest ranks.
+        self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
+        self._room, self._number, self._base, self._left = f"{name}@{self._first}", 0, "", False
+        self._came = False
         try:
-            self.incarnation = int(self._guarded(lambda: self._compare(text)))
+            self._guarded(self._lead if rank == self._first else self._follow)
         except CommGridError:
             raise
         except BaseException as error:  # Ctrl-C: counted as present, this rank must say it is not
             self.give_up("compare", error)
             raise
 
-    # -- the steps ----------------------------------------------------------------------
+    @property
+    def _before(self) -> str:
+        """Where the meeting before this one was."""
+        return f"{self._room}/{self._number - 1}"
 
-    def _compare(self, document: str) -> int:
-        """Six store calls: which incarnation, whose document, a mark, the count, the verdict."""
-        number = self._store.compare_set(f"{self._room}/current", "", "0").decode()
-        self._base = f"{self._room}/{number}"
-        first = self._store.compare_set(f"{self._base}/document", "", document).decode()
-        differs = first != document
-        self._examiner.mark(self._base, "compare", document if differs else "")
-        expected = max(len(self._ranks), len(range(*json.loads(first)["ranks"])))
-        arrived = self._store.add(f"{self._base}/arrived", 1 + differs * _DIFFERS)
-        if arrived % _DIFFERS >= expected:
-            if arrived >= _DIFFERS:
-                self._conclude_everywhere(self._examiner.mismatch(self._base, first))
+    @property
+    def incarnation(self) -> str:
+        """What no other meeting at this store is called."""
+        return f"{self._first}.{self._number}"
+
+    # -- comparing ----------------------------------------------------------------------
+
+    def _lead(self) -> None:
+        """The lowest rank: opens a meeting and concludes it when all have come."""
+        first, taken = latest(self._store, self._room)
+        self._number = first
+        mine = json.dumps({"document": self._document, "by": uuid4().hex})
+        while True:
+            self._number += taken
+            self._base = f"{self._room}/{self._number}"
+            opening = self._store.compare_set(f"{self._base}/opening", "", mine)
+            if opening.decode() == mine:
+                break
+            taken = True  # by a process that is gone, or by others who have given up on it
+        if self._number == 1:
+            self._examiner.open_room(self._room)
+        for number in range(first, self._number):  # whoever came to one of these comes here
+            self._store.compare_set(f"{self._room}/{number}/compare/verdict", "", _MOVED)
+        self._store.set(f"{self._room}/latest", str(self._number))
+        coming = Roll(self._store, f"{self._base}/compare", self._ranks).come(self._rank)
+        self._came = True
+        complete = f"{self._base}/complete"
+        if coming is Coming.LAST or self.line.within(complete, self._left_to_wait()):
+            if not self._store.check([f"{self._base}/differing"]):
+                found: Mapping[str, Any] = {"kind": "agreed"}
             else:
-                made = self._store.add("incarnations", 1)
-                self._conclude("compare", {"kind": "agreed", "incarnation": made})
-        verdict = self._await_verdict("compare", first)
+                self._await_stragglers()
+                found = self._examiner.mismatch(self._room, self._number, self._document)
+            self._obey(self._conclude("compare", found))
+        else:
+            self._await_verdict("compare", self._document)
+
+    def _await_stragglers(self) -> None:
+        """Documents differ, and some may speak of further ranks: a moment for these to come."""
+        until = min(time.monotonic() + self._margin, self._deadline)
+        while time.monotonic() < until:
+            if self._examiner.everyone_is_here(self._base, self._document):
+                return
+            time.sleep(0.02)
+
+    def _follow(self) -> None:
+        """The others: find the meeting that is open, and take part."""
+        self._number, may_be_over = latest(self._store, self._room)
+        while True:
+            self._base = f"{self._room}/{self._number}"
+            opening = self._await_opening()
+            if opening and self._take_part(opening, may_be_over):
+                return
+            self._number, may_be_over = self._number + 1, True
+
+    def _await_opening(self) -> str:
+        """The document that the meeting was opened with; empty if others gave up on it long ago."""
+        key, waited = f"{self._base}/opening", False
+        if not self.line.within(key, min(_LOBBY_SECONDS, self._left_to_wait())):
+            waited = True
+            self._examiner.enter_lobby(self._room, self._number)
+            if not self.line.within(key, self._left_to_wait()):
+                self._examine(f"{self._base}/lobby", key, self._give_up_the_lobby)
+        opening = json.loads(self._store.get(key))
+        if waited and "verdict" in opening:
+            self._leave(opening["verdict"])
+            raise self._examiner.error(opening["verdict"])
+        return str(opening.get("document", ""))
+
+    def _take_part(self, opening: str, may_be_over: bool) -> bool:
+        """Whether this meeting was for us; it is not if it was of processes that are gone."""
+        if may_be_over and self._store.check([f"{self._base}/compare/verdict"]):
+            return False
+        differs = opening != self._document
+        if differs:
+            self._examiner.differs(self._base)
+        coming = Roll(self._store, f"{self._base}/compare", ranks_of(opening)).come(self._rank)
+        if coming is Coming.AGAIN:
+            return False
+        self._came = True
+        if coming is Coming.LAST:
+            self._store.set(f"{self._base}/complete", "")
+        if self._await_verdict("compare", opening)["kind"] == "moved":
+            self._came = False
+            return False
         if differs:  # ranks of a smaller grid agreed before this one was counted
-            holders = [(first, list(range(*json.loads(first)["ranks"]))), (document, [self._rank])]
-            raise self._examiner.error({"kind": "mismatch", "holders": holders})
-        return int(verdict["incarnation"])
+            raise self._examiner.error(self._examiner.mismatch(self._room, self._number, opening))
+        return True
+
+    # -- the phases after it ------------------------------------------------------------
 
     def meet(self, phase: str) -> None:
-        """Returns when every rank has come to this phase; four store calls.
+        """Returns when every rank has come to this phase; three store calls.
 
         Raises:
             PeerTimeoutError: a rank did not; it is named.
@@ -99,10 +186,48 @@ class Meeting:
         self._guarded(lambda: self._meet(phase))
 
     def _meet(self, phase: str) -> None:
-        self._examiner.mark(self._base, phase, "")
-        if self._store.add(f"{self._base}/{phase}", 1) == len(self._ranks):
-            self._conclude(phase, {"kind": "agreed"})
-        self._await_verdict(phase, "")
+        over = {
+            "created": [f"{self._base}/compare", f"{self._base}/lobby"],
+            "ready": [f"{self._base}/created", f"{self._before}/ready"],
+        }
+        roll = Roll(self._store, f"{self._base}/{phase}", self._ranks)
+        if roll.come(self._rank, over[phase]) is not Coming.LAST:
+            self._await_verdict(phase, self._document)
+            return
+        if phase == _PHASES[-1]:
+            # Who meets again must find this one over before anyone learns that it is.
+            self._store.set(f"{self._room}/latest", f"{self._number} over")
+        self._obey(self._conclude(phase, {"kind": "agreed"}))
+        if phase == _PHASES[-1]:
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Takes from the store what this meeting has left, but for the verdict and the roll of its
+        last phase, which others still read; these go with the next meeting."""
+        keys = ["opening", "complete", "lobby/document", "lobby/blocks"]
+        keys += [f"{phase}/{what}" for phase in _PHASES[:-1] for what in ("verdict", "blocks")]
+        for key in keys:
+            self._store.delete_key(f"{self._base}/{key}")
+        self._store.delete_key(f"{self._before}/{_PHASES[-1]}/verdict")
+        self._store.delete_key(f"{self._before}/{_PHASES[-1]}/blocks")
+        number = self._number - 1
+        while self._store.check(
+            [f"{self._room}/{number}/opening"]
+        ):  # failed or abandoned
+            self._clean_up_failed(f"{self._room}/{number}", keys)
+            number -= 1
+
+    def _clean_up_failed(self, base: str, keys: Sequence[str]) -> None:
+        phases = (*_PHASES, "lobby")
+        kinds = range(1, MOST_DOCUMENTS + 2)
+        for roll in (*phases, *(f"holders/{kind}" for kind in kinds)):
+            Roll(self._store, f"{base}/{roll}", self._ranks).delete()
+        more = ["differing", "left", f"{_PHASES[-1]}/verdict"]
+        more += [f"{phase}/examiner/1" for phase in phases]
+        for key in (*keys, *more, *(f"document/{kind}" for kind in kinds)):
+            self._store.delete_key(f"{base}/{key}")
+
+    # -- when something is wrong --------------------------------------------------------
 
     def give_up(self, phase: str, error: BaseException) -> BaseException:
         """Tells the ranks that wait in `phase` why this one will not come.
@@ -111,14 +236,15 @@ class Meeting:
             The error that says best what happened: another rank's failure or absence
             where this rank's own timeout is a consequence of it, else `error` itself.
         """
-        if self._left or not self._base:
+        if self._left or not self._came:
             return error
+        key = f"{self._base}/{phase}/verdict"
         try:
-            verdict = self._examiner.verdict(self._base, phase)
-            if not verdict:
-                verdict = self._blame(phase, error)
-                self._conclude(phase, verdict)
-                verdict = self._examiner.verdict(self._base, phase)
+            if not self._store.check([key]):
+                self._conclude(phase, self._blame(phase, error))
+            verdict = json.loads(self._store.get(key))
+            if verdict["kind"] in ("agreed", "moved"):
+                return error
             self._leave(verdict)
         except RuntimeError:
             return error  # the store is gone, and with it everybody who could be told
@@ -128,64 +254,72 @@ class Meeting:
     def _blame(self, phase: str, error: BaseException) -> dict[str, Any]:
         """A verdict about this rank; where it was kept waiting, about those who kept it."""
         if isinstance(error, PeerTimeoutError):
-            self._examiner.mark(self._base, phase, "")
+            Roll(self._store, f"{self._base}/{phase}", ()).come(self._rank)
             time.sleep(self._margin / 2)  # the others were kept as long, and mark themselves now
-            verdict = self._examiner.absence(self._base, phase, "")
-            if verdict["missing"]:
+            verdict = self._examiner.absence(self._room, self._number, phase, self._document)
+            if verdict.get("missing"):
                 return verdict
-        return {"kind": "failed", "rank": self._rank, "error": f"{type(error).__name__}: {error}"}
+        return {
+            "kind": "failed",
+            "rank": self._rank,
+            "message": f"rank {self._rank} failed: {type(error).__name__}: {error}",
+            "present": len(self._ranks),
+        }
 
-    def patience(self) -> float:
-        """Seconds to wait for peers outside a meeting; leaves time to name who did not come."""
-        return max(self.remaining() - self._margin, 0.01)
+    def _await_verdict(self, phase: str, opened: str) -> dict[str, Any]:
+        key = f"{self._base}/{phase}/verdict"
+        if not self.line.within(key, self._left_to_wait()):
 
-    def remaining(self) -> float:
-        """Seconds until the deadline, never less than a moment."""
-        return max(self._deadline - time.monotonic(), 0.01)
+            def conclude() -> None:
+                found = self._examiner.absence(self._room, self._number, phase, opened)
+                self._conclude(phase, found)
 
-    # -- the store ----------------------------------------------------------------------
-
-    def _conclude(self, phase: str, verdict: dict[str, Any], base: str = "") -> None:
-        """Writes the verdict of a phase, unless another rank has written one."""
-        base = base or self._base
-        if phase == "compare":
-            # The next meeting must start afresh before anyone learns that this one is over.
-            room, _, number = base.rpartition("/")
-            self._store.compare_set(f"{room}/current", number, str(int(number) + 1))
-        self._store.compare_set(f"{base}/{phase}/verdict", "", json.dumps(verdict))
-
-    def _conclude_everywhere(self, verdict: dict[str, Any], phase: str = "compare") -> None:
-        """The same, also for ranks of this meeting that wait in another one by mistake."""
-        for base in verdict.get("meetings", [self._base]):
-            self._conclude(phase, verdict, base)
-
-    def _await_verdict(self, phase: str, first: str) -> dict[str, Any]:
-        if not self._wait(phase, self.remaining()):
-            # One rank looks who is missing; the others need not all ask the store about everyone.
-            examiner = self._store.add(f"{self._base}/{phase}/examiner", 1) == 1
-            if examiner or not self._wait(phase, _EXAMINER_SECONDS):
-                self._conclude_everywhere(self._examiner.absence(self._base, phase, first), phase)
-        verdict: dict[str, Any] = json.loads(self._store.get(f"{self._base}/{phase}/verdict"))
-        if verdict["kind"] != "agreed":
-            self._leave(verdict)
-            raise self._examiner.error(verdict)
+            self._examine(f"{self._base}/{phase}", key, conclude)
+        verdict: dict[str, Any] = json.loads(self._store.get(key))
+        self._obey(verdict)
         return verdict
 
-    def _wait(self, phase: str, seconds: float) -> bool:
-        """Whether there is a verdict within so many seconds."""
-        until = time.monotonic() + seconds
-        while True:
-            # In slices, since nothing interrupts torch's wait, not even Ctrl-C.
-            slice_ends = min(until, time.monotonic() + _SLICE_SECONDS)
-            left = max(slice_ends - time.monotonic(), 0.01)
-            try:
-                self._store.wait([f"{self._base}/{phase}/verdict"], timedelta(seconds=left))
-                return True
-            except RuntimeError:
-                if time.monotonic() < slice_ends - 0.05:
-                    raise  # not a timeout: the store is gone
-            if time.monotonic() >= until - 0.05:
-                return False
+    def _obey(self, verdict: Mapping[str, Any]) -> None:
+        """Raises what a bad verdict is on this rank."""
+        if verdict["kind"] == "moved" and self._rank == self._first:
+            raise PeerTimeoutError(
+                f"grid {self._name!r}: another process has come as rank {self._rank} after this "
+                "one; is it running twice?"
+            )
+        if verdict["kind"] not in ("agreed", "moved"):
+            self._leave(verdict)
+            raise self._examiner.error(verdict)
+
+    def _examine(self, base: str, awaited: str, conclude: Callable[[], None]) -> None:
+        """One rank finds out who is missing; if it does not get done, another one after a while."""
+        turn = 0
+        while not self._store.check([awaited]):
+            turn += 1
+            if self._store.add(f"{base}/examiner/{turn}", 1) == 1:
+                conclude()
+            elif self.line.within(awaited, _LEASE_SECONDS):
+                return
+
+    def _give_up_the_lobby(self) -> None:
+        found = self._examiner.absence(self._room, self._number, "lobby", self._document)
+        opening = json.dumps({"verdict": found})
+        self._store.compare_set(f"{self._base}/opening", "", opening)
+        self._tell_elsewhere(found)
+
+    def _conclude(self, phase: str, verdict: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes the verdict of a phase, unless another rank has; returns the one that stands."""
+        key = f"{self._base}/{phase}/verdict"
+        stands: dict[str, Any] = json.loads(self._store.compare_set(key, "", json.dumps(verdict)))
+        self._tell_elsewhere(verdict)
+        return stands
+
+    def _tell_elsewhere(self, verdict: Mapping[str, Any]) -> None:
+        """Those who wait in other meetings by mistake learn it too."""
+        for base in verdict.get("meetings", ()):
+            if base != self._base:
+                opening = json.dumps({"verdict": verdict})
+                self._store.compare_set(f"{base}/opening", "", opening)
+                self._store.compare_set(f"{base}/compare/verdict", "", json.dumps(verdict))
 
     def _leave(self, verdict: Mapping[str, Any]) -> None:
         """Lets everyone read a bad verdict before rank 0, whose process often serves the store,
@@ -194,18 +328,23 @@ class Meeting:
             return
         self._left = True
         left = self._store.add(f"{self._base}/left", 1)  # the last call that most ranks make
-        if self._rank == 0:
-            present = self._store.add(f"{self._base}/arrived", 0) % _DIFFERS
-            if verdict.get("phase", "compare") != "compare":
-                present -= len(verdict["missing"])  # they came once, and will not read this
-            until = time.monotonic() + _LINGER_SECONDS
-            while left < present and time.monotonic() < until:
-                time.sleep(0.01)
-                left = self._store.add(f"{self._base}/left", 0)
+        until = time.monotonic() + _LINGER_SECONDS
+        while self._rank == 0 and left < verdict["present"] and time.monotonic() < until:
+            time.sleep(0.02)
+            left = self._store.add(f"{self._base}/left", 0)
 
-    def _guarded(self, step: Any) -> Any:
+    # -- time and the store -------------------------------------------------------------
+
+    def patience(self) -> float:
+        """Seconds to wait for peers outside a meeting; leaves time to name who did not come."""
+        return max(seconds_until(self._deadline) - self._margin, 0.01)
+
+    def _left_to_wait(self) -> float:
+        return max(seconds_until(self._deadline), 0.01)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
         try:
-            return step()
+            step()
         except CommGridError:
             raise
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError among them

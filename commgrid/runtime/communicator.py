@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from commgrid.errors import GridMismatchError
@@ -14,6 +13,7 @@ from commgrid.planning.plan import PlannedCommunicator
 from commgrid.runtime import torch_groups, torch_transfers, torch_world
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 
@@ -26,12 +26,14 @@ class Communicator:
         group: the torch process group.
         seconds_to_create: what creating it took on this rank.
         seconds_to_connect: what its first exchange took; None if it has not connected at start-up.
+        adopted: whether somebody else made the group.
     """
 
     planned: PlannedCommunicator
     group: ProcessGroup
     seconds_to_create: float
     seconds_to_connect: float | None = None
+    adopted: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,7 +42,7 @@ class Communicator:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Its members' global ranks, ascending."""
+        """Its members' global ranks, in the group's order."""
         return self.planned.ranks
 
     @property
@@ -55,7 +57,14 @@ class Communicator:
 
     @property
     def connected(self) -> bool:
-        """Whether the members' connections exist: gloo's from creation, NCCL's from first use."""
+        """Whether the members' connections are known to exist.
+
+        NCCL says so itself. A gloo group that the grid made has all of them once its ranks were
+        exchanged, at start-up or by `grid.check`; others connect two ranks when these first talk,
+        of which gloo tells nothing.
+        """
+        if torch_groups.connects_by_pairs(self.group) and not self.adopted:
+            return self.seconds_to_connect is not None and self.group.size() > 1
         return torch_groups.is_connected(self.group)
 
     def describe(self) -> str:
@@ -76,42 +85,85 @@ class CheckReport:
         return "\n".join(lines)
 
 
-def exchange_ranks(communicators: Iterable[Communicator], patience: Callable[[], float]) -> None:
-    """Connects communicators by exchanging their members' ranks, and compares with the plan."""
-    for communicator in communicators:
-        communicator.seconds_to_connect = verify(communicator, patience())
+def exchange_ranks(
+    communicators: Iterable[Communicator], patience: Callable[[], float]
+) -> list[float]:
+    """Connects communicators by exchanging their members' ranks, and compares with the plan.
+
+    All of them at once: what one waits for, others use.
+
+    Returns:
+        The seconds that each took.
+    """
+    exchanges: list[_Exchange] = []
+    try:
+        for communicator in communicators:
+            exchanges.append(_Exchange.start(communicator, patience()))
+        return [exchange.finish(patience()) for exchange in exchanges]
+    except BaseException:
+        torch_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
+        raise
 
 
 def check_all(rank: int, communicators: Iterable[Communicator], timeout: float) -> CheckReport:
     """Exchanges members' ranks on every communicator; see `HyperCommGrid.check`."""
-    rows = [(c.names, len(c.ranks), verify(c, timeout)) for c in communicators]
+    rows = [(c.names, len(c.ranks), exchange_ranks([c], lambda: timeout)[0]) for c in communicators]
     return CheckReport(rank, tuple(rows))
 
 
-def verify(communicator: Communicator, timeout: float) -> float:
-    """Gathers the members' ranks over each backend of a communicator; returns the seconds it took.
+@dataclass
+class _Exchange:
+    """An exchange of the members' ranks over each backend of a communicator, under way."""
 
-    Raises:
-        GridMismatchError: others answered than were planned.
-        PeerTimeoutError: a member did not answer within `timeout` seconds.
-    """
-    started = time.perf_counter()
-    if len(communicator.planned.members) == 1 or communicator.backend == torch_world.FAKE:
-        return 0.0
-    for device in torch_groups.devices_of(communicator.group):
-        try:
-            work, heard = torch_transfers.gather_ranks(communicator.group, device)
-            work.wait(timedelta(seconds=timeout))
-            ranks = tuple(int(rank) for rank in heard)
-        except RuntimeError as error:
-            what = f"{communicator.describe()}: the exchange of ranks on {device.type} failed"
-            raise torch_world.as_peer_error(what, error) from error
-        if ranks != communicator.ranks:
-            raise GridMismatchError(
-                f"{communicator.describe()} answered with ranks {_short(ranks)}; two groups "
-                "have met under one name, or a rank runs another version of commgrid"
-            )
-    return time.perf_counter() - started
+    communicator: Communicator
+    started: float
+    parts: list[tuple[torch.device, torch_transfers.RankExchange]]
+
+    @classmethod
+    def start(cls, communicator: Communicator, timeout: float) -> _Exchange:
+        """Starts it; on a communicator of one rank, or of none that exists, there is none.
+
+        Raises:
+            PeerTimeoutError: a member did not connect within `timeout` seconds.
+        """
+        exchange = cls(communicator, time.perf_counter(), [])
+        if communicator.group.size() == 1 or communicator.backend == torch_world.FAKE:
+            return exchange
+        for device in torch_groups.devices_of(communicator.group):
+            try:
+                part = torch_transfers.start_exchange(communicator.group, device, timeout)
+            except RuntimeError as error:
+                raise exchange.failure(device, error) from error
+            exchange.parts.append((device, part))
+        return exchange
+
+    def finish(self, timeout: float) -> float:
+        """Waits for all members, notes that they are connected, and returns the seconds it took.
+
+        Raises:
+            GridMismatchError: others answered than were planned.
+            PeerTimeoutError: a member did not answer within `timeout` seconds.
+        """
+        communicator = self.communicator
+        for device, part in self.parts:
+            try:
+                ranks = part.wait(timeout)
+            except RuntimeError as error:
+                raise self.failure(device, error) from error
+            if ranks != communicator.ranks:
+                raise GridMismatchError(
+                    f"{communicator.describe()} answered with ranks {_short(ranks)}; two groups "
+                    "have met under one name, or a rank runs another version of commgrid"
+                )
+        seconds = time.perf_counter() - self.started
+        if communicator.seconds_to_connect is None:
+            communicator.seconds_to_connect = seconds
+        return seconds if self.parts else 0.0
+
+    def failure(self, device: torch.device, error: RuntimeError) -> Exception:
+        """What a backend's error means."""
+        what = f"{self.communicator.describe()}: the exchange of ranks on {device.type} failed"
+        return torch_world.as_peer_error(what, error)
 
 
 def _short(ranks: tuple[int, ...]) -> str:

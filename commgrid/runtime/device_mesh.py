@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from commgrid.errors import SpecError, UnknownGroupError
@@ -73,8 +73,10 @@ class GridMeshes:
     def _canonical(self, name: str) -> str:
         found = self._spec.resolve_name(name)
         definition = self._spec.definitions[found]
-        if definition.pick is not None or definition.part is not None:
+        if not definition.is_whole:
             what = "picks some members" if definition.pick is not None else "is a part of a split"
+            if definition.lists is not None:
+                what = "lists its ranks"
             raise SpecError(
                 f"device_mesh: group {name!r} {what}, and a mesh has all ranks along its axes; "
                 f"expected axes or combinations of them, such as {self._spec.regions[0].axes[0]!r}"
@@ -133,19 +135,18 @@ class GridMeshes:
                     f"device_mesh: a mesh needs every axis of its region, but {axis!r} of region "
                     f"{region.name!r} was not created; add it to create="
                 )
-        ranks, sizes = self._spec.rank_range, dict(region.numbers)
+        sizes = dict(region.numbers)
         groups = [self._groups[axis] for axis in names]
         root = DeviceMesh.from_group(
             groups,
             "cuda" if any(d.type == "cuda" for d in torch_groups.devices_of(groups[0])) else "cpu",
-            torch.arange(ranks.start, ranks.stop, ranks.step).view([sizes[a] for a in names]),
+            torch.tensor(self._spec.grid_ranks).view([sizes[a] for a in names]),
             mesh_dim_names=names,
         )
         mend_uneven_gathers()
         for name, definition in self._created.items():
             axes = definition.axes
-            whole = definition.pick is None and definition.part is None
-            if name in names or not whole or not set(axes) <= set(names):
+            if name in names or not definition.is_whole or not set(axes) <= set(names):
                 continue
             source = root if axes == names else root[axes]
             with answered_with(self._groups[name]):
@@ -157,7 +158,7 @@ def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
     """What grid a mesh is, and its groups by name, also those that were flattened from it.
 
     Raises:
-        SpecError: a mesh without names, or whose ranks are not evenly spaced and ascending.
+        SpecError: a mesh without names, or whose groups have their ranks in another order.
     """
     names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
     if not names:
@@ -165,14 +166,16 @@ def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
             f"from_device_mesh({mesh}): its dims have no names, by which a grid knows its axes; "
             "make it with mesh_dim_names="
         )
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    span = range(ranks[0], ranks[0] + max(step, 1) * len(ranks), max(step, 1))
-    if ranks != list(span):
-        raise SpecError(
-            f"from_device_mesh({mesh}): a grid's ranks are evenly spaced and ascending along the "
-            f"mesh, but these are {ranks[:16]}{', …' if len(ranks) > 16 else ''}"
-        )
     groups = {name: mesh.get_group(name) for name in names}
+    for name in names:
+        listed, held = mesh[name].mesh.tolist(), get_process_group_ranks(groups[name])
+        if listed != held:
+            raise SpecError(
+                f"from_device_mesh({mesh}): along {name!r} the mesh has ranks {listed[:16]}, but "
+                f"its group has them as {held[:16]}, so that a rank would have two places; make "
+                "the mesh with ranks that rise along every dim, or take it from device_mesh of a "
+                "grid"
+            )
     table: dict[str, str] = {}
     combined = {
         "_".join(axes): mesh if axes == names else mesh[axes]
@@ -182,7 +185,8 @@ def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
     for name, flat in mesh._get_root_mesh()._flatten_mapping.items():
         candidates = [name] if name in combined else list(combined)
         for of in candidates:
-            if flat.mesh.tolist() == combined[of].mesh.flatten().tolist():
+            listed = combined[of].mesh.flatten().tolist()
+            if flat.mesh.tolist() == listed == get_process_group_ranks(flat.get_group()):
                 groups[name] = flat.get_group()
                 if of != name:
                     table[name] = of
@@ -193,7 +197,7 @@ def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
         (region,),
         create=tuple(name for name in groups if name not in table),
         groups=tuple(GroupEntry(name, of) for name, of in table.items()),
-        ranks=span,
+        ranks=tuple(ranks),
     )
     for name, definition in spec.definitions.items():
         if definition.same_as in groups:

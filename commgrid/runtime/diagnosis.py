@@ -1,140 +1,234 @@
-"""Who differs, who is missing: what a rank finds out when an agreement fails, and says.
+"""Who differs, who is missing: what one rank finds out when an agreement fails, for all to say.
 
-Every rank of a meeting leaves a mark in the store: where it is, and its document where that is not
-the first one's. An examiner reads them all and writes a verdict, from which each rank makes its
-error.
+The examiner reads the rolls of a meeting and writes a verdict: a message, and the few facts that a
+rank needs beside it. The others read that one key, so that a failure costs a rank the same at
+16,384 ranks as at 8.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
+from commgrid.runtime.rank_lists import describe_ranks, pack, unpack
+from commgrid.runtime.roll import Roll, Store
+
+MOST_DOCUMENTS = 8
+"""So many documents that differ from the first are told apart; more are counted together."""
+_LONGEST_MESSAGE = 4000
 
 
-class Store(Protocol):
-    """What is used of a `torch.distributed.Store`."""
+def ranks_entry(ranks: Sequence[int]) -> list[int] | dict[str, str]:
+    """Ranks as a document holds them: short, whatever their number, and different for other orders.
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, value: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    >>> ranks_entry(range(4)), ranks_entry((0, 1, 2, 4))
+    ([0, 4, 1], {'set': '0-2,4', 'order': 'rising'})
+    """
+    if isinstance(ranks, range):
+        return [ranks.start, ranks.stop, ranks.step]
+    order = "rising" if list(ranks) == sorted(ranks) else ",".join(map(str, ranks))
+    if len(order) > 64:
+        from hashlib import sha256
+
+        order = sha256(order.encode()).hexdigest()[:16]
+    return {"set": pack(ranks), "order": order}
+
+
+def ranks_of(document: str) -> Sequence[int]:
+    """The ranks that a document speaks of, rising."""
+    entry = json.loads(document)["ranks"]
+    return range(*entry) if isinstance(entry, list) else sorted(unpack(entry["set"]))
 
 
 class Examiner:
-    """Reads and writes marks, and concludes from all of them who it is about.
+    """Concludes who it is about from what ranks have left at the store.
 
     Args:
-        store: shared by all ranks of the world.
+        store: shared by all ranks of the world; not waited on.
         name: what they meet for, the grid's name.
         rank: this process's global rank.
-        ranks: the ranks that should come.
+        document: this rank's.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, ranks: range) -> None:
-        self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
+    def __init__(self, store: Store, name: str, rank: int, document: str) -> None:
+        self._store, self._name, self._rank, self._document = store, name, rank, document
 
-    def mark(self, base: str, phase: str, document: str) -> None:
-        """Writes where this rank is: in which meeting and phase, with which document."""
-        mark = {"at": base, "phase": phase, "document": document}
-        self._store.set(f"{self._name}/rank/{self._rank}", json.dumps(mark))
+    # -- what ranks leave ---------------------------------------------------------------
 
-    def read_mark(self, rank: int) -> dict[str, str]:
-        """What a rank wrote last; empty if it never did."""
-        key = f"{self._name}/rank/{rank}"
-        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else {}
+    def differs(self, base: str) -> None:
+        """Leaves this rank's document, which is not the first one's."""
+        found = (
+            k
+            for k in range(1, MOST_DOCUMENTS + 1)
+            if self._store.compare_set(f"{base}/document/{k}", "", self._document).decode()
+            == self._document
+        )
+        kind = next(found, MOST_DOCUMENTS + 1)
+        self._store.add(f"{base}/differing", 1)
+        Roll(self._store, f"{base}/holders/{kind}", ()).come(self._rank)
 
-    def verdict(self, base: str, phase: str = "compare") -> dict[str, Any]:
-        """The verdict of a meeting's phase, empty while there is none."""
-        key = f"{base}/{phase}/verdict"
-        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else {}
+    def open_room(self, room: str) -> None:
+        """Lists a room of this name, where ranks of other grids' ranges look for missing ones."""
+        mine = f"{self._rank}"
+        if self._store.compare_set(f"{room}/listed", "", mine).decode() == mine:
+            number = self._store.add(f"{self._name}/rooms", 1)
+            self._store.set(f"{self._name}/rooms/{number}", room)
 
-    def mismatch(self, base: str, first: str) -> dict[str, Any]:
-        """A verdict with every document and the ranks that hold it, and the meetings of this name
-        that some of them wait in because their ranks begin with another one."""
-        holders: dict[str, list[int]] = {}
-        meetings = {base}
-        for rank in self._everyone(first):
-            mark = self.read_mark(rank)
-            if not mark:
+    def enter_lobby(self, room: str, number: int) -> None:
+        """Says that this rank waits for the one that opens a room's next meeting."""
+        self.open_room(room)
+        base = f"{room}/{number}/lobby"
+        self._store.compare_set(f"{base}/document", "", self._document)
+        Roll(self._store, base, ()).come(self._rank)
+
+    # -- what an examiner finds ---------------------------------------------------------
+
+    def absence(self, room: str, number: int, phase: str, opened: str) -> dict[str, Any]:
+        """The verdict when time is up: who is missing, or waits for somebody else.
+
+        Args:
+            phase: how far the meeting has come; `lobby` where nobody has opened it.
+            opened: the document it was opened with, or this rank's.
+        """
+        base = f"{room}/{number}"
+        everyone = self._everyone(base, opened)
+        here = set(Roll(self._store, f"{base}/{phase}", ()).here(everyone))
+        missing = [rank for rank in everyone if rank not in here]
+        if phase in ("compare", "lobby"):
+            holders, meetings = self._holders(base, opened, sorted(here)), [base]
+            for other, document, found in self._elsewhere(room, missing) if missing else ():
+                holders.append((document, found))
+                meetings.append(other)
+            if len(holders) > 1:
+                return self._mismatch(holders, meetings)
+        return self._absent(phase, missing, sorted(here))
+
+    def mismatch(self, room: str, number: int, opened: str) -> dict[str, Any]:
+        """The verdict where all are here and some differ: every document and who holds it."""
+        base = f"{room}/{number}"
+        here = Roll(self._store, f"{base}/compare", ()).here(self._everyone(base, opened))
+        return self._mismatch(self._holders(base, opened, here), [base])
+
+    def everyone_is_here(self, base: str, opened: str) -> bool:
+        """Whether all ranks that any document here speaks of have come."""
+        everyone = self._everyone(base, opened)
+        return len(Roll(self._store, f"{base}/compare", ()).here(everyone)) == len(everyone)
+
+    def _documents(self, base: str) -> Iterator[tuple[int, str]]:
+        """Those that differ from the first, by number."""
+        for kind in range(1, MOST_DOCUMENTS + 1):
+            key = f"{base}/document/{kind}"
+            if not self._store.check([key]):
+                return
+            yield kind, self._store.get(key).decode()
+
+    def _everyone(self, base: str, opened: str) -> list[int]:
+        """The ranks that any document of a meeting speaks of."""
+        texts = [opened, self._document, *(text for _, text in self._documents(base))]
+        return sorted({self._rank}.union(*(ranks_of(text) for text in set(texts))))
+
+    def _holders(self, base: str, opened: str, here: list[int]) -> list[tuple[str, list[int]]]:
+        """Each document and the ranks that have come with it; an empty one for all the others."""
+        found: list[tuple[str, list[int]]] = []
+        if self._store.check([f"{base}/differing"]):
+            kinds = [*self._documents(base), (MOST_DOCUMENTS + 1, "")]
+            for kind, text in kinds:
+                holding = Roll(self._store, f"{base}/holders/{kind}", ()).here(here)
+                found += [(text, holding)] if holding else []
+        others = {rank for _, ranks in found for rank in ranks}
+        rest = [rank for rank in here if rank not in others]
+        return [(opened, rest), *found] if rest else found
+
+    def _elsewhere(self, room: str, missing: list[int]) -> Iterator[tuple[str, str, list[int]]]:
+        """Meetings of this name, by other first ranks, in which some of the missing ranks are."""
+        for index in range(1, self._store.add(f"{self._name}/rooms", 0) + 1):
+            key = f"{self._name}/rooms/{index}"
+            other = self._store.get(key).decode() if self._store.check([key]) else room
+            if other == room:
                 continue
-            if mark["at"] != base:
-                verdict = self.verdict(mark["at"])
-                if base in verdict.get("meetings", ()):
-                    return verdict  # reached there at this moment, about this meeting too
-                if verdict:
-                    continue  # of a meeting that is over
-                meetings.add(mark["at"])
-            document = mark["document"] or self._store.get(f"{mark['at']}/document").decode()
-            holders.setdefault(document, []).append(rank)
+            base = f"{other}/{latest(self._store, other)[0]}"
+            if self._store.check([f"{base}/compare/verdict"]):
+                continue
+            for place, key in (("compare", f"{base}/opening"), ("lobby", f"{base}/lobby/document")):
+                if not self._store.check([key]):
+                    continue
+                text = self._store.get(key).decode()
+                if place == "compare":
+                    text = json.loads(text).get("document", "")
+                found = Roll(self._store, f"{base}/{place}", ()).here(missing)
+                if found and text:
+                    yield base, text, found
+                    break
+
+    # -- verdicts and errors ------------------------------------------------------------
+
+    def _mismatch(
+        self, holders: list[tuple[str, list[int]]], meetings: list[str]
+    ) -> dict[str, Any]:
         return {
             "kind": "mismatch",
-            "holders": list(holders.items()),
-            "meetings": sorted(meetings),
+            "message": _shortened(describe_mismatch(holders)),
+            "meetings": meetings,
+            "present": sum(len(ranks) for _, ranks in holders),
         }
 
-    def _everyone(self, first: str) -> list[int]:
-        """The ranks that any document seen here speaks of."""
-        spans = [self._ranks, range(*json.loads(first)["ranks"])] if first else [self._ranks]
-        return sorted({rank for span in spans for rank in span} | {self._rank})
+    def _absent(self, phase: str, missing: list[int], here: list[int]) -> dict[str, Any]:
+        if not missing:  # the last of them came at this very moment
+            return {
+                "kind": "absent", "missing": "", "present": len(here),
+                "message": "the last rank came just as the time was up; a longer startup_timeout "
+                "leaves it more",
+            }  # fmt: skip
+        arrived = phase in ("compare", "lobby")
+        did = "arrive" if arrived else f"get as far as {phase!r}"
+        return {
+            "kind": "absent",
+            "missing": pack(missing),
+            "present": len(here),
+            "message": _shortened(
+                f"{describe_ranks(missing)} did not {did} within startup_timeout "
+                f"({describe_ranks(here)} did); is every process running, and does each call "
+                "initialize with this name and these ranks?"
+            ),
+            "late": _shortened(
+                f"{describe_ranks(missing)} came too late; {describe_ranks(here)} had given up "
+                "waiting"
+            ),
+        }
 
-    def absence(self, base: str, phase: str, first: str) -> dict[str, Any]:
-        """The verdict when time is up: who is missing, or waits for somebody else."""
-        if phase == "compare":
-            found = self.mismatch(base, first)
-            if len(found["holders"]) > 1:
-                return found
-        arrived: list[int] = []
-        missing: list[int] = []
-        for rank in self._everyone(first):
-            mark = self.read_mark(rank)
-            here = mark.get("at") == base and mark.get("phase") in (phase, "ready")
-            (arrived if here else missing).append(rank)
-        return {"kind": "absent", "phase": phase, "missing": missing, "arrived": arrived}
-
-    def error(self, verdict: dict[str, Any]) -> CommGridError:
+    def error(self, verdict: Mapping[str, Any]) -> CommGridError:
         """The error that a verdict is on this rank."""
-        name = f"grid {self._name!r}"
-        if verdict["kind"] == "failed":
-            return PeerFailedError(f"{name}: rank {verdict['rank']} failed: {verdict['error']}")
-        if verdict["kind"] == "mismatch":
-            return GridMismatchError(f"{name}: {describe_mismatch(verdict['holders'])}")
-        missing, arrived = describe_ranks(verdict["missing"]), describe_ranks(verdict["arrived"])
-        if self._rank in verdict["missing"]:
+        if verdict["kind"] == "absent":
+            late = self._rank in unpack(verdict["missing"])
             return PeerTimeoutError(
-                f"{name}: {missing} came too late; {arrived} had given up waiting"
+                f"grid {self._name!r}: {verdict['late' if late else 'message']}"
             )
-        did = "arrive" if verdict["phase"] == "compare" else f"get as far as {verdict['phase']!r}"
-        return PeerTimeoutError(
-            f"{name}: {missing} did not {did} within startup_timeout ({arrived} did); is every "
-            "process running, and does each call initialize with this name and these ranks?"
-        )
+        kinds: dict[str, type[CommGridError]] = {
+            "mismatch": GridMismatchError, "failed": PeerFailedError,
+        }  # fmt: skip
+        return kinds[verdict["kind"]](f"grid {self._name!r}: {verdict['message']}")
 
 
-def describe_ranks(ranks: list[int]) -> str:
-    """Ranks in words, runs joined.
+def latest(store: Store, room: str) -> tuple[int, bool]:
+    """The number of a room's meeting that is open or next, and whether it was opened already."""
+    key = f"{room}/latest"
+    if not store.check([key]):
+        return 1, False
+    number, _, over = store.get(key).decode().partition(" ")
+    return (int(number) + 1, False) if over else (int(number), True)
 
-    >>> describe_ranks([0, 1, 2, 4]), describe_ranks([3]), describe_ranks([])
-    ('ranks 0-2, 4', 'rank 3', 'no rank')
+
+def describe_mismatch(holders: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Which keys differ, and who says what, the few named before the many.
+
+    Args:
+        holders: documents and the ranks that hold them; an empty one stands for several others.
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    listed = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else "no rank"
-
-
-def describe_mismatch(holders: list[tuple[str, list[int]]]) -> str:
-    """Which keys differ, and who says what, the few named before the many."""
-    flat = [(_flatten(json.loads(document)), ranks) for document, ranks in holders]
+    listed = list(holders)
+    flat = [(_flatten(json.loads(text)), ranks) for text, ranks in listed if text]
+    uncounted = [rank for text, ranks in listed if not text for rank in ranks]
     keys = dict.fromkeys(key for document, _ in flat for key in document)
     parts = []
     for key in keys:
@@ -143,8 +237,10 @@ def describe_mismatch(holders: list[tuple[str, list[int]]]) -> str:
             said.setdefault(repr(document.get(key, "not given")), []).extend(ranks)
         if len(said) > 1:
             fewest_first = sorted(said.items(), key=lambda item: len(item[1]))
-            listed = " and ".join(f"{value} on {describe_ranks(r)}" for value, r in fewest_first)
-            parts.append(f"{key} is {listed}")
+            told = " and ".join(f"{value} on {describe_ranks(r)}" for value, r in fewest_first)
+            parts.append(f"{key} is {told}")
+    if uncounted:
+        parts.append(f"{describe_ranks(uncounted)} differ in further ways")
     # Nothing differs but the order, which is the order in which groups are created.
     text = "; ".join(parts) or "the rows of groups come in different orders"
     return f"ranks disagree: {text}; give every rank the same"
@@ -158,3 +254,7 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = item
     return flat
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} …"

@@ -17,7 +17,8 @@ from commgrid.errors import (
     SpecError,
     UnknownGroupError,
 )
-from commgrid.planning.plan import GroupPlan, Ranks
+from commgrid.planning.plan import GroupPlan
+from commgrid.planning.ranks import Ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
@@ -109,6 +110,8 @@ class HyperCommGrid:
         # What get_group reads; emptied by destroy, so that a look-up needs no check.
         self._groups: dict[str, ProcessGroup] = {}
         self._positions: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
         self._around: dict[tuple[str, int], int] = {}
         self._meshes: GridMeshes | None = None
 
@@ -120,11 +123,12 @@ class HyperCommGrid:
         hand it to layers as `grid=`.
 
         Args:
-            mesh: with names for its dims, over evenly spaced ranks in ascending order.
+            mesh: with names for its dims. Its groups list their ranks as it does, which those that
+                torch makes for it do where ranks rise along every dim.
             name: what messages call it.
 
         Raises:
-            SpecError: a mesh without names, or over other ranks.
+            SpecError: a mesh without names, or whose groups have their ranks in another order.
             NotInGridError: this rank is not in it.
 
         Example:
@@ -140,7 +144,7 @@ class HyperCommGrid:
         adopted._describe(spec, name, None, None)
         adopted._owns_groups, adopted._incarnation = False, "adopted"
         for planned in adopted._plan.communicators_by(groups.__getitem__):
-            adopted._hold(Communicator(planned, groups[planned.name], 0.0))
+            adopted._hold(Communicator(planned, groups[planned.name], 0.0, adopted=True))
         return adopted
 
     # -- starting and ending ------------------------------------------------------------
@@ -156,13 +160,13 @@ class HyperCommGrid:
             torch_world.world_store(),
             name=self._name,
             rank=self._rank,
-            ranks=self._spec.rank_range,
+            ranks=self._spec.grid_ranks,
             document=document,
             deadline=deadline,
         )
         phase = "created"
         try:
-            self._create(str(meeting.incarnation), backend, limit, meeting.patience)
+            self._create(meeting.incarnation, backend, limit, meeting.patience)
             meeting.meet(phase)
             phase = "ready"
             exchange_ranks([c for c in self._communicators if c.planned.connect], meeting.patience)
@@ -194,6 +198,7 @@ class HyperCommGrid:
                     options=planned.options,
                     timeout=limit,
                     startup_timeout=patience(),
+                    connect=planned.connect,
                 )
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
@@ -220,7 +225,8 @@ class HyperCommGrid:
 
         Peers that wait for this rank get an error instead of what they wait for.
         """
-        torch_groups.abort_all(self._let_go())
+        by_pairs = {c.group for c in self._communicators if not c.connected}
+        torch_groups.abort_all(self._let_go(), by_pairs)
 
     def _let_go(self) -> list[ProcessGroup]:
         self._destroyed = True
@@ -228,6 +234,8 @@ class HyperCommGrid:
             self._before_destroy.pop()()
         self._groups.clear()
         self._positions.clear()
+        self._sizes.clear()
+        self._ranks.clear()
         self._around.clear()
         self._meshes = None
         made, self._communicators = self._communicators, []
@@ -263,7 +271,7 @@ class HyperCommGrid:
     @property
     def identity(self) -> str:
         """What no other grid at this store ever is called: name, first rank and incarnation."""
-        return f"{self._name}@{self._spec.rank_range[0]}/{self._incarnation}"
+        return f"{self._name}@{self._spec.grid_ranks[0]}/{self._incarnation}"
 
     @property
     def rank(self) -> int:
@@ -337,10 +345,11 @@ class HyperCommGrid:
                 f"group {name!r} of grid {self._name!r} was not created; add it to create="
             )
         definition = self._spec.definitions[name]
-        members = definition.ranks(self._layouts[definition.region], self._rank)
+        members = tuple(definition.ranks(self._layouts[definition.region], self._rank))
+        here = f"which here has ranks {members}" if members else "none of whose lists has it"
         raise NotInGroupError(
-            f"rank {self._rank} is not in group {name!r}, which here has ranks "
-            f"{tuple(members)}; ask grid.is_member({name!r}) first"
+            f"rank {self._rank} is not in group {name!r}, {here}; ask "
+            f"grid.is_member({name!r}) first"
         )
 
     def is_member(self, *names: str) -> bool:
@@ -354,14 +363,26 @@ class HyperCommGrid:
             self._explain_missing(name)
         return name in self._plan.members
 
-    def _members(self, *names: str) -> Ranks:
+    def _members(self, name: str) -> Ranks:
         """The group that goes with this rank; after a pick the rank may not be in it."""
-        definition = self._spec.definitions[self._resolve("_".join(names))]
-        return definition.ranks(self._layouts[definition.region], self._rank)
+        definition = self._spec.definitions[self._resolve(name)]
+        found = definition.ranks(self._layouts[definition.region], self._rank)
+        if not found:
+            self._explain_missing(definition.name)
+        return found
 
     def size(self, *names: str) -> int:
-        """The number of ranks in the group; without a name, in the grid."""
-        return len(self._members(*names))
+        """The number of ranks in the group; without a name, in the grid.
+
+        Raises:
+            NotInGroupError: a group of listed ranks, and this rank is in no list.
+        """
+        name = names[0] if len(names) == 1 else "_".join(names)
+        try:
+            return self._sizes[name]
+        except KeyError:
+            pass
+        return self._sizes.setdefault(name, len(self._members(name)))
 
     def get_local_rank(self, *names: str) -> int:
         """This rank's position in the group (DeviceMesh's name for the group rank).
@@ -369,32 +390,34 @@ class HyperCommGrid:
         Raises:
             NotInGroupError: this rank is not in it.
         """
+        name = names[0] if len(names) == 1 else "_".join(names)
         try:
-            return self._positions[names[0] if len(names) == 1 else "_".join(names)]
+            return self._positions[name]
         except KeyError:
             pass
-        members = self._members(*names)
-        if self._rank not in members:
-            self._explain_missing(self._resolve("_".join(names)))
-        return self._positions.setdefault("_".join(names), members.index(self._rank))
+        return self._positions.setdefault(name, self.get_ranks(name).index(self._rank))
 
     def get_ranks(self, *names: str) -> tuple[int, ...]:
-        """The global ranks of this rank's group, ascending.
+        """The global ranks of this rank's group, in its order, which is the grid's.
 
         Raises:
             NotInGroupError: this rank is not in it.
         """
-        members = self._members(*names)
+        name = names[0] if len(names) == 1 else "_".join(names)
+        try:
+            return self._ranks[name]
+        except KeyError:
+            pass
+        members = tuple(self._members(name))
         if self._rank not in members:
-            self._explain_missing(self._resolve("_".join(names)))
-        return tuple(members)
+            self._explain_missing(self._resolve(name))
+        return self._ranks.setdefault(name, members)
 
     def get_all_ranks(self, *names: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of that name over the whole grid, ordered by first rank."""
+        """All groups of that name over the whole grid, ordered by their first ranks' places in it;
+        in a grid over a range, by first rank."""
         definition = self._spec.definitions[self._resolve("_".join(names))]
-        layout = self._layouts[definition.region]
-        found = dict.fromkeys(tuple(definition.ranks(layout, rank)) for rank in layout.ranks)
-        return tuple(sorted(found))
+        return tuple(definition.all_ranks(self._layouts[definition.region]))
 
     # -- around a ring ------------------------------------------------------------------
 
@@ -411,8 +434,7 @@ class HyperCommGrid:
             return self._around[name, by]
         except KeyError:
             pass
-        ranks = self._members(name)
-        position = self.get_local_rank(name)
+        ranks, position = self.get_ranks(name), self.get_local_rank(name)
         return self._around.setdefault((name, by), ranks[(position + by) % len(ranks)])
 
     def is_first(self, *names: str) -> bool:

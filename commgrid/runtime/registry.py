@@ -18,7 +18,8 @@ from commgrid.errors import (
 )
 from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec, as_range
+from commgrid.planning.ranks import as_ranks
+from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
@@ -246,7 +247,7 @@ def _from_config(
             "describes the whole grid; put these into it, or leave config out"
         )
     spec = GridSpec.from_config(config)
-    return spec if ranks is None else replace(spec, ranks=as_range(ranks))
+    return spec if ranks is None else replace(spec, ranks=as_ranks(ranks))
 
 
 def get_grid(name: str = "default") -> HyperCommGrid:

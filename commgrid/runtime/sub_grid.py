@@ -45,7 +45,7 @@ class SubGrid:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks in it."""
+        """The global ranks in it, in the grid's order."""
         return tuple(self.layout.ranks)
 
     @property
@@ -67,6 +67,11 @@ class SubGrid:
         """
         name = self._spec.resolve_name(*(names or self.layout.shape))
         axes = self._spec.definitions[name].axes
+        if not axes:
+            raise UnknownGroupError(
+                f"group {name!r} lists its ranks and runs along no axes, so that it is of no "
+                "sub-grid; take it from the grid"
+            )
         if not any(set(axes) <= set(layout.shape) for layout in self._layouts):
             known = " | ".join(", ".join(layout.shape) for layout in self._layouts)
             raise UnknownGroupError(

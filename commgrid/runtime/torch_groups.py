@@ -8,8 +8,10 @@ goes through the function beneath it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import threading
+import time
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +21,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import SpecError
 from commgrid.planning.groups import GroupOptions
+from commgrid.runtime import torch_gloo
 from commgrid.runtime.torch_world import FAKE, is_initialized, world_backend, world_store
+
+# torch keeps what it makes groups from in module state, and threads may start grids at once.
+_CREATING = threading.RLock()
+
+_REFUSED_SECONDS = 0.05  # until connections that are on their way are made or refused
+_MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
 
 def create_group(
@@ -32,8 +41,10 @@ def create_group(
     timeout: float | None,
     startup_timeout: float,
     backend_options: Any = None,
+    connect: bool = False,
+    store: Any = None,
 ) -> dist.ProcessGroup:
-    """A process group of `ranks`, created by them alone.
+    """A process group of `ranks`, created by them alone; waits for none of them.
 
     Args:
         name: what the members meet under; used for no other group of this store.
@@ -42,8 +53,12 @@ def create_group(
         backend: None takes WORLD's.
         options: what the groups table says of it; its backend and timeout go first.
         timeout: seconds a collective may take; None takes torch's default.
-        startup_timeout: seconds that meeting the others may take.
+        startup_timeout: seconds that meeting the others may take, where torch does not let a
+            backend connect later.
         backend_options: torch's own object instead of what `options` says of NCCL.
+        connect: whether the caller connects it at once, by an exchange of all pairs of ranks.
+        store: where its members leave their addresses, for as long as the group lives; None:
+            WORLD's.
 
     Raises:
         SpecError: an NCCL option that this torch does not have.
@@ -56,28 +71,35 @@ def create_group(
     parsed = c10d.Backend(chosen)
     seconds = timeout if options.timeout is None else options.timeout
     limit = c10d._get_default_timeout(parsed) if seconds is None else timedelta(seconds=seconds)
-    kinds = set(c10d.BackendConfig(parsed).get_device_backend_map().values())
-    # gloo connects while it is created; a member that never comes must not hold the others
-    # for as long as a collective may take.
-    meeting_limit = timedelta(seconds=startup_timeout) if "gloo" in kinds else limit
+    config = c10d.BackendConfig(parsed)
+    kinds = set(config.get_device_backend_map().values())
+    lazy = "gloo" in kinds and torch_gloo.can_be_lazy()
+    # Otherwise gloo connects while it is created; a member that never comes must not hold the
+    # others for as long as a collective may take.
+    waits = "gloo" in kinds and not lazy
+    meeting_limit = timedelta(seconds=startup_timeout) if waits else limit
     if backend_options is None and "nccl" in kinds:
         backend_options = _nccl_options(options, meeting_limit)
-    with _unbound(world):
+    naming = torch_gloo.instead_of_gloo(config, limit, connect) if lazy else nullcontext(parsed)
+    # Where creation waits for others, two threads must not wait for each other as well.
+    with nullcontext() if waits else _CREATING, _unbound(world), naming as named:
         made, _ = c10d._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
             members,
-            parsed,
-            world_store(),
+            named,
+            world_store() if store is None else store,
             c10d.GroupName(name),
             backend_options=backend_options,
             timeout=meeting_limit,
             group_desc=description,
         )
-    group: dist.ProcessGroup = made
-    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
-    if meeting_limit != limit:
-        c10d._set_pg_timeout(limit, group)
+        group: dist.ProcessGroup = made
+        if lazy:
+            torch_gloo.adopt(group, parsed, config)
+        c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
+        if waits or lazy:
+            c10d._set_pg_timeout(limit, group)
     return group
 
 
@@ -113,6 +135,8 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroys a group if torch still knows it (whoever ended WORLD has destroyed it too)."""
     if is_initialized() and group in c10d._world.pg_map:
+        with suppress(RuntimeError):  # a store that has gone keeps nothing
+            torch_gloo.forget_addresses(group)
         dist.destroy_process_group(group)
 
 
@@ -151,30 +175,54 @@ def is_connected(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def abort_all(groups: Iterable[dist.ProcessGroup]) -> None:
+def connects_by_pairs(group: dist.ProcessGroup) -> bool:
+    """Whether gloo is in it and connects two ranks when they first talk, where commgrid made it."""
+    return "gloo" in backend_of(group) and torch_gloo.can_be_lazy()
+
+
+def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Ends what waits for members that should connect, after one of them did not.
+
+    A gloo group could not be destroyed before: its threads would wait several times longer.
+    """
+    trying: list[dist.Work] = []
+    for group in groups:
+        if connects_by_pairs(group):
+            with suppress(RuntimeError):
+                trying.append(torch_gloo.connect_all(group))
+    if trying:
+        time.sleep(_REFUSED_SECONDS)
+    for work in trying:
+        torch_gloo.give_up(work)
+
+
+def abort_all(groups: Iterable[dist.ProcessGroup], by_pairs: Container[dist.ProcessGroup]) -> None:
     """Destroys groups whose members may have failed, without waiting for any of them.
 
     Members that wait for this rank get an error, also where something, such as the traceback of
     the failure, still holds the group.
+
+    Args:
+        groups: in order of creation.
+        by_pairs: those of which some pairs of ranks may not be connected yet.
     """
-    for group in reversed(list(groups)):
-        if not is_alive(group):
-            continue
+    alive = [group for group in reversed(list(groups)) if is_alive(group)]
+    telling: list[dist.Work] = []  # kept until their groups are gone
+    for group in alive:
         for kind in {device.type for device in devices_of(group)} if group.size() > 1 else ():
             with suppress(RuntimeError):
                 if kind == "cuda":
                     group.abort()  # what NCCL has under way would be waited for
-                else:
-                    _break_connections(group)
+                elif group not in by_pairs:
+                    torch_gloo.break_connections(group)
+                elif group.size() <= _MOST_TOLD:
+                    # Who waits for this rank to connect learns that it is gone when it was there.
+                    telling.append(torch_gloo.connect_all(group))
+    if telling:
+        time.sleep(_REFUSED_SECONDS)
+    for group in alive:
         with suppress(RuntimeError):
-            destroy_group(group)
-
-
-def _break_connections(group: dist.ProcessGroup) -> None:
-    """Closes a gloo group's connections: gloo does so itself when a receive is not met in time."""
-    work = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0x7E57)
-    assert work is not None
-    work.wait(timedelta(milliseconds=1))
+            dist.destroy_process_group(group)
 
 
 def group_count() -> int:

@@ -213,7 +213,7 @@ class _StoreSearch:
 
 
 def start_world(
-    launch: Launch, store: Any, incarnation: int, backend: str, startup_timeout: float
+    launch: Launch, store: Any, incarnation: str, backend: str, startup_timeout: float
 ) -> None:
     """Starts torch.distributed on a store, with keys that no earlier start has used.
 

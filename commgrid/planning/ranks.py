@@ -1,0 +1,295 @@
+"""Ranks themselves: sets of them in few integers, lists in any order, and what users give as ranks.
+
+A `RankSet` is a sum of strides, however many ranks it holds; a `RankTuple` lists ranks that no
+strides describe, or whose order counts. Nothing here imports torch or touches a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple, overload
+
+from commgrid.errors import SpecError
+
+
+class Mode(NamedTuple):
+    """One digit of the number system: `size` values, `stride` ranks apart."""
+
+    size: int
+    stride: int
+
+
+def _coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
+    """The same set of offsets in fewest modes, smallest stride first."""
+    merged: list[Mode] = []
+    for mode in sorted((m for m in modes if m.size > 1), key=lambda m: m.stride):
+        if merged and mode.stride == merged[-1].size * merged[-1].stride:
+            merged[-1] = Mode(merged[-1].size * mode.size, merged[-1].stride)
+        else:
+            merged.append(mode)
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class RankSet(Sequence[int]):
+    """A set of ranks in ascending order, stored in a few integers however many they are.
+
+    Behaves like a tuple of ranks (as `range` does for one stride); two sets are equal
+    exactly when they hold the same ranks.
+
+    >>> halves = RankSet(8, (Mode(2, 1), Mode(2, 4)))
+    >>> tuple(halves), halves[2], halves.index(13), 12 in halves, len(halves)
+    ((8, 9, 12, 13), 12, 3, True, 4)
+    """
+
+    offset: int
+    modes: tuple[Mode, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modes", _coalesce(self.modes))
+
+    def __len__(self) -> int:
+        return math.prod(mode.size for mode in self.modes)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        position = range(len(self))[operator.index(index)]
+        rank = self.offset
+        for size, stride in self.modes:
+            position, digit = divmod(position, size)
+            rank += digit * stride
+        return rank
+
+    def __iter__(self) -> Iterator[int]:
+        spans = [range(0, m.size * m.stride, m.stride) for m in reversed(self.modes)]
+        return (self.offset + sum(digits) for digits in product(*spans))
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and self._position(rank) is not None
+
+    def index(self, rank: int, start: int = 0, stop: int | None = None) -> int:
+        """The position of `rank`, its group rank; ValueError if it is not in the set."""
+        position = self._position(rank)
+        if position is None or not start <= position < (len(self) if stop is None else stop):
+            raise ValueError(f"rank {rank} is not in {self}")
+        return position
+
+    def _position(self, rank: int) -> int | None:
+        remainder, position, weight = rank - self.offset, 0, len(self)
+        for size, stride in reversed(self.modes):
+            weight //= size
+            digit, remainder = divmod(remainder, stride)
+            if not 0 <= digit < size:
+                return None
+            position += digit * weight
+        return position if remainder == 0 else None
+
+    def __str__(self) -> str:
+        """Short and unambiguous: the first rank, then size x stride of each mode."""
+        return "+".join([str(self.offset), *(f"{m.size}x{m.stride}" for m in self.modes)])
+
+    def describe(self) -> str:
+        """The set in words, however large: `ranks 0 to 15`, `ranks 0 to 14 (8 of them)`."""
+        if len(self) == 1:
+            return f"rank {self.offset}"
+        span = f"ranks {self[0]} to {self[-1]}"
+        return span if self[-1] - self[0] + 1 == len(self) else f"{span} ({len(self)} of them)"
+
+    def take(self, places: Iterable[int]) -> Ranks:
+        """The members at these places, which ascend.
+
+        >>> RankSet(8, (Mode(4, 2),)).take([0, 3])
+        RankSet(offset=8, modes=(Mode(size=2, stride=6),))
+        """
+        return RankSet.of(self[place] for place in places)
+
+    @classmethod
+    def of(cls, ranks: Iterable[int]) -> Ranks:
+        """The set of these ranks, or a sorted tuple where no few modes describe them.
+
+        >>> RankSet.of([4, 0, 5, 1]), RankSet.of([0, 1, 3])
+        (RankSet(offset=0, modes=(Mode(size=2, stride=1), Mode(size=2, stride=4))), (0, 1, 3))
+        """
+        ordered = RankTuple(sorted(set(ranks)))
+        modes: list[Mode] = []
+        starts: tuple[int, ...] = ordered
+        while len(starts) > 1:
+            stride = starts[1] - starts[0]
+            size = next(
+                (i for i, r in enumerate(starts) if r != starts[0] + i * stride), len(starts)
+            )
+            modes.append(Mode(size, stride))
+            starts = starts[::size]
+        made = cls(ordered[0], tuple(modes)) if ordered else ordered
+        return made if tuple(made) == ordered else ordered
+
+
+class RankTuple(tuple[int, ...]):
+    """Distinct ranks in an order that counts: a tuple that says itself in few words.
+
+    >>> listed = RankTuple((5, 2, 0, 7))
+    >>> listed.places[0], listed.take([0, 2]), str(listed), listed.describe()
+    (2, (5, 0), '5,2,0,7', 'ranks 5, 2, 0, 7')
+    """
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Each rank's place in the list."""
+        return {rank: place for place, rank in enumerate(self)}
+
+    def take(self, places: Iterable[int]) -> RankTuple:
+        """The members at these places."""
+        return RankTuple(map(self.__getitem__, places))
+
+    def __str__(self) -> str:
+        """Short and unambiguous: the ranks, or their number and a digest."""
+        text = ",".join(map(str, self))
+        if len(text) <= _LONGEST:
+            return text
+        return f"{len(self)}ranks-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def describe(self) -> str:
+        """The list in words, however long: `rank 3`, `ranks 0-2, 4`, `ranks 5, 2, … (90 of them)`.
+
+        >>> RankTuple(range(0, 90, 2)).describe()
+        'ranks 0, 2, 4, 6, 8, 10, 12, 14, … (45 of them)'
+        """
+        runs: list[list[int]] = []
+        for rank in self:
+            if runs and rank == runs[-1][-1] + 1:
+                runs[-1].append(rank)
+            else:
+                runs.append([rank])
+        shown = [f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
+        text = ", ".join(shown)
+        if len(shown) > _SHOWN:
+            text = f"{', '.join(shown[:_SHOWN])}, … ({len(self)} of them)"
+        return f"rank{'' if len(self) == 1 else 's'} {text}"
+
+
+Ranks = RankSet | RankTuple
+"""The members of a group, in the grid's order; of a grid over a range always ascending."""
+
+_LONGEST = 64
+"""The longest list of ranks, in characters, that stands in the name a group meets under."""
+_SHOWN = 8
+"""How many ranks, or runs of them, a message lists."""
+
+
+def as_index(value: object) -> int | None:
+    """The int that anything with `__index__` is (NumPy's, torch's); None: it is none, or a bool."""
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def as_ranks(ranks: object) -> range | RankTuple:
+    """The ranks of a grid, in its order: evenly spaced rising ones as a range, others as a tuple.
+
+    Args:
+        ranks: a range, distinct integers in any order, YAML's {start, stop, step}, or text such as
+            `0-3,6` and `0-14/2`.
+
+    Raises:
+        SpecError: none at all, repeated or negative ones, or what is no integer.
+
+    Example:
+        >>> as_ranks([0, 2, 4]), as_ranks("0-2,4"), as_ranks([3, 2, 1])
+        (range(0, 5, 2), (0, 1, 2, 4), (3, 2, 1))
+    """
+    if isinstance(ranks, str):
+        return as_ranks(_parse(ranks))
+    if isinstance(ranks, Mapping):
+        return as_ranks(_span(ranks))
+    if isinstance(ranks, range) and ranks and ranks.step > 0 and ranks[0] >= 0:
+        return range(ranks[0], ranks[-1] + 1, ranks.step if len(ranks) > 1 else 1)
+    listed = check_ranks("ranks", ranks)
+    step = listed[1] - listed[0] if len(listed) > 1 else 1
+    even = range(listed[0], listed[-1] + 1, step) if step > 0 else range(0)
+    return even if tuple(even) == listed else listed
+
+
+def check_ranks(key: str, ranks: object) -> RankTuple:
+    """Distinct ranks in the order given.
+
+    Args:
+        key: what messages call them: `ranks`.
+        ranks: as a user gave them.
+
+    Raises:
+        SpecError: none at all, repeated or negative ones, or what is no integer.
+    """
+    unordered = isinstance(ranks, str | bytes | Mapping | set | frozenset)
+    try:
+        items = None if unordered else list(ranks)  # type: ignore[call-overload]
+    except TypeError:
+        items = None
+    if items is None:
+        raise SpecError(
+            f"{key}={_cut(ranks)}: expected a list of distinct ranks, whose order counts, such as "
+            "[0, 1, 2, 4], or a range"
+        )
+    found = []
+    for place, item in enumerate(items):
+        rank = as_index(item)
+        if rank is None or rank < 0:
+            raise SpecError(
+                f"{key}={_cut(ranks)}: {item!r} at place {place} is no rank; expected integers "
+                "from 0 on"
+            )
+        found.append(rank)
+    if not found:
+        raise SpecError(
+            f"{key}={_cut(ranks)}: expected at least one rank; leave {key} out where none are meant"
+        )
+    made = RankTuple(found)
+    if len(set(made)) < len(made):
+        doubled = next(rank for rank, count in Counter(made).items() if count > 1)
+        raise SpecError(f"{key}={_cut(ranks)}: rank {doubled} is there twice; name each rank once")
+    return made
+
+
+def _span(ranks: Mapping[str, object]) -> range:
+    given = {"start": 0, "step": 1, **ranks}
+    span = [as_index(given.get(key)) for key in ("start", "stop", "step")]
+    if set(given) - {"start", "stop", "step"} or None in span or span[2] == 0:
+        raise SpecError(
+            f"ranks={dict(ranks)!r}: expected integers as start, stop and step, or a list of ranks"
+        )
+    return range(*(number or 0 for number in span))
+
+
+def _parse(text: str) -> Iterable[int]:
+    """The ranks of `0-3,6`; a dash joins the first and the last, a slash says the step."""
+    spans = []
+    for piece in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:-(\d+)(?:/(\d+))?)?\s*", piece)
+        first, last, step = (found[1], found[2] or found[1], found[3] or 1) if found else (1, 0, 0)
+        if int(last) < int(first) or int(step) < 1:
+            raise SpecError(
+                f"ranks={text!r}: {piece!r} is neither a rank nor rising ones; expected such as "
+                "0,1,2,4 or 0-3,6 or 0-14/2"
+            )
+        spans.append(range(int(first), int(last) + 1, int(step)))
+    return spans[0] if len(spans) == 1 else [rank for span in spans for rank in span]
+
+
+def _cut(ranks: object) -> str:
+    text = repr(ranks)
+    return text if len(text) <= 100 else f"{text[:90]}…"

@@ -1,0 +1,82 @@
+"""Lists of ranks as short text: for people, and for what thousands of ranks read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_NAMED_RUNS = 16
+
+
+def pack(ranks: Iterable[int]) -> str:
+    """A set of ranks as text: runs, or the digits of a bit mask where these are shorter.
+
+    >>> pack([0, 1, 2, 5, 8, 10, 12, 14]), pack([])
+    ('0-2,5,8-14/2', '')
+    """
+    ordered = sorted(set(ranks))
+    if not ordered:
+        return ""
+    runs = []
+    for start, stop, step in _runs(ordered):
+        span = str(start) if start == stop else f"{start}-{stop}"
+        runs.append(span if step == 1 else f"{span}/{step}")
+    text = ",".join(runs)
+    if len(text) <= ordered[-1] // 4 + 2:
+        return text
+    mask = 0
+    for rank in ordered:
+        mask |= 1 << rank
+    return f"x{mask:x}"
+
+
+def unpack(text: str) -> set[int]:
+    """The ranks that `pack` made a text of."""
+    if text.startswith("x"):
+        bits = bin(int(text[1:], 16))[:1:-1]
+        return {rank for rank, bit in enumerate(bits) if bit == "1"}
+    found: set[int] = set()
+    for run in filter(None, text.split(",")):
+        span, _, step = run.partition("/")
+        start, _, stop = span.partition("-")
+        found.update(range(int(start), int(stop or start) + 1, int(step or 1)))
+    return found
+
+
+def _runs(ordered: list[int]) -> list[tuple[int, int, int]]:
+    """First, last and step of evenly spaced runs; only neighbours make a run of two."""
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    while at < len(ordered):
+        step = ordered[at + 1] - ordered[at] if at + 1 < len(ordered) else 1
+        end = at
+        while end + 1 < len(ordered) and ordered[end + 1] - ordered[end] == step:
+            end += 1
+        if step > 1 and end - at < 2:
+            end, step = at, 1
+        runs.append((ordered[at], ordered[end], step))
+        at = end + 1
+    return runs
+
+
+def describe_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words, neighbours joined; of many runs the first ones, and how many there are.
+
+    >>> describe_ranks([0, 1, 2, 4]), describe_ranks([3]), describe_ranks([])
+    ('ranks 0-2, 4', 'rank 3', 'no rank')
+    """
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        elif len(runs) > _NAMED_RUNS:
+            break
+        else:
+            runs.append([rank])
+    listed = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    if not ordered:
+        return "no rank"
+    text = ", ".join(listed[:_NAMED_RUNS])
+    if len(listed) > _NAMED_RUNS:
+        text += f", … ({len(ordered)} ranks in all)"
+    return f"rank{'s' if len(ordered) > 1 else ''} {text}"

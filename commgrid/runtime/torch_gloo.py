@@ -1,0 +1,139 @@
+"""gloo groups that connect two ranks when they first talk.
+
+torch makes a gloo group by connecting all pairs of its ranks. Here a group gets a device of its own
+that connects lazily: creating it waits for nobody, reads nothing from the store, and each rank
+leaves one key there, its address. torch hands options to plug-ins only, so for the moment of
+creation gloo is one, and the group is torch's own gloo group in the end.
+
+Of a pair of ranks one connects and the other waits for it, up to five times the seconds gloo knows
+when it is made (gloo's `Pair::waitUntil`); those seconds are also what a send or receive may take.
+Of a group that is connected at once the first cannot happen, and it gets the whole timeout; of
+others a fifth, so that a rank that died before it ever talked is an error within the timeout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d as c10d
+
+CONNECTING = 5
+"""How many times its timeout gloo waits for a rank that should connect."""
+
+_NEVER_SENT = 0x7E57  # a tag
+_PLUGIN = "commgrid_gloo"
+_Gloo: Any = getattr(c10d, "ProcessGroupGloo", None)  # torch's types leave out what is private
+
+
+def can_be_lazy() -> bool:
+    """Whether gloo groups connect at first use; torch's wrapper for debugging connects all."""
+    return bool(dist.is_gloo_available() and c10d.get_debug_level() != c10d.DebugLevel.DETAIL)
+
+
+@contextmanager
+def instead_of_gloo(
+    config: c10d.BackendConfig, timeout: timedelta, connect: bool
+) -> Iterator[c10d.Backend]:
+    """Within it, torch makes a lazy gloo group under the backend's name that this yields.
+
+    Args:
+        config: the backends, gloo among them.
+        timeout: how long a collective of the group may take.
+        connect: whether the caller is going to connect it at once.
+    """
+
+    def create(given: Any, _: Any) -> Any:
+        options = _Gloo._Options()
+        alone = given.group_size == 1
+        options._devices = _world_devices() if alone else []
+        options._devices = options._devices or _lazy_devices()
+        # One thread runs the collectives one after the other; two of a group rarely overlap.
+        options._threads = (2 if connect else 1) * len(options._devices)
+        options._timeout = timeout if connect or alone else timeout / CONNECTING
+        options.global_ranks_in_group = list(given.global_ranks_in_group)
+        options.group_name = given.group_id
+        store = HashStore() if alone else given.store
+        return _Gloo(store, given.group_rank, given.group_size, options)
+
+    names = c10d.Backend._plugins
+    names[_PLUGIN.upper()] = c10d.Backend._BackendPlugin(create, True)
+    try:
+        kinds = config.get_device_backend_map().items()
+        yield c10d.Backend(
+            ",".join(f"{on}:{_PLUGIN if kind == 'gloo' else kind}" for on, kind in kinds)
+        )
+    finally:
+        # Not for longer: torch gives other groups no default backend while there is a plug-in.
+        del names[_PLUGIN.upper()]
+
+
+def adopt(group: dist.ProcessGroup, chosen: c10d.Backend, config: c10d.BackendConfig) -> None:
+    """Makes torch take a group made within `instead_of_gloo` for what it is."""
+    gloo = dist.ProcessGroup.BackendType.GLOO
+    kinds = config.get_device_backend_map()
+    for device, kind in kinds.items():
+        if kind == "gloo":
+            backend = group._get_backend(torch.device(device))
+            group._register_backend(torch.device(device), gloo, backend)
+    if "nccl" not in kinds.values():
+        group._set_default_backend(gloo)
+    c10d._world.pg_map[group] = (chosen, c10d._world.pg_map[group][1])
+    c10d._world.pg_backend_config[group] = str(config)
+
+
+def forget_addresses(group: dist.ProcessGroup) -> None:
+    """Deletes what this rank has left in a group's store, if that is still there."""
+    _, store = c10d._world.pg_map[group]
+    for pair in c10d._world.pg_backend_config[group].split(","):
+        on, _, kind = pair.partition(":")
+        if kind == "gloo" and group.size() > 1:
+            backend: Any = group._get_backend(torch.device(on))
+            if isinstance(backend, _Gloo):
+                for number in range(len(backend.options._devices)):
+                    store.delete_key(f"{on}//{number}/{group.rank()}")
+            return  # torch makes one for all its devices
+
+
+def connect_all(group: dist.ProcessGroup) -> dist.Work:
+    """Starts to connect every pair of this rank's in a group, and waits for nobody."""
+    work = group.recv_anysource([torch.empty(1)], _NEVER_SENT)
+    assert work is not None
+    return work
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Closes a connected group's connections: gloo does so where a receive is not met in time."""
+    work = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT)
+    assert work is not None
+    give_up(work)
+
+
+def give_up(work: dist.Work) -> None:
+    """Lets a receive fail, on which gloo closes all connections of its group, and ends what waits
+    for one to be made. gloo ends the process if a connection is refused after that."""
+    with suppress(RuntimeError):
+        work.wait(timedelta(milliseconds=1))
+
+
+def _lazy_devices() -> list[Any]:
+    """Devices as torch makes them for a gloo group, but lazy; never shared by groups that talk."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(names) > 1:
+        return [_Gloo.create_device(interface=name, lazy_init=True) for name in names.split(",")]
+    return [_Gloo.create_default_device(lazy_init=True)]
+
+
+def _world_devices() -> list[Any]:
+    """WORLD's gloo devices, which a group that never connects can share; [] where it has none."""
+    world = c10d._get_default_group()
+    if torch.device("cpu") not in world._device_types:
+        return []
+    backend: Any = world._get_backend(torch.device("cpu"))
+    return list(backend.options._devices) if isinstance(backend, _Gloo) else []
