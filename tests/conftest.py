@@ -10,6 +10,10 @@ from hypothesis import settings
 
 from tests.full import LEFT_OUT, UNMATCHED, full, patterns
 
+# A store's server looks up the name of whoever connects; where no name server answers, that takes
+# 5 s by default, for everybody.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Ranks are forked, and a forked child hangs if its parent has used several OpenMP threads.
 torch.set_num_threads(1)
 

@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.runtime.diagnosis import MOST_DOCUMENTS, Examiner, latest, ranks_entry, ranks_of
-from commgrid.runtime.roll import Coming, Line, Roll, Store, seconds_until
+from commgrid.runtime.roll import Asking, Coming, Line, Roll, Store, seconds_until
 
 _PHASES = ("compare", "created", "ready")
 _MOVED = json.dumps({"kind": "moved"})
@@ -42,7 +42,7 @@ class Meeting:
         ranks: the ranks that should come.
         document: plain values, equal on all of them.
         deadline: `time.monotonic()` until which to wait.
-        line: to wait on; None: one of its own.
+        line: to wait on; None: one over `store`.
 
     Raises:
         GridMismatchError: ranks hold other documents.
@@ -61,8 +61,9 @@ class Meeting:
         deadline: float,
         line: Line | None = None,
     ) -> None:
-        self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
-        self.line = Line(store) if line is None else line
+        self._name, self._rank, self._ranks = name, rank, ranks
+        self._line = Line(store) if line is None else line
+        self._store: Store = Asking(self._line)
         self._deadline = deadline
         if seconds_until(deadline) == 0:
             raise PeerTimeoutError(
@@ -73,7 +74,7 @@ class Meeting:
         # What is kept back from waiting on a peer, to find out afterwards whom it was about.
         self._margin = min(1.0, seconds_until(deadline) / 4)
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
-        self._examiner = Examiner(store, name, rank, self._document)
+        self._examiner = Examiner(self._store, name, rank, self._document)
         # Grids on separate ranks may share a name: they have different lowest ranks.
         self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
         self._room, self._number, self._base, self._left = f"{name}@{self._first}", 0, "", False
@@ -118,7 +119,7 @@ class Meeting:
         coming = Roll(self._store, f"{self._base}/compare", self._ranks).come(self._rank)
         self._came = True
         complete = f"{self._base}/complete"
-        if coming is Coming.LAST or self.line.within(complete, self._left_to_wait()):
+        if coming is Coming.LAST or self._line.within(complete, self._left_to_wait()):
             if not self._store.check([f"{self._base}/differing"]):
                 found: Mapping[str, Any] = {"kind": "agreed"}
             else:
@@ -149,10 +150,10 @@ class Meeting:
     def _await_opening(self) -> str:
         """The document that the meeting was opened with; empty if others gave up on it long ago."""
         key, waited = f"{self._base}/opening", False
-        if not self.line.within(key, min(_LOBBY_SECONDS, self._left_to_wait())):
+        if not self._line.within(key, min(_LOBBY_SECONDS, self._left_to_wait())):
             waited = True
             self._examiner.enter_lobby(self._room, self._number)
-            if not self.line.within(key, self._left_to_wait()):
+            if not self._line.within(key, self._left_to_wait()):
                 self._examine(f"{self._base}/lobby", key, self._give_up_the_lobby)
         opening = json.loads(self._store.get(key))
         if waited and "verdict" in opening:
@@ -275,7 +276,7 @@ class Meeting:
 
     def _await_verdict(self, phase: str, opened: str) -> dict[str, Any]:
         key = f"{self._base}/{phase}/verdict"
-        if not self.line.within(key, self._left_to_wait()):
+        if not self._line.within(key, self._left_to_wait()):
 
             def conclude() -> None:
                 found = self._examiner.absence(self._room, self._number, phase, opened)
@@ -304,7 +305,7 @@ class Meeting:
             turn += 1
             if self._store.add(f"{base}/examiner/{turn}", 1) == 1:
                 conclude()
-            elif self.line.within(awaited, _LEASE_SECONDS):
+            elif self._line.within(awaited, _LEASE_SECONDS):
                 return
 
     def _give_up_the_lobby(self) -> None:

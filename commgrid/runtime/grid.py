@@ -25,6 +25,7 @@ from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
+from commgrid.runtime.roll import Line
 from commgrid.runtime.sub_grid import SubGrid
 from commgrid.version import VERSION
 
@@ -162,20 +163,25 @@ class HyperCommGrid:
     ) -> None:
         """Agree, create, connect; on any failure nothing that was made stays."""
         if torch_world.world_backend() == torch_world.FAKE:
-            self._create(uuid4().hex, backend, limit, lambda: 60.0, None)
+            self._create(uuid4().hex, backend, limit, lambda: 60.0)
             return
-        meeting = Meeting(
-            torch_world.world_store(),
-            name=self._name,
-            rank=self._rank,
-            ranks=self._spec.grid_ranks,
-            document=document,
-            deadline=deadline,
-        )
+        store = torch_world.world_store()
+        with Line(store) as line:
+            meeting = Meeting(
+                store,
+                line=line,
+                name=self._name,
+                rank=self._rank,
+                ranks=self._spec.grid_ranks,
+                document=document,
+                deadline=deadline,
+            )
+            self._make(meeting, backend, limit)
+
+    def _make(self, meeting: Meeting, backend: str | None, limit: float | None) -> None:
         phase = "created"
         try:
-            store = meeting.line.store  # where threads that start other grids do not wait as well
-            self._create(meeting.incarnation, backend, limit, meeting.patience, store)
+            self._create(meeting.incarnation, backend, limit, meeting.patience)
             meeting.meet(phase)
             phase = "ready"
             exchange_ranks([c for c in self._communicators if c.planned.connect], meeting.patience)
@@ -195,7 +201,6 @@ class HyperCommGrid:
         backend: str | None,
         limit: float | None,
         patience: Callable[[], float],
-        store: Any,
     ) -> None:
         self._incarnation = incarnation
         for planned in self._plan.communicators:
@@ -210,7 +215,6 @@ class HyperCommGrid:
                     timeout=limit,
                     startup_timeout=patience(),
                     connect=planned.connect,
-                    store=store,
                 )
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"

@@ -27,6 +27,7 @@ from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
 from commgrid.runtime.launch import Launch
+from commgrid.runtime.roll import Line
 from commgrid.version import VERSION
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class Registry:
         torch_world.follow_timeout(self.store, timeout, chosen)
         meeting = Meeting(
             self.store,
+            line=Line(self.store, alone=True),  # the others wait for world_lock
             name="WORLD",
             rank=launch.rank,
             ranks=range(launch.world_size),
@@ -128,7 +130,7 @@ class Registry:
         )
         try:
             torch_world.start_world(
-                launch, meeting.line.store, meeting.incarnation, chosen, meeting.patience()
+                launch, self.store, meeting.incarnation, chosen, meeting.patience()
             )
             meeting.meet("ready")
         except BaseException as error:

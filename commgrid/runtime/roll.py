@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 _BLOCK = 60  # a store's counters are signed and have 64 bits
 _LONGEST_SECONDS = 24 * 3600.0
@@ -28,6 +30,20 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def delete_key(self, key: str, /) -> bool: ...
+
+
+class Asking:
+    """A store that is asked over whichever connection of a line no wait holds.
+
+    Args:
+        line: see `Line.asking`.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._line.asking, name)
 
 
 class Coming(Enum):
@@ -92,32 +108,43 @@ def _blocks(ranks: Iterable[int]) -> list[int]:
     return sorted({rank // _BLOCK for rank in ranks})
 
 
-class Line:
-    """A connection to the store of its own, to wait on.
+_FREE: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+"""Of each store, further connections that no line waits on."""
 
-    A wait holds its connection, so it must not be one that another thread, or this one, needs. And
-    nothing interrupts torch's wait, not even Ctrl-C, and torch logs each that ends without its
-    key: so it runs on a thread of its own, and who gives up leaves it waiting.
+
+class Line:
+    """Waiting for a key of the store without holding up what else this process asks it.
+
+    A wait holds its connection, so it takes one that no other thread uses. And nothing interrupts
+    torch's wait, not even Ctrl-C, and torch logs each that ends without its key: so it runs on a
+    thread of its own, and who gives up leaves it waiting. Connections are few: a store's server
+    looks up the name of whoever connects before it serves anybody else.
 
     Args:
-        store: where to connect.
+        store: where to ask.
+        alone: whether nobody else asks this store while the line is in use: then it waits on the
+            store's own connection, and takes another one only to ask beside an abandoned wait.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._own: Any = None
+    def __init__(self, store: Any, alone: bool = False) -> None:
+        self._store, self._alone = store, alone
+        self._mine: list[Any] = [store] if alone else []
         self._waiting: _Wait | None = None
+        self._abandoned: list[_Wait] = []
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves its connections to others, but for those that an abandoned wait holds."""
+        free = [each for each in self._mine if each is not self._store and not self._holds(each)]
+        _FREE.setdefault(self._store, []).extend(free)
+        self._mine = [self._store] if self._alone else []
 
     @property
-    def store(self) -> Any:
-        """The connection, for calls that may take as long as they like."""
-        if self._own is None:
-            try:
-                self._own = self._store.clone()
-                self._own.set_timeout(self._store.timeout)
-            except RuntimeError:  # a kind of store that has no second connection
-                self._own = self._store
-        return self._own
+    def asking(self) -> Store:
+        """The store for what does not wait."""
+        return self._connection() if self._alone else self._store  # type: ignore[no-any-return]
 
     def within(self, key: str, seconds: float) -> bool:
         """Whether the key is there within so many seconds.
@@ -127,10 +154,31 @@ class Line:
         """
         waiting = self._waiting
         if waiting is None or waiting.key != key:
-            if waiting is not None and not waiting.over.is_set():
-                self._own = None  # left waiting for another key
-            waiting = self._waiting = _Wait(self.store, key)
+            if waiting is not None:
+                self._abandoned.append(waiting)
+            waiting = self._waiting = _Wait(self._connection(), key)
         return waiting.within(seconds)
+
+    def _holds(self, connection: Any) -> bool:
+        waits = [*self._abandoned, *filter(None, [self._waiting])]
+        return any(wait.store is connection and not wait.over.is_set() for wait in waits)
+
+    def _connection(self) -> Any:
+        """One that no wait holds."""
+        for each in self._mine:
+            if not self._holds(each):
+                return each
+        made = None
+        with suppress(IndexError):
+            made = _FREE.get(self._store, []).pop()
+        if made is None:
+            try:
+                made = self._store.clone()
+                made.set_timeout(self._store.timeout)
+            except RuntimeError:  # a kind of store that has no second connection
+                made = self._store
+        self._mine.append(made)
+        return made
 
 
 class _Wait:
@@ -140,12 +188,12 @@ class _Wait:
         self.key = key
         self.over = threading.Event()
         self._error: BaseException | None = None
-        self._store = store
+        self.store = store
         threading.Thread(target=self._run, name=f"commgrid waits for {key}", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._store.wait([self.key], timedelta(seconds=_LONGEST_SECONDS))
+            self.store.wait([self.key], timedelta(seconds=_LONGEST_SECONDS))
         except BaseException as error:
             self._error = error
         self.over.set()
