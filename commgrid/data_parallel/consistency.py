@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from commgrid.collectives.plain import all_gather
+from commgrid.collectives.objects import gathered
 from commgrid.copies import Copy, copied_axes, differing, groups_along
 from commgrid.data_parallel.buckets import Lane, Slot
-from commgrid.data_parallel.norm import device_of
 from commgrid.errors import CommGridError, GridMismatchError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, foreign_slice
 
@@ -66,7 +65,7 @@ def compare_models(
     if group is None:
         return
     digest = int.from_bytes(hashlib.sha256(repr((mine, options)).encode()).digest()[:7], "big")
-    found = all_gather(torch.tensor([digest], device=device_of(model)), group).tolist()
+    found = gathered(digest, group)
     if len(set(found)) > 1:
         ranks = dist.get_process_group_ranks(group)
         usual = max(found, key=found.count)
