@@ -114,7 +114,7 @@ def as_text(spec: GridSpec, backend: str = "nccl") -> str:
     if small:
         names = ", ".join(name for c in small for name in c.names)
         lines.append(f"  {1:7} {spec.world_size:8,}  {'never':<9} {names}")
-    return "\n".join([*lines, "", *_cost(spec), "", *_sockets(spec, backend)])
+    return "\n".join([*lines, "", *_sockets(spec, backend), "", *_cost(spec)])
 
 
 def _cost(spec: GridSpec) -> list[str]:
