@@ -89,7 +89,12 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--save", metavar="DIR", help="write checkpoints to, at the end and as --save-every says")
     add("--save-every", type=positive, help="steps between checkpoints")
     add("--keep", type=positive, help="checkpoints that stay, the last ones (default: all)")
-    add("--resume", metavar="DIR", help="go on from the last checkpoint there, cut in any way")
+    add(
+        "--resume",
+        metavar="DIR",
+        help="go on from the last checkpoint there, cut in any way; with --save's DIR from the "
+        "start where there is none yet, so that one command serves every restart",
+    )
     add("--data", metavar="FILE", help="text to train on (default: Python's documentation)")
     add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss, grad_norm, …")
     args = parser.parse_args(argv)

@@ -5,6 +5,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --experts 8 --ep 4
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --fsdp --dp-replicate 2
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --save runs/1 --save-every 100
+    torchrun … --max-restarts 3 examples/train_gpt.py --save runs/1 --save-every 100 --resume runs/1
     python examples/train_gpt.py --steps 20                  # one process, no launcher
 
 Every rank draws the same weights and the same batches from --seed, so the loss curve does
@@ -347,7 +348,13 @@ class Trainer:
         )  # fmt: skip
 
     def resume(self) -> int:
-        """Loads the last checkpoint; the step it is of."""
+        """Loads the last checkpoint; the step it is of.
+
+        0 where there is none yet in the folder that --save writes to: a launcher that restarts its
+        workers gives every start the same command, the first one too.
+        """
+        if self.args.resume == self.args.save and not checkpoint.steps(self.args.resume):
+            return 0
         found = checkpoint.load(self.args.resume, self.chunks, self.optimizer)
         for flag, saved in found.extra.get("flags", {}).items():
             if saved != getattr(self.args, flag, saved):
@@ -390,6 +397,8 @@ def train(args: argparse.Namespace) -> None:
     if args.resume:
         with named_failures(grid, lambda: "loading a checkpoint"):
             done = trainer.resume()
+        if main_rank:
+            print(f"goes on after step {done}", flush=True)
     if done >= args.steps and main_rank:
         print(f"--steps {args.steps} were done at step {done} already", flush=True)
     if args.metrics and main_rank:

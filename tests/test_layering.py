@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 # Rows of the design, top to bottom; files of one row do not import each other.
 ROWS = [
-    ["errors"],
+    ["errors", "version"],
     ["planning.names", "planning.yaml_io", "planning.ranks"],
     ["planning.layout"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],

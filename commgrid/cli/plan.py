@@ -98,8 +98,9 @@ def as_json(spec: GridSpec, backend: str = "nccl") -> dict[str, Any]:
 
 def as_text(spec: GridSpec, backend: str = "nccl") -> str:
     """The plan as a table a person reads, with the cost below it."""
-    of = "" if spec.ranks is None else f" ({spec.layout('dense').ranks.describe()})"
-    lines = [f"{spec.world_size:,} ranks{of}"]
+    lines = [f"{spec.world_size:,} ranks"]
+    if spec.ranks is not None:
+        lines[0] += f": {spec.layout('dense').ranks.describe().removeprefix('ranks ')}"
     for region in spec.regions:
         axes = " · ".join(f"{axis} {size}" for axis, size in region.numbers)
         lines.append(f"  {region.name:7} {axes}   (fastest first)")

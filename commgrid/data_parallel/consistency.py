@@ -180,10 +180,18 @@ def _groups_of(
     used: set[str],
 ) -> tuple[ProcessGroup, ...]:
     axes = copied_axes(placement, grid)
-    if axes is not None:
-        return groups_along([axis for axis in axes if axis in used], grid)
     known = group_of.get(id(placement.parameter))
-    return (known,) if known is not None and known.size() > 1 else ()
+    reduced = (known,) if known is not None and known.size() > 1 else ()
+    if axes is None:
+        return reduced
+    found = groups_along([axis for axis in axes if axis in used], grid)
+    return (*found, *(group for group in reduced if _lists_ranks(group, grid)))
+
+
+def _lists_ranks(group: ProcessGroup, grid: HyperCommGrid) -> bool:
+    """Whether a group is one of a row that lists ranks, of which no axes say who is in it."""
+    listed = (d.name for d in grid.spec.definitions.values() if d.lists is not None)
+    return any(grid.is_member(name) and grid.get_group(name) is group for name in listed)
 
 
 def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: str) -> set[str]:

@@ -221,7 +221,11 @@ def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
         torch_gloo.give_up(work)
 
 
-def abort_all(groups: Iterable[dist.ProcessGroup], by_pairs: Container[dist.ProcessGroup]) -> None:
+def abort_all(
+    groups: Iterable[dist.ProcessGroup],
+    by_pairs: Container[dist.ProcessGroup] = (),
+    tell: bool = True,
+) -> None:
     """Destroys groups whose members may have failed, without waiting for any of them.
 
     Members that wait for this rank get an error, also where something, such as the traceback of
@@ -230,6 +234,7 @@ def abort_all(groups: Iterable[dist.ProcessGroup], by_pairs: Container[dist.Proc
     Args:
         groups: in order of creation.
         by_pairs: those of which some pairs of ranks may not be connected yet.
+        tell: False where members wait elsewhere, as while they start: gloo's are just destroyed.
     """
     alive = [group for group in reversed(list(groups)) if is_alive(group)]
     telling: list[dist.Work] = []  # kept until their groups are gone
@@ -238,6 +243,8 @@ def abort_all(groups: Iterable[dist.ProcessGroup], by_pairs: Container[dist.Proc
             with suppress(RuntimeError):
                 if kind == "cuda":
                     group.abort()  # what NCCL has under way would be waited for
+                elif not tell:
+                    continue
                 elif group not in by_pairs:
                     torch_gloo.break_connections(group)
                 elif group.size() <= _MOST_TOLD:

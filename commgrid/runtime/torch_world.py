@@ -84,6 +84,14 @@ def take_device(launch: Launch, backend: str) -> None:
         )
 
 
+def versions() -> dict[str, str]:
+    """What a rank runs: torch, and NCCL where it has it."""
+    found = {"torch": str(torch.__version__)}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
 def connect_store(launch: Launch, left: float) -> Any:
     """The store that all ranks of a launch share; a world of one keeps its own.
 

@@ -1,0 +1,102 @@
+"""What an agent starts: comes up with torch or with commgrid, and dies as it is told to.
+
+    worker.py torch|commgrid DEATHS      DEATHS: {node: starts that its workers do not survive}
+    worker.py train_gpt DEATHS FLAG…     the same, killed before step 6
+
+Each start is counted in the job's folder; the last one leaves what came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import commgrid
+from tests.examples.curves import load
+
+FOLDER, NODE = Path(os.environ["COMMGRID_TEST_JOB"]), os.environ["NODE"]
+LOCAL = os.environ["LOCAL_RANK"]
+STARTUP = 20.0
+DEATH_STEP = 6
+
+
+def count_start() -> int:
+    path = FOLDER / f"starts-{NODE}-{LOCAL}"
+    starts = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(starts))
+    return starts
+
+
+def sums(engine: str) -> Callable[[float], float]:
+    """Comes up; what adds a number up over all ranks."""
+    group: Any = None
+    if engine == "torch":
+        dist.init_process_group("gloo", timeout=timedelta(seconds=STARTUP))
+    else:
+        grid = commgrid.initialize(timeout=STARTUP, startup_timeout=STARTUP)
+        group = grid.get_group("dp")
+
+    def total(value: float) -> float:
+        numbers = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(numbers, group=group)
+        return float(numbers)
+
+    return total
+
+
+def come_up(engine: str, dies: bool, start: int) -> None:
+    total = sums(engine)
+    world = dist.get_world_size()
+    assert total(1.0) == world
+    some_die = total(float(dies)) > 0
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while some_die:  # a job at work, until it notices
+        total(1.0)
+    row = {"world": world, "start": start, "rank": dist.get_rank()}
+    (FOLDER / f"done-{NODE}-{LOCAL}").write_text(json.dumps(row))
+    if engine == "torch":
+        dist.destroy_process_group()
+    else:
+        commgrid.shutdown()
+
+
+def train(flags: list[str], dies: bool) -> None:
+    """The example, unchanged but for the death."""
+    example = load()
+    draw = example.global_batch
+
+    def draw_or_die(text: Any, step: int, args: Any) -> Any:
+        if dies and step == DEATH_STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return draw(text, step, args)
+
+    example.global_batch = draw_or_die
+    try:
+        example.train(example.parse(flags))
+    except commgrid.CommGridError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    engine, deaths, *flags = sys.argv[1:]
+    torch.set_num_threads(1)
+    start = count_start()
+    dies = start in json.loads(deaths).get(f"{NODE}.{LOCAL}", [])
+    if engine == "train_gpt":
+        train(flags, dies)
+    else:
+        come_up(engine, dies, start)
+
+
+if __name__ == "__main__":
+    main()
