@@ -211,9 +211,7 @@ class Meeting:
         self._store.delete_key(f"{self._before}/{_PHASES[-1]}/verdict")
         self._store.delete_key(f"{self._before}/{_PHASES[-1]}/blocks")
         number = self._number - 1
-        while self._store.check(
-            [f"{self._room}/{number}/opening"]
-        ):  # failed or abandoned
+        while self._store.check([f"{self._room}/{number}/opening"]):  # failed or abandoned
             self._clean_up_failed(f"{self._room}/{number}", keys)
             number -= 1
 
