@@ -27,6 +27,7 @@ from commgrid.errors import (
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.spec import GridSpec
+from commgrid.version import VERSION
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
         get_group,
         initialize,
         is_initialized,
+        join,
         shutdown,
     )
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CheckpointError",
@@ -64,6 +66,7 @@ __all__ = [
     "get_group",
     "initialize",
     "is_initialized",
+    "join",
     "shutdown",
 ]
 
@@ -75,6 +78,7 @@ _LIVE = {
     "get_group": "commgrid.runtime.registry",
     "initialize": "commgrid.runtime.registry",
     "is_initialized": "commgrid.runtime.registry",
+    "join": "commgrid.runtime.registry",
     "shutdown": "commgrid.runtime.registry",
 }
 

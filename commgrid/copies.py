@@ -175,9 +175,8 @@ def groups_along(axes: Iterable[str], grid: HyperCommGrid) -> tuple[ProcessGroup
         return tuple(found)
     for name in grid.group_names:
         definition = grid.spec.definitions[name]
-        whole = definition.pick is None and definition.part is None
         long = {axis for axis in definition.axes if grid.size(axis) > 1}
-        if whole and long == set(wanted):
+        if definition.is_whole and long == set(wanted):
             return (grid.get_group(name),)
     return tuple(found)
 
@@ -188,7 +187,8 @@ def copied_axes(placement: Placement, grid: HyperCommGrid) -> tuple[str, ...] | 
     Stages have parameters of their own, and experts those that are cut over `ep` only.
 
     Returns:
-        None where it is cut over a group that is not known by a name of the grid's.
+        None where it is cut over a group that is not known by a name of the grid's, or that lists
+        its ranks.
     """
     regions = {region.name: region.axes for region in grid.spec.regions}
     own = regions.get(placement.region, grid.spec.regions[0].axes)
@@ -196,7 +196,10 @@ def copied_axes(placement: Placement, grid: HyperCommGrid) -> tuple[str, ...] | 
     for _, group in placement.shards:
         if group.grid_name != grid.name:
             return None
-        cut |= set(grid.spec.definitions[grid.spec.resolve_name(group.name)].axes)
+        definition = grid.spec.definitions[grid.spec.resolve_name(group.name)]
+        if definition.lists is not None:
+            return None
+        cut |= set(definition.axes)
     if placement.region == "expert":
         cut |= {"ep", "etp"}
     return tuple(axis for axis in own if axis not in cut)

@@ -52,7 +52,7 @@ def tiny_llama(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> Iterat
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
             )  # fmt: skip
             LlamaForCausalLM(config).save_pretrained(own)
-        yield gathered(own, grid.get_group("dp_tp"), torch.device("cpu"))[0]
+        yield gathered(own, grid.get_group("dp_tp"))[0]
         barrier("dp_tp")  # until all have read it
 
 

@@ -1,7 +1,9 @@
 """Live grids on gloo ranks: what the contract says of each call."""
 
 import os
+import traceback
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from commgrid import (
     SpecError,
     UnknownGroupError,
 )
+from commgrid.runtime import registry, torch_groups
+from tests.full import full
 from tests.ranks import run_on_ranks
 
 EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
@@ -269,15 +273,98 @@ def test_two_grids_that_together_start_torch_distributed() -> None:
     run_on_ranks(same_name, 8, init=None, launcher="torchrun")
 
 
-def test_a_rank_outside_the_grid_is_told_before_anything_starts() -> None:
-    def outside(rank: int) -> None:
-        if rank == 3:
+def test_a_rank_outside_the_grid_is_told() -> None:
+    def outside() -> None:
+        if dist.get_rank() == 3:
             with pytest.raises(NotInGridError, match="rank 3 is not in this grid"):
                 commgrid.initialize(ranks=range(3))
-        assert not dist.is_initialized()
 
-    ranks = [(rank,) for rank in range(4)]
-    run_on_ranks(outside, 4, per_rank=ranks, init=None, launcher="torchrun")
+    run_on_ranks(outside, 4)
+
+
+def test_spare_ranks_get_none_and_may_make_grids_of_their_own() -> None:
+    """Where commgrid starts torch.distributed: rank 3 calls as all do, rank 4 only joins."""
+
+    def spare(rank: int) -> None:
+        if rank == 4:
+            commgrid.join()
+            assert dist.get_world_size() == 5
+            commgrid.join()  # nothing left to do
+            return
+        grid: Any = commgrid.initialize(ranks=(2, 0, 1))
+        if rank < 3:
+            assert grid.get_ranks() == (2, 0, 1)
+            assert grid.get_local_rank() == (1, 2, 0)[rank]
+            check_sums(grid)
+            return
+        assert grid is None
+        assert not commgrid.is_initialized()
+        own = commgrid.initialize(ranks=[3])
+        assert own.get_ranks() == (3,)
+
+    ranks = [(rank,) for rank in range(5)]
+    run_on_ranks(spare, 5, per_rank=ranks, init=None, launcher="torchrun")
+
+
+def by_threads(cycles: int) -> None:
+    """Eight grids, over all ranks and some, started by four threads at once."""
+    rank, failed = int(os.environ["RANK"]), []
+
+    def start(thread: int, cycle: int) -> None:
+        try:
+            for which in (0, 1):
+                ranks = None if (thread + which) % 2 else (range(2) if rank < 2 else range(2, 4))
+                name = f"{thread}.{which}"
+                grid = commgrid.initialize(tp=2, ranks=ranks, name=name, startup_timeout=60)
+                for communicator in grid.communicators:
+                    mine = torch.tensor([float(rank + 10 * thread)])
+                    dist.all_reduce(mine, group=communicator.group)
+                    assert mine.item() == sum(r + 10 * thread for r in communicator.ranks)
+                if which:
+                    commgrid.destroy(name)
+        except BaseException:
+            failed.append(traceback.format_exc())
+
+    for cycle in range(cycles):
+        threads = [Thread(target=start, args=(thread, cycle)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed, "\n".join(failed)
+        assert len(registry.live_grids()) == 4
+        commgrid.destroy()
+
+
+def test_threads_start_grids_at_once() -> None:
+    cycles = 50 if full() else 5
+    run_on_ranks(by_threads, 4, cycles, init=None, launcher="torchrun", timeout=200)
+
+
+def test_two_threads_and_one_name() -> None:
+    """One starts it, the other is told; nothing of it stays."""
+
+    def both() -> None:
+        outcomes: list[str] = []
+        groups = torch_groups.group_count()
+
+        def start() -> None:
+            try:
+                commgrid.initialize(tp=2)
+                outcomes.append("started")
+            except GridExistsError as error:
+                outcomes.append(str(error))
+
+        threads = [Thread(target=start) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(said[:7] for said in outcomes) == ["grid 'd", "started"]
+        commgrid.destroy()
+        assert torch_groups.group_count() == groups
+
+    run_on_ranks(both, 2)
 
 
 def test_a_spec_can_carry_its_ranks() -> None:

@@ -9,13 +9,14 @@ ROOT = Path(__file__).parents[1]
 
 # Rows of the design, top to bottom; files of one row do not import each other.
 ROWS = [
-    ["errors"],
+    ["errors", "version"],
     ["planning.names", "planning.yaml_io", "planning.ranks"],
     ["planning.layout"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],
     ["planning.group_table", "pipeline.simulator"],
     ["planning.spec", "pipeline.exchange"],
     ["planning.plan"],
+    ["planning.sockets"],
     ["planning"],
     ["runtime.launch", "runtime.rank_lists", "runtime.roll"],
     ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis"],

@@ -193,12 +193,18 @@ def _name(group: GroupRef, placement: Placement, grid: HyperCommGrid) -> str:
 
 def _axes_of(name: str, placement: Placement, grid: HyperCommGrid) -> set[str]:
     try:
-        return set(grid.spec.definitions[grid.spec.resolve_name(name)].axes)
+        definition = grid.spec.definitions[grid.spec.resolve_name(name)]
     except LookupError as error:
         raise SpecError(
             f"{placement.name}: sliced over {name!r}, which grid {grid.name!r} does not have; take "
             f"meshes from grid.device_mesh ({error})"
         ) from error
+    if definition.lists is not None:
+        raise SpecError(
+            f"{placement.name}: sliced over {name!r}, which lists its ranks, so that nobody knows "
+            "which others have copies; give the layer, or the reducer that shards, an axis"
+        )
+    return set(definition.axes)
 
 
 def _copies(placement: Placement, cut: set[str], grid: HyperCommGrid) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from commgrid.cli.grid_options import add_command, read_spec, resolve
+from commgrid.errors import SpecError
+from commgrid.planning import sockets
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 
@@ -26,6 +28,7 @@ _EXAMPLES = """examples:
   commgrid plan --tp 8 --pp 4 --world-size 1024
   commgrid plan --tp 4 --ep 8 --etp 1 --world-size 64 --share region
   commgrid plan grid.yaml --world-size 64 --json
+  commgrid plan --tp 8 --pp 4 --world-size 1024 --backend gloo
   commgrid plan --tp 2 --ranks 0-2,4,5,7
 
 Nothing is started and torch is not needed: any number of ranks plans in milliseconds.
@@ -33,7 +36,7 @@ Nothing is started and torch is not needed: any number of ranks plans in millise
 
 
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "plan",
         summary="groups, sizes, communicators, and what start-up will cost",
@@ -41,15 +44,32 @@ def add_parser(commands: Any) -> None:
         examples=_EXAMPLES,
         run=run,
     )
+    parser.add_argument(
+        "--backend",
+        default="nccl",
+        help="what open files and threads are counted for: nccl (default), gloo, "
+        "cpu:gloo,cuda:nccl",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     spec = resolve(read_spec(args), args.world_size)
-    print(json.dumps(as_json(spec), indent=2) if args.json else as_text(spec))
+    backend = _checked(args.backend)
+    print(json.dumps(as_json(spec, backend), indent=2) if args.json else as_text(spec, backend))
     return 0
 
 
-def as_json(spec: GridSpec) -> dict[str, Any]:
+def _checked(backend: str) -> str:
+    for pair in backend.split(","):
+        if pair.rpartition(":")[2] not in ("nccl", "gloo"):
+            raise SpecError(
+                f"--backend {backend}: what {pair!r} opens is not known; expected nccl, gloo, or "
+                "cpu:gloo,cuda:nccl"
+            )
+    return backend
+
+
+def as_json(spec: GridSpec, backend: str = "nccl") -> dict[str, Any]:
     """The plan for machines."""
     sizes = _group_sizes(spec)
     held, connecting = _counts(spec)
@@ -72,13 +92,15 @@ def as_json(spec: GridSpec) -> dict[str, Any]:
             for change, fewer, connects in _savings(spec)
         ],
         "sharing": [_sharing(spec, share) for share in ASKS],
+        "sockets": _sockets_json(spec, backend),
     }  # fmt: skip
 
 
-def as_text(spec: GridSpec) -> str:
+def as_text(spec: GridSpec, backend: str = "nccl") -> str:
     """The plan as a table a person reads, with the cost below it."""
-    of = "" if spec.ranks is None else f" ({spec.layout('dense').ranks.describe()})"
-    lines = [f"{spec.world_size:,} ranks{of}"]
+    lines = [f"{spec.world_size:,} ranks"]
+    if spec.ranks is not None:
+        lines[0] += f": {spec.layout('dense').ranks.describe().removeprefix('ranks ')}"
     for region in spec.regions:
         axes = " · ".join(f"{axis} {size}" for axis, size in region.numbers)
         lines.append(f"  {region.name:7} {axes}   (fastest first)")
@@ -93,7 +115,7 @@ def as_text(spec: GridSpec) -> str:
     if small:
         names = ", ".join(name for c in small for name in c.names)
         lines.append(f"  {1:7} {spec.world_size:8,}  {'never':<9} {names}")
-    return "\n".join([*lines, "", *_cost(spec)])
+    return "\n".join([*lines, "", *_cost(spec), "", *_sockets(spec, backend)])
 
 
 def _cost(spec: GridSpec) -> list[str]:
@@ -113,6 +135,47 @@ def _cost(spec: GridSpec) -> list[str]:
     change, fewer, connects = savings[0]
     less = f", {_gb(connecting - connects)} less at start" if connecting > connects else ""
     return [*lines, f"  {change} saves most: {fewer} communicators, {connects} connect{less}"]
+
+
+def _most_needed(spec: GridSpec, backend: str) -> tuple[sockets.GroupNeed, ...]:
+    """What the communicators cost the rank that needs most open files at start."""
+    found = [sockets.needs(plan, backend) for plan in _plans(spec)]
+    return max(found, key=lambda needs: sockets.total(needs)[0].files)
+
+
+def _sockets_json(spec: GridSpec, backend: str) -> dict[str, Any]:
+    needs = _most_needed(spec, backend)
+    start, most = sockets.total(needs)
+    return {
+        "backend": backend,
+        "start": start.to_dict(),
+        "most": most.to_dict(),
+        "world": sockets.of_world(spec.world_size, backend).to_dict(),
+        "groups": [
+            {"names": list(n.names), "size": n.size, "start": n.start.to_dict(),
+             "most": n.most.to_dict()}
+            for n in needs
+        ],
+    }  # fmt: skip
+
+
+def _sockets(spec: GridSpec, backend: str) -> list[str]:
+    """Open files, connections and threads of a rank, with the groups that need most."""
+    needs = _most_needed(spec, backend)
+    start, most = sockets.total(needs)
+    world = sockets.of_world(spec.world_size, backend)
+    rows = [(f"over {backend}, in all", start, most), ("WORLD and its store", world, world)]
+    largest = sorted(needs, key=lambda n: (-n.most.files, -n.start.files))[:4]
+    rows += [(f"{n.names[0]} of {n.size:,} ranks", n.start, n.most) for n in largest if n.size > 1]
+    lines = [
+        "Open files (connections among them) and threads, per rank:",
+        f"  {'':26} {'at start':>24} {'once all have talked':>28}",
+    ]
+    return lines + [f"  {name:26} {_show_need(a):>24} {_show_need(b):>28}" for name, a, b in rows]
+
+
+def _show_need(need: sockets.Need) -> str:
+    return f"{need.files:,} ({need.connections:,}), {need.threads:,}"
 
 
 def _told(spec: GridSpec, share: str) -> list[str]:

@@ -25,10 +25,10 @@ Value = TypeVar("Value")
 Answer = TypeVar("Answer")
 
 
-def gathered(value: Value, group: ProcessGroup, device: torch.device) -> list[Value]:
+def gathered(value: Value, group: ProcessGroup) -> list[Value]:
     """Every rank's value, in group order."""
-    mine = _tensor(pickle.dumps(value), device)
-    lengths = all_gather(torch.tensor([len(mine)], device=device), group).tolist()
+    mine = _tensor(pickle.dumps(value), _device(group))
+    lengths = all_gather(torch.tensor([len(mine)], device=mine.device), group).tolist()
     padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
     rows = all_gather(padded, group).view(len(lengths), -1)
     return [pickle.loads(_bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]

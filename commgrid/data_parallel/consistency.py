@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from commgrid.collectives.plain import all_gather
+from commgrid.collectives.objects import gathered
 from commgrid.copies import Copy, copied_axes, differing, groups_along
 from commgrid.data_parallel.buckets import Lane, Slot
-from commgrid.data_parallel.norm import device_of
 from commgrid.errors import CommGridError, GridMismatchError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, foreign_slice
 
@@ -66,7 +65,7 @@ def compare_models(
     if group is None:
         return
     digest = int.from_bytes(hashlib.sha256(repr((mine, options)).encode()).digest()[:7], "big")
-    found = all_gather(torch.tensor([digest], device=device_of(model)), group).tolist()
+    found = gathered(digest, group)
     if len(set(found)) > 1:
         ranks = dist.get_process_group_ranks(group)
         usual = max(found, key=found.count)
@@ -181,10 +180,18 @@ def _groups_of(
     used: set[str],
 ) -> tuple[ProcessGroup, ...]:
     axes = copied_axes(placement, grid)
-    if axes is not None:
-        return groups_along([axis for axis in axes if axis in used], grid)
     known = group_of.get(id(placement.parameter))
-    return (known,) if known is not None and known.size() > 1 else ()
+    reduced = (known,) if known is not None and known.size() > 1 else ()
+    if axes is None:
+        return reduced
+    found = groups_along([axis for axis in axes if axis in used], grid)
+    return (*found, *(group for group in reduced if _lists_ranks(group, grid)))
+
+
+def _lists_ranks(group: ProcessGroup, grid: HyperCommGrid) -> bool:
+    """Whether a group is one of a row that lists ranks, of which no axes say who is in it."""
+    listed = (d.name for d in grid.spec.definitions.values() if d.lists is not None)
+    return any(grid.is_member(name) and grid.get_group(name) is group for name in listed)
 
 
 def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: str) -> set[str]:

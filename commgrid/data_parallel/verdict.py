@@ -191,7 +191,7 @@ def check_finite(
     """The error of a step with gradients that are not finite; collective over `whole`."""
     mine = [str(p.slot.placement) for p in pieces if not bool(p.gradient.isfinite().all())]
     ranks = [dist.get_rank()] if whole is None else dist.get_process_group_ranks(whole)
-    found = [mine[:2]] if whole is None else gathered(mine[:2], whole, device_of(model))
+    found = [mine[:2]] if whole is None else gathered(mine[:2], whole)
     told = [
         f"{' and '.join(names)} on rank {rank}"
         for rank, names in zip(ranks, found, strict=True) if names

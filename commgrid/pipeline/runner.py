@@ -112,7 +112,7 @@ class Pipeline:
                 f"num_microbatches={num_microbatches} and {len(self.chunks)} chunks on this one"
             )
         self._model = nn.ModuleList(self.chunks)
-        check_shared(self._model, self.links.group.group, device)
+        check_shared(self._model, self.links.group.group)
         self._program = programs(self.schedule)[self.stage]
         self._final = _final_backwards(self.schedule.orders[self.stage])
         uses = Counter(id(p) for chunk in self.chunks for p in {*chunk.parameters()})
@@ -237,7 +237,7 @@ class Pipeline:
 
     def _agree(self, given: str) -> None:
         """Refuses stages that would wait for messages that nobody sends."""
-        found = gathered(given, self.links.group.group, self.links.device)
+        found = gathered(given, self.links.group.group)
         usual = max(found, key=found.count)
         for rank, theirs in zip(self.links.ranks, found, strict=True):
             if theirs != usual:

@@ -49,7 +49,7 @@ def add_up(model: nn.Module, before: Gradients) -> None:
         parameter.grad = found if earlier is None else earlier.add_(found)
 
 
-def check_shared(model: nn.Module, pipeline: ProcessGroup, device: torch.device) -> None:
+def check_shared(model: nn.Module, pipeline: ProcessGroup) -> None:
     """Refuses stages whose copies are not alike, whose sums would be of different things.
 
     Raises:
@@ -59,7 +59,7 @@ def check_shared(model: nn.Module, pipeline: ProcessGroup, device: torch.device)
     for parameter, group in shared_parameters(model):
         copies = mine.setdefault(tuple(dist.get_process_group_ranks(group)), [])
         copies.append(f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}")
-    told = gathered(mine, pipeline, device)
+    told = gathered(mine, pipeline)
     everyone = dist.get_process_group_ranks(pipeline)
     for rank, theirs in zip(everyone, told, strict=True):
         for ranks, copies in theirs.items():

@@ -93,11 +93,11 @@ class GroupPlan:
         """
         if not spec.is_resolved:
             raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
-        if rank not in spec.grid_ranks:
+        number = as_index(rank)
+        if number is None or number not in spec.grid_ranks:
             held = spec.layout("dense").ranks.describe()
             raise NotInGridError(f"rank {rank} is not in this grid, which covers {held}")
-        number = as_index(rank)
-        return cls(spec, rank if number is None else number)
+        return cls(spec, number)
 
     @cached_property
     def members(self) -> dict[str, Ranks]:

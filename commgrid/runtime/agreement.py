@@ -64,6 +64,12 @@ class Meeting:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self.line = Line(store) if line is None else line
         self._deadline = deadline
+        if seconds_until(deadline) == 0:
+            raise PeerTimeoutError(
+                f"grid {name!r}: startup_timeout was over before rank {rank} came to meet the "
+                "others: its own start took the time (importing modules, starting CUDA, a stopped "
+                "process), no peer did; find out what did on this rank, or raise startup_timeout"
+            )
         # What is kept back from waiting on a peer, to find out afterwards whom it was about.
         self._margin = min(1.0, seconds_until(deadline) / 4)
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
@@ -187,8 +193,11 @@ class Meeting:
 
     def _meet(self, phase: str) -> None:
         over = {
-            "created": [f"{self._base}/compare", f"{self._base}/lobby"],
-            "ready": [f"{self._base}/created", f"{self._before}/ready"],
+            "created": [],
+            "ready": [
+                *(f"{self._base}/{roll}" for roll in ("compare", "lobby", "created")),
+                f"{self._before}/ready",
+            ],
         }
         roll = Roll(self._store, f"{self._base}/{phase}", self._ranks)
         if roll.come(self._rank, over[phase]) is not Coming.LAST:

@@ -98,7 +98,7 @@ def exchange_ranks(
     exchanges: list[_Exchange] = []
     try:
         for communicator in communicators:
-            exchanges.append(_Exchange.start(communicator, patience()))
+            exchanges.append(_Exchange.start(communicator))
         return [exchange.finish(patience()) for exchange in exchanges]
     except BaseException:
         torch_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
@@ -120,18 +120,18 @@ class _Exchange:
     parts: list[tuple[torch.device, torch_transfers.RankExchange]]
 
     @classmethod
-    def start(cls, communicator: Communicator, timeout: float) -> _Exchange:
+    def start(cls, communicator: Communicator) -> _Exchange:
         """Starts it; on a communicator of one rank, or of none that exists, there is none.
 
         Raises:
-            PeerTimeoutError: a member did not connect within `timeout` seconds.
+            PeerTimeoutError: a member did not connect in time.
         """
         exchange = cls(communicator, time.perf_counter(), [])
         if communicator.group.size() == 1 or communicator.backend == torch_world.FAKE:
             return exchange
         for device in torch_groups.devices_of(communicator.group):
             try:
-                part = torch_transfers.start_exchange(communicator.group, device, timeout)
+                part = torch_transfers.start_exchange(communicator.group, device)
             except RuntimeError as error:
                 raise exchange.failure(device, error) from error
             exchange.parts.append((device, part))

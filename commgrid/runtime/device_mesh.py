@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import torch
-from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed import ProcessGroup, get_process_group_ranks, get_rank
 from torch.distributed.device_mesh import DeviceMesh
 
-from commgrid.errors import SpecError, UnknownGroupError
+from commgrid.errors import NotInGridError, SpecError, UnknownGroupError
 from commgrid.planning.groups import GroupDef, GroupEntry
+from commgrid.planning.ranks import RankTuple
 from commgrid.planning.region import Region
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups
@@ -159,6 +160,7 @@ def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
 
     Raises:
         SpecError: a mesh without names, or whose groups have their ranks in another order.
+        NotInGridError: this rank is not in it.
     """
     names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
     if not names:
@@ -166,6 +168,9 @@ def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
             f"from_device_mesh({mesh}): its dims have no names, by which a grid knows its axes; "
             "make it with mesh_dim_names="
         )
+    if mesh.get_coordinate() is None:
+        covered = RankTuple(ranks).describe()
+        raise NotInGridError(f"rank {get_rank()} is not in this mesh, which covers {covered}")
     groups = {name: mesh.get_group(name) for name in names}
     for name in names:
         listed, held = mesh[name].mesh.tolist(), get_process_group_ranks(groups[name])

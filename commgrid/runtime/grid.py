@@ -19,12 +19,14 @@ from commgrid.errors import (
 )
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import Ranks
+from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.sub_grid import SubGrid
+from commgrid.version import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,7 +95,13 @@ class HyperCommGrid:
             for definition in self._plan.created.values():
                 key = f"groups.{definition.name}.backend"
                 torch_world.check_backend(key, definition.options.backend)
-        document = {"spec": self._spec.to_dict(), "backend": backend, "timeout": limit}
+            check_limits(self._plan, backend or torch_world.world_backend())
+        described = self._spec.to_dict()
+        described.pop("ranks", None)  # which the meeting compares itself, in fewer words
+        document = {
+            "spec": described, "backend": backend, "timeout": limit,
+            "versions": {"commgrid": VERSION, **torch_world.versions()},
+        }  # fmt: skip
         self._start(document, backend, limit, deadline)
 
     def _describe(
@@ -154,7 +162,7 @@ class HyperCommGrid:
     ) -> None:
         """Agree, create, connect; on any failure nothing that was made stays."""
         if torch_world.world_backend() == torch_world.FAKE:
-            self._create(uuid4().hex, backend, limit, lambda: 60.0)
+            self._create(uuid4().hex, backend, limit, lambda: 60.0, None)
             return
         meeting = Meeting(
             torch_world.world_store(),
@@ -166,7 +174,8 @@ class HyperCommGrid:
         )
         phase = "created"
         try:
-            self._create(meeting.incarnation, backend, limit, meeting.patience)
+            store = meeting.line.store  # where threads that start other grids do not wait as well
+            self._create(meeting.incarnation, backend, limit, meeting.patience, store)
             meeting.meet(phase)
             phase = "ready"
             exchange_ranks([c for c in self._communicators if c.planned.connect], meeting.patience)
@@ -174,7 +183,8 @@ class HyperCommGrid:
         except BaseException as error:
             cause = meeting.give_up(phase, error)
             with suppress(RuntimeError):
-                self.destroy()
+                # Destroying could wait for those that are gone.
+                torch_groups.abort_all(self._let_go(), tell=False)
             if cause is not error:
                 raise cause from error
             raise
@@ -185,6 +195,7 @@ class HyperCommGrid:
         backend: str | None,
         limit: float | None,
         patience: Callable[[], float],
+        store: Any,
     ) -> None:
         self._incarnation = incarnation
         for planned in self._plan.communicators:
@@ -199,6 +210,7 @@ class HyperCommGrid:
                     timeout=limit,
                     startup_timeout=patience(),
                     connect=planned.connect,
+                    store=store,
                 )
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from commgrid.errors import (
     GridExistsError,
     GridNotInitializedError,
+    NotInGridError,
+    PeerTimeoutError,
     SpecError,
 )
 from commgrid.planning.names import nearest
@@ -24,6 +27,7 @@ from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
 from commgrid.runtime.launch import Launch
+from commgrid.version import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +46,31 @@ class Registry:
         # Kept until the process ends: a launcher's store cannot be served a second time.
         self.store: Any = None
         self.started_world = False
+        # Threads may start grids at once: each name is one thread's, and one thread starts WORLD.
+        self.starting: set[str] = set()
+        self.lock = threading.RLock()
+        self.world_lock = threading.RLock()
+
+    @contextmanager
+    def reserved(self, name: str) -> Iterator[None]:
+        """Within it, the name is this thread's to start a grid under.
+
+        Raises:
+            GridExistsError: a grid of this name is alive, or another thread is starting one.
+        """
+        with self.lock:
+            state = "alive already" if self.find(name) else "being started by another thread"
+            if name in self.grids or name in self.starting:
+                raise GridExistsError(
+                    f"grid {name!r} is {state}; commgrid.destroy({name!r}) first, or give another "
+                    "name="
+                )
+            self.starting.add(name)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.starting.discard(name)
 
     def add(self, grid: HyperCommGrid) -> None:
         """Registers a live grid under its name."""
@@ -62,8 +91,22 @@ class Registry:
         self.tables.pop(name, None)
         return None
 
-    def start_world(self, backend: str | None, timeout: float | None, deadline: float) -> None:
-        """Starts torch.distributed from the launcher's variables, once all ranks are there."""
+    def ensure_world(self, backend: str | None, timeout: float | None, deadline: float) -> bool:
+        """Starts torch.distributed unless it is up, once all ranks are there; whether it did."""
+        if not self.world_lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise PeerTimeoutError(
+                "another thread of this process has been starting torch.distributed for as long as "
+                "startup_timeout; the error that it raises says whom it waits for"
+            )
+        try:
+            starts = not torch_world.is_initialized()
+            if starts:
+                self._start_world(backend, timeout, deadline)
+            return starts
+        finally:
+            self.world_lock.release()
+
+    def _start_world(self, backend: str | None, timeout: float | None, deadline: float) -> None:
         chosen = backend or torch_world.default_backend()
         torch_world.check_backend("backend", chosen)
         launch = Launch.from_environment(os.environ)
@@ -76,16 +119,20 @@ class Registry:
             name="WORLD",
             rank=launch.rank,
             ranks=range(launch.world_size),
-            document={"world_size": launch.world_size, "backend": chosen},
+            document={
+                "world_size": launch.world_size,
+                "backend": chosen,
+                "versions": {"commgrid": VERSION, **torch_world.versions()},
+            },
             deadline=deadline,
         )
         try:
             torch_world.start_world(
-                launch, self.store, meeting.incarnation, chosen, meeting.patience()
+                launch, meeting.line.store, meeting.incarnation, chosen, meeting.patience()
             )
-            meeting.meet("created")
+            meeting.meet("ready")
         except BaseException as error:
-            cause = meeting.give_up("created", error)
+            cause = meeting.give_up("ready", error)
             with suppress(RuntimeError):
                 torch_world.stop_world()
             if cause is not error:
@@ -94,6 +141,12 @@ class Registry:
         self.started_world = True
         atexit.unregister(self.leave)  # once is enough, however often the world is started
         atexit.register(self.leave)
+
+    def stop_unused_world(self, name: str) -> None:
+        """Ends what a grid of this name has started and nothing else uses."""
+        with self.world_lock:
+            if not self.grids and self.starting <= {name}:
+                self.stop_world()
 
     def stop_world(self) -> None:
         """Ends the torch.distributed that commgrid started."""
@@ -159,11 +212,12 @@ def initialize(
             of size 1) or `"all"`. The last two save memory, and all members then issue
             collectives on names that share in one order, asynchronous ones too.
         groups: the groups table, as in YAML.
-        ranks: the evenly spaced global ranks this grid covers; None: all of WORLD. Where
-            commgrid starts torch.distributed, every rank of WORLD calls initialize, each for
-            the grid it is in.
-        backend: None takes WORLD's; where commgrid starts torch.distributed,
-            `cpu:gloo,cuda:nccl`, or gloo without CUDA.
+        ranks: the global ranks this grid covers, in any order: the place in the list is the
+            place in the grid. None: all of WORLD. Where commgrid starts torch.distributed, every
+            rank of WORLD calls initialize or `join`.
+        backend: None takes WORLD's; where commgrid starts torch.distributed, `nccl` with CUDA,
+            else `gloo`. The current CUDA device becomes that of LOCAL_RANK or SLURM_LOCALID, unless
+            one other than 0 is current.
         timeout: of collectives, seconds or timedelta; None: torch's default.
         startup_timeout: how long this call may take, likewise; ten minutes, since the processes
             of a large job come minutes apart.
@@ -173,7 +227,8 @@ def initialize(
             stand in for dp.
 
     Returns:
-        The grid, which `get_grid(name)` returns from now on.
+        The grid, which `get_grid(name)` returns from now on. Where commgrid has started
+        torch.distributed, None on a rank that `ranks` leaves out.
 
     Raises:
         GridExistsError: a grid of this name is alive.
@@ -188,11 +243,6 @@ def initialize(
     """
     deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
     limit = None if timeout is None else as_seconds("timeout", timeout)
-    if _registry.find(name) is not None:
-        raise GridExistsError(
-            f"grid {name!r} is alive already; commgrid.destroy({name!r}) first, or give another "
-            "name="
-        )
     sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, **axes}
     rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups}
     for axis in axes.keys() - {*str(order).split("-"), "dp_replicate", "dp_shard"}:
@@ -204,26 +254,59 @@ def initialize(
         spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
     else:
         spec = _from_config(config, {**sizes, **rest}, ranks)
-    starts_world = not torch_world.is_initialized()
-    if starts_world:
-        # A spec that cannot fit is this rank's own error, before it meets anybody.
-        launch = Launch.from_environment(os.environ)
-        GroupPlan.for_rank(spec.resolve(launch.world_size), launch.rank)
-        _registry.start_world(backend, limit, deadline)
-    try:
-        grid = HyperCommGrid(
-            spec,
-            name=name,
-            backend=backend,
-            timeout=timeout,
-            startup_timeout=max(deadline - time.monotonic(), 0.01),
-        )
-    except BaseException:
-        if starts_world:
-            _registry.stop_world()
-        raise
-    _registry.add(grid)
+    with _registry.reserved(name):
+        if not torch_world.is_initialized():
+            _check_fit(spec)
+        started = _registry.ensure_world(backend, limit, deadline)
+        try:
+            left = deadline - time.monotonic()
+            grid = HyperCommGrid(
+                spec, name=name, backend=backend, timeout=timeout, startup_timeout=max(left, 1e-3)
+            )
+        except NotInGridError:
+            if _registry.started_world:
+                # A rank without a part in the grid; its None is not in the annotation, which is
+                # for the many who give no ranks.
+                return cast("HyperCommGrid", None)
+            raise
+        except BaseException:
+            if started:
+                _registry.stop_unused_world(name)
+            raise
+        _registry.add(grid)
     return grid
+
+
+def _check_fit(spec: GridSpec) -> None:
+    """A spec that cannot fit is this rank's own error, before it meets anybody."""
+    launch = Launch.from_environment(os.environ)
+    with suppress(NotInGridError):
+        GroupPlan.for_rank(spec.resolve(launch.world_size), launch.rank)
+
+
+def join(
+    *, backend: str | None = None, timeout: Seconds | None = None, startup_timeout: Seconds = 600.0
+) -> None:
+    """Takes part in starting torch.distributed without being in a grid, as a spare rank does.
+
+    Every rank of WORLD calls this or `initialize`; it returns when all of them have. Later calls,
+    and those where torch.distributed is up, do nothing.
+
+    Args:
+        backend: of WORLD, as the other ranks give it.
+        timeout: of collectives on WORLD, seconds or timedelta; None: torch's default.
+        startup_timeout: how long this call may take, likewise.
+
+    Raises:
+        GridMismatchError, PeerTimeoutError, PeerFailedError: as in `initialize`.
+
+    Example:
+        >>> join()    # in a bare process: a world of one
+        >>> shutdown()
+    """
+    deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
+    limit = None if timeout is None else as_seconds("timeout", timeout)
+    _registry.ensure_world(backend, limit, deadline)
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -8,6 +8,8 @@ goes through the function beneath it.
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -27,6 +29,7 @@ from commgrid.runtime.torch_world import FAKE, is_initialized, world_backend, wo
 # torch keeps what it makes groups from in module state, and threads may start grids at once.
 _CREATING = threading.RLock()
 
+_NCCL_CONNECTS_WITHIN = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # torch's own, in seconds
 _REFUSED_SECONDS = 0.05  # until connections that are on their way are made or refused
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
@@ -79,7 +82,8 @@ def create_group(
     waits = "gloo" in kinds and not lazy
     meeting_limit = timedelta(seconds=startup_timeout) if waits else limit
     if backend_options is None and "nccl" in kinds:
-        backend_options = _nccl_options(options, meeting_limit)
+        within = startup_timeout if connect else None
+        backend_options = _nccl_options(options, meeting_limit, within)
     naming = torch_gloo.instead_of_gloo(config, limit, connect) if lazy else nullcontext(parsed)
     # Where creation waits for others, two threads must not wait for each other as well.
     with nullcontext() if waits else _CREATING, _unbound(world), naming as named:
@@ -103,12 +107,24 @@ def create_group(
     return group
 
 
-def _nccl_options(options: GroupOptions, timeout: timedelta) -> Any:
-    """torch's options for NCCL; None where nothing is asked of it."""
-    if not options.nccl or not dist.is_nccl_available():
+def _nccl_options(
+    options: GroupOptions, timeout: timedelta, connect_within: float | None = None
+) -> Any:
+    """torch's options for NCCL; None where nothing is asked of it.
+
+    Args:
+        connect_within: seconds that members may take to connect; None: as long as NCCL waits.
+    """
+    bounded = connect_within is not None and "blocking" not in dict(options.nccl)
+    if not (options.nccl or bounded) or not dist.is_nccl_available():
         return None
     made = dist.ProcessGroupNCCL.Options()
     made._timeout = timeout  # torch warns where this and its argument differ
+    if bounded and hasattr(made.config, "blocking"):
+        # NCCL then returns while it connects, and torch waits for it only so many seconds; it reads
+        # them once in a process. Collectives keep the group's own timeout.
+        made.config.blocking = 0
+        os.environ.setdefault(_NCCL_CONNECTS_WITHIN, str(math.ceil(connect_within or 1)))
     for key, value in options.nccl:
         target = made if key == "is_high_priority_stream" else made.config
         if not hasattr(target, key):
@@ -196,7 +212,11 @@ def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
         torch_gloo.give_up(work)
 
 
-def abort_all(groups: Iterable[dist.ProcessGroup], by_pairs: Container[dist.ProcessGroup]) -> None:
+def abort_all(
+    groups: Iterable[dist.ProcessGroup],
+    by_pairs: Container[dist.ProcessGroup] = (),
+    tell: bool = True,
+) -> None:
     """Destroys groups whose members may have failed, without waiting for any of them.
 
     Members that wait for this rank get an error, also where something, such as the traceback of
@@ -205,6 +225,7 @@ def abort_all(groups: Iterable[dist.ProcessGroup], by_pairs: Container[dist.Proc
     Args:
         groups: in order of creation.
         by_pairs: those of which some pairs of ranks may not be connected yet.
+        tell: False where members wait elsewhere, as while they start: gloo's are just destroyed.
     """
     alive = [group for group in reversed(list(groups)) if is_alive(group)]
     telling: list[dist.Work] = []  # kept until their groups are gone
@@ -213,6 +234,8 @@ def abort_all(groups: Iterable[dist.ProcessGroup], by_pairs: Container[dist.Proc
             with suppress(RuntimeError):
                 if kind == "cuda":
                     group.abort()  # what NCCL has under way would be waited for
+                elif not tell:
+                    continue
                 elif group not in by_pairs:
                     torch_gloo.break_connections(group)
                 elif group.size() <= _MOST_TOLD:

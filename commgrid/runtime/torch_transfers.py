@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -47,11 +43,10 @@ class RankExchange:
         return tuple(self.heard.tolist())
 
 
-def start_exchange(group: dist.ProcessGroup, device: torch.device, timeout: float) -> RankExchange:
+def start_exchange(group: dist.ProcessGroup, device: torch.device) -> RankExchange:
     """Starts an exchange that connects every pair of a group's ranks, where a backend has pairs.
 
-    Where NCCL connects without blocking, members that never come are given up after `timeout`
-    seconds, with a RuntimeError.
+    NCCL connects here: it returns, or raises torch's error, once all members are there or late.
     """
     mine = torch.full((1,), dist.get_rank(), dtype=torch.int64, device=device)
     heard = torch.full((group.size(),), -1, dtype=torch.int64, device=device)
@@ -60,53 +55,10 @@ def start_exchange(group: dist.ProcessGroup, device: torch.device, timeout: floa
         work = dist.all_to_all_single(
             heard, mine.expand_as(heard).clone(), group=group, async_op=True
         )
-    elif _connects_in_background(group, device):
-        work = _bounded(lambda: _gather(heard, mine, group), group, timeout)
     else:
-        work = _gather(heard, mine, group)
+        work = dist.all_gather(list(torch.split(heard, 1)), mine, group=group, async_op=True)
     assert work is not None  # only non-members get None
     return RankExchange(work, heard)
-
-
-def _gather(heard: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    parts = list(torch.split(heard, 1))
-    work: dist.Work | None = dist.all_gather(parts, mine, group=group, async_op=True)
-    return work
-
-
-def _connects_in_background(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group's NCCL is not connected yet, and was asked to connect without blocking."""
-    backend = group._get_backend(device)
-    config = getattr(getattr(backend, "options", None), "config", None)
-    is_connected = getattr(backend, "_is_initialized", None)
-    return getattr(config, "blocking", 1) == 0 and is_connected is not None and not is_connected()
-
-
-def _bounded(
-    start: Callable[[], dist.Work | None], group: dist.ProcessGroup, timeout: float
-) -> dist.Work | None:
-    """What `start` returns. NCCL's first collective waits for all members where it is called, so
-    that is done in a thread, and after `timeout` seconds the group is aborted, which ends it."""
-    done: Future[dist.Work | None] = Future()
-    device = torch.cuda.current_device()  # a thread starts on device 0
-
-    def run() -> None:
-        try:
-            torch.cuda.set_device(device)
-            done.set_result(start())
-        except BaseException as error:
-            done.set_exception(error)
-
-    # A daemon, so that a process can end although NCCL does not.
-    threading.Thread(target=run, name="commgrid-connect", daemon=True).start()
-    try:
-        return done.result(timeout)
-    except FutureTimeoutError:
-        if done.done():  # the backend's own
-            raise
-        with suppress(RuntimeError):
-            group.abort()
-        raise RuntimeError(f"NCCL: connecting timed out after {timeout:.1f} s") from None
 
 
 def start_transfers(

@@ -53,8 +53,43 @@ def world_store() -> Any:
 
 
 def default_backend() -> str:
-    """What commgrid starts torch.distributed with: gloo, and NCCL beside it where CUDA is."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    """What commgrid starts torch.distributed with: NCCL where CUDA is, else gloo.
+
+    Not gloo beside NCCL, which would connect every rank with every other.
+    """
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def take_device(launch: Launch, backend: str) -> None:
+    """Makes the CUDA device of this rank's number on its node the current one.
+
+    A current device other than 0 was chosen by the program and stays. 0 is also what merely
+    touching CUDA leaves, so a launcher's number goes before it.
+
+    Raises:
+        SpecError: NCCL among several ranks and devices, and nothing says which is this one's.
+    """
+    if not torch.cuda.is_available():
+        return
+    touched, count = torch.cuda.is_initialized(), torch.cuda.device_count()  # type: ignore[no-untyped-call]
+    if touched and torch.cuda.current_device() != 0:
+        return
+    if launch.local_rank is not None:
+        torch.cuda.set_device(launch.local_rank % count)
+    elif not touched and count > 1 and launch.world_size > 1 and "nccl" in backend:
+        raise SpecError(
+            f"rank {launch.rank} sees {count} CUDA devices, and neither LOCAL_RANK nor "
+            "SLURM_LOCALID says which is its own; start with torchrun or srun, set LOCAL_RANK, or "
+            "call torch.cuda.set_device before commgrid.initialize"
+        )
+
+
+def versions() -> dict[str, str]:
+    """What a rank runs: torch, and NCCL where it has it."""
+    found = {"torch": str(torch.__version__)}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
 
 
 def connect_store(launch: Launch, left: float) -> Any:
@@ -219,9 +254,9 @@ def start_world(
 
     Raises:
         PeerTimeoutError: the ranks could not connect within `startup_timeout` seconds.
+        SpecError: nothing says which CUDA device is this rank's.
     """
-    if torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())
+    take_device(launch, backend)
     limit = c10d._get_default_timeout(c10d.Backend(backend))
     try:
         dist.init_process_group(

@@ -182,6 +182,7 @@ def real(sizes: dict[str, int], start: str) -> tuple[int, int, float]:
 
 def real_rows(world: int, repeats: int) -> Iterator[Row]:
     case = f"gloo, {world} ranks"
+    commgrid.HyperCommGrid  # noqa: B018 -- imported before ranks are forked, as the peers are
     found: dict[str, list[tuple[int, int, float]]] = {name: [] for name in STARTS}
     for _ in range(repeats):
         for name in STARTS:

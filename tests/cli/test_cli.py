@@ -49,6 +49,66 @@ def test_explain_says_which_groups_the_rank_is_not_in(
     assert "not in: embedding" in text
 
 
+@pytest.mark.parametrize(
+    ("flag", "ranks"),
+    [
+        ("0,1,2,4,5,7", (0, 1, 2, 4, 5, 7)), ("0-2,4-5,7", (0, 1, 2, 4, 5, 7)),
+        ("5,2,0,7", (5, 2, 0, 7)), ("0-14/2", tuple(range(0, 15, 2))), ("8-11", (8, 9, 10, 11)),
+    ],
+)  # fmt: skip
+def test_ranks_are_lists_and_spans(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, ranks: tuple[int, ...]
+) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("axes: {tp: 2}")
+    listing = tmp_path / "listing.yaml"
+    listing.write_text(f"axes: {{tp: 2}}\nranks: {flag}")
+    plan = GroupPlan.for_rank(GridSpec.build(tp=2, ranks=ranks).resolve(), ranks[-1])
+    for grid in (["--tp", "2", "--ranks", flag], [str(path), "--ranks", flag], [str(listing)]):
+        found = json.loads(output(capsys, "explain", *grid, "--rank", str(ranks[-1]), "--json"))
+        assert found["world_size"] == len(ranks)
+        assert found["groups"] == {name: list(group) for name, group in plan.groups.items()}
+        found = json.loads(output(capsys, "plan", *grid, "--world-size", "16", "--json"))
+        assert GridSpec.from_dict(found["spec"]).grid_ranks == plan.spec.grid_ranks
+        assert found["groups"]["tp"] == {"size": 2, "count": len(ranks) // 2}
+
+
+def test_listed_ranks_are_shown_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "plan", "--tp", "2", "--ranks", "0-2,4,5,7")
+    assert text.startswith("6 ranks: 0-2, 4, 5, 7\n")
+    text = output(capsys, "explain", "--tp", "2", "--pp", "2", "--ranks", "5,2,0,7", "--rank", "7")
+    assert text.startswith("rank 7 of 4: tp 1, cp 0, dp 0, pp 1\n")
+    assert "  pp             2 [7]\n" in text
+    assert "  pp_tp          5 2 0 [7]\n" in text
+    assert "ranks" in output_of_help("plan")
+    assert "0-14/2 (every second)" in " ".join(output_of_help("explain").split())
+
+
+def output_of_help(command: str) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+        main([command, "--help"])
+    return text.getvalue()
+
+
+def test_plan_shows_groups_of_listed_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(
+        "axes: {tp: 2}\ngroups: {some: {ranks: [[4, 2, 1, 0], [3, 5], [6, 7]]}, "
+        "ends: {of: some, pick: [first]}}"
+    )
+    text = output(capsys, "plan", str(path), "--world-size", "8")
+    assert "        4        1  connects  some\n        2        2  connects  some\n" in text
+    found = json.loads(output(capsys, "plan", str(path), "--world-size", "8", "--json"))
+    assert found["groups"]["some"] == {"size": 4, "count": 1}
+    assert found["per_rank"]["communicators"] == 15  # a rank in ends has one more than others
+    text = output(capsys, "explain", str(path), "--world-size", "8", "--rank", "2")
+    assert "  some         4 [2] 1 0\n" in text
+    assert "not in: ends" in text
+
+
 def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tp", "8", "--pp", "4", "--cp", "2", "--ep", "8", "--etp", "1"]
     found = json.loads(output(capsys, "plan", *flags, "--world-size", "1024", "--json"))
