@@ -22,6 +22,13 @@ UNMATCHED = pytest.StashKey[list[str]]()
 T = TypeVar("T")
 
 ONLY_FULL: dict[str, list[str]] = {
+    "tests/test_first_use.py": [
+        "test_a_peer_that_never_talks_is_an_error_within_the_timeout[broadcast-*]",
+        "test_a_peer_that_never_talks_is_an_error_within_the_timeout[all_gather-*]",
+        "test_a_peer_that_never_talks_is_an_error_within_the_timeout[send-*]",
+        "test_a_peer_that_never_talks_is_an_error_within_the_timeout[any-*]",
+        "test_a_peer_that_never_talks_is_an_error_within_the_timeout[barrier-*]",
+    ],
     "tests/test_compile.py": [
         "test_a_compiled_model_trains_like_itself[inductor-*]",
         "test_a_compiled_model_trains_like_itself[aot_eager-True-False]",
@@ -46,6 +53,9 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_megatrons_fused_layers_add_to_main_grad[copies-shared]",
         "test_megatrons_fused_layers_add_to_main_grad[shard-alone]",
         "test_megatrons_fused_layers_add_to_main_grad[shard-ours]",
+    ],
+    "tests/test_launch_store.py": [
+        "test_it_can_be_stopped_while_it_waits[nobody-*]",
     ],
     "tests/test_leaks.py": [
         "test_an_old_handle_that_somebody_keeps_costs_only_itself",
@@ -79,6 +89,19 @@ ONLY_FULL: dict[str, list[str]] = {
     ],
     "tests/cli/test_cli.py": [
         "test_check_under_torchrun",
+    ],
+    "tests/engines/test_restarts.py": [
+        "test_a_static_rendezvous_keeps_the_store",
+        "test_fewer_nodes",
+        "test_plain_torch_comes_up_too_or_meets_a_killed_rank",
+        "test_training_goes_on_with_its_curve",
+        "test_two_nodes[loopback-both]",
+        "test_two_nodes[loopback-first_node_once]",
+        "test_two_nodes[loopback-first_node_twice]",
+        "test_two_nodes[loopback-none]",
+        "test_two_nodes[loopback-one_after_the_other]",
+        "test_two_nodes[loopback-second_node_twice]",
+        "test_two_nodes[namespaces-*]",
     ],
     "tests/examples/test_fsdp_hsdp.py": [
         "test_same_curve_as_one_process[8]",

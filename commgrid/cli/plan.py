@@ -77,7 +77,7 @@ def as_json(spec: GridSpec, backend: str = "nccl") -> dict[str, Any]:
         "world_size": spec.world_size,
         "spec": spec.to_dict(),
         "groups": {
-            name: {"size": size, "count": _group_count(spec, name, size)}
+            name: {"size": size, "count": _group_count(spec, name)}
             for name, size in sizes.items()
         },
         "communicators": [
@@ -115,7 +115,7 @@ def as_text(spec: GridSpec, backend: str = "nccl") -> str:
     if small:
         names = ", ".join(name for c in small for name in c.names)
         lines.append(f"  {1:7} {spec.world_size:8,}  {'never':<9} {names}")
-    return "\n".join([*lines, "", *_cost(spec), "", *_sockets(spec, backend)])
+    return "\n".join([*lines, "", *_sockets(spec, backend), "", *_cost(spec)])
 
 
 def _cost(spec: GridSpec) -> list[str]:
@@ -280,12 +280,15 @@ def _group_sizes(spec: GridSpec) -> dict[str, int]:
     }
 
 
-def _group_count(spec: GridSpec, name: str, size: int) -> int:
-    """How many groups of this name and size there are; a pick leaves some ranks out."""
+def _group_count(spec: GridSpec, name: str, size: int | None = None) -> int:
+    """How many groups of this name there are, and of listed ones of this size.
+
+    A pick leaves some ranks out.
+    """
     definition = spec.definitions[name]
     if definition.lists is not None:
         layout = spec.layout(definition.region)
-        return sum(len(group) == size for group in definition.all_ranks(layout))
+        return sum(size in (None, len(group)) for group in definition.all_ranks(layout))
     shape = dict(next(r for r in spec.regions if r.name == definition.region).numbers)
     whole = replace(definition, pick=None).size(shape)
-    return spec.world_size // (whole if definition.pick else size)
+    return spec.world_size // whole

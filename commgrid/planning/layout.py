@@ -171,8 +171,11 @@ class RankLayout:
         Raises:
             NotInGridError: the layout does not hold this rank.
         """
+        return self._coordinate_at(self._place(rank))
+
+    def _coordinate_at(self, place: int) -> dict[str, int]:
         # Nested modes (checked at construction): dividing by falling strides peels each digit.
-        digits, remainder = {}, self._place(rank) - self.offset
+        digits, remainder = {}, place - self.offset
         for mode in sorted(set(self._modes()), key=lambda m: m.stride, reverse=True):
             if mode.size > 1:
                 digits[mode], remainder = divmod(remainder, mode.stride)
@@ -209,9 +212,10 @@ class RankLayout:
         Raises:
             NotInGridError: the layout does not hold this rank.
         """
-        coordinate = self.coordinate(rank)
+        place = self._place(rank)
+        coordinate = self._coordinate_at(place)
         picked = [self.axis(name) for name in axes]
-        base = self._place(rank) - sum(axis.shift(coordinate[axis.name]) for axis in picked)
+        base = place - sum(axis.shift(coordinate[axis.name]) for axis in picked)
         return self._at(RankSet(base, tuple(mode for axis in picked for mode in axis.modes)))
 
     def groups(self, *axes: str) -> list[Ranks]:

@@ -103,8 +103,17 @@ def create_group(
             torch_gloo.adopt(group, parsed, config)
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
         if waits or lazy:
-            c10d._set_pg_timeout(limit, group)
+            _set_timeout(group, config, limit)
     return group
+
+
+def _set_timeout(group: dist.ProcessGroup, config: c10d.BackendConfig, limit: timedelta) -> None:
+    """torch's own leaves out what is in its wrapper for debugging, and warns."""
+    for device in config.get_device_backend_map():
+        backend: Any = group._get_backend(torch.device(device))
+        backend = getattr(backend, "wrapped_pg", backend)
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(limit)
 
 
 def _nccl_options(

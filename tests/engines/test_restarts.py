@@ -74,13 +74,14 @@ def test_two_nodes(killed: str, hosts: tuple[Host, Host]) -> None:
 @pytest.mark.parametrize("killed", ["none", "first_node_once", "second_node_once"])
 def test_plain_torch_comes_up_too_or_meets_a_killed_rank(killed: str) -> None:
     """What comes up is no easier than what plain torch does in the same harness."""
-    with job(LOOPBACK, timeout=90) as running:
+    with job(LOOPBACK, timeout=40) as running:
         running.start(TWO_NODES, ["torch", json.dumps(DEATHS[killed])])
+        said = ""
         try:
             check_up(running, [0, 1], 2)
         except AssertionError as error:
-            assert killed != "none"
-            assert "Connection refused" in str(error)
+            said = str(error)
+        assert not said or (killed != "none" and "Connection refused" in said), said
     assert not processes(running.folder)
 
 

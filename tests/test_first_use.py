@@ -1,0 +1,198 @@
+"""Groups that connect at first use: what works on them, and what a dead peer is."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commgrid
+from commgrid.planning.groups import GroupOptions
+from commgrid.runtime import torch_groups, torch_world
+from tests.ranks import run_on_ranks
+
+LIMIT, MARGIN = 3.0, 2.0
+
+USES: dict[str, Callable[[dist.ProcessGroup], Any]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
+    "broadcast": lambda group: dist.broadcast(torch.ones(1), 2, group=group),
+    "all_gather": lambda group: dist.all_gather([torch.ones(1)] * 3, torch.ones(1), group=group),
+    "send": lambda group: dist.send(torch.ones(1), 2, group=group),
+    "recv": lambda group: dist.recv(torch.ones(1), 2, group=group),
+    "any": lambda group: dist.recv(torch.ones(1), group=group),
+    "barrier": lambda group: dist.barrier(group=group),
+}
+
+
+def made(name: str, ranks: list[int], limit: float = LIMIT) -> dist.ProcessGroup:
+    return torch_groups.create_group(
+        name, name, ranks, backend=None, options=GroupOptions(), timeout=limit, startup_timeout=60.0
+    )
+
+
+# -- a peer that is not there -----------------------------------------------------------
+
+
+def first_use(use: str, dead: str) -> tuple[float, float] | None:
+    group = made(f"{use}-{dead}", [0, 1, 2])
+    dist.barrier()
+    if dist.get_rank() == 2:
+        if dead == "silent":
+            time.sleep(LIMIT + MARGIN)
+        torch_groups.destroy_group(group)
+        return None
+    time.sleep(0.2)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as told:
+        USES[use](group)
+    waited = time.monotonic() - started
+    assert torch_world.is_peer_failure(told.value), told.value
+    started = time.monotonic()
+    torch_groups.abort_all([group], {group})
+    del group
+    return waited, time.monotonic() - started
+
+
+@pytest.mark.parametrize("dead", ["gone", "silent"])
+@pytest.mark.parametrize("use", USES)
+def test_a_peer_that_never_talks_is_an_error_within_the_timeout(use: str, dead: str) -> None:
+    for seen in run_on_ranks(first_use, 3, use, dead)[:2]:
+        waited, ended = seen
+        assert waited < LIMIT + MARGIN
+        assert ended < 2
+
+
+def late_messages() -> float:
+    group = torch_groups.create_group(
+        "connected", "", [0, 1], backend=None, options=GroupOptions(), timeout=LIMIT,
+        startup_timeout=1.0, connect=True,
+    )  # fmt: skip
+    dist.all_reduce(torch.ones(1), group=group)
+    started = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="Timed out waiting 3000ms"):
+            dist.recv(torch.ones(1), 1, group=group)
+    else:
+        time.sleep(LIMIT + 0.5)
+    return time.monotonic() - started
+
+
+def test_messages_on_a_connected_group_get_the_groups_whole_timeout() -> None:
+    """They got what the first meeting was given, 60 s, however long the group's timeout was."""
+    assert LIMIT - 0.1 < run_on_ranks(late_messages, 2)[0] < LIMIT + MARGIN
+
+
+# -- what works -------------------------------------------------------------------------
+
+
+def uses() -> None:
+    rank = dist.get_rank()
+    group = made("uses", [0, 1, 2, 3], 20.0)
+    assert dist.get_backend(group) == "gloo"
+    assert group.name() == "gloo"
+    if rank == 0:  # from whoever it comes
+        tensor = torch.zeros(1)
+        assert {dist.recv(tensor, group=group, tag=5) for _ in range(3)} == {1, 2, 3}
+    else:
+        dist.send(torch.ones(1), 0, group=group, tag=5)
+    there, back = torch.full((1,), float(rank)), torch.zeros(1)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, there, (rank + 1) % 4, group),
+            dist.P2POp(dist.irecv, back, (rank - 1) % 4, group),
+        ]
+    )
+    for work in works:
+        work.wait()
+    assert back.item() == (rank - 1) % 4
+    dist.monitored_barrier(group, timedelta(seconds=10))
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, {"rank": rank}, group=group)
+    assert found == [{"rank": other} for other in range(4)]
+    beside = dist.new_group([0, 1, 2, 3])
+    for each in (group, beside):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=each)
+        assert tensor.item() == 4
+    alone = made(f"alone{rank}", [rank])
+    parts = [torch.zeros(2)]
+    dist.all_gather(parts, torch.ones(2), group=alone)
+    assert parts[0].tolist() == [1, 1]
+    for each in (alone, group):
+        torch_groups.destroy_group(each)
+
+
+def test_every_kind_of_use_beside_torchs_own_groups() -> None:
+    run_on_ranks(uses, 4)
+
+
+def test_with_torchs_debugging_wrapper() -> None:
+    def wrapped() -> None:
+        dist.set_debug_level_from_env()
+        grid = commgrid.initialize(tp=2)
+        grid.check()
+        backend = grid.get_group("tp")._get_backend(torch.device("cpu"))
+        assert backend.wrapped_pg.options._timeout == timedelta(minutes=30)
+        commgrid.destroy()
+
+    run_on_ranks(wrapped, 4, environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+
+
+def keys() -> list[int]:
+    dist.init_process_group("gloo")
+    store = torch_world.world_store()
+    counts = []
+    for _ in range(3):
+        dist.barrier()
+        commgrid.initialize(tp=2, connect="none")
+        dist.barrier()
+        commgrid.destroy()
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()  # the store goes with rank 0
+    return counts
+
+
+def test_addresses_leave_the_store_with_their_group() -> None:
+    """A rank left a key for every group of every grid it had made."""
+    for counts in run_on_ranks(keys, 4, init=None, launcher="torchrun"):
+        assert counts[2] - counts[1] < 8, counts  # the meeting's own; 40 addresses a cycle
+
+
+def plugins() -> None:
+    before = dict(dist.Backend._plugins)
+    grid = commgrid.initialize(tp=2)
+    assert dist.Backend._plugins == before
+    other = dist.new_group([0, 1], backend="cpu:gloo")
+    dist.all_reduce(torch.ones(1), group=other)
+    dist.destroy_process_group(other)
+    assert [c.connected for c in grid.communicators] == [
+        c.planned.connect for c in grid.communicators
+    ]
+
+
+def test_nothing_of_the_plug_in_stays() -> None:
+    run_on_ranks(plugins, 2)
+
+
+def aborted() -> float:
+    grid = commgrid.initialize(tp=2, connect="none", timeout=60.0)
+    dist.barrier()
+    rank = dist.get_rank()
+    started = time.monotonic()
+    if rank == 0:
+        time.sleep(0.3)
+        grid.abort()
+        time.sleep(1.0)
+    else:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=grid.get_group("dp_tp"))
+        grid.abort()
+    return time.monotonic() - started
+
+
+def test_abort_wakes_who_waits_for_a_first_connection() -> None:
+    assert max(run_on_ranks(aborted, 2)) < 20

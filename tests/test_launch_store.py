@@ -1,0 +1,188 @@
+"""Coming to the store that all ranks meet at: who serves it, how long it takes, how it ends."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import commgrid
+from commgrid import CommGridError, GridNotInitializedError, PeerTimeoutError
+from commgrid.runtime.launch import Launch
+from commgrid.runtime.torch_world import (
+    connect_store,
+    is_peer_failure,
+    is_store_gone,
+    world_store,
+)
+from tests.ranks import free_port, run_on_ranks
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port where something listens and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        yield listener.getsockname()[1]
+
+
+def launch(rank: int, port: int) -> Launch:
+    return Launch(rank, 2, address="127.0.0.1", port=port, hosts_store=rank == 0)
+
+
+def failure(rank: int, port: int, left: float) -> tuple[CommGridError, float]:
+    started = time.monotonic()
+    with pytest.raises(CommGridError) as raised:
+        connect_store(launch(rank, port), left)
+    return raised.value, time.monotonic() - started
+
+
+def test_a_port_in_use_is_said_at_once(silent: int) -> None:
+    error, took = failure(0, silent, 60)
+    assert not isinstance(error, PeerTimeoutError)
+    assert took < 5
+    assert f"rank 0 on {socket.gethostname()} cannot serve the store at 127.0.0.1" in str(error)
+    assert f"another process there listens on port {silent} already" in str(error)
+    assert "set MASTER_PORT to a free port" in str(error)
+
+
+def test_a_listener_that_never_answers_is_an_error_in_time(silent: int) -> None:
+    """torch's client waits for it for ever, whatever its timeout."""
+    error, took = failure(1, silent, 1.5)
+    assert isinstance(error, PeerTimeoutError)
+    assert took < 4
+    assert f"what listens at 127.0.0.1:{silent} did not answer as a store" in str(error)
+
+
+def test_nobody_there() -> None:
+    error, took = failure(1, free_port(), 1)
+    assert isinstance(error, PeerTimeoutError)
+    assert took < 3
+    assert "nobody serves the store at" in str(error)
+    assert "Connection refused" in str(error)
+
+
+def test_no_time_left_is_about_this_rank() -> None:
+    error, took = failure(1, free_port(), -2.5)
+    assert isinstance(error, PeerTimeoutError)
+    assert took < 0.5
+    assert "startup_timeout was over 2.5 s before rank 1 came to ask" in str(error)
+    assert "no peer did" in str(error)
+
+
+def with_no_time() -> str:
+    with pytest.raises(PeerTimeoutError) as raised:
+        commgrid.initialize(startup_timeout=1e-9)
+    return str(raised.value)
+
+
+def test_initialize_with_no_time_left_blames_nobody() -> None:
+    for rank, said in enumerate(run_on_ranks(with_no_time, 2, init=None, launcher="torchrun")):
+        assert f"before rank {rank} came to ask" in said
+
+
+def waits_at_the_store(timeouts: list[Any]) -> list[float]:
+    took = []
+    for timeout in timeouts:
+        commgrid.initialize(timeout=timeout)
+        started = time.monotonic()
+        with pytest.raises(dist.DistStoreError):
+            world_store().get("what nobody writes")
+        took.append(time.monotonic() - started)
+        commgrid.shutdown()
+    return took
+
+
+def test_the_stores_timeout_is_that_of_collectives() -> None:
+    """The second initialize finds the store connected."""
+    timeouts = [2.0, timedelta(seconds=1)]
+    for took in run_on_ranks(waits_at_the_store, 2, timeouts, init=None, launcher="torchrun"):
+        assert took == [pytest.approx(2, abs=0.9), pytest.approx(1, abs=0.9)]
+
+
+INITIALIZE = """
+import commgrid.runtime.registry  # torch too, so that what is stopped is the wait
+print("ready", flush=True)
+commgrid.initialize()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize("listens", [True, False], ids=["silent", "nobody"])
+def test_it_can_be_stopped_while_it_waits(how: int, listens: bool, silent: int) -> None:
+    port = silent if listens else free_port()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", INITIALIZE],
+        env={**os.environ, **variables, "MASTER_PORT": str(port)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as waiting:
+        try:
+            assert waiting.stdout is not None
+            assert waiting.stdout.readline() == "ready\n"
+            time.sleep(1)
+            started = time.monotonic()
+            waiting.send_signal(how)
+            _, said = waiting.communicate(timeout=20)
+            took = time.monotonic() - started
+        finally:
+            waiting.kill()
+    assert took < 5
+    assert waiting.returncode == -how, said
+    assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(waiting.pid, 0)  # it has left no process of its session
+
+
+def serve(port: int, ready: Any) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    ready.set()
+    time.sleep(100)
+    del store
+
+
+def test_only_a_server_that_has_ended_is_gone() -> None:
+    context, port = multiprocessing.get_context("fork"), free_port()
+    ready = context.Event()
+    server = context.Process(target=serve, args=(port, ready))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
+        server.start()
+    try:
+        assert ready.wait(30)
+        patience = timedelta(seconds=0.3)
+        store = TCPStore("127.0.0.1", port, timeout=patience, wait_for_workers=False)
+        with pytest.raises(RuntimeError) as slow:
+            store.get("what nobody writes")
+        with pytest.raises(RuntimeError) as taken:
+            TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    finally:
+        server.kill()
+        server.join()
+    with pytest.raises(RuntimeError) as first:
+        store.add("key", 1)
+    with pytest.raises(RuntimeError) as second:
+        store.add("key", 1)
+    errors = [slow.value, taken.value, first.value, second.value]
+    assert [is_store_gone(error) for error in errors] == [False, False, True, True]
+    assert [is_peer_failure(error) for error in errors] == [True, False, True, True]
+
+
+def test_the_first_error_that_users_meet_has_none_before_it() -> None:
+    with pytest.raises(GridNotInitializedError) as raised:
+        commgrid.get_group("tp")
+    assert raised.value.__context__ is None

@@ -1,0 +1,114 @@
+"""What a plan says of open files, connections and threads is what real ranks have."""
+
+import os
+import resource
+import socket
+from contextlib import suppress
+
+import pytest
+import torch.distributed as dist
+
+import commgrid
+from commgrid.errors import SpecError
+from commgrid.planning.plan import GroupPlan
+from commgrid.planning.sockets import Need, check_limits, needs, of_world, total
+from commgrid.planning.spec import GridSpec
+from tests.ranks import run_on_ranks
+
+SIZES = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
+
+
+def usage() -> Need:
+    """This process's files, the connected TCP sockets among them, and threads."""
+    names = os.listdir("/proc/self/fd")  # the listing's own among them, each time
+    connected = 0
+    for name in names:
+        with suppress(OSError):  # no socket, or one that listens
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as held:
+                    held.getpeername()
+                    connected += 1
+    return Need(len(names), connected, len(os.listdir("/proc/self/task")))
+
+
+def minus(after: Need, before: Need) -> Need:
+    return Need(
+        after.files - before.files,
+        after.connections - before.connections,
+        after.threads - before.threads,
+    )
+
+
+def counted(connect: str) -> tuple[Need, Need, Need]:
+    """What WORLD, starting a grid, and using all of it add on this rank."""
+    none = usage()
+    dist.init_process_group("gloo")
+    dist.barrier()
+    world = usage()
+    grid = commgrid.initialize(**SIZES, connect=connect)  # type: ignore[arg-type]
+    dist.barrier()
+    start = usage()
+    grid.check()
+    dist.barrier()
+    most = usage()
+    dist.barrier()
+    return minus(world, none), minus(start, world), minus(most, world)
+
+
+@pytest.mark.parametrize("connect", ["axes", "none"])
+def test_real_gloo_ranks_need_what_the_plan_says(connect: str) -> None:
+    spec = GridSpec.build(**SIZES, connect=connect).resolve(8)  # type: ignore[arg-type]
+    found = run_on_ranks(counted, 8, connect, init=None, launcher="torchrun")
+    for rank, (world, start, most) in enumerate(found):
+        planned = total(needs(GroupPlan.for_rank(spec, rank), "gloo"))
+        if rank == 0:  # serves the store, where others come and go
+            assert (start.threads, most.threads) == tuple(need.threads for need in planned)
+        else:
+            assert (world, start, most) == (of_world(8, "gloo"), *planned)
+
+
+@pytest.mark.parametrize("world", [1024, 16_384])
+def test_nccl_alone_opens_nothing_of_gloos(world: int) -> None:
+    spec = GridSpec.build(tp=8, pp=4, cp=2, ep=8, etp=1).resolve(world)
+    plan = GroupPlan.for_rank(spec, 1)
+    found = needs(plan, "nccl")
+    connecting = [c for c in plan.communicators if c.connect]
+    start, _ = total(found)
+    # The grid's store, and of each 6 files of the bootstrap and 2 channels of a ring.
+    assert start.files == 1 + 14 * len(connecting)
+    assert {n.start.files for n in found if n.size > 1} == {0, 14}
+    assert start.files < 100
+    gloo, both = total(needs(plan, "gloo"))[1], total(needs(plan, "cpu:gloo,cuda:nccl"))[1]
+    assert gloo.files > world  # every pair of the larger groups
+    assert both.files == gloo.files + total(found)[1].files - 1
+
+
+def test_a_grid_that_runs_out_of_files_is_refused_before_it_opens_any() -> None:
+    """gloo ended the process: `terminate called … accept: Too many open files`."""
+
+    def low() -> None:
+        held = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + 20, held + 20))
+        told = r"needs \d+ open files .* most take 'dp' \(4 ranks, 7 files\).*ulimit -Hn"
+        with pytest.raises(SpecError, match=told):
+            commgrid.initialize(tp=2)
+        assert len(os.listdir("/proc/self/fd")) <= held + 1
+
+    run_on_ranks(low, 8)
+
+
+def test_the_soft_limit_is_raised_as_far_as_allowed() -> None:
+    def soft() -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 5, hard))
+        grid = commgrid.initialize(tp=2)
+        grid.check()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+
+    run_on_ranks(soft, 4)
+
+
+def test_enough_is_left_alone() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    check_limits(GroupPlan.for_rank(GridSpec.build().resolve(1), 0), "gloo")
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
