@@ -211,6 +211,7 @@ if __name__ == "__main__":
         __doc__, measure,
         ("--worlds", {"type": int, "nargs": "*", "default": [1024, 4096, 16_384],
                       "help": "numbers of ranks"}),
-        ("--cases", {"nargs": "*", "default": list(CASES), "choices": CASES, "help": "what happens"}),
+        ("--cases", {"nargs": "*", "default": list(CASES), "choices": CASES,
+                     "help": "what happens"}),
         ("--repeats", {"type": int, "default": 1, "help": "of each case (default 1)"}),
     )  # fmt: skip

@@ -65,9 +65,19 @@ def test_two_nodes(killed: str, hosts: tuple[Host, Host]) -> None:
     with job(hosts, timeout=90) as running:
         running.start(TWO_NODES, ["commgrid", json.dumps(deaths)])
         check_up(running, [0, 1], 2)
-        starts = [int((running.folder / f"starts-{node}-0").read_text()) for node in (0, 1)]
+        starts = [int((running.folder / f"starts-{node}.0").read_text()) for node in (0, 1)]
         for worker, dead in deaths.items():
             assert starts[int(worker[0])] > max(dead)
+    assert not processes(running.folder)
+
+
+@pytest.mark.parametrize("killed", ["first_node_once", "second_node_once", "second_node_twice"])
+def test_survivors_that_notice_nothing(killed: str) -> None:
+    """Their agent stops them, which it does not count as a restart: TORCHELASTIC_RESTART_COUNT
+    differs between the nodes from then on."""
+    with job(LOOPBACK, timeout=60) as running:
+        running.start(TWO_NODES, ["commgrid", json.dumps(DEATHS[killed])], IDLE="1")
+        check_up(running, [0, 1], 2)
     assert not processes(running.folder)
 
 
@@ -90,8 +100,8 @@ def test_fewer_nodes(hosts: tuple[Host, Host]) -> None:
     with job(hosts, timeout=90) as running:
         flags = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
         running.start(flags, ["commgrid", json.dumps({"1.0": [1, 2, 3, 4]})])
-        wait_for(running.folder / "starts-1-0")
-        wait_for(running.folder / "starts-0-0")
+        wait_for(running.folder / "starts-1.0")
+        wait_for(running.folder / "starts-0.0")
         os.killpg(running.agents[1].pid, signal.SIGKILL)
         check_up(running, [0], 1)
     assert not processes(running.folder)
@@ -110,7 +120,7 @@ def test_a_static_rendezvous_keeps_the_store() -> None:
         flags = ["--master-addr", "127.0.0.1", "--nproc-per-node", "2", "--max-restarts", "1"]
         running.start(flags, ["commgrid", json.dumps({"0.1": [1]})])
         check_up(running, [0], 2)
-        assert (running.folder / "starts-0-1").read_text() == "2"
+        assert (running.folder / "starts-0.1").read_text() == "2"
 
 
 TINY = [

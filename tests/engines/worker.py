@@ -1,6 +1,6 @@
 """What an agent starts: comes up with torch or with commgrid, and dies as it is told to.
 
-    worker.py torch|commgrid DEATHS      DEATHS: {node: starts that its workers do not survive}
+    worker.py torch|commgrid DEATHS      DEATHS: {worker: the starts that it does not survive}
     worker.py train_gpt DEATHS FLAG…     the same, killed before step 6
 
 Each start is counted in the job's folder; the last one leaves what came of it.
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,14 +24,21 @@ import torch.distributed as dist
 import commgrid
 from tests.examples.curves import load
 
-FOLDER, NODE = Path(os.environ["COMMGRID_TEST_JOB"]), os.environ["NODE"]
-LOCAL = os.environ["LOCAL_RANK"]
 STARTUP = 20.0
 DEATH_STEP = 6
 
 
+def me() -> str:
+    """Which worker of which node, the same in every start, whatever rank it is."""
+    return f"{os.environ['NODE']}.{os.environ['LOCAL_RANK']}"
+
+
+def own_file(kind: str) -> Path:
+    return Path(os.environ["COMMGRID_TEST_JOB"]) / f"{kind}-{me()}"
+
+
 def count_start() -> int:
-    path = FOLDER / f"starts-{NODE}-{LOCAL}"
+    path = own_file("starts")
     starts = int(path.read_text()) + 1 if path.exists() else 1
     path.write_text(str(starts))
     return starts
@@ -60,10 +68,13 @@ def come_up(engine: str, dies: bool, start: int) -> None:
     some_die = total(float(dies)) > 0
     if dies:
         os.kill(os.getpid(), signal.SIGKILL)
-    while some_die:  # a job at work, until it notices
-        total(1.0)
+    while some_die:  # a job at work, until it notices, or until its agent stops it
+        if os.environ.get("IDLE"):
+            time.sleep(0.1)
+        else:
+            total(1.0)
     row = {"world": world, "start": start, "rank": dist.get_rank()}
-    (FOLDER / f"done-{NODE}-{LOCAL}").write_text(json.dumps(row))
+    own_file("done").write_text(json.dumps(row))
     if engine == "torch":
         dist.destroy_process_group()
     else:
@@ -91,7 +102,7 @@ def main() -> None:
     engine, deaths, *flags = sys.argv[1:]
     torch.set_num_threads(1)
     start = count_start()
-    dies = start in json.loads(deaths).get(f"{NODE}.{LOCAL}", [])
+    dies = start in json.loads(deaths).get(me(), [])
     if engine == "train_gpt":
         train(flags, dies)
     else:
