@@ -31,6 +31,12 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
     add("--dp", type=int, default=-1, help="data-parallel size (default: what the ranks leave)")
     add("--pp", type=positive, default=1, help="pipeline stages (default 1)")
+    add(
+        "--ranks",
+        metavar="LIST",
+        help="the ranks that train, in the grid's order, as 0-2,4,5,7 (default: all); the others "
+        "end at once",
+    )
     add("--chunks", type=positive, default=1, help="parts of the model per stage (default 1)")
     add(
         "--schedule",

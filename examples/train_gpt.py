@@ -385,12 +385,15 @@ def train(args: argparse.Namespace) -> None:
         shards = args.dp // args.dp_replicate if args.dp > 0 else -1
         data = {"dp_replicate": args.dp_replicate, "dp_shard": shards}
     grid = commgrid.initialize(
-        tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp, groups=groups, **data
+        tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp, groups=groups, ranks=args.ranks, **data
     )
+    if grid is None:  # a spare rank
+        commgrid.shutdown()
+        return
     gpt_flags.check(args, grid)
     text = read_text(args.data, args.seq_len)
     trainer = Trainer(args, grid)
-    main_rank = grid.rank == 0
+    main_rank = grid.get_local_rank() == 0
     if main_rank:
         print(grid, f"on {trainer.device.type}", flush=True)
     done = 0

@@ -52,9 +52,6 @@ class Need:
         return {"files": self.files, "connections": self.connections, "threads": self.threads}
 
 
-_STORE = Need(files=1, connections=1)
-
-
 @dataclass(frozen=True)
 class GroupNeed:
     """What one communicator costs a rank.
@@ -95,8 +92,11 @@ def needs(plan: GroupPlan, backend: str) -> tuple[GroupNeed, ...]:
 
 
 def total(found: tuple[GroupNeed, ...]) -> tuple[Need, Need]:
-    """The sums at start and at most, with the grid's own connection to the store."""
-    return sum((n.start for n in found), _STORE), sum((n.most for n in found), _STORE)
+    """The sums at start and at most.
+
+    A process of several threads has one more connection to the store while a grid starts.
+    """
+    return sum((n.start for n in found), Need()), sum((n.most for n in found), Need())
 
 
 def of_world(world_size: int, backend: str) -> Need:

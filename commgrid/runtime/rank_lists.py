@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _NAMED_RUNS = 16
+_SHORT = 64
 
 
 def pack(ranks: Iterable[int]) -> str:
@@ -21,7 +22,7 @@ def pack(ranks: Iterable[int]) -> str:
         span = str(start) if start == stop else f"{start}-{stop}"
         runs.append(span if step == 1 else f"{span}/{step}")
     text = ",".join(runs)
-    if len(text) <= ordered[-1] // 4 + 2:
+    if len(text) <= max(_SHORT, ordered[-1] // 4 + 2):
         return text
     mask = 0
     for rank in ordered:

@@ -189,7 +189,7 @@ def initialize(
     connect: str | Sequence[str] = "axes",
     share: str = DEFAULT_SHARE,
     groups: Mapping[str, Any] | None = None,
-    ranks: range | Sequence[int] | None = None,
+    ranks: range | Sequence[int] | str | None = None,
     backend: str | None = None,
     timeout: Seconds | None = None,
     startup_timeout: Seconds = 600.0,
@@ -322,7 +322,7 @@ _ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeo
 def _from_config(
     config: str | Path | Mapping[str, Any] | GridSpec,
     given: Mapping[str, Any],
-    ranks: range | Sequence[int] | None,
+    ranks: range | Sequence[int] | str | None,
 ) -> GridSpec:
     """The config's spec; anything else that describes a grid beside it is an error."""
     beside = [k for k, v in given.items() if k not in _DEFAULTS or v != _DEFAULTS[k]]

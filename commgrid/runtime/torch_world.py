@@ -306,7 +306,7 @@ def is_store_gone(error: BaseException) -> bool:
 
 
 # What torch 2.11 to 2.15 raise where a peer is gone or silent; each is provoked by a test, but for
-# NCCL's, which are read from torch's NCCLUtils.hpp and ProcessGroupNCCL.cpp and NCCL's init.cc.
+# NCCL's, which need GPUs and which nobody has provoked yet.
 _GONE = (
     "connection (closed by|reset by|refused|timed out|aborted)|broken pipe|no route to host"
     "|network is (unreachable|down)|host is (unreachable|down)|endpoint is not connected"

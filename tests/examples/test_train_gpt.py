@@ -64,6 +64,41 @@ def test_same_curve_however_it_is_cut(dtype: str, tmp_path: Path) -> None:
                 raise AssertionError(f"{name}: {error}") from error
 
 
+def on_own_ranks(jobs: dict[str, list[str]], rank: int) -> None:
+    """Each rank trains the job that lists it."""
+    (job,) = (job for ranks, job in jobs.items() if str(rank) in ranks.split(","))
+    train_gpt = load()
+    train_gpt.generate = lambda *_: ""
+    train_gpt.train(train_gpt.parse(job))
+
+
+def test_two_jobs_on_ranks_of_one_world(tmp_path: Path) -> None:
+    """On (0, 1, 2, 4, 5, 7) the curve of six plain ranks, beside another grid on (3, 6)."""
+    job = [*TINY, "--batch-size", "12", "--dtype", "fp64", "--tp", "2"]
+    reference = curves(2, 3, {"plain": job}, tmp_path)["plain"]
+    jobs = {
+        ranks: [*job, "--ranks", ranks, "--metrics", str(tmp_path / ranks)]
+        for ranks in ("0,1,2,4,5,7", "3,6")
+    }
+    per_rank = [(rank,) for rank in range(8)]
+    run_on_ranks(
+        on_own_ranks, 8, jobs, per_rank=per_rank, init=None, launcher="torchrun", timeout=120
+    )
+    for ranks in jobs:
+        same_curve(curve(tmp_path / ranks), reference, "fp64")
+
+
+def test_ranks_that_are_not_listed_end_at_once(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics"
+    job = [*TINY, "--steps", "2", "--ranks", "2,0", "--metrics", str(metrics)]
+    jobs = {"0,1,2": job}
+    per_rank = [(rank,) for rank in range(3)]
+    run_on_ranks(
+        on_own_ranks, 3, jobs, per_rank=per_rank, init=None, launcher="torchrun", timeout=60
+    )
+    assert [row["step"] for row in curve(metrics)] == [1, 2]
+
+
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_same_curve_on_eight_ranks(dtype: str, tmp_path: Path) -> None:
     arguments = [*SMALL, "--steps", "20", "--dtype", dtype]
