@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from commgrid.errors import (
     CommGridError,
@@ -33,7 +33,9 @@ class CountingStore:
     timeout = timedelta(seconds=300)
 
     def clone(self) -> "CountingStore":
-        return self
+        made = CountingStore(self.store.clone())
+        made.calls = self.calls
+        return made
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -179,6 +181,9 @@ def test_a_store_that_goes_away_is_not_a_missing_rank() -> None:
         def wait(self, keys: list[str], timeout: timedelta) -> None:
             raise RuntimeError("Connection reset by peer")
 
+        def clone(self) -> "Gone":
+            return self
+
     with pytest.raises(PeerTimeoutError, match=r"stopped answering \(Connection reset by peer\)"):
         meeting(Gone(HashStore()), 0, 2)
 
@@ -314,3 +319,63 @@ def test_a_roll_says_who_is_here() -> None:
     assert roll.come(30).name == "AGAIN"
     assert roll.come(1).name == "EARLY"
     assert roll.here(range(10)) == [1, 3, 6, 9]
+
+
+def waiting_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("commgrid waits")}
+
+
+def test_a_failed_start_holds_neither_the_store_nor_threads() -> None:
+    """Over a real store, whose client serves one call at a time: the first rank waits in vain for
+    the other, and comes again."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = waiting_threads()  # of other tests
+    for _ in range(3):
+        with pytest.raises(PeerTimeoutError, match="rank 1 did not arrive"):
+            meeting(store, 0, 2, seconds=0.3)
+        assert store.add("anything", 1) > 0
+    found = on_threads(2, lambda rank, counting: all_phases(rank, counting, 2), store)
+    assert all(isinstance(calls, int) for calls in found), found
+    until = time.monotonic() + 5
+    while waiting_threads() - before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not waiting_threads() - before
+
+
+def test_a_connection_that_breaks_early_blames_nobody_else() -> None:
+    def early(rank: int, store: CountingStore) -> None:
+        made = meeting(store, rank, 3, seconds=20.0)
+        if rank == 2:
+            raise made.give_up("created", PeerTimeoutError("closed by peer"))
+        time.sleep(0.5)
+        made.meet("created")
+
+    found = on_threads(3, early)
+    assert str(found[2]) == "closed by peer"
+    for rank in (0, 1):
+        assert "rank 2 failed: PeerTimeoutError: closed by peer" in str(found[rank])
+
+
+def test_whoever_opens_may_be_lost_after_it_has_come() -> None:
+    def lost(rank: int, store: CountingStore) -> None:
+        if rank == 0:
+            mortal = MortalStore(store, 100)
+            Meeting(
+                mortal, name="test", rank=0, ranks=range(3), document={"size": 2},
+                line=MortalLine(mortal), deadline=time.monotonic() + 5,
+            )  # fmt: skip
+        time.sleep(0.3)
+        meeting(store, rank, 3, seconds=1.0, size=2)
+
+    for error in on_threads(3, lost)[1:]:
+        assert "ranks 0-2 have all come, and rank 0, who says so" in str(error)
+
+
+def test_cycles_that_fail_in_between_leave_no_more() -> None:
+    shared, left = HashStore(), []
+    for _ in range(3):
+        on_threads(4, lambda rank, store: all_phases(rank, store, 4), shared)
+        on_threads(4, lambda rank, store: meeting(store, rank, 4, odd=rank // 2), shared)
+        on_threads(4, lambda rank, store: all_phases(rank, store, 4), shared)
+        left.append(len(keys(shared)))
+    assert left == [left[0]] * 3

@@ -52,6 +52,9 @@ class Need:
         return {"files": self.files, "connections": self.connections, "threads": self.threads}
 
 
+_STORE = Need(files=1, connections=1)
+
+
 @dataclass(frozen=True)
 class GroupNeed:
     """What one communicator costs a rank.
@@ -92,11 +95,8 @@ def needs(plan: GroupPlan, backend: str) -> tuple[GroupNeed, ...]:
 
 
 def total(found: tuple[GroupNeed, ...]) -> tuple[Need, Need]:
-    """The sums at start and at most.
-
-    A process of several threads has one more connection to the store while a grid starts.
-    """
-    return sum((n.start for n in found), Need()), sum((n.most for n in found), Need())
+    """The sums at start and at most, with the connection on which grids wait at the store."""
+    return sum((n.start for n in found), _STORE), sum((n.most for n in found), _STORE)
 
 
 def of_world(world_size: int, backend: str) -> Need:

@@ -18,12 +18,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.runtime.diagnosis import MOST_DOCUMENTS, Examiner, latest, ranks_entry, ranks_of
-from commgrid.runtime.roll import Asking, Coming, Line, Roll, Store, seconds_until
+from commgrid.runtime.roll import Coming, Line, Roll, Store, seconds_until
 
 _PHASES = ("compare", "created", "ready")
 _MOVED = json.dumps({"kind": "moved"})
@@ -63,7 +64,7 @@ class Meeting:
     ) -> None:
         self._name, self._rank, self._ranks = name, rank, ranks
         self._line = Line(store) if line is None else line
-        self._store: Store = Asking(self._line)
+        self._store: Store = self._line.asking
         self._deadline = deadline
         if seconds_until(deadline) == 0:
             raise PeerTimeoutError(
@@ -78,7 +79,7 @@ class Meeting:
         # Grids on separate ranks may share a name: they have different lowest ranks.
         self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
         self._room, self._number, self._base, self._left = f"{name}@{self._first}", 0, "", False
-        self._came = False
+        self._came = self._doubled = False
         try:
             self._guarded(self._lead if rank == self._first else self._follow)
         except CommGridError:
@@ -158,7 +159,10 @@ class Meeting:
         opening = json.loads(self._store.get(key))
         if waited and "verdict" in opening:
             self._leave(opening["verdict"])
-            raise self._examiner.error(opening["verdict"])
+            error = self._examiner.error(opening["verdict"])
+            if self._doubled:
+                raise type(error)(f"{error} Another process has come as rank {self._rank} too.")
+            raise error
         return str(opening.get("document", ""))
 
     def _take_part(self, opening: str, may_be_over: bool) -> bool:
@@ -170,6 +174,7 @@ class Meeting:
             self._examiner.differs(self._base)
         coming = Roll(self._store, f"{self._base}/compare", ranks_of(opening)).come(self._rank)
         if coming is Coming.AGAIN:
+            self._doubled = True
             return False
         self._came = True
         if coming is Coming.LAST:
@@ -224,6 +229,10 @@ class Meeting:
         while self._store.check([f"{self._room}/{number}/opening"]):  # failed or abandoned
             self._clean_up_failed(f"{self._room}/{number}", keys)
             number -= 1
+        if number < self._number - 1:  # the last good one, whose last verdict has stayed
+            last = f"{self._room}/{number}/{_PHASES[-1]}"
+            self._store.delete_key(f"{last}/verdict")
+            Roll(self._store, last, self._ranks).delete()
 
     def _clean_up_failed(self, base: str, keys: Sequence[str]) -> None:
         phases = (*_PHASES, "lobby")
@@ -261,7 +270,9 @@ class Meeting:
 
     def _blame(self, phase: str, error: BaseException) -> dict[str, Any]:
         """A verdict about this rank; where it was kept waiting, about those who kept it."""
-        if isinstance(error, PeerTimeoutError):
+        # Only time that is up says something about who has not come; a connection may break sooner.
+        is_late = seconds_until(self._deadline) <= self._margin + 0.5
+        if isinstance(error, PeerTimeoutError) and is_late:
             Roll(self._store, f"{self._base}/{phase}", ()).come(self._rank)
             time.sleep(self._margin / 2)  # the others were kept as long, and mark themselves now
             verdict = self._examiner.absence(self._room, self._number, phase, self._document)
@@ -311,15 +322,17 @@ class Meeting:
     def _give_up_the_lobby(self) -> None:
         found = self._examiner.absence(self._room, self._number, "lobby", self._document)
         opening = json.dumps({"verdict": found})
-        self._store.compare_set(f"{self._base}/opening", "", opening)
-        self._tell_elsewhere(found)
+        if self._store.compare_set(f"{self._base}/opening", "", opening).decode() == opening:
+            self._tell_elsewhere(found)
 
     def _conclude(self, phase: str, verdict: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the verdict of a phase, unless another rank has; returns the one that stands."""
         key = f"{self._base}/{phase}/verdict"
-        stands: dict[str, Any] = json.loads(self._store.compare_set(key, "", json.dumps(verdict)))
-        self._tell_elsewhere(verdict)
-        return stands
+        mine = json.dumps(verdict)
+        stands = self._store.compare_set(key, "", mine).decode()
+        if stands == mine:
+            self._tell_elsewhere(verdict)
+        return dict(json.loads(stands))
 
     def _tell_elsewhere(self, verdict: Mapping[str, Any]) -> None:
         """Those who wait in other meetings by mistake learn it too."""
@@ -335,6 +348,12 @@ class Meeting:
         if self._left:
             return
         self._left = True
+        with suppress(RuntimeError):  # the store is gone; the verdict stands
+            self._linger(verdict)
+
+    def _linger(self, verdict: Mapping[str, Any]) -> None:
+        if self._rank == self._first:
+            self._store.set(f"{self._base}/complete", "")  # ends its own wait for it
         left = self._store.add(f"{self._base}/left", 1)  # the last call that most ranks make
         until = time.monotonic() + _LINGER_SECONDS
         while self._rank == 0 and left < verdict["present"] and time.monotonic() < until:

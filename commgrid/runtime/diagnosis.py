@@ -175,11 +175,12 @@ class Examiner:
         }
 
     def _absent(self, phase: str, missing: list[int], here: list[int]) -> dict[str, Any]:
-        if not missing:  # the last of them came at this very moment
+        if not missing:
+            who = f"rank {here[0]}" if phase == "compare" else "the last of them"
             return {
                 "kind": "absent", "missing": "", "present": len(here),
-                "message": "the last rank came just as the time was up; a longer startup_timeout "
-                "leaves it more",
+                "message": f"{describe_ranks(here)} have all come, and {who}, who says so to the "
+                "others, has not answered until startup_timeout was over; has its process ended?",
             }  # fmt: skip
         arrived = phase in ("compare", "lobby")
         did = "arrive" if arrived else f"get as far as {phase!r}"

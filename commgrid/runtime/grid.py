@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -167,9 +166,7 @@ class HyperCommGrid:
             self._create(uuid4().hex, backend, limit, lambda: 60.0)
             return
         store = torch_world.world_store()
-        # With other threads about, who may need the store, the meeting waits on a connection of
-        # its own.
-        with Line(store, alone=threading.active_count() == 1) as line:
+        with Line(store) as line:
             meeting = Meeting(
                 store,
                 line=line,

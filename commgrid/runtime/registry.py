@@ -27,7 +27,6 @@ from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
 from commgrid.runtime.launch import Launch
-from commgrid.runtime.roll import Line
 from commgrid.version import VERSION
 
 if TYPE_CHECKING:
@@ -117,7 +116,6 @@ class Registry:
         torch_world.follow_timeout(self.store, timeout, chosen)
         meeting = Meeting(
             self.store,
-            line=Line(self.store, alone=True),  # the others wait for world_lock
             name="WORLD",
             rank=launch.rank,
             ranks=range(launch.world_size),

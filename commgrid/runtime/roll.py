@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 _BLOCK = 60  # a store's counters are signed and have 64 bits
-_LONGEST_SECONDS = 24 * 3600.0
+_SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
 
 
 class Store(Protocol):
@@ -30,20 +30,6 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def delete_key(self, key: str, /) -> bool: ...
-
-
-class Asking:
-    """A store that is asked over whichever connection of a line no wait holds.
-
-    Args:
-        line: see `Line.asking`.
-    """
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._line.asking, name)
 
 
 class Coming(Enum):
@@ -115,36 +101,38 @@ _FREE: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 class Line:
     """Waiting for a key of the store without holding up what else this process asks it.
 
-    A wait holds its connection, so it takes one that no other thread uses. And nothing interrupts
-    torch's wait, not even Ctrl-C, and torch logs each that ends without its key: so it runs on a
-    thread of its own, and who gives up leaves it waiting. Connections are few: a store's server
-    looks up the name of whoever connects before it serves anybody else.
+    A wait holds its connection, so it never takes the store's own: whoever asks that one next would
+    wait as well, where not even Ctrl-C reaches it. And nothing interrupts torch's wait, and torch
+    logs each that ends without its key: so it runs on a thread of its own, and who gives up leaves
+    it waiting. Connections are used again: a store's server looks up the name of whoever connects
+    before it serves anybody else.
 
     Args:
         store: where to ask.
-        alone: whether nobody else asks this store while the line is in use: then it waits on the
-            store's own connection, and takes another one only to ask beside an abandoned wait.
     """
 
-    def __init__(self, store: Any, alone: bool = False) -> None:
-        self._store, self._alone = store, alone
-        self._mine: list[Any] = [store] if alone else []
-        self._waiting: _Wait | None = None
-        self._abandoned: list[_Wait] = []
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._waits: list[_Wait] = []
+
+    @property
+    def asking(self) -> Any:
+        """The store for what does not wait."""
+        return self._store
 
     def __enter__(self) -> Line:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Leaves its connections to others, but for those that an abandoned wait holds."""
-        free = [each for each in self._mine if each is not self._store and not self._holds(each)]
-        _FREE.setdefault(self._store, []).extend(free)
-        self._mine = [self._store] if self._alone else []
-
-    @property
-    def asking(self) -> Store:
-        """The store for what does not wait."""
-        return self._connection() if self._alone else self._store  # type: ignore[no-any-return]
+        for wait in self._waits:
+            wait.abandoned = True
+        held = [wait.store for wait in self._waits if not wait.over.is_set()]
+        free = {id(wait.store): wait.store for wait in self._waits if wait.store not in held}
+        _FREE.setdefault(self._store, []).extend(
+            each for each in free.values() if each is not self._store
+        )
+        self._waits = []
 
     def within(self, key: str, seconds: float) -> bool:
         """Whether the key is there within so many seconds.
@@ -152,51 +140,56 @@ class Line:
         Raises:
             RuntimeError: the store is gone.
         """
-        waiting = self._waiting
-        if waiting is None or waiting.key != key:
-            if waiting is not None:
-                self._abandoned.append(waiting)
-            waiting = self._waiting = _Wait(self._connection(), key)
-        return waiting.within(seconds)
-
-    def _holds(self, connection: Any) -> bool:
-        waits = [*self._abandoned, *filter(None, [self._waiting])]
-        return any(wait.store is connection and not wait.over.is_set() for wait in waits)
+        if not self._waits or self._waits[-1].key != key:
+            self._waits.append(_Wait(self._connection(), key))
+        return self._waits[-1].within(seconds)
 
     def _connection(self) -> Any:
         """One that no wait holds."""
-        for each in self._mine:
-            if not self._holds(each):
-                return each
-        made = None
+        for wait in self._waits:
+            if wait.over.is_set():
+                return wait.store
+            wait.abandoned = True
         with suppress(IndexError):
-            made = _FREE.get(self._store, []).pop()
-        if made is None:
-            try:
-                made = self._store.clone()
-                made.set_timeout(self._store.timeout)
-            except RuntimeError:  # a kind of store that has no second connection
-                made = self._store
-        self._mine.append(made)
+            return _FREE.get(self._store, []).pop()
+        try:
+            made = self._store.clone()
+            made.set_timeout(self._store.timeout)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # the network's, not that there is no such thing
+                raise
+            made = self._store
         return made
 
 
 class _Wait:
-    """One wait on a thread."""
+    """One wait on a thread; once abandoned it ends with its slice."""
 
     def __init__(self, store: Any, key: str) -> None:
-        self.key = key
+        self.key, self.store = key, store
         self.over = threading.Event()
+        self.abandoned = False
         self._error: BaseException | None = None
-        self.store = store
         threading.Thread(target=self._run, name=f"commgrid waits for {key}", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self.store.wait([self.key], timedelta(seconds=_LONGEST_SECONDS))
+            while not self._slice() and not self.abandoned:
+                pass
         except BaseException as error:
             self._error = error
         self.over.set()
+
+    def _slice(self) -> bool:
+        """Whether the key came in this slice."""
+        until = time.monotonic() + _SLICE_SECONDS
+        try:
+            self.store.wait([self.key], timedelta(seconds=_SLICE_SECONDS))
+            return True
+        except RuntimeError:
+            if time.monotonic() < until - 1.0:
+                raise  # not a timeout: the store is gone
+            return False
 
     def within(self, seconds: float) -> bool:
         if not self.over.wait(max(seconds, 0.0)):
