@@ -28,6 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+# As the tests: a store's server looks up the name of whoever connects, and may wait 5 s for it.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import commgrid
 from commgrid import GridSpec, GroupPlan
