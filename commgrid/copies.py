@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.errors import NotInGroupError, UnknownGroupError
-from commgrid.runtime.rank_lists import describe_ranks
+from commgrid.planning.rank_lists import describe_ranks
 
 if TYPE_CHECKING:
     from commgrid.parameters import Placement

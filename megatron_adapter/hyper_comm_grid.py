@@ -161,42 +161,48 @@ class HyperCommGrid:
             self._groups[key] = None
             return None
         members = self._views[view_name].group(rank, *name.split("-"))
-        document = {
-            "backend": self.backend, "view": view_name, "dims": name, "timeout": str(timeout),
-        }  # fmt: skip
         dims_and_sizes = dict(zip(self.dim_names, self.shape, strict=True))
-        meeting = None
-        incarnation, patience = uuid4().hex, _STARTUP_SECONDS
-        if torch_world.world_backend() != torch_world.FAKE:
-            meeting = Meeting(
-                torch_world.world_store(), name=f"HyperCommGrid {dims_and_sizes}",
-                rank=rank, ranks=ranks, document=document,
-                deadline=time.monotonic() + _STARTUP_SECONDS,
-            )  # fmt: skip
-            incarnation, patience = str(meeting.incarnation), meeting.patience()
-        made = None
+        made: dist.ProcessGroup | None = None
+
+        def create(incarnation: str, patience: float) -> dist.ProcessGroup:
+            try:
+                return torch_groups.create_group(
+                    f"commgrid/megatron/{incarnation}/{name}/{members}",
+                    group_desc or name,
+                    members,
+                    backend=self.backend,
+                    options=GroupOptions(),
+                    timeout=None if timeout is None else timeout.total_seconds(),
+                    startup_timeout=patience,
+                    backend_options=pg_options,
+                )
+            except RuntimeError as error:
+                what = f"{name} of HyperCommGrid {dims_and_sizes} cannot be created"
+                raise torch_world.as_peer_error(what, error) from error
+
+        if torch_world.world_backend() == torch_world.FAKE:
+            made = create(uuid4().hex, _STARTUP_SECONDS)
+            self._groups[key] = made
+            return made
         try:
-            made = torch_groups.create_group(
-                f"commgrid/megatron/{incarnation}/{name}/{members}",
-                group_desc or name,
-                members,
-                backend=self.backend,
-                options=GroupOptions(),
-                timeout=None if timeout is None else timeout.total_seconds(),
-                startup_timeout=patience,
-                backend_options=pg_options,
-            )
-            if meeting is not None:
-                meeting.meet("created")
-        except BaseException as error:
-            what = f"{name} of HyperCommGrid {dims_and_sizes} cannot be created"
-            said = (
-                torch_world.as_peer_error(what, error) if isinstance(error, RuntimeError) else error
-            )
-            cause = said if meeting is None else meeting.give_up("created", said)
+            with Meeting(
+                torch_world.world_store(),
+                name=f"HyperCommGrid {dims_and_sizes}",
+                rank=rank,
+                ranks=ranks,
+                document={
+                    "backend": self.backend, "view": view_name, "dims": name,
+                    "timeout": str(timeout),
+                },
+                deadline=time.monotonic() + _STARTUP_SECONDS,
+                phases=("ready",),
+            ) as meeting:  # fmt: skip
+                made = create(meeting.incarnation, meeting.patience())
+                meeting.meet()
+        except BaseException:
             if made is not None:
                 torch_groups.destroy_group(made)
-            raise cause from error
+            raise
         self._groups[key] = made
         return made
 

@@ -17,9 +17,9 @@ from commgrid.errors import (
     PeerFailedError,
     PeerTimeoutError,
 )
+from commgrid.planning.rank_lists import describe_ranks, pack, unpack
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.diagnosis import describe_mismatch
-from commgrid.runtime.rank_lists import describe_ranks, pack, unpack
 from commgrid.runtime.roll import Line, Roll
 
 
@@ -107,8 +107,8 @@ def meeting(store: Any, rank: int, world: int, seconds: float = 10.0, **document
 
 def all_phases(rank: int, store: CountingStore, world: int) -> int:
     made = meeting(store, rank, world, size=2)
-    made.meet("created")
-    made.meet("ready")
+    made.meet()
+    made.meet()
     return sum(store.calls.values())
 
 
@@ -150,9 +150,9 @@ def test_a_failure_wakes_those_who_wait() -> None:
     def failing(rank: int, store: CountingStore) -> float:
         made = meeting(store, rank, 4)
         if rank == 2:
-            made.give_up("created", ValueError("out of sockets"))
+            made.give_up(ValueError("out of sockets"))
             return 0.0
-        made.meet("created")
+        made.meet()
         raise AssertionError("not reached")
 
     started = time.monotonic()
@@ -167,7 +167,7 @@ def test_a_rank_that_stops_half_way_is_named() -> None:
     def stopping(rank: int, store: CountingStore) -> None:
         made = meeting(store, rank, 4, seconds=1.0)
         if rank != 1:
-            made.meet("created")
+            made.meet()
 
     found = on_threads(4, stopping)
     assert found[1] is None
@@ -250,7 +250,7 @@ def test_a_restart_meets_afresh_wherever_the_processes_before_were_lost(seed: in
                 mortal, name="test", rank=rank, ranks=range(world), document={}, line=
                 MortalLine(mortal), deadline=time.monotonic() + 10,
             )  # fmt: skip
-            made.meet("created")
+            made.meet()
             return made.incarnation
 
         return attempt
@@ -264,8 +264,8 @@ def test_a_restart_meets_afresh_wherever_the_processes_before_were_lost(seed: in
     def restarted(rank: int, store: CountingStore) -> str:
         time.sleep(0.1 * chance.random())
         made = meeting(store, rank, world)
-        made.meet("created")
-        made.meet("ready")
+        made.meet()
+        made.meet()
         return made.incarnation
 
     started = time.monotonic()
@@ -346,9 +346,9 @@ def test_a_connection_that_breaks_early_blames_nobody_else() -> None:
     def early(rank: int, store: CountingStore) -> None:
         made = meeting(store, rank, 3, seconds=20.0)
         if rank == 2:
-            raise made.give_up("created", PeerTimeoutError("closed by peer"))
+            raise made.give_up(PeerTimeoutError("closed by peer"))
         time.sleep(0.5)
-        made.meet("created")
+        made.meet()
 
     found = on_threads(3, early)
     assert str(found[2]) == "closed by peer"

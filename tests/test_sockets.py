@@ -48,6 +48,7 @@ def counted(connect: str) -> tuple[Need, Need, Need]:
     grid = commgrid.initialize(**SIZES, connect=connect)  # type: ignore[arg-type]
     dist.barrier()
     start = usage()
+    dist.barrier()  # whoever goes on connects to those who are still counting
     grid.check()
     dist.barrier()
     most = usage()
@@ -87,6 +88,7 @@ def test_a_grid_that_runs_out_of_files_is_refused_before_it_opens_any() -> None:
     """gloo ended the process: `terminate called … accept: Too many open files`."""
 
     def low() -> None:
+        dist.barrier()  # whoever is refused first must not leave while others still connect
         held = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (held + 20, held + 20))
         told = r"needs \d+ open files .* most take 'dp' \(4 ranks, 7 files\).*ulimit -Hn"

@@ -167,13 +167,10 @@ class RankTuple(tuple[int, ...]):
         >>> RankTuple(range(0, 90, 2)).describe()
         'ranks 0, 2, 4, 6, 8, 10, 12, 14, … (45 of them)'
         """
-        runs: list[list[int]] = []
-        for rank in self:
-            if runs and rank == runs[-1][-1] + 1:
-                runs[-1].append(rank)
-            else:
-                runs.append([rank])
-        shown = [f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
+        shown = [
+            f"{a}-{b}" if b > a + 1 else ", ".join(map(str, range(a, b + 1)))
+            for a, b in runs_of(self)
+        ]
         text = ", ".join(shown)
         if len(shown) > _SHOWN:
             text = f"{', '.join(shown[:_SHOWN])}, … ({len(self)} of them)"
@@ -214,7 +211,7 @@ def as_ranks(ranks: object) -> range | RankTuple:
         (range(0, 5, 2), (0, 1, 2, 4), (3, 2, 1))
     """
     if isinstance(ranks, str):
-        return as_ranks(_parse(ranks))
+        return as_ranks(parse_ranks(ranks))
     if isinstance(ranks, Mapping):
         return as_ranks(_span(ranks))
     if isinstance(ranks, range) and ranks and ranks.step > 0 and ranks[0] >= 0:
@@ -275,7 +272,22 @@ def _span(ranks: Mapping[str, object]) -> range:
     return range(*(number or 0 for number in span))
 
 
-def _parse(text: str) -> Iterable[int]:
+def runs_of(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last of each run of neighbours, in the order given.
+
+    >>> runs_of([4, 5, 6, 0, 2])
+    [(4, 6), (0, 0), (2, 2)]
+    """
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return runs
+
+
+def parse_ranks(text: str) -> Iterable[int]:
     """The ranks of `0-3,6`; a dash joins the first and the last, a slash says the step."""
     spans = []
     for piece in text.split(","):

@@ -9,8 +9,8 @@ reads the rolls, one call for 60 ranks, and the others read what it found.
 
 A store may outlive the processes that met at it, as a launcher's does across restarts, and nothing
 that the launcher counts tells these apart. Here only a meeting that its opener concludes is good,
-and an opener always opens a new one: who came to the meeting of a process that is gone is told to
-move on.
+and an opener always opens a new one: who came to the meeting of an opener that is gone is told to
+move on when the next one opens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.runtime.diagnosis import MOST_DOCUMENTS, Examiner, latest, ranks_entry, ranks_of
 from commgrid.runtime.roll import Coming, Line, Roll, Store, seconds_until
 
-_PHASES = ("compare", "created", "ready")
 _MOVED = json.dumps({"kind": "moved"})
 _LINGER_SECONDS = 2.0
 _LOBBY_SECONDS = 1.0
@@ -36,6 +35,9 @@ _LEASE_SECONDS = 10.0
 class Meeting:
     """The ranks of one grid at the store, from comparing documents to being ready.
 
+    Made on every rank at once. Used with `with`: what is raised within it is told to the ranks that
+    wait, and becomes the error that says best what happened.
+
     Args:
         store: shared by all ranks of the world.
         name: what they meet for, the grid's name.
@@ -43,7 +45,8 @@ class Meeting:
         ranks: the ranks that should come.
         document: plain values, equal on all of them.
         deadline: `time.monotonic()` until which to wait.
-        line: to wait on; None: one over `store`.
+        phases: what it meets for after comparing; the last one ends it.
+        line: over the same store, to wait on; None: one of its own.
 
     Raises:
         GridMismatchError: ranks hold other documents.
@@ -60,11 +63,12 @@ class Meeting:
         ranks: Sequence[int],
         document: Mapping[str, Any],
         deadline: float,
+        phases: Sequence[str] = ("created", "ready"),
         line: Line | None = None,
     ) -> None:
         self._name, self._rank, self._ranks = name, rank, ranks
-        self._line = Line(store) if line is None else line
-        self._store: Store = self._line.asking
+        self._store, self._line = store, Line(store) if line is None else line
+        self._phases, self._phase = ("compare", *phases), 0
         self._deadline = deadline
         if seconds_until(deadline) == 0:
             raise PeerTimeoutError(
@@ -75,18 +79,31 @@ class Meeting:
         # What is kept back from waiting on a peer, to find out afterwards whom it was about.
         self._margin = min(1.0, seconds_until(deadline) / 4)
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
-        self._examiner = Examiner(self._store, name, rank, self._document)
+        self._examiner = Examiner(store, name, rank, self._document)
         # Grids on separate ranks may share a name: they have different lowest ranks.
         self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
         self._room, self._number, self._base, self._left = f"{name}@{self._first}", 0, "", False
         self._came = self._doubled = False
         try:
             self._guarded(self._lead if rank == self._first else self._follow)
-        except CommGridError:
+        except BaseException as error:
+            if not isinstance(error, CommGridError):
+                self.give_up(error)  # Ctrl-C: counted as present, this rank must say it is not
+            self._line.close()
             raise
-        except BaseException as error:  # Ctrl-C: counted as present, this rank must say it is not
-            self.give_up("compare", error)
-            raise
+        self._phase = 1
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            cause = error and self.give_up(error)
+        finally:
+            self._line.close()
+        if cause is not error:
+            assert cause is not None
+            raise cause from error
 
     @property
     def _before(self) -> str:
@@ -188,73 +205,75 @@ class Meeting:
 
     # -- the phases after it ------------------------------------------------------------
 
-    def meet(self, phase: str) -> None:
-        """Returns when every rank has come to this phase; three store calls.
+    def meet(self) -> None:
+        """Returns when every rank has come to the next phase; three store calls.
 
         Raises:
             PeerTimeoutError: a rank did not; it is named.
-            PeerFailedError: a rank said so by `give_up`.
+            PeerFailedError: a rank failed before it.
         """
-        self._guarded(lambda: self._meet(phase))
+        self._guarded(self._meet)
+        self._phase += 1
 
-    def _meet(self, phase: str) -> None:
-        over = {
-            "created": [],
-            "ready": [
-                *(f"{self._base}/{roll}" for roll in ("compare", "lobby", "created")),
-                f"{self._before}/ready",
-            ],
-        }
+    def _meet(self) -> None:
+        phase = self._phases[self._phase]
+        last = phase == self._phases[-1]
         roll = Roll(self._store, f"{self._base}/{phase}", self._ranks)
-        if roll.come(self._rank, over[phase]) is not Coming.LAST:
+        if roll.come(self._rank, self._rolls_over() if last else ()) is not Coming.LAST:
             self._await_verdict(phase, self._document)
             return
-        if phase == _PHASES[-1]:
+        if last:
             # Who meets again must find this one over before anyone learns that it is.
             self._store.set(f"{self._room}/latest", f"{self._number} over")
         self._obey(self._conclude(phase, {"kind": "agreed"}))
-        if phase == _PHASES[-1]:
+        if last:
             self._clean_up()
+
+    def _rolls_over(self) -> list[str]:
+        """Rolls that nobody reads any more once ranks come to the last phase."""
+        mine = [f"{self._base}/{roll}" for roll in ("lobby", *self._phases[:-1])]
+        return [*mine, f"{self._before}/{self._phases[-1]}"]
 
     def _clean_up(self) -> None:
         """Takes from the store what this meeting has left, but for the verdict and the roll of its
         last phase, which others still read; these go with the next meeting."""
         keys = ["opening", "complete", "lobby/document", "lobby/blocks"]
-        keys += [f"{phase}/{what}" for phase in _PHASES[:-1] for what in ("verdict", "blocks")]
+        keys += [f"{each}/{what}" for each in self._phases[:-1] for what in ("verdict", "blocks")]
         for key in keys:
             self._store.delete_key(f"{self._base}/{key}")
-        self._store.delete_key(f"{self._before}/{_PHASES[-1]}/verdict")
-        self._store.delete_key(f"{self._before}/{_PHASES[-1]}/blocks")
+        self._store.delete_key(f"{self._before}/{self._phases[-1]}/verdict")
+        self._store.delete_key(f"{self._before}/{self._phases[-1]}/blocks")
         number = self._number - 1
         while self._store.check([f"{self._room}/{number}/opening"]):  # failed or abandoned
             self._clean_up_failed(f"{self._room}/{number}", keys)
             number -= 1
         if number < self._number - 1:  # the last good one, whose last verdict has stayed
-            last = f"{self._room}/{number}/{_PHASES[-1]}"
+            last = f"{self._room}/{number}/{self._phases[-1]}"
             self._store.delete_key(f"{last}/verdict")
             Roll(self._store, last, self._ranks).delete()
 
     def _clean_up_failed(self, base: str, keys: Sequence[str]) -> None:
-        phases = (*_PHASES, "lobby")
+        phases = (*self._phases, "lobby")
         kinds = range(1, MOST_DOCUMENTS + 2)
         for roll in (*phases, *(f"holders/{kind}" for kind in kinds)):
             Roll(self._store, f"{base}/{roll}", self._ranks).delete()
-        more = ["differing", "left", f"{_PHASES[-1]}/verdict"]
+        more = ["differing", "left", f"{self._phases[-1]}/verdict"]
         more += [f"{phase}/examiner/1" for phase in phases]
         for key in (*keys, *more, *(f"document/{kind}" for kind in kinds)):
             self._store.delete_key(f"{base}/{key}")
 
     # -- when something is wrong --------------------------------------------------------
 
-    def give_up(self, phase: str, error: BaseException) -> BaseException:
-        """Tells the ranks that wait in `phase` why this one will not come.
+    def give_up(self, error: BaseException) -> BaseException:
+        """Tells the ranks that wait in the next phase why this one will not come.
 
         Returns:
             The error that says best what happened: another rank's failure or absence
             where this rank's own timeout is a consequence of it, else `error` itself.
         """
-        if self._left or not self._came:
+        if self._left or not self._came or self._phase == len(self._phases):
             return error
+        phase = self._phases[self._phase]
         key = f"{self._base}/{phase}/verdict"
         try:
             if not self._store.check([key]):

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
-from commgrid.runtime.rank_lists import describe_ranks, pack, unpack
+from commgrid.planning.rank_lists import describe_ranks, pack, unpack
+from commgrid.planning.ranks import RankTuple
 from commgrid.runtime.roll import Roll, Store
 
 MOST_DOCUMENTS = 8
@@ -28,11 +29,7 @@ def ranks_entry(ranks: Sequence[int]) -> list[int] | dict[str, str]:
     """
     if isinstance(ranks, range):
         return [ranks.start, ranks.stop, ranks.step]
-    order = "rising" if list(ranks) == sorted(ranks) else ",".join(map(str, ranks))
-    if len(order) > 64:
-        from hashlib import sha256
-
-        order = sha256(order.encode()).hexdigest()[:16]
+    order = "rising" if list(ranks) == sorted(ranks) else str(RankTuple(ranks))
     return {"set": pack(ranks), "order": order}
 
 

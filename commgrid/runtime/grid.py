@@ -25,9 +25,7 @@ from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
-from commgrid.runtime.roll import Line
 from commgrid.runtime.sub_grid import SubGrid
-from commgrid.version import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,7 +99,7 @@ class HyperCommGrid:
         described.pop("ranks", None)  # which the meeting compares itself, in fewer words
         document = {
             "spec": described, "backend": backend, "timeout": limit,
-            "versions": {"commgrid": VERSION, **torch_world.versions()},
+            "versions": torch_world.versions(),
         }  # fmt: skip
         self._start(document, backend, limit, deadline)
 
@@ -165,34 +163,24 @@ class HyperCommGrid:
         if torch_world.world_backend() == torch_world.FAKE:
             self._create(uuid4().hex, backend, limit, lambda: 60.0)
             return
-        store = torch_world.world_store()
-        with Line(store) as line:
-            meeting = Meeting(
-                store,
-                line=line,
+        try:
+            with Meeting(
+                torch_world.world_store(),
                 name=self._name,
                 rank=self._rank,
                 ranks=self._spec.grid_ranks,
                 document=document,
                 deadline=deadline,
-            )
-            self._make(meeting, backend, limit)
-
-    def _make(self, meeting: Meeting, backend: str | None, limit: float | None) -> None:
-        phase = "created"
-        try:
-            self._create(meeting.incarnation, backend, limit, meeting.patience)
-            meeting.meet(phase)
-            phase = "ready"
-            exchange_ranks([c for c in self._communicators if c.planned.connect], meeting.patience)
-            meeting.meet(phase)
-        except BaseException as error:
-            cause = meeting.give_up(phase, error)
+            ) as meeting:
+                self._create(meeting.incarnation, backend, limit, meeting.patience)
+                meeting.meet()
+                connecting = [c for c in self._communicators if c.planned.connect]
+                exchange_ranks(connecting, meeting.patience)
+                meeting.meet()
+        except BaseException:
             with suppress(RuntimeError):
                 # Destroying could wait for those that are gone.
                 torch_groups.abort_all(self._let_go(), tell=False)
-            if cause is not error:
-                raise cause from error
             raise
 
     def _create(

@@ -27,7 +27,8 @@ from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
 from commgrid.runtime.launch import Launch
-from commgrid.version import VERSION
+from commgrid.runtime.roll import Line
+from commgrid.runtime.torch_world import versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,29 +115,27 @@ class Registry:
             self.store = torch_world.connect_store(launch, deadline - time.monotonic())
             self.launch = launch
         torch_world.follow_timeout(self.store, timeout, chosen)
-        meeting = Meeting(
-            self.store,
-            name="WORLD",
-            rank=launch.rank,
-            ranks=range(launch.world_size),
-            document={
-                "world_size": launch.world_size,
-                "backend": chosen,
-                "versions": {"commgrid": VERSION, **torch_world.versions()},
-            },
-            deadline=deadline,
-        )
         try:
-            torch_world.start_world(
-                launch, self.store, meeting.incarnation, chosen, meeting.patience()
-            )
-            meeting.meet("ready")
-        except BaseException as error:
-            cause = meeting.give_up("ready", error)
+            with Meeting(
+                self.store,
+                line=Line(self.store, reuse=False),  # WORLD meets once
+                name="WORLD",
+                rank=launch.rank,
+                ranks=range(launch.world_size),
+                document={
+                    "world_size": launch.world_size,
+                    "backend": chosen,
+                    "versions": versions(),
+                },
+                deadline=deadline,
+                phases=("ready",),
+            ) as meeting:
+                patience = meeting.patience()
+                torch_world.start_world(launch, self.store, meeting.incarnation, chosen, patience)
+                meeting.meet()
+        except BaseException:
             with suppress(RuntimeError):
                 torch_world.stop_world()
-            if cause is not error:
-                raise cause from error
             raise
         self.started_world = True
         atexit.unregister(self.leave)  # once is enough, however often the world is started

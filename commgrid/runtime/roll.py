@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
@@ -109,30 +108,26 @@ class Line:
 
     Args:
         store: where to ask.
+        reuse: whether its connections stay open for the next line over this store.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, reuse: bool = True) -> None:
+        self._store, self._reuse = store, reuse
         self._waits: list[_Wait] = []
 
-    @property
-    def asking(self) -> Any:
-        """The store for what does not wait."""
-        return self._store
-
-    def __enter__(self) -> Line:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Leaves its connections to others, but for those that an abandoned wait holds."""
+    def close(self) -> None:
+        """Lets its connections go; what still waits ends with its slice."""
+        if self._reuse:
+            mine = [each for each in self._free() if each is not self._store]
+            _FREE.setdefault(self._store, []).extend(mine)
         for wait in self._waits:
             wait.abandoned = True
-        held = [wait.store for wait in self._waits if not wait.over.is_set()]
-        free = {id(wait.store): wait.store for wait in self._waits if wait.store not in held}
-        _FREE.setdefault(self._store, []).extend(
-            each for each in free.values() if each is not self._store
-        )
         self._waits = []
+
+    def _free(self) -> list[Any]:
+        """Its connections that no wait holds."""
+        held = {id(wait.store) for wait in self._waits if not wait.over.is_set()}
+        return list({id(w.store): w.store for w in self._waits if id(w.store) not in held}.values())
 
     def within(self, key: str, seconds: float) -> bool:
         """Whether the key is there within so many seconds.
@@ -141,17 +136,16 @@ class Line:
             RuntimeError: the store is gone.
         """
         if not self._waits or self._waits[-1].key != key:
+            for wait in self._waits:
+                wait.abandoned = True
             self._waits.append(_Wait(self._connection(), key))
         return self._waits[-1].within(seconds)
 
     def _connection(self) -> Any:
         """One that no wait holds."""
-        for wait in self._waits:
-            if wait.over.is_set():
-                return wait.store
-            wait.abandoned = True
-        with suppress(IndexError):
-            return _FREE.get(self._store, []).pop()
+        free = self._free() or _FREE.get(self._store, [])
+        if free:
+            return free.pop()
         try:
             made = self._store.clone()
             made.set_timeout(self._store.timeout)

@@ -45,14 +45,13 @@ def create_group(
     startup_timeout: float,
     backend_options: Any = None,
     connect: bool = False,
-    store: Any = None,
 ) -> dist.ProcessGroup:
     """A process group of `ranks`, created by them alone; waits for none of them.
 
     Args:
         name: what the members meet under; used for no other group of this store.
         description: what torch's logs and flight recorder call it.
-        ranks: global ranks, ascending, this process's among them.
+        ranks: global ranks in the group's order, this process's among them.
         backend: None takes WORLD's.
         options: what the groups table says of it; its backend and timeout go first.
         timeout: seconds a collective may take; None takes torch's default.
@@ -60,8 +59,6 @@ def create_group(
             backend connect later.
         backend_options: torch's own object instead of what `options` says of NCCL.
         connect: whether the caller connects it at once, by an exchange of all pairs of ranks.
-        store: where its members leave their addresses, for as long as the group lives; None:
-            WORLD's.
 
     Raises:
         SpecError: an NCCL option that this torch does not have.
@@ -92,7 +89,7 @@ def create_group(
             members.index(dist.get_rank()),
             members,
             named,
-            world_store() if store is None else store,
+            world_store(),
             c10d.GroupName(name),
             backend_options=backend_options,
             timeout=meeting_limit,

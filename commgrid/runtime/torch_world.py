@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.errors import CommGridError, PeerTimeoutError, SpecError
 from commgrid.planning.names import nearest
 from commgrid.runtime.launch import Launch
+from commgrid.version import VERSION
 
 FAKE = "fake"
 
@@ -85,8 +86,8 @@ def take_device(launch: Launch, backend: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What a rank runs: torch, and NCCL where it has it."""
-    found = {"torch": str(torch.__version__)}
+    """What a rank runs, which all of a grid must: commgrid, torch, and NCCL where there is CUDA."""
+    found = {"commgrid": VERSION, "torch": str(torch.__version__)}
     if torch.cuda.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return found

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from commgrid import GridSpec
 from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.agreement import Meeting
-from commgrid.runtime.rank_lists import describe_ranks
 from tests.benchmarks.report import Row, compare, main
 
 PROCESSES = 4
@@ -77,11 +77,11 @@ class Shared:
 class SharedLine:
     """What a Meeting needs of a line, over the waits of its process."""
 
-    def __init__(self, asking: Counting, shared: Shared) -> None:
-        self.asking, self._shared = asking, shared
+    def __init__(self, counting: Counting, shared: Shared) -> None:
+        self._counting, self._shared = counting, shared
 
     def within(self, key: str, seconds: float) -> bool:
-        self.asking.calls += 1
+        self._counting.calls += 1
         return self._shared.event(key).wait(max(seconds, 0.0))
 
 
@@ -109,8 +109,8 @@ def one_rank(
             counting, name="grid", rank=rank, ranks=range(world), document={"spec": spec},
             deadline=deadline, line=SharedLine(counting, shared),  # type: ignore[arg-type]
         )  # fmt: skip
-        made.meet("created")
-        made.meet("ready")
+        made.meet()
+        made.meet()
     except CommGridError as error:
         said = f"{type(error).__name__}: {error}"
     return counting.calls, counting.read, time.monotonic(), said

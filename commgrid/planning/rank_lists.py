@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from commgrid.planning.ranks import parse_ranks, runs_of
+
 _NAMED_RUNS = 16
 _SHORT = 64
 
@@ -35,12 +37,7 @@ def unpack(text: str) -> set[int]:
     if text.startswith("x"):
         bits = bin(int(text[1:], 16))[:1:-1]
         return {rank for rank, bit in enumerate(bits) if bit == "1"}
-    found: set[int] = set()
-    for run in filter(None, text.split(",")):
-        span, _, step = run.partition("/")
-        start, _, stop = span.partition("-")
-        found.update(range(int(start), int(stop or start) + 1, int(step or 1)))
-    return found
+    return set(parse_ranks(text)) if text else set()
 
 
 def _runs(ordered: list[int]) -> list[tuple[int, int, int]]:
@@ -66,15 +63,7 @@ def describe_ranks(ranks: Iterable[int]) -> str:
     ('ranks 0-2, 4', 'rank 3', 'no rank')
     """
     ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        elif len(runs) > _NAMED_RUNS:
-            break
-        else:
-            runs.append([rank])
-    listed = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    listed = [f"{a}-{b}" if a < b else str(a) for a, b in runs_of(ordered)]
     if not ordered:
         return "no rank"
     text = ", ".join(listed[:_NAMED_RUNS])
