@@ -5,7 +5,7 @@ under a number that the store hands out, with its document; the others compare t
 mark themselves on a roll; the last one to come tells the first, which writes the verdict that all
 of them read. Later phases need no first one: the last to come concludes. In the good case a rank
 makes a fixed number of store calls however many ranks there are. When something is wrong one rank
-reads the rolls, one call for 60 ranks, and the others read what it found.
+reads the rolls, one call for 30 ranks, and the others read what it found.
 
 A store may outlive the processes that met at it, as a launcher's does across restarts, and nothing
 that the launcher counts tells these apart. Here only a meeting that its opener concludes is good,
@@ -193,6 +193,8 @@ class Meeting:
         if coming is Coming.AGAIN:
             self._doubled = True
             return False
+        if differs and not self._store.check([f"{self._base}/opening"]):
+            raise self._examiner.error(self._examiner.disagreement(opening))  # it is over meanwhile
         self._came = True
         if coming is Coming.LAST:
             self._store.set(f"{self._base}/complete", "")
@@ -200,7 +202,7 @@ class Meeting:
             self._came = False
             return False
         if differs:  # ranks of a smaller grid agreed before this one was counted
-            raise self._examiner.error(self._examiner.mismatch(self._room, self._number, opening))
+            raise self._examiner.error(self._examiner.disagreement(opening))
         return True
 
     # -- the phases after it ------------------------------------------------------------

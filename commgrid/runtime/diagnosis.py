@@ -108,6 +108,11 @@ class Examiner:
         here = Roll(self._store, f"{base}/compare", ()).here(self._everyone(base, opened))
         return self._mismatch(self._holders(base, opened, here), [base])
 
+    def disagreement(self, opened: str) -> dict[str, Any]:
+        """What this rank is told where the others have agreed without it."""
+        holders = [(opened, list(ranks_of(opened))), (self._document, [self._rank])]
+        return self._mismatch(holders, [])
+
     def everyone_is_here(self, base: str, opened: str) -> bool:
         """Whether all ranks that any document here speaks of have come."""
         everyone = self._everyone(base, opened)

@@ -1,7 +1,7 @@
 """Who has come, and waiting for what others write: the two things ranks do at a store.
 
-A roll keeps a bit for every rank in counters of 60. To come is one call, and to see who has not is
-one call for each 60 ranks. A line waits for a key without holding up anything else that this
+A roll keeps two bits for every rank in counters of 30. To come is one call, and to see who has not
+is one call for each 30 ranks. A line waits for a key without holding up anything else that this
 process asks the store.
 """
 
@@ -15,7 +15,9 @@ from enum import Enum
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-_BLOCK = 60  # a store's counters are signed and have 64 bits
+# A store's counters are signed and have 64 bits. The second of a rank's two keeps two processes as
+# one rank apart from the next rank's.
+_BLOCK = 30
 _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
 
 
@@ -53,24 +55,22 @@ class Roll:
         self._ranks = ranks if isinstance(ranks, range) else frozenset(ranks)
 
     def come(self, rank: int, sweeping: Iterable[str] = ()) -> Coming:
-        """Marks a rank as here; one call, and some more for the last of every 60.
+        """Marks a rank as here; one call, and some more for the last of every 30.
 
         Args:
             rank: the one that comes.
             sweeping: keys of rolls of the same ranks that nobody reads any more. The last of every
-                60 takes their counter from the store.
+                30 takes their counter from the store.
         """
-        block, bit = rank // _BLOCK, 1 << rank % _BLOCK
-        marked = self._store.add(f"{self._key}/{block}", bit)
-        if (marked - bit) & bit:
+        block, bit = rank // _BLOCK, 1 << 2 * (rank % _BLOCK)
+        marks = self._store.add(f"{self._key}/{block}", bit)
+        if _count(marks, rank) > 1:
             self._store.add(f"{self._key}/{block}", -bit)
             return Coming.AGAIN
-        whole = sum(
-            1 << each % _BLOCK
-            for each in range(block * _BLOCK, (block + 1) * _BLOCK)
-            if each in self._ranks
-        )
-        if not bit & whole or marked & whole != whole:
+        near = range(block * _BLOCK, (block + 1) * _BLOCK)
+        if rank not in self._ranks or not all(
+            _count(marks, each) for each in near if each in self._ranks
+        ):
             return Coming.EARLY
         for other in sweeping:
             self._store.delete_key(f"{other}/{block}")
@@ -81,12 +81,17 @@ class Roll:
         """Those of some ranks that have come."""
         wanted = sorted(set(among))
         marks = {b: self._store.add(f"{self._key}/{b}", 0) for b in _blocks(wanted)}
-        return [rank for rank in wanted if marks[rank // _BLOCK] >> rank % _BLOCK & 1]
+        return [rank for rank in wanted if _count(marks[rank // _BLOCK], rank)]
 
     def delete(self) -> None:
         """Takes its counters from the store."""
         for block in (*_blocks(self._ranks), "blocks"):
             self._store.delete_key(f"{self._key}/{block}")
+
+
+def _count(marks: int, rank: int) -> int:
+    """How many have come as this rank, going by its counter."""
+    return marks >> 2 * (rank % _BLOCK) & 3
 
 
 def _blocks(ranks: Iterable[int]) -> list[int]:
