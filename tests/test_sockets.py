@@ -65,7 +65,10 @@ def test_real_gloo_ranks_need_what_the_plan_says(connect: str) -> None:
         if rank == 0:  # serves the store, where others come and go
             assert (start.threads, most.threads) == tuple(need.threads for need in planned)
         else:
-            assert (world, start, most) == (of_world(8, "gloo"), *planned)
+            # So few ranks may need no connection to wait on.
+            waits = minus(planned[0], start)
+            assert waits in (Need(), Need(files=1, connections=1))
+            assert (world, most) == (of_world(8, "gloo"), minus(planned[1], waits))
 
 
 @pytest.mark.parametrize("world", [1024, 16_384])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from commgrid.errors import NotInGridError, SpecError
 from commgrid.planning.ranks import Mode, Ranks, RankSet, RankTuple, as_ranks
@@ -75,7 +76,7 @@ class RankLayout:
             if axis.size < 1:
                 raise SpecError(f"axis {axis.name} has size {axis.size}; it must be at least 1")
         reach = 0  # the furthest a rank can be from the offset by the modes seen so far
-        for mode in sorted((m for m in self._modes() if m.size > 1), key=lambda m: m.stride):
+        for mode in sorted((m for m in self._modes if m.size > 1), key=lambda m: m.stride):
             if mode.stride <= reach:
                 raise SpecError(
                     f"a stride of {mode.stride} lets two coordinates mean one rank: the modes of "
@@ -124,18 +125,19 @@ class RankLayout:
             stride *= size
         return cls(tuple(axes), offset, covered if isinstance(covered, RankTuple) else None)
 
-    def _modes(self) -> list[Mode]:
-        return [mode for axis in self.axes for mode in axis.modes]
+    @cached_property
+    def _modes(self) -> tuple[Mode, ...]:
+        return tuple(mode for axis in self.axes for mode in axis.modes)
 
     @property
     def shape(self) -> dict[str, int]:
         """Axis name to size, fastest-varying first."""
         return {axis.name: axis.size for axis in self.axes}
 
-    @property
+    @cached_property
     def _places(self) -> RankSet:
         """The places of all ranks of the layout."""
-        return RankSet(self.offset, tuple(self._modes()))
+        return RankSet(self.offset, self._modes)
 
     @property
     def ranks(self) -> Ranks:
@@ -176,7 +178,7 @@ class RankLayout:
     def _coordinate_at(self, place: int) -> dict[str, int]:
         # Nested modes (checked at construction): dividing by falling strides peels each digit.
         digits, remainder = {}, place - self.offset
-        for mode in sorted(set(self._modes()), key=lambda m: m.stride, reverse=True):
+        for mode in sorted(set(self._modes), key=lambda m: m.stride, reverse=True):
             if mode.size > 1:
                 digits[mode], remainder = divmod(remainder, mode.stride)
         coordinate = {}

@@ -102,7 +102,7 @@ class GroupPlan:
     @cached_property
     def members(self) -> dict[str, Ranks]:
         """Every created group this rank is in, with its ranks unexpanded."""
-        layouts = {region.name: self.spec.layout(region.name) for region in self.spec.regions}
+        layouts = self.spec.layouts
         found = {
             name: definition.ranks(layouts[definition.region], self.rank)
             for name, definition in self.created.items()
@@ -123,11 +123,11 @@ class GroupPlan:
     @cached_property
     def communicators(self) -> tuple[PlannedCommunicator, ...]:
         """The distinct communicators this rank holds, in creation order."""
-        layouts = {region.name: self.spec.layout(region.name) for region in self.spec.regions}
 
         def key(name: str) -> Hashable:
             definition = self.created[name]
-            return definition.key(self.spec.share, layouts[definition.region], self.rank)
+            layout = self.spec.layouts[definition.region]
+            return definition.key(self.spec.share, layout, self.rank)
 
         return self.communicators_by(key)
 

@@ -306,10 +306,17 @@ class GridSpec:
             )
         return found
 
+    @cached_property
+    def layouts(self) -> dict[str, RankLayout]:
+        """Region to the ranks of a resolved spec under its axes."""
+        return {
+            region.name: RankLayout.from_sizes(dict(region.numbers), ranks=self.grid_ranks)
+            for region in self.regions
+        }
+
     def layout(self, region: str) -> RankLayout:
         """The ranks of a resolved spec under a region's axes."""
-        found = next(r for r in self.regions if r.name == region)
-        return RankLayout.from_sizes(dict(found.numbers), ranks=self.grid_ranks)
+        return self.layouts[region]
 
     # -- fixing its size ----------------------------------------------------------------
 
@@ -418,6 +425,8 @@ class GridSpec:
         for region in self.regions:
             for axis in region.axes:
                 known = first.setdefault(axis, region)
+                if known is region:
+                    continue
                 # Both layouts start at the same rank without gaps, so if the axis has the same
                 # group there it has the same size and stride, hence the same groups everywhere.
                 ours = self.layout(known.name).group(start, axis)

@@ -67,7 +67,7 @@ class Meeting:
         line: Line | None = None,
     ) -> None:
         self._name, self._rank, self._ranks = name, rank, ranks
-        self._store, self._line = store, Line(store) if line is None else line
+        self._store, self._line = store, line or Line(store, len(ranks))
         self._phases, self._phase = ("compare", *phases), 0
         self._deadline = deadline
         if seconds_until(deadline) == 0:

@@ -163,6 +163,7 @@ class HyperCommGrid:
         if torch_world.world_backend() == torch_world.FAKE:
             self._create(uuid4().hex, backend, limit, lambda: 60.0)
             return
+        connects = bool(self._spec.connecting_names)  # of any rank
         try:
             with Meeting(
                 torch_world.world_store(),
@@ -171,11 +172,13 @@ class HyperCommGrid:
                 ranks=self._spec.grid_ranks,
                 document=document,
                 deadline=deadline,
+                phases=("created", "ready") if connects else ("ready",),
             ) as meeting:
                 self._create(meeting.incarnation, backend, limit, meeting.patience)
-                meeting.meet()
-                connecting = [c for c in self._communicators if c.planned.connect]
-                exchange_ranks(connecting, meeting.patience)
+                if connects:
+                    meeting.meet()  # a rank that could not create is named before others call it
+                    connecting = [c for c in self._communicators if c.planned.connect]
+                    exchange_ranks(connecting, meeting.patience)
                 meeting.meet()
         except BaseException:
             with suppress(RuntimeError):

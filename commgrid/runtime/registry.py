@@ -118,7 +118,7 @@ class Registry:
         try:
             with Meeting(
                 self.store,
-                line=Line(self.store, reuse=False),  # WORLD meets once
+                line=Line(self.store, launch.world_size, reuse=False),  # WORLD meets once
                 name="WORLD",
                 rank=launch.rank,
                 ranks=range(launch.world_size),

@@ -19,6 +19,11 @@ from weakref import WeakKeyDictionary
 # one rank apart from the next rank's.
 _BLOCK = 30
 _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
+# Where so few ranks meet, the others are moments away: looking a few times, with growing pauses,
+# costs less than a connection and a thread. More ranks would keep the store's server busy.
+_FEW_RANKS = 64
+_LOOK_SECONDS = 0.25
+_FIRST_PAUSE, _PAUSES_GROW = 0.001, 1.5
 
 
 class Store(Protocol):
@@ -113,11 +118,13 @@ class Line:
 
     Args:
         store: where to ask.
+        among: how many ranks wait for each other; few look for a moment before they wait.
         reuse: whether its connections stay open for the next line over this store.
     """
 
-    def __init__(self, store: Any, reuse: bool = True) -> None:
+    def __init__(self, store: Any, among: int, reuse: bool = True) -> None:
         self._store, self._reuse = store, reuse
+        self._look_seconds = _LOOK_SECONDS if among <= _FEW_RANKS else 0.0
         self._waits: list[_Wait] = []
 
     def close(self) -> None:
@@ -141,10 +148,26 @@ class Line:
             RuntimeError: the store is gone.
         """
         if not self._waits or self._waits[-1].key != key:
+            if self._look_seconds:
+                looked = min(self._look_seconds, seconds)
+                if self._looks(key, looked):
+                    return True
+                seconds -= looked
             for wait in self._waits:
                 wait.abandoned = True
             self._waits.append(_Wait(self._connection(), key))
         return self._waits[-1].within(seconds)
+
+    def _looks(self, key: str, seconds: float) -> bool:
+        """Whether the key is seen within so many seconds, on the store's own connection."""
+        until, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        while not self._store.check([key]):
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause *= _PAUSES_GROW
+        return True
 
     def _connection(self) -> Any:
         """One that no wait holds."""
