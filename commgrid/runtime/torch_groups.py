@@ -15,6 +15,7 @@ import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,11 +69,9 @@ def create_group(
     chosen = world_backend()
     if chosen != FAKE:
         chosen = options.backend or backend or chosen
-    parsed = c10d.Backend(chosen)
+    parsed, config, kinds = _parsed(chosen)
     seconds = timeout if options.timeout is None else options.timeout
     limit = c10d._get_default_timeout(parsed) if seconds is None else timedelta(seconds=seconds)
-    config = c10d.BackendConfig(parsed)
-    kinds = set(config.get_device_backend_map().values())
     lazy = "gloo" in kinds and torch_gloo.can_be_lazy()
     # Otherwise gloo connects while it is created; a member that never comes must not hold the
     # others for as long as a collective may take.
@@ -102,6 +101,14 @@ def create_group(
         if waits or lazy:
             _set_timeout(group, config, limit)
     return group
+
+
+@cache
+def _parsed(backend: str) -> tuple[c10d.Backend, c10d.BackendConfig, frozenset[str]]:
+    """What torch makes of a backend's name, and the kinds in it: `gloo`, `nccl`."""
+    parsed = c10d.Backend(backend)
+    config = c10d.BackendConfig(parsed)
+    return parsed, config, frozenset(config.get_device_backend_map().values())
 
 
 def _set_timeout(group: dist.ProcessGroup, config: c10d.BackendConfig, limit: timedelta) -> None:
