@@ -163,12 +163,15 @@ class HyperCommGrid:
             return None
         members = self._views[view_name].group(rank, *name.split("-"))
         dims_and_sizes = dict(zip(self.dim_names, self.shape, strict=True))
+        # Incarnations are counted for each shape and place: another grid may be at the same one.
+        whole = "-".join(f"{dim}{size}" for dim, size in dims_and_sizes.items())
+        whole = f"commgrid/megatron/{whole}@{self.rank_offset}"
         made: dist.ProcessGroup | None = None
 
         def create(incarnation: str, patience: float) -> dist.ProcessGroup:
             try:
                 return torch_groups.create_group(
-                    f"commgrid/megatron/{incarnation}/{name}/{members}",
+                    f"{whole}/{incarnation}/{view_name}/{name}/{members}",
                     group_desc or name,
                     members,
                     backend=self.backend,

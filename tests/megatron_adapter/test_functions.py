@@ -109,7 +109,7 @@ SHARDED: dict[int, list[dict[str, Any]]] = {
         config(2, 2, gtp=2, egtp=2), config(2, cp=2, gtp=2, ep=2, etp=1),
         config(2, gtp=2, ep=2, egtp=2, etp=1), config(cp=4, hcp=[2, 2], gtp=2),
         config(1, 4, gtp=2, egtp=2, get_embedding_ranks=middle),
-        config(2, 2, gtp=2, etp=2, egtp=2, order=PP_INSIDE),
+        config(2, 2, gtp=2, etp=4, order=PP_INSIDE),
         config(2, 2, gtp=2, egtp=2, order="tp-cp-gtp_remat-ep-dp-pp"),
         config(1, 2, gtp=2, ep=2, order="gtp_remat-tp-ep-cp-dp-pp"), config(1, 2, cp=2, egtp=2),
     ],

@@ -75,11 +75,9 @@ def on_release(version: str, module: str, function: str, *args: Any, timeout: fl
 
 
 def _call(place: Path, module: str, function: str, args: Sequence[Any]) -> Any:
+    warnings.simplefilter("ignore")  # of Megatron, which has many
     use(place)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Megatron, which has many
-        found = importlib.import_module(module)
-    return getattr(found, function)(*args)
+    return getattr(importlib.import_module(module), function)(*args)
 
 
 def use(place: Path) -> None:
