@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commgrid
 import megatron_adapter
-from tests.megatron_adapter.test_functions import PP_INSIDE, config
+from tests.megatron_adapter.test_functions import config
 from tests.peers import parallel_state as theirs
 from tests.ranks import run_on_ranks
 
@@ -58,7 +58,7 @@ def hybrid_groups_beside_sharded_weights() -> None:
 def all_gather_groups() -> None:
     """Megatron's function takes the default order; these have pp inside, or begin at rank 4."""
     cases = (
-        (config(2, 2, ep=2, order=PP_INSIDE), 8, 3),
+        (config(2, 2, ep=2, etp=1, order="tp-cp-ep-pp-dp"), 8, 3),
         (config(1, 2, ep=2, first=4, count=4), 8, 5),
     )
     for given, world, rank in cases:

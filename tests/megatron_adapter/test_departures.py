@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_adapter.departures import DEPARTURES, as_markdown
 from megatron_adapter.releases import RELEASES
+from tests.megatron_adapter.test_scan import command
 from tests.megatron_adapter.wheels import on_release
 from tests.peers import parallel_state  # noqa: F401  (skips where there is no megatron-core)
 
@@ -56,8 +55,6 @@ def test_megatron_is_mistaken_and_the_adapter_is_not(since: str, name: str) -> N
 def test_the_documentation_has_the_table() -> None:
     page = (ROOT / "docs" / "megatron_releases.md").read_text()
     assert as_markdown() in page
-    said = subprocess.run(
-        [sys.executable, "-m", "megatron_adapter", "departures", "--json"],
-        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
-    ).stdout  # fmt: skip
-    assert [row["since"] for row in json.loads(said)] == [one.since for one in DEPARTURES]
+    assert command("departures").stdout == as_markdown() + "\n"
+    rows = json.loads(command("departures", "--json").stdout)
+    assert [row["since"] for row in rows] == [one.since for one in DEPARTURES]
