@@ -58,10 +58,9 @@ def _shaped(function: Callable[..., Any], fixed: list[str], named: list[str]) ->
     name = function.__name__
     exec(f"def {name}({taken}): return _function({handed})", made)
     shaped: Callable[..., Any] = functools.wraps(function)(made[name])
-    kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(fixed)
-    kinds += [inspect.Parameter.KEYWORD_ONLY] * len(named)
-    pairs = zip(fixed + named, kinds, strict=True)
-    given = [parameters[one].replace(kind=kind) for one, kind in pairs]
+    by_place, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    given = [parameters[one].replace(kind=by_place) for one in fixed]
+    given += [parameters[one].replace(kind=by_name) for one in named]
     returned = inspect.signature(function).return_annotation
     shaped.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         given, return_annotation=returned

@@ -242,8 +242,8 @@ def _has(grid: HyperCommGrid, name: str) -> bool:
 def _check_same(grid: HyperCommGrid, expected: GridSpec, name: str) -> None:
     """Refuses a group that has one of Megatron's names and other members."""
     mine, theirs = grid.spec.definitions[name], expected.definitions[name]
-    if mine.size(grid.spec.shape) == theirs.size(expected.shape) == 1 and not mine.pick:
-        return
+    if name in ("gtp", "egtp") and mine.size(grid.spec.shape) == theirs.size(expected.shape) == 1:
+        return  # an axis of size 1 that the grid has, and a part of tp
     size = grid.size(*mine.axes)
     pairs = [(d.region, {*d.axes}, d.positions(size), d.part) for d in (mine, theirs)]
     over = theirs.options.backend in (None, mine.options.backend)

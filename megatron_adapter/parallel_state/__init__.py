@@ -17,7 +17,8 @@ AssertionError; with several grids alive, `AmbiguousGridError`.
 # ruff: noqa: F401, F403 -- this module is the names it imports
 
 from megatron_adapter.facade import shape as _shape
-from megatron_adapter.lifecycle import destroy_model_parallel, initialize_model_parallel
+from megatron_adapter.lifecycle import destroy_model_parallel as destroy_model_parallel
+from megatron_adapter.lifecycle import initialize_model_parallel as initialize_model_parallel
 from megatron_adapter.parallel_state.buffers import (
     destroy_global_memory_buffer,
     destroy_global_symmetric_memory_buffer,

@@ -125,6 +125,8 @@ def stand_in() -> None:
     """What releases from 0.18 on import, and a Python 3.11 without a GPU has not."""
     if not hasattr(typing, "override"):
         typing.override = lambda function: function  # type: ignore[attr-defined]
-    torch.utils._triton.has_triton_package()  # it remembers that there is none
+    torch.utils._triton.has_triton_package()  # torch remembers that there is none
+    for name in ("torch.utils.flop_counter", "torch._inductor.runtime.triton_compat"):
+        importlib.import_module(name)
     if importlib.util.find_spec("triton") is None:
         sys.meta_path.append(Finder())
