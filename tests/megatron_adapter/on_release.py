@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import math
+import os
 from dataclasses import fields
 from typing import Any
 
 import megatron.core
+import numpy
+import pytest
 from megatron.core import process_groups_config
+from megatron.core.hyper_comm_grid import HyperCommGrid as TheirGrid
 
 import megatron_adapter
 import megatron_adapter.parallel_state as mpu
 from megatron_adapter.installation import differences
 from megatron_adapter.releases import release_of
 from tests.full import some
-from tests.megatron_adapter import test_functions
+from tests.megatron_adapter import test_functions, test_hyper_comm_grid
 from tests.peers import parallel_state as theirs
 from tests.ranks import run_on_ranks
 
@@ -28,7 +35,47 @@ def table() -> list[str]:
     named = [field.name for field in fields(process_groups_config.ProcessGroupCollection)]
     if sorted(named) != sorted(release.fields):
         found.append(f"a collection has fields {named}")
+    for name, arguments in release.grid.items():
+        known = [argument.lstrip("*") for argument, _ in arguments if argument != "*"]
+        asked, mine = (
+            list(inspect.signature(getattr(kind, name)).parameters)
+            for kind in (TheirGrid, megatron_adapter.HyperCommGrid)
+        )
+        if asked != known or not {*known} - {"kwargs"} <= {*mine}:
+            found.append(f"HyperCommGrid.{name} takes {asked}, the adapter's {mine}")
     return found + test_functions.strange_signatures()
+
+
+def grids() -> None:
+    """Every enumeration of Megatron's HyperCommGrid, and of its views where it has them."""
+    os.environ["WORLD_SIZE"] = "32"
+    for shape, names, offset in test_hyper_comm_grid.SHAPES:
+        pair = [kind(shape, names, offset) for kind in (TheirGrid, megatron_adapter.HyperCommGrid)]
+        _compare_enumerations(pair, names, {})
+        if not hasattr(TheirGrid, "register_view"):
+            continue
+        size = math.prod(shape)
+        for grid in pair:
+            grid.register_view("flat", [size], ["all"])
+            grid.register_view("half", [2, numpy.int64(size // 2)], ["x", "y"])
+            with pytest.raises(KeyError):
+                grid.get_rank_enum("x", view="none")
+            with pytest.raises(ValueError, match="already registered|registered already"):
+                grid.register_view("flat", [size], ["all"])
+        _compare_enumerations(pair, ["all"], {"view": "flat"})
+        _compare_enumerations(pair, ["x", "y"], {"view": "half"})
+
+
+def _compare_enumerations(pair: list[Any], names: list[str], view: dict[str, str]) -> None:
+    theirs, mine = pair
+    for count in range(1, len(names) + 1):
+        for dims in itertools.permutations(names, count):
+            if not view:
+                order = sorted(dims, key=names.index, reverse=True)
+                assert mine._gen_rank_enum(order) == theirs._gen_rank_enum(order), dims
+            if hasattr(theirs, "get_rank_enum"):
+                asked = [grid.get_rank_enum(list(dims), **view) for grid in (mine, theirs)]
+                assert asked[0] == asked[1], (dims, view)
 
 
 def functions(world: int, count: int) -> int:

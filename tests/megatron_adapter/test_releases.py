@@ -19,6 +19,11 @@ def test_the_table_is_what_the_release_has(version: str) -> None:
     assert on_release(version, HERE, "table") == []
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_hyper_comm_grids_enumerate_as_megatrons(version: str) -> None:
+    on_release(version, HERE, "grids")
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_function_on_every_rank(version: str, world: int) -> None:
