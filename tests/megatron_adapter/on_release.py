@@ -60,7 +60,7 @@ def grids() -> None:
             grid.register_view("half", [2, numpy.int64(size // 2)], ["x", "y"])
             with pytest.raises(KeyError):
                 grid.get_rank_enum("x", view="none")
-            with pytest.raises(ValueError, match="already registered|registered already"):
+            with pytest.raises(ValueError, match=r"already registered|registered already"):
                 grid.register_view("flat", [size], ["all"])
         _compare_enumerations(pair, ["all"], {"view": "flat"})
         _compare_enumerations(pair, ["x", "y"], {"view": "half"})
