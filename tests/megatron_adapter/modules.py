@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import ModelParallelConfig
 from megatron.core.hyper_comm_grid import HyperCommGrid as Theirs
-from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.pipeline_parallel.multimodule_communicator import (
@@ -132,6 +131,8 @@ def colocated() -> None:
 
 def _colocated(kind: Kind) -> Any:
     """From dp 4 to tp 2 · dp 2, the gradient back to where it belongs."""
+    from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
+
     source, target = grid_of(kind, dp=4), grid_of(kind, tp=2, dp=2)
     found = ColocatedBridgeCommunicator(source, target)
     rank = dist.get_rank()
