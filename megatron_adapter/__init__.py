@@ -8,9 +8,10 @@ from megatron_adapter.errors import (
     MegatronVersionError,
 )
 from megatron_adapter.hyper_comm_grid import HyperCommGrid
-from megatron_adapter.installation import SUPPORTED, install, uninstall
-from megatron_adapter.lifecycle import destroy_model_parallel, initialize_model_parallel
+from megatron_adapter.installation import install, uninstall
 from megatron_adapter.names import MEGATRON_GROUPS, MegatronGroup
+from megatron_adapter.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megatron_adapter.releases import SUPPORTED
 from megatron_adapter.scan import scan
 from megatron_adapter.spec import MegatronSizes
 from megatron_adapter.state import active

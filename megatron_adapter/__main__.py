@@ -1,4 +1,4 @@
-"""`python -m megatron_adapter names | scan PATH`."""
+"""`python -m megatron_adapter names | departures | scan PATH`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 
 from commgrid.errors import CommGridError
+from megatron_adapter.departures import DEPARTURES, as_markdown
 from megatron_adapter.names import MEGATRON_GROUPS, as_text
 from megatron_adapter.scan import scan
 
@@ -18,6 +19,9 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     names = commands.add_parser("names", help="which commgrid group each of Megatron's is")
+    other = commands.add_parser(
+        "departures", help="what is answered otherwise than by Megatron-core, and since when"
+    )
     reads = commands.add_parser(
         "scan",
         help="where code reads Megatron's global parallel state",
@@ -25,15 +29,15 @@ def main() -> None:
         "with 1 if there are any.",
     )
     reads.add_argument("path", metavar="PATH", help="a Python file, or a folder of them")
-    for command in (names, reads):
+    for command in (names, other, reads):
         command.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
-    sys.exit(_names(args.json) if args.command == "names" else _scan(args.path, args.json))
-
-
-def _names(as_json: bool) -> int:
-    print(json.dumps([group._asdict() for group in MEGATRON_GROUPS]) if as_json else as_text())
-    return 0
+    if args.command == "scan":
+        sys.exit(_scan(args.path, args.json))
+    rows = MEGATRON_GROUPS if args.command == "names" else DEPARTURES
+    text = as_text if args.command == "names" else as_markdown
+    print(json.dumps([row._asdict() for row in rows]) if args.json else text())
+    sys.exit(0)
 
 
 def _scan(path: str, as_json: bool) -> int:

@@ -18,10 +18,12 @@ from commgrid.planning.names import nearest
 from commgrid.runtime.grid import HyperCommGrid
 from megatron_adapter.errors import MegatronVersionError
 from megatron_adapter.names import MEGATRON_GROUPS, hierarchical
+from megatron_adapter.releases import SUPPORTED
 from megatron_adapter.state import STORE
 
 FIELDS = {group.field: group for group in MEGATRON_GROUPS if group.field is not None}
-"""Each field of a ProcessGroupCollection but `hcp`, which is a list of groups."""
+"""Each field of a ProcessGroupCollection, in one release or another, but `hcp`, which is a list of
+groups."""
 
 
 def process_group_collection(grid: HyperCommGrid, required: Iterable[str] | None = None) -> Any:
@@ -46,7 +48,7 @@ def process_group_collection(grid: HyperCommGrid, required: Iterable[str] | None
         module = importlib.import_module("megatron.core.process_groups_config")
     except ImportError as error:
         raise MegatronVersionError(
-            f"megatron-core cannot be imported ({error}); pip install megatron-core==0.16.1"
+            f"megatron-core cannot be imported ({error}); install one of {', '.join(SUPPORTED)}"
         ) from error
     ProcessGroupCollection = module.ProcessGroupCollection
     known = {field.name for field in fields(ProcessGroupCollection)}
@@ -54,7 +56,7 @@ def process_group_collection(grid: HyperCommGrid, required: Iterable[str] | None
     if strange:
         raise MegatronVersionError(
             f"this megatron-core's ProcessGroupCollection has fields {', '.join(strange)}, which "
-            "the adapter does not know; use megatron-core 0.15.3 or 0.16.1"
+            f"the adapter does not know; use megatron-core {', '.join(SUPPORTED)}"
         )
     wanted = sorted(known) if required is None else list(required)
     for name in wanted:
@@ -86,10 +88,14 @@ class CollectionGrid:
     """
 
     def __init__(self, collection: Any) -> None:
-        self._groups: dict[str, tuple[str, ProcessGroup | None]] = {
-            group.name: (field, getattr(collection, field))
-            for field, group in FIELDS.items() if hasattr(collection, field)
-        }  # fmt: skip
+        self._groups: dict[str, tuple[str, ProcessGroup | None]] = {}
+        sharded = {"gtp": "gtp_remat", "egtp": "expt_gtp_remat"}
+        sizes = {axis: getattr(collection, field, None) for axis, field in sharded.items()}
+        axes = [axis for axis, group in sizes.items() if group is not None and group.size() > 1]
+        for field, group in FIELDS.items():
+            if _is_set(collection, field):
+                found = (field, getattr(collection, field))
+                self._groups.setdefault(group.name_on(axes), found)
         for level, group in enumerate(getattr(collection, "hcp", None) or []):
             self._groups[hierarchical(level)] = (f"hcp[{level}]", group)
 
@@ -164,6 +170,13 @@ class CollectionGrid:
     def is_last(self, *names: str) -> bool:
         """Whether this rank is the last of its group."""
         return self.get_local_rank(*names) == self.size(*names) - 1
+
+
+def _is_set(collection: Any, field: str) -> bool:
+    """Whether a collection has a field; Megatron's own answers None for others from 0.19 on."""
+    if field in getattr(type(collection), "__dataclass_fields__", {}):
+        return field in vars(collection)
+    return hasattr(collection, field)
 
 
 def grid_view(collection: Any) -> CollectionGrid:

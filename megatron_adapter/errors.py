@@ -23,3 +23,9 @@ class MegatronSizeError(SpecError, RuntimeError):
 
 class MegatronVersionError(CommGridError, ImportError):
     """megatron-core is not installed, or is another one than the adapter knows."""
+
+
+class UnknownViewError(SpecError, KeyError):
+    """No view of a HyperCommGrid has this name; Megatron's raises a KeyError."""
+
+    __str__ = Exception.__str__  # a KeyError would print the message quoted

@@ -21,9 +21,10 @@ from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.planning.groups import GroupOptions
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.names import nearest
+from commgrid.planning.ranks import as_index
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.agreement import Meeting
-from megatron_adapter.errors import MegatronSizeError
+from megatron_adapter.errors import MegatronSizeError, UnknownViewError
 
 _BASE = "base"
 _STARTUP_SECONDS = 60.0
@@ -64,8 +65,8 @@ class HyperCommGrid:
         backend: str | None = None,
     ) -> None:
         layout = _layout("HyperCommGrid", shape, dim_names, rank_offset)
-        self.rank_offset, self.backend = rank_offset, backend
-        self.shape, self.dim_names = list(shape), list(dim_names)
+        self.rank_offset, self.backend = layout.ranks[0], backend
+        self.shape, self.dim_names = list(layout.shape.values()), list(dim_names)
         self.size = math.prod(self.shape)
         world = _world_size()
         if self.size > world - rank_offset:
@@ -162,12 +163,15 @@ class HyperCommGrid:
             return None
         members = self._views[view_name].group(rank, *name.split("-"))
         dims_and_sizes = dict(zip(self.dim_names, self.shape, strict=True))
+        # Incarnations are counted for each shape and place: another grid may be at the same one.
+        whole = "-".join(f"{dim}{size}" for dim, size in dims_and_sizes.items())
+        whole = f"commgrid/megatron/{whole}@{self.rank_offset}"
         made: dist.ProcessGroup | None = None
 
         def create(incarnation: str, patience: float) -> dist.ProcessGroup:
             try:
                 return torch_groups.create_group(
-                    f"commgrid/megatron/{incarnation}/{name}/{members}",
+                    f"{whole}/{incarnation}/{view_name}/{name}/{members}",
                     group_desc or name,
                     members,
                     backend=self.backend,
@@ -225,6 +229,14 @@ class HyperCommGrid:
         layout = self._views[self._view(view)]
         return _enumerate(layout, self._ordered(layout, dims))
 
+    def _gen_rank_enum(self, dims: list[str]) -> list[list[int]]:
+        """What megatron-core's bridge and multi-module communicators ask a grid for."""
+        return self.get_rank_enum(dims)
+
+    def is_current_rank_in_grid(self) -> bool:
+        """Whether this process's rank is one of the grid's."""
+        return self.rank_offset <= torch_world.world_rank() < self.rank_offset + self.size
+
     def destroy(self) -> None:
         """Destroys the groups it made, once."""
         groups, self._groups = list(self._groups.values()), {}
@@ -235,7 +247,7 @@ class HyperCommGrid:
     def _view(self, view: str | None) -> str:
         name = _BASE if view is None else view
         if name not in self._views:
-            raise SpecError(
+            raise UnknownViewError(
                 f"view={view!r} is not registered, expected one of {', '.join(self._views)}"
                 f"{nearest(name, self._views)}"
             )
@@ -281,11 +293,13 @@ def _layout(who: str, shape: Sequence[int], dim_names: Sequence[str], offset: in
     for name, size in zip(names, sizes, strict=True):
         if not isinstance(name, str) or not name or "-" in name or names.count(name) > 1:
             raise SpecError(f"{who}: dim_names={names}: {name!r} is no name, or there twice")
-        if type(size) is not int or size < 1:
+        if (as_index(size) or 0) < 1:
             raise SpecError(f"{who}: shape={sizes}: {name} has size {size!r}; expected 1 or more")
-    if type(offset) is not int or offset < 0:
+    first = as_index(offset)
+    if first is None or first < 0:
         raise SpecError(f"{who}: rank_offset={offset!r}; expected 0 or more")
-    return RankLayout.from_sizes(dict(zip(names, sizes, strict=True)), offset=offset)
+    numbers = (as_index(size) or 0 for size in sizes)
+    return RankLayout.from_sizes(dict(zip(names, numbers, strict=True)), offset=first)
 
 
 def _enumerate(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:

@@ -1,10 +1,11 @@
 """`install`: a grid behind `megatron.core.parallel_state` itself.
 
 Megatron's getters read variables of their module, so setting those is seen by every module,
-also by one that imported a getter by name. A function must do something else in two cases:
-`initialize_model_parallel` and `destroy_model_parallel` make and end a grid, and while several
-grids are alive and none is chosen every function that asks for state raises. Those functions
-are given other code, which whoever holds them runs too, and their own code back at the end.
+also by one that imported a getter by name. A function must do something else in three cases:
+`initialize_model_parallel` and `destroy_model_parallel` make and end a grid, two functions are
+mistaken, and while several grids are alive and none is chosen every function that asks for state
+raises. Those functions are given other code, which whoever holds them runs too, and their own code
+back at the end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
+import warnings
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -20,17 +23,19 @@ from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import is_initialized, live_grids
 from megatron_adapter import lifecycle, parallel_state
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError, MegatronVersionError
-from megatron_adapter.parallel_state import buffers, dense, expert, pipeline
-from megatron_adapter.state import STORE, VARIABLES, initial
-
-SUPPORTED = ("0.15.3", "0.16.1")
-"""The versions of megatron-core that are tested; others of these two series may serve."""
+from megatron_adapter.grid_state import VARIABLES, initial
+from megatron_adapter.parallel_state import buffers, dense, expert, pipeline, rank_groups
+from megatron_adapter.releases import (
+    NEWEST,
+    SUPPORTED,
+    Arguments,
+    Release,
+    release_here,
+    release_of,
+)
+from megatron_adapter.state import STORE
 
 _MODULE = "megatron.core.parallel_state"
-_SINCE_0_16 = {
-    "_EXPERT_MODEL_PARALLEL_RANKS", "_HYBRID_DP_CP_GROUPS", "_DATA_PARALLEL_GROUP_WITH_CP_AG",
-    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
-}  # fmt: skip
 _TARGETS = "_commgrid_targets"
 
 
@@ -50,8 +55,8 @@ class Installation:
         self._functions = _own_functions(module)
         self._redirected: dict[str, tuple[CodeType, Any, Any]] = {}
         self.variables[_TARGETS] = {}
-        for name, target in _LIFECYCLE.items():
-            self._redirect(name, target)
+        for name in _REPLACED.keys() & self._functions.keys():
+            self._redirect(name, _REPLACED[name])
 
     def _redirect(self, name: str, target: Callable[..., Any]) -> None:
         """Makes one of Megatron's functions call another, with the arguments it would take."""
@@ -82,14 +87,14 @@ class Installation:
 
     def publish(self, values: dict[str, Any] | None) -> None:
         """Shows these variables; None: every function that asks for state raises."""
-        for name in self._redirected.keys() - _LIFECYCLE:
+        for name in self._redirected.keys() - _REPLACED.keys():
             self._restore(name)
         shown = initial() if values is None else values
         for name in self._before:
             self.variables[name] = shown[name]
         if values is None:
-            for name in _STATEFUL & self._functions.keys():
-                self._redirect(name, getattr(parallel_state, name))
+            for name in (_STATEFUL - _REPLACED.keys()) & self._functions.keys():
+                self._redirect(name, inspect.unwrap(getattr(parallel_state, name)))
         elif shown["_DATA_PARALLEL_GROUP"] is not None and shown["_GLOBAL_MEMORY_BUFFER"] is None:
             self._module._set_global_memory_buffer()
 
@@ -112,8 +117,8 @@ def _own_functions(module: ModuleType) -> dict[str, FunctionType]:
 
 def _initialize(**given: Any) -> None:
     """What Megatron's `initialize_model_parallel` does once installed."""
-    name = inspect.signature(lifecycle.initialize_model_parallel).parameters["name"].default
-    if STORE.states or is_initialized(name):
+    lifecycle.check_sizes(given)
+    if STORE.states or is_initialized(lifecycle.DEFAULTS["name"]):
         alive = ", ".join(repr(grid.name) for grid in live_grids())
         raise MegatronStateError(
             f"model parallel is already initialized: grid {alive} is alive; end it with "
@@ -122,10 +127,29 @@ def _initialize(**given: Any) -> None:
     lifecycle.initialize_model_parallel(**given)
 
 
-_LIFECYCLE: dict[str, Callable[..., Any]] = {
+def _destroy() -> None:
+    """What Megatron's `destroy_model_parallel` does once installed."""
+    _ = STORE.current  # raises where a grid must be chosen first
+    for module, name in release_here().ends:
+        target: Any = sys.modules.get(module)  # what was never imported has nothing to end
+        for part in name.split("."):
+            target = getattr(target, part, None)
+        try:
+            if target is not None:
+                target()
+        except Exception as error:  # the state goes all the same, as Megatron's does
+            warnings.warn(f"{module}.{name}() failed: {error}", RuntimeWarning, stacklevel=3)
+    lifecycle.destroy_model_parallel()
+
+
+_REPLACED: dict[str, Callable[..., Any]] = {
     "initialize_model_parallel": _initialize,
-    "destroy_model_parallel": lifecycle.destroy_model_parallel,
+    "destroy_model_parallel": _destroy,
+    # Megatron's own are mistaken (see `departures`).
+    "create_all_gather_groups": rank_groups.create_all_gather_groups,
+    "get_hybrid_data_context_parallel_groups": dense.get_hybrid_data_context_parallel_groups,
 }
+"""Megatron's functions that do something else while it is installed."""
 _STATEFUL = {
     *dense.__all__, *expert.__all__, *pipeline.__all__,
     *(name for name in vars(buffers) if name.endswith("_buffer")),
@@ -213,37 +237,58 @@ def load_megatron() -> ModuleType:
     except ImportError as error:
         raise MegatronVersionError(
             f"megatron-core cannot be imported ({error}); pip install megatron-core=="
-            f"{SUPPORTED[-1]}"
+            f"{_INSTALLABLE}, or one of {', '.join(SUPPORTED)}"
         ) from error
-    problems = differences(module)
-    if found.split(".")[:2] not in [known.split(".")[:2] for known in SUPPORTED]:
+    release = release_of(found)
+    problems = differences(module, release)
+    if release is None:
         problems.insert(0, f"its version is {found}, known are {', '.join(SUPPORTED)}")
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise MegatronVersionError(
             f"megatron-core {found} is not one that the adapter knows:{listed}\n"
-            f"use megatron-core {' or '.join(SUPPORTED)}"
+            f"use megatron-core {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
         )
     return module
 
 
-def differences(module: ModuleType) -> list[str]:
-    """What a parallel_state has that the adapter does not know, and the other way round."""
+_INSTALLABLE = "0.16.1"
+"""The newest release that installs on every Python that commgrid runs on."""
+
+
+def differences(module: ModuleType, release: Release | None = None) -> list[str]:
+    """What a parallel_state has and a release has not, and what it lacks of what is needed.
+
+    Args:
+        module: `megatron.core.parallel_state`.
+        release: None: the newest.
+    """
+    known = release or NEWEST
     state = {n for n in vars(module) if re.fullmatch(r"_[A-Z][A-Z0-9_]*", n)}
     state |= {"_global_process_group_list"} & vars(module).keys()
     state.discard(_TARGETS)
-    found = [f"variable {name} is not known" for name in sorted(state.difference(VARIABLES))]
-    missing = set(VARIABLES) - state - _SINCE_0_16
-    found += [f"variable {name} is missing" for name in sorted(missing)]
-    theirs = inspect.signature(module.initialize_model_parallel).parameters
-    ours = inspect.signature(lifecycle.initialize_model_parallel).parameters
-    found += [
-        f"initialize_model_parallel has a parameter {name}" for name in theirs if name not in ours
-    ]
+    found = [f"variable {name} is not known" for name in sorted(state - known.variables)]
+    found += [f"variable {name} is missing" for name in sorted(known.variables - state)]
     own = _own_functions(module)
+    for name, function in own.items():
+        if name in known.functions:
+            found += _other_arguments(name, function, known.functions[name])
     found += [
         f"function {name} is not known"
-        for name in own if not name.startswith("_") and not hasattr(parallel_state, name)
+        for name in own if not name.startswith("_") and name not in known.functions
     ]  # fmt: skip
-    found += [f"function {name} was replaced by another" for name in _LIFECYCLE if name not in own]
-    return found
+    replaced = [name for name in _REPLACED if name in known.functions and name not in own]
+    return found + [f"function {name} was replaced by another" for name in replaced]
+
+
+def _other_arguments(name: str, function: FunctionType, known: Arguments) -> list[str]:
+    """How a function's arguments differ from those of a release."""
+    parameters = inspect.signature(function).parameters
+    added = [f"{name} has a parameter {one}" for one in parameters if one not in dict(known)]
+    defaults = ((one, parameter.default) for one, parameter in parameters.items())
+    empty = inspect.Parameter.empty
+    theirs = tuple((one, "" if value is empty else repr(value)) for one, value in defaults)
+    if added or theirs == known:
+        return added
+    words = [", ".join(one + "=" * bool(v) + v for one, v in a) for a in (theirs, known)]
+    return [f"{name} takes ({words[0]}), known is ({words[1]})"]

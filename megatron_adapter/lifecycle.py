@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
 import commgrid
 from commgrid.planning.layout import RankLayout
+from commgrid.planning.ranks import as_index
 from commgrid.planning.spec import DEFAULT_SHARE
 from commgrid.runtime.grid import HyperCommGrid, Seconds
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
+from megatron_adapter.grid_state import MegatronState
 from megatron_adapter.spec import (
     CONNECT,
     DEFAULT_ORDER,
@@ -22,7 +25,7 @@ from megatron_adapter.spec import (
     Pick,
     read_nccl_config,
 )
-from megatron_adapter.state import STORE, MegatronState
+from megatron_adapter.state import STORE
 
 RanksOf = Callable[[list[int]], Sequence[int]]
 """From the ranks of a pipeline to those that hold a copy of something."""
@@ -38,6 +41,8 @@ def initialize_model_parallel(
     hierarchical_context_parallel_sizes: list[int] | None = None,
     hybrid_context_parallel: bool = False,
     expert_model_parallel_size: int = 1,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
     num_distributed_optimizer_instances: int = 1,
     expert_tensor_parallel_size: int | None = None,
     nccl_communicator_config_path: str | None = None,
@@ -49,6 +54,8 @@ def initialize_model_parallel(
     high_priority_stream_groups: list[str] | None = None,
     sharp_enabled_group: str | None = None,
     create_all_gather_group: bool | None = False,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
     *,
     share: str = DEFAULT_SHARE,
     connect: str | Sequence[str] = CONNECT,
@@ -57,8 +64,9 @@ def initialize_model_parallel(
 ) -> HyperCommGrid:
     """One grid with exactly Megatron's groups, and Megatron's state read from it.
 
-    Every parameter means what it means to megatron-core 0.16.1's function of this name; those
-    after the star are commgrid's. Every rank of WORLD calls it, with the same arguments.
+    Every parameter means what it means to megatron-core's function of this name, in the release
+    that has it; those after the star are commgrid's. Every rank of the grid calls it, with the same
+    arguments.
 
     Args:
         tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size: sizes.
@@ -68,6 +76,8 @@ def initialize_model_parallel(
         hierarchical_context_parallel_sizes: levels of cp, innermost first.
         hybrid_context_parallel: groups of every power of two within dp · cp.
         expert_model_parallel_size, expert_tensor_parallel_size: sizes of the expert region.
+        gtp_remat_size, expert_gtp_remat_size: over how many ranks weights, and the experts', are
+            sharded to be gathered again where they are used (0.19).
         num_distributed_optimizer_instances: in how many parts dp is cut for the optimizer.
         nccl_communicator_config_path: YAML of NCCL options, by Megatron's names of groups.
         distributed_timeout_minutes: of collectives.
@@ -77,44 +87,32 @@ def initialize_model_parallel(
         create_gloo_process_groups: whether dp groups have twins over gloo.
         high_priority_stream_groups: Megatron's names of groups with streams of high priority.
         sharp_enabled_group: "dp" or "dp_replica".
-        create_all_gather_group: whether dp_cp has a second communicator.
+        create_all_gather_group: whether dp_cp has a second communicator (0.16 and 0.17; later
+            `create_all_gather_groups` makes it).
+        rank_offset, local_world_size: the first rank and the number of ranks of the grid (0.17);
+            None: as many as WORLD has. Other ranks may call it too, and get no state.
         share, startup_timeout, name: as `commgrid.initialize` takes them.
         connect: likewise; by default tp, cp, dp and pp connect now, the rest at first use, as
             all of Megatron's do.
 
     Returns:
-        The grid.
+        The grid; None on a rank that `rank_offset` and `local_world_size` leave out.
 
     Raises:
+        MegatronSizeError: sizes that do not fit (a RuntimeError, as Megatron's); also where
+            there is a state already.
         MegatronStateError: torch.distributed is not up, Megatron's state exists already, or
             what Megatron asserts does not hold (an AssertionError, as Megatron's).
-        MegatronSizeError: sizes that do not fit (a RuntimeError, as Megatron's).
         SpecError, GridMismatchError, PeerTimeoutError: see `commgrid.initialize`.
     """
+    given = dict(locals())
+    sizes = check_sizes(given)
+    _check_free(name)
     virtual = virtual_pipeline_model_parallel_size
-    _check_start(name, pipeline_model_parallel_size, virtual)
-    nccl = read_nccl_config(nccl_communicator_config_path, high_priority_stream_groups)
-    sharp = _sharp_group(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
-    if sharp is not None:
-        nccl.setdefault(sharp, {})[SHARP] = 1
-    sizes = MegatronSizes(
-        world_size=dist.get_world_size(),
-        tp=tensor_model_parallel_size,
-        pp=pipeline_model_parallel_size,
-        cp=context_parallel_size,
-        ep=expert_model_parallel_size,
-        etp=expert_tensor_parallel_size,
-        instances=num_distributed_optimizer_instances,
-        order=order,
-        hierarchical=tuple(hierarchical_context_parallel_sizes or ()),
-        hybrid=hybrid_context_parallel,
-        gloo=create_gloo_process_groups,
-        all_gather=bool(create_all_gather_group),
-        pipeline_backend=pipeline_model_parallel_comm_backend,
-        backend=dist.get_backend_config(),
-        nccl=nccl,
-    )
-    sizes.check()
+    if sizes.offset is not None and dist.get_rank() - sizes.offset not in range(sizes.world_size):
+        STORE.set_virtual_stages(virtual)
+        # As commgrid.initialize does; the annotation is for the many who give no offset.
+        return cast("HyperCommGrid", None)
     chosen = _choose(sizes, get_embedding_ranks, get_position_embedding_ranks)
     picks: dict[str, Any] = {one: tuple(sorted(positions)) for one, positions in chosen.items()}
     grid = commgrid.initialize(
@@ -135,22 +133,82 @@ def initialize_model_parallel(
     return grid
 
 
-def _check_start(name: str, pp: int, virtual: int | None) -> None:
-    """Refuses to start where Megatron's asserts would, or with virtual stages of one stage."""
+DEFAULTS = {
+    name: one.default
+    for name, one in inspect.signature(initialize_model_parallel).parameters.items()
+}
+"""What `initialize_model_parallel` takes, and what it is by default."""
+
+
+def check_sizes(given: Mapping[str, Any]) -> MegatronSizes:
+    """What arguments of `initialize_model_parallel` say about groups, checked in Megatron's order.
+
+    Raises:
+        MegatronStateError, MegatronSizeError, SpecError: as `initialize_model_parallel`.
+    """
+    given = {**DEFAULTS, **given}
+    instances = given["num_distributed_optimizer_instances"]
+    sharp = _sharp_group(given["use_sharp"], given["sharp_enabled_group"], instances)
     if not dist.is_initialized():
         raise MegatronStateError(
             "torch.distributed is not initialized; call torch.distributed.init_process_group "
             "before initialize_model_parallel, as Megatron wants it"
         )
+    offset, world_size = _ranks(given["rank_offset"], given["local_world_size"])
+    nccl = read_nccl_config(
+        given["nccl_communicator_config_path"], given["high_priority_stream_groups"]
+    )
+    if sharp is not None:
+        nccl.setdefault(sharp, {})[SHARP] = 1
+    sizes = MegatronSizes(
+        world_size=world_size,
+        offset=offset,
+        tp=given["tensor_model_parallel_size"],
+        pp=given["pipeline_model_parallel_size"],
+        cp=given["context_parallel_size"],
+        ep=given["expert_model_parallel_size"],
+        etp=given["expert_tensor_parallel_size"],
+        gtp=given["gtp_remat_size"],
+        egtp=given["expert_gtp_remat_size"],
+        instances=instances,
+        order=given["order"],
+        hierarchical=tuple(given["hierarchical_context_parallel_sizes"] or ()),
+        hybrid=given["hybrid_context_parallel"],
+        gloo=given["create_gloo_process_groups"],
+        all_gather=bool(given["create_all_gather_group"]),
+        pipeline_backend=given["pipeline_model_parallel_comm_backend"],
+        backend=dist.get_backend_config(),
+        nccl=nccl,
+    )
+    virtual = given["virtual_pipeline_model_parallel_size"]
+    if virtual is not None and sizes.pp == 1:
+        raise MegatronSizeError(
+            f"virtual_pipeline_model_parallel_size={virtual} needs a "
+            f"pipeline_model_parallel_size above 1, not {sizes.pp}"
+        )
+    sizes.check()
+    return sizes
+
+
+def _ranks(rank_offset: Any, local_world_size: Any) -> tuple[int | None, int]:
+    """The first rank of the grid, None where it is the world, and how many there are."""
+    world = dist.get_world_size()
+    offset = as_index(rank_offset)
+    size = world if local_world_size is None else as_index(local_world_size)
+    if offset is None or size is None or offset < 0 or size < 1 or offset + size > world:
+        raise MegatronSizeError(
+            f"rank_offset={rank_offset!r} and local_world_size={local_world_size!r}: expected a "
+            f"first rank and a number of ranks from there, within the {world} ranks of WORLD"
+        )
+    return (None if size == world else offset), size
+
+
+def _check_free(name: str) -> None:
+    """Refuses a second state of one name."""
     if any(state.grid.name == name for state in STORE.states):
         raise MegatronStateError(
             f"model parallel is already initialized on grid {name!r}; call destroy_model_parallel "
             "first, or give another name="
-        )
-    if virtual is not None and pp < 2:
-        raise MegatronSizeError(
-            f"virtual_pipeline_model_parallel_size={virtual} needs a "
-            f"pipeline_model_parallel_size above 1, not {pp}"
         )
 
 
@@ -176,7 +234,8 @@ def _choose(
 ) -> dict[str, Pick]:
     """Where in its pipeline the ranks are that functions choose for an embedding."""
     dense, _ = sizes.axes()
-    pipeline = list(RankLayout.from_sizes(dense).group(dist.get_rank(), "pp"))
+    layout = RankLayout.from_sizes(dense, offset=sizes.offset or 0)
+    pipeline = list(layout.group(dist.get_rank(), "pp"))
     found = {}
     functions = {"embedding": embedding, "position_embedding": position_embedding}
     for name, function in functions.items():

@@ -1,12 +1,17 @@
 """Which commgrid group each of Megatron-core's groups is; `python -m megatron_adapter names`.
 
-As in `megatron.core.parallel_state` of megatron-core 0.15.3 and 0.16.1. Everything else here
-reads this table: the state that is put behind Megatron's functions, the groups a grid is given
-for it, and the fields of a ProcessGroupCollection.
+Of all releases together; which of them has what is in `releases`. Everything else here reads this
+table: the state that is put behind Megatron's functions, the groups a grid is given for it, and the
+fields of a ProcessGroupCollection.
+
+Where weights are sharded and gathered again (Megatron's GTP, its `gtp_remat` axes), the grid has an
+axis `gtp` in its dense region, `egtp` in the experts', or both. Some of Megatron's groups then span
+it, and some exist only then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 
@@ -21,6 +26,8 @@ class MegatronGroup(NamedTuple):
         field: of a ProcessGroupCollection.
         options: its key in an NCCL configuration file.
         made_of: where it is no combination of axes, in words.
+        with_gtp: its name instead where the grid has the axis `gtp`.
+        without_gtp: the group it is another name of where the grid lacks the axis it runs along.
     """
 
     getter: str
@@ -30,11 +37,28 @@ class MegatronGroup(NamedTuple):
     field: str | None = None
     options: str | None = None
     made_of: str = ""
+    with_gtp: str | None = None
+    without_gtp: str | None = None
+
+    def name_on(self, axes: Container[str]) -> str:
+        """The name of its ranks on a grid with these axes.
+
+        >>> full = next(group for group in MEGATRON_GROUPS if group.name == "edp_egtp")
+        >>> full.name_on(["tp", "egtp"]), full.name_on(["tp", "gtp"])
+        ('edp_egtp', 'edp')
+        """
+        if self.with_gtp is not None and "gtp" in axes:
+            return self.with_gtp
+        axis = "egtp" if "egtp" in self.name else "gtp"
+        if self.without_gtp is not None and axis not in axes:
+            return self.without_gtp
+        return self.name
 
 
 _WITH_CP = "with_context_parallel=True"
 _PARTIAL = "partial_data_parallel=True"
 _PARTIAL_EXPERT = "partial_expert_data_parallel=True"
+_FULL = "with_gtp_remat=True"
 
 MEGATRON_GROUPS = (
     MegatronGroup(
@@ -47,7 +71,7 @@ MEGATRON_GROUPS = (
     ),
     MegatronGroup(
         "get_model_parallel_group()", "pp_tp", "_MODEL_PARALLEL_GROUP",
-        "_MODEL_PARALLEL_GLOBAL_RANKS", "mp", "mp",
+        "_MODEL_PARALLEL_GLOBAL_RANKS", "mp", "mp", with_gtp="pp_gtp_tp",
     ),
     MegatronGroup(
         "get_data_parallel_group()", "dp", "_DATA_PARALLEL_GROUP",
@@ -63,7 +87,8 @@ MEGATRON_GROUPS = (
     ),
     MegatronGroup(
         f"get_data_parallel_group({_WITH_CP}, independent_all_gather=True)", "dp_cp_ag",
-        "_DATA_PARALLEL_GROUP_WITH_CP_AG", made_of="dp_cp, a communicator of its own",
+        "_DATA_PARALLEL_GROUP_WITH_CP_AG", None, "dp_cp_ag",
+        made_of="dp_cp, a communicator of its own",
     ),
     MegatronGroup(
         f"get_data_parallel_group_gloo({_WITH_CP})", "dp_cp_gloo",
@@ -88,11 +113,12 @@ MEGATRON_GROUPS = (
     ),
     MegatronGroup(
         "get_tensor_and_data_parallel_group()", "dp_tp", "_TENSOR_AND_DATA_PARALLEL_GROUP",
-        options="tp_dp",
+        options="tp_dp", with_gtp="dp_gtp_tp",
     ),
     MegatronGroup(
         f"get_tensor_and_data_parallel_group({_WITH_CP})", "dp_cp_tp",
         "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", None, "tp_dp_cp", "tp_dp_cp",
+        with_gtp="dp_cp_gtp_tp",
     ),
     MegatronGroup(
         "get_embedding_group()", "embedding", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS",
@@ -145,11 +171,51 @@ MEGATRON_GROUPS = (
         "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", None, "intra_dist_opt",
         "intra_dist_opt_instance", "all ranks of one optimizer instance",
     ),
+    MegatronGroup(
+        "create_all_gather_groups(for_expert_parallelism=True)[1]", "edp_ag",
+        "_EXPERT_DATA_PARALLEL_GROUP_AG", None, "expt_dp_ag",
+        made_of="edp, a communicator of its own",
+    ),
+    MegatronGroup(
+        "get_gtp_weight_remat_group()", "gtp", "_GTP_WEIGHT_REMAT_GROUP",
+        "_GTP_WEIGHT_REMAT_GLOBAL_RANKS", "gtp_remat", "gtp_remat",
+    ),
+    MegatronGroup(
+        f"get_data_parallel_group({_FULL})", "dp_gtp", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+        options="gtp_remat_dp", without_gtp="dp",
+    ),
+    MegatronGroup(
+        f"get_data_parallel_group({_WITH_CP}, {_FULL})", "dp_cp_gtp",
+        "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", None, "dp_cp_gtp_remat", "gtp_remat_dp_cp",
+        without_gtp="dp_cp",
+    ),
+    MegatronGroup(
+        f"get_data_parallel_group({_WITH_CP}, {_FULL}, {_PARTIAL})", "dp_cp_gtp",
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", without_gtp="intra_dp_cp",
+    ),
+    MegatronGroup(
+        "get_expert_gtp_weight_remat_group()", "egtp", "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
+        "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", "expt_gtp_remat", "expt_gtp_remat",
+    ),
+    MegatronGroup(
+        f"get_expert_data_parallel_group({_FULL})", "edp_egtp",
+        "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", None, "expt_dp_gtp_remat", "ep_gtp_remat_dp",
+        without_gtp="edp",
+    ),
+    MegatronGroup(
+        f"get_expert_data_parallel_group({_FULL}, {_PARTIAL_EXPERT})", "edp_egtp",
+        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", without_gtp="intra_edp",
+    ),
+    MegatronGroup(
+        "get_expert_tensor_model_pipeline_parallel_group(with_egtp_remat=True)", "pp_egtp_ep_etp",
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", None, "tp_ep_pp_with_egtp_remat",
+        "tp_ep_gtp_remat_pp", without_gtp="pp_ep_etp",
+    ),
 )  # fmt: skip
 """Every group that Megatron-core has one of. Besides these `hcp_0`, `hcp_1`, … are the levels of
 hierarchical context parallelism and `hybrid_2`, `hybrid_4`, … the parts of dp_cp."""
 
-OPTIONAL = frozenset({"dp_cp_ag", "inter_edp"})
+OPTIONAL = frozenset({"dp_cp_ag", "edp_ag", "inter_edp"})
 """Groups that exist only where their option asks for them, besides those over gloo."""
 
 
@@ -169,8 +235,13 @@ def as_text() -> str:
     name = max(len(group.name) for group in MEGATRON_GROUPS)
     lines = [f"{'megatron.core.parallel_state':{wide}}  {'commgrid':{name}}  collection"]
     for group in MEGATRON_GROUPS:
+        made_of = group.made_of
+        if group.without_gtp is not None:
+            made_of = f"{group.without_gtp} where the grid has no axis for it"
+        if group.with_gtp is not None:
+            made_of = f"{group.with_gtp} where the grid has gtp"
         lines.append(
-            f"{group.getter:{wide}}  {group.name:{name}}  {group.field or '':14} {group.made_of}"
+            f"{group.getter:{wide}}  {group.name:{name}}  {group.field or '':24} {made_of}"
         )
     lines += [
         f"{'get_hierarchical_context_parallel_groups()':{wide}}  {'hcp_0, hcp_1, …':{name}}  hcp",

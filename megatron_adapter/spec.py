@@ -10,18 +10,20 @@ its two regions; what is no combination of axes is a row of the groups table:
 | hierarchical context parallelism | `{of: cp, split: {hcp_1: 2, hcp_0: 4}}` |
 | hybrid context parallelism | `{of: dp_cp, split: {_: 4, hybrid_2: 2}}`, for each size |
 | embedding groups | `{of: pp, pick: [first, last]}` |
+| sharded weights (`gtp_remat`) | axes `gtp`, `egtp`; of size 1 `{of: tp, split: {_: 4, gtp: 1}}` |
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
+from commgrid.planning.ranks import as_index
 from commgrid.planning.spec import DEFAULT_SHARE, GridSpec
 from commgrid.planning.yaml_io import load_yaml
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
@@ -56,6 +58,9 @@ class MegatronSizes:
         pipeline_backend: of the pipeline's groups; None: WORLD's.
         backend: WORLD's, which the embeddings keep beside a pipeline with another one.
         nccl: a key of an NCCL configuration file to its options.
+        gtp, egtp: over how many ranks weights, and experts' weights, are sharded to be gathered
+            again where they are used (Megatron's `gtp_remat` sizes).
+        offset: the first rank; None: the grid is the whole world.
     """
 
     world_size: int
@@ -75,6 +80,17 @@ class MegatronSizes:
     pipeline_backend: str | None = None
     backend: str = "nccl"
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    gtp: int = 1
+    egtp: int = 1
+    offset: int | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # NumPy's integers are sizes as well
+            value = getattr(self, one.name)
+            index = as_index(value)
+            if index is not None and index is not value:
+                object.__setattr__(self, one.name, index)
+        object.__setattr__(self, "hierarchical", tuple(as_index(n) or n for n in self.hierarchical))
 
     @property
     def expert_tp(self) -> int:
@@ -84,12 +100,12 @@ class MegatronSizes:
     @property
     def dp(self) -> int:
         """Data-parallel size."""
-        return self.world_size // (self.tp * self.pp * self.cp)
+        return self.world_size // (self.tp * self.pp * self.cp * self.gtp)
 
     @property
     def edp(self) -> int:
         """Expert data-parallel size."""
-        return self.world_size // (self.expert_tp * self.ep * self.pp)
+        return self.world_size // (self.expert_tp * self.ep * self.pp * self.egtp)
 
     def check(self) -> None:
         """Refuses what Megatron refuses.
@@ -100,11 +116,18 @@ class MegatronSizes:
                 pipelines, instances or levels that do not divide.
         """
         given = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.expert_tp}
+        given |= {"gtp": self.gtp, "egtp": self.egtp}
         for name, size in {**given, "distributed optimizer instances": self.instances}.items():
             if type(size) is not int or size < 1:
                 raise MegatronSizeError(f"{name}={size!r}: expected a positive integer")
-        for names, what in (("tp pp cp", "model"), ("etp ep pp", "expert model")):
-            sizes = {name: given[name] for name in names.split()}
+        if self.instances > 1 and max(self.gtp, self.egtp) > 1:
+            raise MegatronStateError(
+                f"gtp={self.gtp} and egtp={self.egtp} with {self.instances} distributed optimizer "
+                "instances: sharded weights go with one instance"
+            )
+        for names, what in (("tp pp cp gtp", "model"), ("etp ep pp egtp", "expert model")):
+            chosen = [n for n in names.split() if "gtp" not in n or given[n] > 1]
+            sizes = {name: given[name] for name in chosen}
             product = math.prod(sizes.values())
             if self.world_size % product:
                 equation = " · ".join(f"{name}={size}" for name, size in sizes.items())
@@ -148,32 +171,51 @@ class MegatronSizes:
             )
 
     def axes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Axis to size, fastest first, of the dense and the expert region."""
-        sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp, "pp": self.pp}
+        """Axis to size, fastest first, of the dense and the expert region.
+
+        The axes of sharded weights stand next to tp, and behind ep, unless the order names
+        `gtp_remat` itself; those of size 1 are left out.
+        """
+        sizes = {
+            "tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp, "pp": self.pp,
+            "gtp_remat": self.gtp,
+        }  # fmt: skip
         placed = self.order.lower().split("-")
         for axis in placed:
             if axis not in sizes or placed.count(axis) > 1:
+                axes = [axis for axis in sizes if axis != "gtp_remat"]
                 raise MegatronSizeError(
                     f"order={self.order!r}: {axis!r} is no axis, or there twice; expected each of "
-                    f"{', '.join(sizes)} once, such as {DEFAULT_ORDER}{nearest(axis, sizes)}"
+                    f"{', '.join(axes)} once, such as {DEFAULT_ORDER}{nearest(axis, axes)}"
                 )
+        orders = _with_gtp(placed, "tp"), _with_gtp(placed, "ep")
+        missing = []
         for axis, size in {**sizes, "dp": max(self.dp, self.edp)}.items():
-            if axis not in placed:
+            if axis not in orders[0]:
                 if size != 1:
                     raise MegatronSizeError(
                         f"order={self.order!r}: {axis} is missing, and its size is {size}"
                     )
-                placed.append(axis)
-        dense = {axis: sizes[axis] for axis in placed if axis != "ep"}
+                missing.append(axis)
+        for order in orders:
+            order += missing
+        skipped = ("ep",) if self.gtp > 1 else ("ep", "gtp_remat")
+        named = {"gtp_remat": "gtp"}
+        dense = {named.get(axis, axis): sizes[axis] for axis in orders[0] if axis not in skipped}
         data = {"edp": self.edp}
         if self.instances > 1:
             data = {"intra_edp": self.edp // self.instances, "inter_edp": self.instances}
         parts: dict[str, dict[str, int]] = {
             "tp": {"etp": self.expert_tp}, "cp": {}, "ep": {"ep": self.ep}, "dp": data,
-            "pp": {"pp": self.pp},
+            "pp": {"pp": self.pp}, "gtp_remat": {"egtp": self.egtp} if self.egtp > 1 else {},
         }  # fmt: skip
-        expert = {name: size for axis in placed for name, size in parts[axis].items()}
+        expert = {name: size for axis in orders[1] for name, size in parts[axis].items()}
         return dense, expert
+
+    @property
+    def axis_names(self) -> frozenset[str]:
+        """The axes of both regions."""
+        return frozenset(axis for region in self.axes() for axis in region)
 
     def spec(
         self, *, share: str = DEFAULT_SHARE, connect: str | Sequence[str] = CONNECT
@@ -201,13 +243,19 @@ class MegatronSizes:
             "share": share,
             "groups": groups,
         }
-        return GridSpec.from_dict(config).resolve(self.world_size)
+        if self.offset is None:
+            return GridSpec.from_dict(config).resolve(self.world_size)
+        ranks = range(self.offset, self.offset + self.world_size)
+        return GridSpec.from_dict(config).resolve(ranks=ranks)
 
     def _combinations(self, groups: Mapping[str, Any]) -> list[str]:
         """The names to create that are combinations of axes, and no rows of the groups table."""
         rows = {*groups, "intra_dp_cp", "embedding", "position_embedding", *OPTIONAL}
-        plain = (group.name for group in MEGATRON_GROUPS if not group.name.endswith("_gloo"))
-        return [n for n in plain if n not in rows] + ["inter_edp"] * (self.instances > 1)
+        rows |= {part for row in groups.values() for part in row.get("split", ())}
+        axes = self.axis_names
+        plain = (group.name_on(axes) for group in MEGATRON_GROUPS)
+        wanted = [n for n in plain if n not in rows and not n.endswith("_gloo")]
+        return [*dict.fromkeys(wanted)] + ["inter_edp"] * (self.instances > 1)
 
     def _groups(self) -> dict[str, dict[str, Any]]:
         """The rows of the groups table."""
@@ -225,14 +273,13 @@ class MegatronSizes:
         else:
             rows["intra_dp_cp"] = {"of": "dp_cp"}
             rows["intra_edp"] = {"of": "edp"}
-            rows["intra_dist_opt"] = {"of": "pp_edp_ep_etp"}
-        if self.gloo:
-            twins = ["dp_cp", "dp", "edp"] + (["intra_dp_cp", "intra_edp"] if several else [])
-            for name in twins:
-                rows[f"{name}_gloo"] = {"of": name, "own": True, "backend": "gloo"}
-            if not several:
-                rows["intra_dp_cp_gloo"] = {"of": "dp_cp_gloo"}
-                rows["intra_edp_gloo"] = {"of": "edp_gloo"}
+            whole = "pp_edp_egtp_ep_etp" if self.egtp > 1 else "pp_edp_ep_etp"
+            rows["intra_dist_opt"] = {"of": whole}
+        rows |= self._gloo_rows()
+        for axis, size, of in (("gtp", self.gtp, "tp"), ("egtp", self.egtp, "etp")):
+            if size == 1:  # a group of one rank, as all of Megatron's that have nothing to do
+                rest = self.tp if of == "tp" else self.expert_tp
+                rows[f"{axis}_of_{of}"] = {"of": of, "split": {"_": rest, axis: 1}}
         both_ends = (0, self.pp - 1) if self.pp > 1 else (0,)
         embedding = both_ends if self.embedding is None else self.embedding
         picks = {"embedding": embedding, "position_embedding": self.position_embedding}
@@ -241,6 +288,21 @@ class MegatronSizes:
             levels = {hierarchical(i): size for i, size in enumerate(self.hierarchical)}
             rows["hcp"] = {"of": "cp", "split": dict(reversed(levels.items()))}
         return rows | (self._hybrid_rows() if self.hybrid else {})
+
+    def _gloo_rows(self) -> dict[str, dict[str, Any]]:
+        """The twins over gloo; Megatron has none of groups that sharded weights cut smaller."""
+        several = ["intra_dp_cp", "intra_edp"] if self.instances > 1 else []
+        twins = [name for name in ("dp_cp", "dp", "edp", *several) if self.gloo and self.gtp == 1]
+        twins = [name for name in twins if name != "edp" or self.egtp == 1]
+        rows: dict[str, dict[str, Any]] = {
+            f"{name}_gloo": {"of": name, "own": True, "backend": "gloo"} for name in twins
+        }
+        if not several:
+            rows |= {
+                f"intra_{name}_gloo": {"of": f"{name}_gloo"}
+                for name in ("dp_cp", "edp") if name in twins
+            }  # fmt: skip
+        return rows
 
     def _hybrid_rows(self) -> dict[str, dict[str, Any]]:
         """A group of every power of two below dp · cp: blocks of that many neighbours.
@@ -264,11 +326,17 @@ class MegatronSizes:
 
     def _options(self) -> dict[str, dict[str, Any]]:
         """Rows that set options: the pipeline's backend, and what NCCL is told."""
-        known = {group.options: group.name for group in MEGATRON_GROUPS if group.options}
+        axes = self.axis_names
+        known = {group.options: group.name_on(axes) for group in MEGATRON_GROUPS if group.options}
         known["hcp"] = "hcp"
         rows: dict[str, dict[str, Any]] = {}
         groups = self._groups()
         exist = {*groups, *self._combinations(groups)}
+        # Keys of groups that are others' communicators here say nothing.
+        idle = {
+            group.options for group in MEGATRON_GROUPS
+            if group.without_gtp is not None and group.name_on(axes) != group.name
+        }  # fmt: skip
         if self.instances == 1:  # then these are other names of others' communicators
             exist -= {"intra_dp_cp", "intra_edp", "intra_dist_opt"}
         for key, options in self.nccl.items():
@@ -289,6 +357,8 @@ class MegatronSizes:
                     f"NCCL options for {key!r}: net_name={net!r}; expected IB or socket"
                 )
             name = known[key]
+            if key in idle:
+                continue
             if name == "intra_dp_cp" and self.instances > 1:
                 name = "instances"
             if name in exist:
@@ -298,6 +368,15 @@ class MegatronSizes:
             for name in {"embedding", "position_embedding"} & groups.keys():
                 rows.setdefault(name, {})["backend"] = self.backend
         return rows
+
+
+def _with_gtp(placed: Sequence[str], after: str) -> list[str]:
+    """An order with the axis of sharded weights behind another; behind tp where that is missing."""
+    found = list(placed)
+    if "gtp_remat" not in found:
+        anchor = after if after in found else "tp"
+        found.insert(found.index(anchor) + 1 if anchor in found else 0, "gtp_remat")
+    return found
 
 
 def _fits(sizes: Mapping[str, int], world: int) -> str:
@@ -334,56 +413,3 @@ def read_nccl_config(
     for name in high_priority_stream_groups or ():
         options.setdefault(name, {})["is_high_priority_stream"] = True
     return options
-
-
-def sizes_of(spec: GridSpec, world_size: int) -> MegatronSizes:
-    """What Megatron would be told for a grid that somebody else described.
-
-    Raises:
-        SpecError: the grid has axes or a region that Megatron has no words for.
-    """
-    dense, *others = spec.regions
-    shape = spec.shape
-    wrong = [axis for axis in dense.axes if axis not in ("tp", "cp", "dp", "pp")]
-    expert = [r for r in others if r.name == "expert"]
-    for region in others:
-        data = {*region.axes} - {"etp", "ep", "pp"}
-        plain = len(region.axes) == 3 + len(data) and (
-            data in ({"edp"}, {"intra_edp", "inter_edp"})
-        )
-        wrong += [] if region.name == "expert" and plain else [f"region {region.name}"]
-    if wrong or not {"tp", "pp"} <= {*dense.axes}:
-        raise SpecError(
-            f"Megatron cannot express a grid with {', '.join(wrong) or 'these axes'}; it has tp, "
-            "cp, dp and pp, and a region `expert` with etp, ep, edp and pp"
-        )
-    placed = list(dense.axes)
-    if expert:
-        axes = list(expert[0].axes)
-        after = (axis for axis in axes[axes.index("ep") + 1 :] if shape[axis] > 1)
-        follower = {"edp": "dp", "intra_edp": "dp", "inter_edp": "dp", "etp": "tp", "pp": "pp"}
-        place = next((placed.index(follower[axis]) for axis in after), len(placed))
-        placed.insert(place, "ep")
-    else:
-        placed.insert(placed.index("dp"), "ep")
-    levels: list[int] = []
-    while hierarchical(len(levels)) in spec.definitions:
-        definition = spec.definitions[hierarchical(len(levels))]
-        levels.append(definition.size(shape))
-    sizes = MegatronSizes(
-        world_size=world_size,
-        tp=shape["tp"], pp=shape["pp"], cp=shape.get("cp", 1), ep=shape.get("ep", 1),
-        etp=shape.get("etp", shape["tp"]), instances=shape.get("inter_edp", 1),
-        order="-".join(placed), hierarchical=tuple(levels),
-        hybrid=not spec.definitions.keys().isdisjoint((hybrid(2), hybrid(2, 0))),
-        all_gather="dp_cp_ag" in spec.definitions,
-    )  # fmt: skip
-    for mine, theirs in zip(spec.regions, sizes.spec().regions, strict=False):
-        layouts = [[one for one in region.numbers if one[1] > 1] for region in (mine, theirs)]
-        if layouts[0] != layouts[1]:
-            orders = ["-".join(axis for axis, _ in layout) for layout in layouts]
-            raise SpecError(
-                f"Megatron cannot express region {mine.name!r} in the order {orders[0]}; both its "
-                f"regions have one order, in which this one is {orders[1]}"
-            )
-    return sizes

@@ -1,206 +1,21 @@
-"""Megatron's parallel state as a grid gives it: which groups, ranks and numbers, and of which grid.
+"""Which grids Megatron's parallel state is asked of.
 
-Megatron-core keeps its state in some fifty variables of one module. `MegatronState` holds the
-same variables for one grid; `STORE` knows every grid that has such a state, which of them is
-asked, and keeps the variables of an installed megatron-core the same.
+`STORE` knows every grid that has such a state, which of them is asked, and keeps the variables of
+an installed megatron-core the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
-from commgrid.errors import SpecError, UnknownGroupError
-from commgrid.planning.spec import GridSpec
+from commgrid.errors import SpecError
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.registry import get_grid
+from commgrid.runtime.registry import get_grid, live_grids
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError
-from megatron_adapter.names import MEGATRON_GROUPS, hierarchical, hybrid
-from megatron_adapter.spec import sizes_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-_OVERRIDES = tuple(
-    f"_MPU_{what}_{number}"
-    for what in (
-        "TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "DATA_PARALLEL",
-        "EXPERT_MODEL_PARALLEL", "EXPERT_TENSOR_PARALLEL",
-    )
-    for number in ("WORLD_SIZE", "RANK")
-)  # fmt: skip
-_OTHERS = (
-    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_HYBRID_DP_CP_GROUPS", "_GLOBAL_MEMORY_BUFFER",
-    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list",
-)  # fmt: skip
-_KEPT = (*_OVERRIDES, *_OTHERS[:2])
-"""What is not initialization's to set alone: it stays if it was set before."""
-
-VARIABLES = (
-    *(group.state for group in MEGATRON_GROUPS),
-    *(group.ranks for group in MEGATRON_GROUPS if group.ranks is not None),
-    *_OVERRIDES,
-    *_OTHERS,
-)
-"""Every variable of `megatron.core.parallel_state` that is state."""
-
-
-def initial() -> dict[str, Any]:
-    """The variables as they are before any initialization."""
-    values: dict[str, Any] = dict.fromkeys(VARIABLES)
-    values["_HYBRID_DP_CP_GROUPS"] = {}
-    return values
-
-
-class MegatronState:
-    """Megatron's variables for one grid.
-
-    Groups that Megatron has and the grid has not (embedding groups, gloo twins, an expert
-    region) are created on a companion grid over the same ranks, which every rank must reach.
-
-    Args:
-        grid: alive, with axes that Megatron has words for.
-        owns_grid: whether it was made for Megatron: it has what it is to have, and `close`
-            destroys it.
-
-    Raises:
-        SpecError: Megatron cannot express the grid, or a group of one of its names is another.
-    """
-
-    def __init__(self, grid: HyperCommGrid, *, owns_grid: bool = False) -> None:
-        self.grid, self.owns_grid = grid, owns_grid
-        self._expected = grid.spec if owns_grid else sizes_of(grid.spec, grid.world_size).spec()
-        self.companion = None if owns_grid else self._make_companion()
-        self.handed_out = False  # whether somebody keeps its groups, as in a collection
-        self.values = initial()
-        try:
-            self._fill()
-        except BaseException:
-            self.close()
-            raise
-
-    def _fill(self) -> None:
-        for group in MEGATRON_GROUPS:
-            name = self._meaning(group.name)
-            if self.is_member(name):
-                self.values[group.state] = self.find(name)
-                if group.ranks is not None:
-                    self.values[group.ranks] = list(self._grid_with(name).get_ranks(name))
-        self.values["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = self._levels() or None
-        self.values["_HYBRID_DP_CP_GROUPS"] = self._parts()
-        self.values["_global_process_group_list"] = [
-            None, *(c.group for one in self._grids for c in one.communicators)
-        ]  # fmt: skip
-
-    @property
-    def _grids(self) -> list[HyperCommGrid]:
-        return [self.grid] if self.companion is None else [self.grid, self.companion]
-
-    def _meaning(self, name: str) -> str:
-        """The name itself, or that of the group it is merely another name of."""
-        definition = self._expected.definitions.get(_canonical(self._expected, name))
-        return name if definition is None or definition.same_as is None else definition.same_as
-
-    def _make_companion(self) -> HyperCommGrid | None:
-        expected = self._expected
-        rows = {
-            made: entry
-            for entry in expected.groups for made in (dict(entry.split or {}) or [entry.name])
-        }  # fmt: skip
-        wanted = {self._meaning(group.name) for group in MEGATRON_GROUPS}
-        known = {name for name in wanted if _canonical(expected, name) in expected.definitions}
-        missing = [name for name in sorted(known) if not _has(self.grid, name)]
-        for name in rows:
-            if name in self.grid.spec.definitions:
-                _check_same(self.grid, expected, name)
-        if not missing:
-            return None
-        spec = replace(
-            expected,
-            create=tuple(name for name in missing if name not in rows),
-            groups=tuple(dict.fromkeys(rows[name] for name in missing if name in rows)),
-            connect="none",
-            share=self.grid.spec.share,
-            ranks=self.grid.spec.ranks,
-        )
-        return HyperCommGrid(
-            spec, name=f"{self.grid.name}/megatron", backend=self.grid.backend,
-            timeout=self.grid.timeout,
-        )  # fmt: skip
-
-    def _grid_with(self, name: str) -> HyperCommGrid:
-        for grid in self._grids:
-            if _has(grid, name):
-                return grid
-        raise UnknownGroupError(f"grid {self.grid.name!r} has no group {name!r}")
-
-    def has(self, name: str) -> bool:
-        """Whether a group of this name was created, on this rank or others."""
-        return any(_has(grid, name) for grid in self._grids)
-
-    def is_member(self, name: str) -> bool:
-        """Whether this rank is in the group; also False where there is none of this name."""
-        return self.has(name) and self._grid_with(name).is_member(name)
-
-    def find(self, name: str) -> ProcessGroup:
-        """A group by its commgrid name."""
-        return self._grid_with(name).get_group(name)
-
-    def _levels(self) -> list[ProcessGroup]:
-        found: list[ProcessGroup] = []
-        while self.is_member(hierarchical(len(found))):
-            found.append(self.find(hierarchical(len(found))))
-        return found
-
-    def _parts(self) -> dict[int, ProcessGroup]:
-        found = {}
-        members = len(self.grid.get_ranks("dp_cp")) if _has(self.grid, "dp_cp") else 0
-        size = 2
-        while 2 * size <= members:
-            block = self.grid.get_local_rank("dp_cp") // size
-            for name in (hybrid(size), hybrid(size, block)):
-                if self.is_member(name):
-                    found[size] = self.find(name)
-            size *= 2
-        return found
-
-    def close(self) -> None:
-        """Destroys what it made."""
-        self.values = initial()
-        companion, self.companion = self.companion, None
-        if companion is not None:
-            companion.destroy()
-        if self.owns_grid and not self.grid.is_destroyed:
-            self.grid.destroy()
-
-
-def _canonical(spec: GridSpec, name: str) -> str:
-    try:
-        return spec.resolve_name(name)
-    except UnknownGroupError:
-        return name
-
-
-def _has(grid: HyperCommGrid, name: str) -> bool:
-    return _canonical(grid.spec, name) in grid.group_names
-
-
-def _check_same(grid: HyperCommGrid, expected: GridSpec, name: str) -> None:
-    """Refuses a group that has one of Megatron's names and other members."""
-    mine, theirs = grid.spec.definitions[name], expected.definitions[name]
-    size = grid.size(*mine.axes)
-    pairs = [(d.region, {*d.axes}, d.positions(size), d.part) for d in (mine, theirs)]
-    over = theirs.options.backend in (None, mine.options.backend)
-    if pairs[0] != pairs[1] or (theirs.own and not mine.own) or not over:
-        row = next(e for e in expected.groups if name in (e.name, *dict(e.split or ())))
-        raise SpecError(
-            f"groups.{name} of grid {grid.name!r} is not what Megatron means by it; expected "
-            f"{row.to_dict()}, or another name"
-        )
+from megatron_adapter.grid_state import KEPT, VIRTUAL_STAGES, MegatronState, initial
 
 
 class Publisher(Protocol):
@@ -224,6 +39,7 @@ class Store:
         self._blank = initial()  # what is asked and set while there is no grid
         self._publisher: Publisher | None = None
         self._shown: dict[str, Any] | None = None
+        self._alone: MegatronState | None = None  # of the one grid there is, while nobody chose it
 
     # -- which grids there are ----------------------------------------------------------
 
@@ -263,9 +79,14 @@ class Store:
         if state in self.states:
             return
         self._take_back()
-        for name in _KEPT:  # what was set before there was a grid
-            if state.values[name] is None:
-                state.values[name] = self._blank[name]
+        alone, self._alone = self._alone, None
+        before = [self._blank]
+        if alone is not None and alone.grid is state.grid:
+            before.insert(0, alone.values)
+        for name in KEPT:  # what was set before there was a grid
+            for values in before:
+                if state.values[name] is None:
+                    state.values[name] = values[name]
         more = self._blank["_global_process_group_list"] or [None]
         state.values["_global_process_group_list"] += more[1:]
         self._blank = initial()
@@ -277,7 +98,7 @@ class Store:
         if state in self.states:
             self.states.remove(state)
             self._show()
-            state.values |= dict.fromkeys((*_KEPT, "_GLOBAL_MEMORY_BUFFER"))
+            state.values |= dict.fromkeys((*KEPT, "_GLOBAL_MEMORY_BUFFER"))
         if state in self._made and not state.handed_out:
             self._made.remove(state)
             state.close()
@@ -285,8 +106,14 @@ class Store:
     def clear(self) -> None:
         """Forgets what was set while there was no grid."""
         self._take_back()
-        self._blank = initial()
+        self._blank, self._alone = initial(), None
         self._show()
+
+    def set_virtual_stages(self, count: int | None) -> None:
+        """What initialization sets on a rank outside the grid, where nothing else is set."""
+        if count is not None:
+            for name, value in zip(VIRTUAL_STAGES, (0, count), strict=True):
+                self.variables(name)[name] = value
 
     # -- which is asked -----------------------------------------------------------------
 
@@ -320,11 +147,47 @@ class Store:
         Raises:
             MegatronStateError: see `current`.
         """
-        state = self.current
+        state = self.current or self.lone()
         publisher = None if self._shown is None else self._publisher
         if publisher is not None and name in publisher.names:
             return publisher.variables
         return self._blank if state is None else state.values
+
+    def lone(self) -> MegatronState | None:
+        """The state of the one grid that is alive, as far as a rank can tell by itself.
+
+        None with no grid, with states of grids, and while a megatron-core is installed, whose
+        variables then say what there is.
+
+        Raises:
+            AmbiguousGridError: several grids are alive.
+            SpecError: Megatron cannot express the grid.
+        """
+        alive = () if self.states or self._publisher is not None else live_grids()
+        if len(alive) > 1:
+            names = ", ".join(repr(grid.name) for grid in alive)
+            raise AmbiguousGridError(
+                f"grids {names} are alive; say whose groups are meant, as in `with "
+                f"megatron_adapter.active({alive[0].name!r}):`"
+            )
+        if not alive:
+            self._alone = None
+            return None
+        for state in self._made:
+            if state.grid is alive[0]:
+                return state
+        if self._alone is None or self._alone.grid is not alive[0]:
+            self._alone = MegatronState(alive[0], alone=True)
+        return self._alone
+
+    def is_there(self) -> bool:
+        """Whether there is a state to ask, of one grid or several."""
+        try:
+            return bool(self.states) or self.lone() is not None
+        except AmbiguousGridError:
+            return True
+        except SpecError:
+            return False
 
     @contextmanager
     def choose(self, state: MegatronState) -> Iterator[None]:

@@ -2,16 +2,23 @@
 
     import megatron_adapter.parallel_state as mpu
 
-Every public function of megatron-core 0.16.1's module is here under its name, with its signature
-and its result, and `get_model_parallel_rank` and `get_model_parallel_world_size` of its older
-versions, which code that is handed an `mpu` object (as DeepSpeed's) asks for. Where Megatron's
-getters fail an assertion these raise `MegatronStateError`, which is an AssertionError; with
-several grids alive, `AmbiguousGridError`.
+Every public function of megatron-core's module is here under its name, with its result: those of
+every release in `releases`, and `get_model_parallel_rank` and `get_model_parallel_world_size` of
+older ones, which code that is handed an `mpu` object (as DeepSpeed's) asks for. Arguments stand
+where the megatron-core that is installed has them. Where none is, those that releases have in
+different places are taken by name alone.
+
+Functions answer for the one grid that is alive, also where nobody chose it; groups that Megatron
+has and that grid lacks (embedding groups, say) come with `megatron_adapter.active` or `install`.
+Where Megatron's getters fail an assertion these raise `MegatronStateError`, which is an
+AssertionError; with several grids alive, `AmbiguousGridError`.
 """
 
 # ruff: noqa: F401, F403 -- this module is the names it imports
 
-from megatron_adapter.lifecycle import destroy_model_parallel, initialize_model_parallel
+from megatron_adapter.facade import shape as _shape
+from megatron_adapter.lifecycle import destroy_model_parallel as destroy_model_parallel
+from megatron_adapter.lifecycle import initialize_model_parallel as initialize_model_parallel
 from megatron_adapter.parallel_state.buffers import (
     destroy_global_memory_buffer,
     destroy_global_symmetric_memory_buffer,
@@ -23,6 +30,7 @@ from megatron_adapter.parallel_state.expert import *
 from megatron_adapter.parallel_state.pipeline import *
 from megatron_adapter.parallel_state.rank_groups import (
     RankGenerator,
+    create_all_gather_groups,
     create_group,
     create_hierarchical_groups,
     create_hybrid_dp_cp_groups,
@@ -33,3 +41,7 @@ from megatron_adapter.parallel_state.rank_groups import (
     overwrite_nccl_comm_cfgs,
     update_pg_timeout,
 )
+from megatron_adapter.releases import installed_version as _installed_version
+from megatron_adapter.releases import release_here as _release_here
+
+_shape(globals(), None if _installed_version() is None else _release_here())

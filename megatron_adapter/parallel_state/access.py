@@ -25,7 +25,8 @@ def read(variable: str, what: str, check_initialized: bool = True) -> Any:
     if found is None and check_initialized:
         raise MegatronStateError(
             f"{what} is not initialized; call initialize_model_parallel with the option that "
-            "creates it, or choose a grid with megatron_adapter.active or install"
+            "creates it, or choose a grid with megatron_adapter.active or install, which create "
+            "what Megatron has and the grid lacks (every rank of the grid calls them)"
         )
     return found
 

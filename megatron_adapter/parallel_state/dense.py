@@ -23,6 +23,10 @@ __all__ = [
     "get_data_parallel_rank",
     "get_data_parallel_src_rank",
     "get_data_parallel_world_size",
+    "get_gtp_weight_remat_global_ranks",
+    "get_gtp_weight_remat_group",
+    "get_gtp_weight_remat_rank",
+    "get_gtp_weight_remat_world_size",
     "get_hierarchical_context_parallel_groups",
     "get_hybrid_data_context_parallel_groups",
     "get_model_parallel_group",
@@ -49,7 +53,7 @@ __all__ = [
 
 def is_initialized() -> bool:
     """Whether there is a state to ask, of one grid or several."""
-    return bool(STORE.states)
+    return STORE.is_there()
 
 
 def is_unitialized() -> bool:
@@ -62,7 +66,7 @@ def is_unitialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Whether the tensor, pipeline and data parallel groups exist."""
-    return bool(STORE.states)
+    return STORE.is_there()
 
 
 # -- tensor and model parallel ----------------------------------------------------------
@@ -125,43 +129,35 @@ def get_model_parallel_src_rank() -> int:
 
 def get_data_parallel_group(
     with_context_parallel: bool = False,
+    with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
 ) -> Any:
-    """The group `dp`, `dp_cp`, `intra_dp_cp` or `dp_cp_ag`."""
-    if not with_context_parallel:
-        group = read("_DATA_PARALLEL_GROUP", "data parallel group")
-        _check_whole(partial_data_parallel)
-        return group
-    if partial_data_parallel:
-        return read(
-            "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "intra partial data parallel group"
-        )
-    if independent_all_gather:
+    """The group `dp_gtp`, `dp_cp_gtp`, or the replicas: `dp`, `dp_cp`, `intra_dp_cp`, `dp_cp_ag`.
+
+    Without an axis `gtp` both are the same.
+    """
+    _check_whole(with_context_parallel, partial_data_parallel)
+    if independent_all_gather and with_context_parallel and not partial_data_parallel:
         return read("_DATA_PARALLEL_GROUP_WITH_CP_AG", "data parallel group for all-gathers")
-    return read("_DATA_PARALLEL_GROUP_WITH_CP", "data parallel group with context parallel")
+    partial = "_INTRA_PARTIAL" if partial_data_parallel else ""
+    with_cp = "_WITH_CP" if with_context_parallel else ""
+    full = "_WITH_GTP_REMAT" if with_gtp_remat else ""
+    return read(f"{partial}_DATA_PARALLEL_GROUP{with_cp}{full}", "data parallel group")
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> Any:
     """The group `dp_gloo`, `dp_cp_gloo` or `intra_dp_cp_gloo`."""
-    if not with_context_parallel:
-        group = read("_DATA_PARALLEL_GROUP_GLOO", "data parallel group over gloo")
-        _check_whole(partial_data_parallel)
-        return group
-    if partial_data_parallel:
-        return read(
-            "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
-            "intra partial data parallel group over gloo",
-        )
-    return read(
-        "_DATA_PARALLEL_GROUP_WITH_CP_GLOO", "data parallel group with context parallel over gloo"
-    )
+    _check_whole(with_context_parallel, partial_data_parallel)
+    partial = "_INTRA_PARTIAL" if partial_data_parallel else ""
+    with_cp = "_WITH_CP" if with_context_parallel else ""
+    return read(f"{partial}_DATA_PARALLEL_GROUP{with_cp}_GLOO", "data parallel group over gloo")
 
 
-def _check_whole(partial_data_parallel: bool) -> None:
-    if partial_data_parallel:
+def _check_whole(with_context_parallel: bool, partial_data_parallel: bool) -> None:
+    if partial_data_parallel and not with_context_parallel:
         raise MegatronStateError(
             "partial_data_parallel=True: an optimizer instance's part of dp includes cp; ask with "
             "with_context_parallel=True"
@@ -174,7 +170,9 @@ def has_separate_all_gather_group() -> bool:
 
 
 def get_data_parallel_world_size(
-    with_context_parallel: bool = False, partial_data_parallel: bool = False
+    with_context_parallel: bool = False,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
 ) -> int:
     """The size of `get_data_parallel_group`; 0 without torch.distributed."""
     size = peek("_MPU_DATA_PARALLEL_WORLD_SIZE")
@@ -182,11 +180,15 @@ def get_data_parallel_world_size(
         return size
     if not is_up():
         return 0
-    return get_data_parallel_group(with_context_parallel, partial_data_parallel).size()
+    return get_data_parallel_group(
+        with_context_parallel, with_gtp_remat, partial_data_parallel
+    ).size()
 
 
 def get_data_parallel_rank(
-    with_context_parallel: bool = False, partial_data_parallel: bool = False
+    with_context_parallel: bool = False,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
 ) -> int:
     """This rank's position in `get_data_parallel_group`; 0 without torch.distributed."""
     rank = peek("_MPU_DATA_PARALLEL_RANK")
@@ -194,7 +196,9 @@ def get_data_parallel_rank(
         return rank
     if not is_up():
         return 0
-    return get_data_parallel_group(with_context_parallel, partial_data_parallel).rank()
+    return get_data_parallel_group(
+        with_context_parallel, with_gtp_remat, partial_data_parallel
+    ).rank()
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
@@ -206,6 +210,31 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """The global rank of the first in `dp` or `dp_cp`."""
     variable = "_DATA_PARALLEL_GLOBAL_RANKS" + ("_WITH_CP" if with_context_parallel else "")
     return read(variable, "data parallel group")[0]
+
+
+# -- weights sharded and gathered again -------------------------------------------------
+
+
+def get_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
+    """The group `gtp`, over which weights are sharded."""
+    return read("_GTP_WEIGHT_REMAT_GROUP", "group of sharded weights", check_initialized)
+
+
+def get_gtp_weight_remat_world_size() -> int:
+    """The size of `gtp`; 0 where there is none."""
+    group = get_gtp_weight_remat_group(check_initialized=False) if is_up() else None
+    return 0 if group is None else group.size()
+
+
+def get_gtp_weight_remat_rank() -> int:
+    """This rank's position in `gtp`; 0 where there is none."""
+    group = get_gtp_weight_remat_group(check_initialized=False) if is_up() else None
+    return 0 if group is None else group.rank()
+
+
+def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
+    """The global ranks of `gtp`, as a list."""
+    return read("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", "group of sharded weights", check_initialized)
 
 
 # -- context parallel -------------------------------------------------------------------
@@ -238,7 +267,8 @@ def get_hybrid_data_context_parallel_groups(
         KeyError: there is none of this size; Megatron answers with a smaller one where the
             size leaves a rest of dp · cp.
     """
-    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
+    whole = get_data_parallel_world_size(with_context_parallel=True, with_gtp_remat=False)
+    if whole == group_size:
         variable = "_DATA_PARALLEL_GROUP_WITH_CP"
         return read(variable, "data parallel group with context parallel", check_initialized)
     groups = read("_HYBRID_DP_CP_GROUPS", "hybrid data and context parallelism", check_initialized)

@@ -8,13 +8,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from megatron_adapter.parallel_state import dense, pipeline
 from megatron_adapter.parallel_state.access import is_up, peek, read, write
-from megatron_adapter.parallel_state.dense import (
-    get_context_parallel_rank,
-    get_data_parallel_rank,
-    get_tensor_model_parallel_rank,
-)
-from megatron_adapter.parallel_state.pipeline import get_pipeline_model_parallel_rank
+from megatron_adapter.releases import release_here
 
 __all__ = [
     "get_all_ranks",
@@ -23,6 +19,10 @@ __all__ = [
     "get_expert_data_parallel_group_gloo",
     "get_expert_data_parallel_rank",
     "get_expert_data_parallel_world_size",
+    "get_expert_gtp_weight_remat_global_ranks",
+    "get_expert_gtp_weight_remat_group",
+    "get_expert_gtp_weight_remat_rank",
+    "get_expert_gtp_weight_remat_world_size",
     "get_expert_model_parallel_group",
     "get_expert_model_parallel_rank",
     "get_expert_model_parallel_src_rank",
@@ -136,25 +136,59 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
     return get_expert_tensor_and_model_parallel_group().rank() if is_up() else 0
 
 
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> Any:
-    """The group `pp_ep_etp`."""
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
+) -> Any:
+    """The group `pp_ep_etp`, or with the shards of weights too: `pp_egtp_ep_etp`."""
     return read(
-        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP" + ("_WITH_EGTP" if with_egtp_remat else ""),
         "expert tensor, model and pipeline parallel group", check_initialized,
     )  # fmt: skip
+
+
+# -- weights sharded and gathered again -------------------------------------------------
+
+
+def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
+    """The group `egtp`, over which the experts' weights are sharded."""
+    what = "group of experts' sharded weights"
+    return read("_EXPERT_GTP_WEIGHT_REMAT_GROUP", what, check_initialized)
+
+
+def get_expert_gtp_weight_remat_world_size() -> int:
+    """The size of `egtp`; 0 where there is none."""
+    group = get_expert_gtp_weight_remat_group(check_initialized=False) if is_up() else None
+    return 0 if group is None else group.size()
+
+
+def get_expert_gtp_weight_remat_rank() -> int:
+    """This rank's position in `egtp`; 0 where there is none."""
+    group = get_expert_gtp_weight_remat_group(check_initialized=False) if is_up() else None
+    return 0 if group is None else group.rank()
+
+
+def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
+    """The global ranks of `egtp`, as a list."""
+    what = "group of experts' sharded weights"
+    return read("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", what, check_initialized)
 
 
 # -- expert data parallel ---------------------------------------------------------------
 
 
 def get_expert_data_parallel_group(
-    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+    check_initialized: bool = True,
+    with_gtp_remat: bool = True,
+    partial_expert_data_parallel: bool = False,
 ) -> Any:
-    """The group `edp` or `intra_edp`."""
+    """The group `edp_egtp`, or the replicas: `edp` or `intra_edp`.
+
+    Without an axis `egtp` both are the same.
+    """
     partial = "_INTRA_PARTIAL" if partial_expert_data_parallel else ""
-    return read(
-        f"{partial}_EXPERT_DATA_PARALLEL_GROUP", "expert data parallel group", check_initialized
-    )
+    full = "_WITH_GTP_REMAT" if with_gtp_remat else ""
+    variable = f"{partial}_EXPERT_DATA_PARALLEL_GROUP{full}"
+    return read(variable, "expert data parallel group", check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
@@ -175,20 +209,26 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
     )
 
 
-def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """This rank's position in `edp` or `intra_edp`; 0 without torch.distributed."""
-    partial = partial_expert_data_parallel
+def get_expert_data_parallel_rank(
+    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    """This rank's position in `get_expert_data_parallel_group`; 0 without torch.distributed."""
     if not is_up():
         return 0
-    return get_expert_data_parallel_group(partial_expert_data_parallel=partial).rank()
+    return get_expert_data_parallel_group(
+        with_gtp_remat=with_gtp_remat, partial_expert_data_parallel=partial_expert_data_parallel
+    ).rank()
 
 
-def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """The size of `edp` or `intra_edp`; 0 without torch.distributed."""
-    partial = partial_expert_data_parallel
+def get_expert_data_parallel_world_size(
+    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    """The size of `get_expert_data_parallel_group`; 0 without torch.distributed."""
     if not is_up():
         return 0
-    return get_expert_data_parallel_group(partial_expert_data_parallel=partial).size()
+    return get_expert_data_parallel_group(
+        with_gtp_remat=with_gtp_remat, partial_expert_data_parallel=partial_expert_data_parallel
+    ).size()
 
 
 # -- optimizer instances ----------------------------------------------------------------
@@ -211,12 +251,7 @@ def get_inter_distributed_optimizer_instance_group(check_initialized: bool = Tru
 
 
 def get_all_ranks() -> str:
-    """Positions in tp, dp, cp, pp and ep, joined by underscores."""
-    ranks = (
-        get_tensor_model_parallel_rank(),
-        get_data_parallel_rank(),
-        get_context_parallel_rank(),
-        get_pipeline_model_parallel_rank(),
-        get_expert_model_parallel_rank(),
-    )
+    """Positions in tp, dp, cp, pp and ep, from 0.19 on in gtp as well, joined by underscores."""
+    here = {**vars(dense), **vars(pipeline), **globals()}
+    ranks = (here[getter]() for getter in release_here().positions)
     return "_".join(str(rank or 0) for rank in ranks)

@@ -97,15 +97,15 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this is the first stage, and with `ignore_virtual=False` its first virtual one."""
     virtual = _virtual_stages(ignore_virtual, vp_stage)
-    return get_pipeline_model_parallel_rank() == 0 and (virtual is None or vp_stage == 0)
+    return (virtual is None or vp_stage == 0) and get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this is the last stage, and with `ignore_virtual=False` its last virtual one."""
     virtual = _virtual_stages(ignore_virtual, vp_stage)
-    last = get_pipeline_model_parallel_world_size() - 1
-    at_end = get_pipeline_model_parallel_rank() == last
-    return at_end and (virtual is None or vp_stage == virtual - 1)
+    if virtual is not None and vp_stage != virtual - 1:
+        return False
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
 def _virtual_stages(ignore_virtual: bool, vp_stage: int | None) -> int | None:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commgrid.errors import GridNotInitializedError
 from commgrid.planning.layout import RankLayout
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.parallel_state.access import peek, write
 from megatron_adapter.state import STORE
 
-_AXES = ("tp", "pp", "dp", "ep", "cp")
+_AXES = ("tp", "pp", "dp", "ep", "cp", "gtp_remat")
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -58,6 +59,7 @@ class RankGenerator:
         tp, ep, dp, pp, cp: sizes; one of ep and cp is 1.
         order: axes fastest first; axes of size 1 may be left out.
         rank_offset: the first rank.
+        gtp_remat: over how many ranks weights are sharded.
 
     Raises:
         MegatronStateError: both ep and cp are above 1.
@@ -65,15 +67,23 @@ class RankGenerator:
     """
 
     def __init__(
-        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0
+        self,
+        tp: int,
+        ep: int,
+        dp: int,
+        pp: int,
+        cp: int,
+        order: str,
+        rank_offset: int = 0,
+        gtp_remat: int = 1,
     ) -> None:
         if ep > 1 and cp > 1:
             raise MegatronStateError(
                 f"ep={ep} and cp={cp}: dense layers have cp and experts ep; use a generator each"
             )
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
-        self.rank_offset = rank_offset
-        self.world_size = tp * ep * dp * pp * cp
+        self.gtp_remat, self.rank_offset = gtp_remat, rank_offset
+        self.world_size = tp * ep * dp * pp * cp * gtp_remat
         self.name_to_size = {name: getattr(self, name) for name in _AXES}
         placed = order.lower().split("-")
         for name, size in self.name_to_size.items():
@@ -99,6 +109,18 @@ class RankGenerator:
         mask = self.get_mask(self.order, token)
         groups = generate_masked_orthogonal_rank_groups(self.world_size, self.ordered_size, mask)
         return [[rank + self.rank_offset for rank in group] for group in groups]
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """All groups over which weights are sharded; of one rank each without sharding.
+
+        Raises:
+            MegatronStateError: `gtp_remat_size` is not the generator's.
+        """
+        if gtp_remat_size != self.gtp_remat:
+            raise MegatronStateError(
+                f"gtp_remat_size={gtp_remat_size}: this generator has gtp_remat={self.gtp_remat}"
+            )
+        return self.get_ranks("gtp_remat")
 
 
 def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
@@ -176,6 +198,52 @@ def create_hierarchical_groups(
                 groups.append(group)
                 twins.append(twin)
     return groups, twins
+
+
+def create_all_gather_groups(
+    for_expert_parallelism: bool = False,
+    timeout: timedelta | None = None,
+    nccl_comm_cfgs: dict[str, dict[str, Any]] | None = None,
+) -> tuple[Any, Any]:
+    """Second communicators of `dp_cp` and `edp`, for gathers beside reduce-scatters.
+
+    Every rank of the grid that is asked calls it. They have that grid's ranks, whatever its order
+    and first rank are (Megatron's own function takes the default order from rank 0), and live as
+    long as its state.
+
+    Args:
+        for_expert_parallelism: whether `edp` gets one, where ep is above 1.
+        timeout: of collectives; None: the grid's.
+        nccl_comm_cfgs: options, under `dp_cp` and `ep_dp`.
+
+    Returns:
+        The groups of this rank; the second one is None where there is none.
+
+    Raises:
+        GridNotInitializedError: there is no grid (a RuntimeError, as Megatron's).
+    """
+    state = STORE.current
+    if state is None:
+        raise GridNotInitializedError(
+            "create_all_gather_groups needs a grid; call initialize_model_parallel first, or "
+            "choose a grid with megatron_adapter.active or install"
+        )
+    group = state.values["_EXPERT_MODEL_PARALLEL_GROUP"]
+    wanted = {"dp_cp_all_gather": ("dp_cp", "dp_cp")}
+    if for_expert_parallelism and group is not None and group.size() > 1:
+        parts = "intra_edp" in state.grid.shape
+        wanted["edp_all_gather"] = ("inter_edp_intra_edp" if parts else "edp", "ep_dp")
+    rows = {
+        name: {
+            "of": of,
+            "own": True,
+            "timeout": None if timeout is None else timeout.total_seconds(),
+            "nccl": dict((nccl_comm_cfgs or {}).get(key, {})),
+        }
+        for name, (of, key) in wanted.items()
+    }
+    made = state.create(rows)
+    return made[0], made[1] if len(made) > 1 else None
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: list[int], pg_options: Any) -> dict[int, Any]:

@@ -16,6 +16,8 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
     "partial_data_parallel": (True, False),
     "partial_expert_data_parallel": (True, False),
     "independent_all_gather": (True, False),
+    "with_gtp_remat": (True, False),
+    "with_egtp_remat": (True, False),
     "tp_only_amax_red": (True, False),
     "ignore_virtual": (True, False),
     "vp_stage": (None, 0, 1, 2),

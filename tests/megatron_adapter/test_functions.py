@@ -26,7 +26,8 @@ def config(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
         "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
         "instances": "num_distributed_optimizer_instances", "gloo": "create_gloo_process_groups",
         "hcp": "hierarchical_context_parallel_sizes", "hybrid": "hybrid_context_parallel",
-        "ag": "create_all_gather_group",
+        "ag": "create_all_gather_group", "gtp": "gtp_remat_size", "egtp": "expert_gtp_remat_size",
+        "first": "rank_offset", "count": "local_world_size",
     }  # fmt: skip
     return {
         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
@@ -86,15 +87,60 @@ CONFIGS: dict[int, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+PARTS: dict[int, list[dict[str, Any]]] = {
+    4: [config(count=2), config(2, first=1, count=2), config(1, 2, vpp=2, first=2, count=2)],
+    8: [
+        config(2, 2, first=4, count=4), config(1, 2, cp=2, first=2, count=4),
+        config(2, ep=2, etp=1, first=1, count=4, get_position_embedding_ranks=last),
+        config(1, 2, instances=2, first=4, count=4),
+    ],
+}  # fmt: skip
+"""Grids on some ranks of the world, from 0.17 on."""
+
+SHARDED: dict[int, list[dict[str, Any]]] = {
+    2: [config(gtp=2), config(egtp=2), config(gtp=2, egtp=2)],
+    4: [
+        config(2, gtp=2), config(gtp=2, cp=2), config(1, 2, gtp=2, egtp=2), config(ep=2, egtp=2),
+        config(2, ep=2, etp=1, gtp=2), config(gtp=4, ep=2, egtp=2), config(gtp=2, egtp=4),
+        config(1, 2, vpp=2, gtp=2, egtp=2), config(gtp=2, order=PP_INSIDE), config(egtp=2),
+        config(gtp=2, egtp=2, order="tp-dp"), config(gtp=2, first=2, count=2),
+    ],
+    8: [
+        config(2, 2, gtp=2, egtp=2), config(2, cp=2, gtp=2, ep=2, etp=1),
+        config(2, gtp=2, ep=2, egtp=2, etp=1), config(cp=4, hcp=[2, 2], gtp=2),
+        config(1, 4, gtp=2, egtp=2, get_embedding_ranks=middle),
+        config(2, 2, gtp=2, etp=4, order=PP_INSIDE),
+        config(2, 2, gtp=2, egtp=2, order="tp-cp-gtp_remat-ep-dp-pp"),
+        config(1, 2, gtp=2, ep=2, order="gtp_remat-tp-ep-cp-dp-pp"), config(1, 2, cp=2, egtp=2),
+    ],
+    16: [
+        config(2, 2, cp=2, gtp=2, ep=2, egtp=2), config(1, 2, gtp=4, ep=4, egtp=2, etp=1),
+        config(2, 2, gtp=2, ep=2, etp=1, egtp=4, vpp=2),
+    ],
+    64: [config(4, 4, gtp=2, ep=4, etp=1, egtp=2), config(2, 2, cp=2, gtp=4, ep=8, etp=1)],
+}  # fmt: skip
+"""With weights sharded and gathered again, from 0.19 on."""
+
+
+def configs_here(world: int) -> list[dict[str, Any]]:
+    """The configurations of a world that the imported megatron-core has arguments for."""
+    taken = inspect.signature(theirs.initialize_model_parallel).parameters
+    listed = [*CONFIGS[world], *PARTS.get(world, []), *SHARDED.get(world, [])]
+    return [given for given in listed if given.keys() <= {*taken}]
+
+
+UNUSED = {name: value for name, value in vars(theirs).items() if name.isupper()}
+"""Megatron's variables before anybody initialized it."""
+
+
 def compare(given: dict[str, Any]) -> list[str]:
     """Initializes as Megatron, as Megatron on a grid, and asks all three modules."""
     theirs.initialize_model_parallel(**given)
     dist.barrier()  # or a rank destroys a group that another is still connecting
     expected = answers(theirs, theirs)
     theirs.destroy_model_parallel()
-    getattr(theirs, "_HYBRID_DP_CP_GROUPS", {}).clear()  # these three are left over
-    theirs._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
-    theirs._EMBEDDING_GLOBAL_RANKS = None
+    vars(theirs).update(UNUSED)  # it leaves lists of ranks and more
+    getattr(theirs, "_HYBRID_DP_CP_GROUPS", {}).clear()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -112,13 +158,20 @@ def compare(given: dict[str, Any]) -> list[str]:
         f"{given}, {which}: {line}"
         for which, found in (("installed", installed), ("mpu", own))
         for line in differences(found, expected)
+        if not is_departure(given, line)
     ]
+
+
+def is_departure(given: dict[str, Any], line: str) -> bool:
+    """Whether Megatron is known to be mistaken there; see `megatron_adapter.departures`."""
+    sharded = given.get("gtp_remat_size", 1) > 1
+    return sharded and line.startswith("get_hybrid_data_context_parallel_groups(")
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_function_on_every_rank(world: int) -> None:
     def every() -> list[str]:
-        return [line for given in some(CONFIGS[world], 4) for line in compare(given)]
+        return [line for given in some(configs_here(world), 4) for line in compare(given)]
 
     for rank, found in enumerate(run_on_ranks(every, world, timeout=240)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
@@ -131,7 +184,7 @@ def every_rank(world: int, which: int) -> list[str]:
     found = []
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-        found += [f"rank {rank}: {line}" for line in compare(CONFIGS[world][which])]
+        found += [f"rank {rank}: {line}" for line in compare(configs_here(world)[which])]
         commgrid.shutdown()
         dist.destroy_process_group()
     return found
@@ -141,6 +194,8 @@ def every_rank(world: int, which: int) -> list[str]:
     ("world", "which"), [(w, i) for w in (16, 64) for i in range(len(CONFIGS[w]))]
 )
 def test_every_function_on_every_rank_of_a_large_world(world: int, which: int) -> None:
+    if which >= len(configs_here(world)):
+        pytest.skip("this megatron-core has no such argument")
     (found,) = run_on_ranks(every_rank, 1, world, which, init=None, timeout=240)
     assert not found, "\n".join(found[:20])
 
@@ -149,18 +204,26 @@ def test_there_are_enough_configurations() -> None:
     assert sum(map(len, CONFIGS.values())) >= 60
 
 
-def test_no_function_is_missing_and_signatures_are_megatrons() -> None:
+def strange_signatures() -> list[str]:
+    """Where functions of the adapter's module do not take what Megatron's take, where they take it.
+
+    Commgrid's own arguments of `initialize_model_parallel` come by name, after Megatron's.
+    """
+    found = []
     for name, function in public_functions(theirs).items():
-        if name == "initialize_model_parallel":
-            continue
-        mine = inspect.signature(getattr(mpu, name))
-        expected = inspect.signature(function)
-        assert list(mine.parameters) == list(expected.parameters), name
-        for parameter, one in mine.parameters.items():
-            other = expected.parameters[parameter]
-            assert (one.default, one.kind) == (other.default, other.kind), (name, parameter)
-    mine = inspect.signature(mpu.initialize_model_parallel).parameters
-    expected = inspect.signature(theirs.initialize_model_parallel).parameters
-    assert list(mine)[: len(expected)] == list(expected)
-    for name, other in expected.items():
-        assert mine[name].default == other.default, name
+        mine = inspect.signature(getattr(mpu, name)).parameters
+        expected = inspect.signature(function).parameters
+        more = list(mine.values())[len(expected) :]
+        same = list(mine)[: len(expected)] == list(expected)
+        same = same and all(
+            (one.default, one.kind) == (mine[key].default, mine[key].kind)
+            for key, one in expected.items()
+        )
+        by_name = all(one.kind is one.KEYWORD_ONLY for one in more)
+        if not same or not by_name or (more and name != "initialize_model_parallel"):
+            found.append(f"{name}{inspect.signature(getattr(mpu, name))}")
+    return found
+
+
+def test_no_function_is_missing_and_signatures_are_megatrons() -> None:
+    assert not strange_signatures()

@@ -7,6 +7,7 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,6 +94,38 @@ def groups() -> None:
         other.create_pg(asked)
 
 
+def over_the_same_ranks() -> None:
+    """Grids of several shapes at one place, each with groups of the same names and ranks."""
+    grids = [HyperCommGrid(shape, ["tp", "cp", "dp"]) for shape in ([1, 1, 4], [2, 1, 2])]
+    made = [grid.create_pg(dims) for grid in grids for dims in ("cp", "tp", "dp")]
+    assert len(set(map(id, made))) == 6
+    for group in made:
+        assert group is not None
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total == group.size()
+
+
+def test_grids_over_the_same_ranks() -> None:
+    run_on_ranks(over_the_same_ranks, 4)
+
+
+def as_megatrons_programs_ask() -> None:
+    """Sizes of NumPy, whether a rank is in it, and the name that Megatron's bridges ask by."""
+    sizes = [numpy.int64(2), 2]
+    mine, theirs = (kind(sizes, ["tp", "dp"], numpy.int64(1)) for kind in (HyperCommGrid, Theirs))
+    assert mine.shape == [2, 2]
+    assert all(type(size) is int for size in (*mine.shape, mine.size, mine.rank_offset))
+    assert mine._gen_rank_enum(["dp"]) == theirs._gen_rank_enum(["dp"]) == [[1, 3], [2, 4]]
+    assert mine.is_current_rank_in_grid() == (dist.get_rank() in range(1, 5))
+    with pytest.raises(SpecError, match="tp has size True"):
+        HyperCommGrid([True, 2], ["tp", "dp"])
+
+
+def test_what_megatrons_programs_ask_of_a_grid() -> None:
+    run_on_ranks(as_megatrons_programs_ask, 6)
+
+
 def one_fails() -> None:
     grid = HyperCommGrid([1, 2], ["tp", "dp"])
     before = len(dist.distributed_c10d._world.pg_map)
@@ -161,5 +194,6 @@ def test_dims_and_views_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     grid.register_view("v", [8], ["ep"])
     with pytest.raises(ValueError, match="registered already"):
         grid.register_view("v", [8], ["ep"])
-    with pytest.raises(ValueError, match="view='w' is not registered"):
-        grid.get_rank_enum("ep", view="w")
+    for kind in (KeyError, SpecError):
+        with pytest.raises(kind, match=r"^view='w' is not registered, expected one of base, v"):
+            grid.get_rank_enum("ep", view="w")

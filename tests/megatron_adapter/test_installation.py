@@ -24,6 +24,7 @@ from megatron_adapter import (
     MegatronVersionError,
 )
 from megatron_adapter.installation import differences, load_megatron
+from megatron_adapter.releases import release_here
 from tests.peers import parallel_state as theirs
 from tests.peers import parallel_state as user  # stands for a module that imported names earlier
 from tests.ranks import run_on_ranks
@@ -432,20 +433,23 @@ def test_the_experts_order() -> None:
 
 
 def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert differences(theirs) == []
+    release = release_here()
+    assert differences(theirs, release) == []
     strange = types.ModuleType("megatron.core.parallel_state")
     vars(strange).update(vars(theirs))
     strange._SPARE_GROUP = None
     text = "def initialize_model_parallel(tensor_model_parallel_size=1, rings=1): ..."
     exec(f"{text}\ndef get_ring_group(): ...", vars(strange))
     del strange._EMBEDDING_GROUP
-    found = differences(strange)
+    found = differences(strange, release)
     assert found == [
         "variable _SPARE_GROUP is not known",
         "variable _EMBEDDING_GROUP is missing",
         "initialize_model_parallel has a parameter rings",
         "function get_ring_group is not known",
-        "function destroy_model_parallel was replaced by another",  # it is of another module
+        # These are of another module.
+        "function destroy_model_parallel was replaced by another",
+        "function get_hybrid_data_context_parallel_groups was replaced by another",
     ]
     monkeypatch.setattr("megatron.core.__version__", "0.9.0")
     with pytest.raises(MegatronVersionError, match=r"its version is 0.9.0, known are 0.15.3, 0.16"):

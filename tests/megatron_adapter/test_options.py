@@ -97,7 +97,7 @@ def test_who_shares() -> None:
         frozenset({"intra_dp_cp", "dp_cp"}), frozenset({"intra_edp", "edp"}),
         frozenset({"intra_dist_opt", "pp_edp_ep_etp"}),
         frozenset({"intra_dp_cp_gloo", "dp_cp_gloo"}), frozenset({"intra_edp_gloo", "edp_gloo"}),
-        frozenset({"cp", "ep", "position_embedding"}),
+        frozenset({"cp", "ep", "gtp", "egtp", "position_embedding"}),
     }  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def test_hybrid_groups_have_the_size_they_are_asked_by() -> None:
 
 
 def test_sizes_of_a_grid_are_found_again() -> None:
-    from megatron_adapter.spec import sizes_of
+    from megatron_adapter.sizes_of import sizes_of
 
     for sizes in (
         MegatronSizes(16, tp=2, pp=2, cp=2),
@@ -141,6 +141,8 @@ def test_sizes_of_a_grid_are_found_again() -> None:
         MegatronSizes(16, tp=2, ep=2, etp=1, instances=2),
         MegatronSizes(16, tp=2, pp=2, cp=2, etp=4, order="tp-cp-pp-ep-dp"),
         MegatronSizes(8, tp=2, ep=2, order="ep-tp-cp-dp-pp"),
+        MegatronSizes(16, tp=2, pp=2, gtp=2, ep=2, etp=1, egtp=2),
+        MegatronSizes(16, tp=2, cp=2, gtp=2, egtp=4, order="tp-cp-gtp_remat-ep-dp-pp"),
     ):
         again = sizes_of(sizes.spec(), sizes.world_size)
         assert again.spec() == sizes.spec()

@@ -1,0 +1,255 @@
+"""Megatron's parallel state as one grid gives it: which groups, ranks and numbers.
+
+Megatron-core keeps its state in some sixty variables of one module; `MegatronState` holds the same
+variables for one grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from commgrid.errors import SpecError, UnknownGroupError
+from commgrid.planning.groups import GroupEntry
+from commgrid.planning.spec import GridSpec
+from commgrid.runtime.grid import HyperCommGrid
+from megatron_adapter.names import MEGATRON_GROUPS, hierarchical, hybrid
+from megatron_adapter.sizes_of import sizes_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_OVERRIDES = tuple(
+    f"_MPU_{what}_{number}"
+    for what in (
+        "TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "DATA_PARALLEL",
+        "EXPERT_MODEL_PARALLEL", "EXPERT_TENSOR_PARALLEL",
+    )
+    for number in ("WORLD_SIZE", "RANK")
+)  # fmt: skip
+VIRTUAL_STAGES = (
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+)
+_OTHERS = (
+    *VIRTUAL_STAGES,
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_HYBRID_DP_CP_GROUPS", "_GLOBAL_MEMORY_BUFFER",
+    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list",
+)  # fmt: skip
+KEPT = (*_OVERRIDES, *VIRTUAL_STAGES)
+"""What is not initialization's to set alone: it stays if it was set before."""
+
+VARIABLES = (
+    *(group.state for group in MEGATRON_GROUPS),
+    *(group.ranks for group in MEGATRON_GROUPS if group.ranks is not None),
+    *_OVERRIDES,
+    *_OTHERS,
+)
+"""Every variable of `megatron.core.parallel_state` that is state, in one release or another."""
+
+
+def initial() -> dict[str, Any]:
+    """The variables as they are before any initialization."""
+    values: dict[str, Any] = dict.fromkeys(VARIABLES)
+    values["_HYBRID_DP_CP_GROUPS"] = {}
+    return values
+
+
+class MegatronState:
+    """Megatron's variables for one grid.
+
+    Groups that Megatron has and the grid has not (embedding groups, gloo twins, an expert
+    region) are created on a companion grid over the same ranks, which every rank must reach.
+
+    Args:
+        grid: alive, with axes that Megatron has words for.
+        owns_grid: whether it was made for Megatron: it has what it is to have, and `close`
+            destroys it.
+        alone: makes nothing, so that one rank can ask by itself; what the grid lacks is missing.
+
+    Raises:
+        SpecError: Megatron cannot express the grid, or a group of one of its names is another.
+    """
+
+    def __init__(
+        self, grid: HyperCommGrid, *, owns_grid: bool = False, alone: bool = False
+    ) -> None:
+        self.grid, self.owns_grid, self.alone = grid, owns_grid, alone
+        self._expected = grid.spec if owns_grid else sizes_of(grid.spec, grid.world_size).spec()
+        self._names = {
+            group.state: self._meaning(group.name_on(self._expected.words))
+            for group in MEGATRON_GROUPS
+        }
+        self.companion = None if owns_grid or alone else self._make_companion()
+        self._later: list[HyperCommGrid] = []  # with groups that were asked for afterwards
+        self.handed_out = False  # whether somebody keeps its groups, as in a collection
+        self.values = initial()
+        try:
+            self._fill()
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self) -> None:
+        for group in MEGATRON_GROUPS:
+            name = self._names[group.state]
+            ranks = [self.grid.rank]
+            if self.is_member(name):
+                self.values[group.state] = self.find(name)
+                ranks = list(self._grid_with(name).get_ranks(name))
+            elif self.alone and not self.has(name):
+                self.values[group.state] = self._of_one_rank(name)
+            if group.ranks is not None and self.values[group.state] is not None:
+                self.values[group.ranks] = ranks
+        self.values["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = self._levels() or None
+        self.values["_HYBRID_DP_CP_GROUPS"] = self._parts()
+        self.values["_global_process_group_list"] = [
+            None, *(c.group for one in self._grids for c in one.communicators)
+        ]  # fmt: skip
+
+    def _of_one_rank(self, name: str) -> ProcessGroup | None:
+        """What stands for a group of one rank that the grid lacks: any other group of this rank.
+
+        They communicate nothing, and share one communicator wherever there are several.
+        """
+        definition = self._expected.definitions.get(_canonical(self._expected, name))
+        if definition is None or definition.pick is not None or definition.own is not None:
+            return None
+        if definition.size(self._expected.shape) > 1:
+            return None
+        return next((c.group for c in self.grid.communicators if len(c.ranks) == 1), None)
+
+    @property
+    def _grids(self) -> list[HyperCommGrid]:
+        return [self.grid] if self.companion is None else [self.grid, self.companion]
+
+    def _meaning(self, name: str) -> str:
+        """The name itself, or that of the group it is merely another name of."""
+        definition = self._expected.definitions.get(_canonical(self._expected, name))
+        return name if definition is None or definition.same_as is None else definition.same_as
+
+    def _make_companion(self) -> HyperCommGrid | None:
+        expected = self._expected
+        rows = {
+            made: entry
+            for entry in expected.groups for made in (dict(entry.split or {}) or [entry.name])
+        }  # fmt: skip
+        wanted = {*self._names.values()}
+        known = {name for name in wanted if _canonical(expected, name) in expected.definitions}
+        missing = [name for name in sorted(known) if not _has(self.grid, name)]
+        for name in rows:
+            if name in self.grid.spec.definitions:
+                _check_same(self.grid, expected, name)
+        if not missing:
+            return None
+        spec = replace(
+            expected,
+            create=tuple(name for name in missing if name not in rows),
+            groups=tuple(dict.fromkeys(rows[name] for name in missing if name in rows)),
+            connect="none",
+            share=self.grid.spec.share,
+            ranks=self.grid.spec.ranks,
+        )
+        return HyperCommGrid(
+            spec, name=f"{self.grid.name}/megatron", backend=self.grid.backend,
+            timeout=self.grid.timeout,
+        )  # fmt: skip
+
+    def _grid_with(self, name: str) -> HyperCommGrid:
+        for grid in self._grids:
+            if _has(grid, name):
+                return grid
+        raise UnknownGroupError(f"grid {self.grid.name!r} has no group {name!r}")
+
+    def has(self, name: str) -> bool:
+        """Whether a group of this name was created, on this rank or others."""
+        return any(_has(grid, name) for grid in self._grids)
+
+    def is_member(self, name: str) -> bool:
+        """Whether this rank is in the group; also False where there is none of this name."""
+        return self.has(name) and self._grid_with(name).is_member(name)
+
+    def find(self, name: str) -> ProcessGroup:
+        """A group by its commgrid name."""
+        return self._grid_with(name).get_group(name)
+
+    def _levels(self) -> list[ProcessGroup]:
+        found: list[ProcessGroup] = []
+        while self.is_member(hierarchical(len(found))):
+            found.append(self.find(hierarchical(len(found))))
+        return found
+
+    def _parts(self) -> dict[int, ProcessGroup]:
+        found = {}
+        members = len(self.grid.get_ranks("dp_cp")) if _has(self.grid, "dp_cp") else 0
+        size = 2
+        while 2 * size <= members:
+            block = self.grid.get_local_rank("dp_cp") // size
+            for name in (hybrid(size), hybrid(size, block)):
+                if self.is_member(name):
+                    found[size] = self.find(name)
+            size *= 2
+        return found
+
+    def create(self, rows: Mapping[str, Mapping[str, Any]]) -> list[ProcessGroup]:
+        """Further groups, which live as long as the state; every rank of the grid calls it.
+
+        Args:
+            rows: of a groups table, made of combinations of axes.
+        """
+        spec = replace(
+            self._expected,
+            create=(),
+            groups=tuple(GroupEntry.parse(name, row) for name, row in rows.items()),
+            connect="none",
+            share=self.grid.spec.share,
+            ranks=self.grid.spec.ranks,
+        )
+        made = HyperCommGrid(
+            spec, name=f"{self.grid.name}/more", backend=self.grid.backend,
+            timeout=self.grid.timeout,
+        )  # fmt: skip
+        self._later.append(made)
+        self.handed_out = True
+        groups = [made.get_group(name) for name in rows]
+        self.values["_global_process_group_list"] += groups
+        return groups
+
+    def close(self) -> None:
+        """Destroys what it made."""
+        self.values = initial()
+        companion, self.companion = self.companion, None
+        later, self._later = self._later, []
+        for made in [companion, *later]:
+            if made is not None:
+                made.destroy()
+        if self.owns_grid and not self.grid.is_destroyed:
+            self.grid.destroy()
+
+
+def _canonical(spec: GridSpec, name: str) -> str:
+    try:
+        return spec.resolve_name(name)
+    except UnknownGroupError:
+        return name
+
+
+def _has(grid: HyperCommGrid, name: str) -> bool:
+    return _canonical(grid.spec, name) in grid.group_names
+
+
+def _check_same(grid: HyperCommGrid, expected: GridSpec, name: str) -> None:
+    """Refuses a group that has one of Megatron's names and other members."""
+    mine, theirs = grid.spec.definitions[name], expected.definitions[name]
+    if name in ("gtp", "egtp") and mine.size(grid.spec.shape) == theirs.size(expected.shape) == 1:
+        return  # an axis of size 1 that the grid has, and a part of tp
+    size = grid.size(*mine.axes)
+    pairs = [(d.region, {*d.axes}, d.positions(size), d.part) for d in (mine, theirs)]
+    over = theirs.options.backend in (None, mine.options.backend)
+    if pairs[0] != pairs[1] or (theirs.own and not mine.own) or not over:
+        row = next(e for e in expected.groups if name in (e.name, *dict(e.split or ())))
+        raise SpecError(
+            f"groups.{name} of grid {grid.name!r} is not what Megatron means by it; expected "
+            f"{row.to_dict()}, or another name"
+        )

@@ -1,0 +1,66 @@
+"""Every supported release of megatron-core: the same functions, answers and losses."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_adapter.releases import NEWEST, RELEASES
+from tests.megatron_adapter.wheels import on_release
+from tests.peers import parallel_state  # noqa: F401  (skips where there is no megatron-core)
+
+HERE = "tests.megatron_adapter.on_release"
+VERSIONS = [release.version for release in RELEASES]
+SHORT = "0.19.2"
+"""What the short run asks; it is the newest that is on the index."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_table_is_what_the_release_has(version: str) -> None:
+    assert on_release(version, HERE, "table") == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_hyper_comm_grids_enumerate_as_megatrons(version: str) -> None:
+    on_release(version, HERE, "grids")
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_function_on_every_rank(version: str, world: int) -> None:
+    count = 3 if version == SHORT else 6
+    assert on_release(version, HERE, "functions", world, count, timeout=600) >= count
+
+
+@pytest.mark.parametrize("world", [16, 64])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_function_on_every_rank_of_a_large_world(version: str, world: int) -> None:
+    assert on_release(version, HERE, "large_world", world, timeout=900) >= 3
+
+
+def test_what_an_older_release_has_no_variables_for() -> None:
+    on_release("0.15.3", HERE, "newer_state")
+
+
+CASES = {
+    "--tp 2 --sequence-parallel": 2,
+    "--pp 2 --vpp 2": 2,
+    "--tp 2 --pp 2 --distributed-optimizer": 8,
+    "--experts 4 --ep 2": 2,
+    "--experts 4 --ep 2 --tp 2 --etp 1 --sequence-parallel --distributed-optimizer": 4,
+}
+"""Arguments of the example, and the number of ranks."""
+
+
+@pytest.mark.parametrize("given", CASES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_losses_are_the_same_to_the_last_bit(version: str, given: str) -> None:
+    for found in on_release(version, HERE, "losses", given, CASES[given], timeout=600):
+        assert len(found["megatron"]) == 5
+        assert found["commgrid"] == found["megatron"]
+        assert found.get("collection", found["megatron"]) == found["megatron"]
+        assert ("collection" in found) == (version != "0.15.3")
+
+
+def test_the_newest_is_tested_by_default() -> None:
+    assert SHORT.split(".")[:2] <= NEWEST.version.split(".")[:2]
+    assert SHORT in VERSIONS

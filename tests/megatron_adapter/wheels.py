@@ -1,0 +1,132 @@
+"""Other releases of megatron-core than the installed one, each unpacked into a folder of its own.
+
+They are wheels for another Python, but what is Python in them runs here. A folder in the user's
+cache keeps them; a checkout put there (`0.20.0/megatron/core`, for one that has no wheel) is used
+as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import subprocess
+import sys
+import tempfile
+import types
+import typing
+import warnings
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commgrid/megatron-core"
+
+
+def folder(version: str) -> Path:
+    """Where a release lies; fetched the first time. Skips the test where it cannot be had."""
+    place = CACHE / version
+    if not (place / "megatron").is_dir():
+        try:
+            _fetch(version, place)
+        except (OSError, subprocess.SubprocessError, zipfile.BadZipFile) as error:
+            pytest.skip(f"megatron-core {version} cannot be had: {_last_line(error)}")
+    return place
+
+
+def _last_line(error: Exception) -> str:
+    said = getattr(error, "stderr", None) or str(error)
+    return (said.strip().splitlines() or [""])[-1]
+
+
+def _fetch(version: str, place: Path) -> None:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as made:
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--python-version",
+             "3.12", "--only-binary=:all:", "--dest", made, f"megatron-core=={version}"],
+            check=True, timeout=240, capture_output=True, text=True,
+        )  # fmt: skip
+        (wheel,) = Path(made).glob("*.whl")
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(Path(made) / "unpacked")
+        if not place.exists():  # another process may have been faster
+            (Path(made) / "unpacked").rename(place)
+
+
+def on_release(version: str, module: str, function: str, *args: Any, timeout: float = 240.0) -> Any:
+    """What a function answers in a process whose megatron-core is another release.
+
+    Args:
+        version: of megatron-core.
+        module: where the function is; imported anew, with everything that has to do with Megatron.
+        function: its name.
+    """
+    return run_on_ranks(
+        _call, 1, folder(version), module, function, args, init=None, timeout=timeout
+    )[0]
+
+
+def _call(place: Path, module: str, function: str, args: Sequence[Any]) -> Any:
+    warnings.simplefilter("ignore")  # of Megatron, which has many
+    use(place)
+    return getattr(importlib.import_module(module), function)(*args)
+
+
+def use(place: Path) -> None:
+    """Makes this process import megatron-core from a folder, and forget the one it had."""
+    prefixes = ("megatron", "megatron_adapter", "tests.megatron_adapter", "tests.peers", "examples")
+    for name in list(sys.modules):
+        if name != __name__ and any(name == one or name.startswith(f"{one}.") for one in prefixes):
+            del sys.modules[name]
+    sys.path.insert(0, str(place))
+    importlib.invalidate_caches()
+    stand_in()
+
+
+class Anything(types.ModuleType):
+    """A package that has whatever is asked of it; called with a function, it gives it back."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name)
+
+    def __call__(self, *args: Any, **_: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else self
+
+    def __getitem__(self, _: Any) -> Anything:
+        return self
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `triton` and whatever is under it."""
+
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] != "triton":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Anything:
+        return Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module)["__version__"] = "3.0.0"
+
+
+def stand_in() -> None:
+    """What releases from 0.18 on import, and a Python 3.11 without a GPU has not."""
+    if not hasattr(typing, "override"):
+        typing.override = lambda function: function  # type: ignore[attr-defined]
+    torch.utils._triton.has_triton_package()  # torch remembers that there is none
+    for name in ("torch.utils.flop_counter", "torch._inductor.runtime.triton_compat"):
+        importlib.import_module(name)
+    if importlib.util.find_spec("triton") is None:
+        sys.meta_path.append(Finder())
