@@ -41,6 +41,8 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_only_what_is_about_megatron_needs_it",
     ],
     "tests/test_device_mesh.py": [
+        "test_axes_in_any_order",
+        "test_ddp_beside_tensor_parallel_layers",
         "test_meshes_of_eight_ranks",
     ],
     "tests/test_sharding.py": [
