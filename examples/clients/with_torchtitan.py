@@ -63,7 +63,8 @@ def build(args: argparse.Namespace, dims: ParallelDims) -> Any:
             max_seq_len=args.seq_len,
         )
     )  # fmt: skip
-    model.init_weights()
+    with torch.no_grad():
+        model.init_weights()
     parallelize_llama(model, dims, job)
     if not torch.cuda.is_available():  # gloo does not average: summed, then divided
         for module in model.modules():
