@@ -5,6 +5,10 @@ from setuptools import find_packages, setup
 README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 # Transformers 5.15 and later make their meshes themselves, over all of WORLD.
 INTEROP = ["transformers>=5.2,<5.15", "accelerate"]
+# Those that examples/clients/ was run with; triton is what torchtitan imports.
+CLIENTS = [
+    "accelerate==1.15.0", "lightning==2.6.6", "deepspeed==0.19.8", "torchtitan==0.2.2", "triton",
+]  # fmt: skip
 
 setup(
     name="commgrid",
@@ -21,6 +25,7 @@ setup(
     install_requires=["torch>=2.11,<2.14", "pyyaml"],
     extras_require={
         "interop": INTEROP,
+        "clients": CLIENTS,
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",

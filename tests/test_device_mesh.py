@@ -160,9 +160,9 @@ def refused() -> None:
     )  # fmt: skip
     grid = commgrid.get_grid()
     for names, error, said in (
-        (("tp", "dp"), SpecError, "expected device_mesh('dp', 'tp')"),
         (("dp", "ep"), SpecError, "axes of two regions are not one mesh"),
         (("dp_tp", "tp"), SpecError, "axis 'tp' is in it twice"),
+        (("tp", "tp"), SpecError, "device_mesh('tp', 'tp'): axis 'tp' is in it twice"),
         (("embedding",), SpecError, "'embedding' picks some members"),
         (("b",), SpecError, "'b' is a part of a split"),
         (("tpp",), UnknownGroupError, "no group is named 'tpp'"),
@@ -174,9 +174,12 @@ def refused() -> None:
     assert grid.device_mesh("cp", drop_size_1=True).mesh_dim_names == ("cp",)
     assert grid.device_mesh("pp", "edp", "ep", drop_size_1=True).mesh_dim_names == ("pp", "ep")
     commgrid.destroy()
-    commgrid.initialize(tp=2, create=["tp", "dp"])
-    with pytest.raises(UnknownGroupError, match="'pp' of region 'dense' was not created"):
+    commgrid.initialize(tp=2, create=["tp"])
+    with pytest.raises(UnknownGroupError, match="'dp' of region 'dense' was not created"):
         commgrid.get_grid().device_mesh("tp")
+    commgrid.destroy()
+    grid = commgrid.initialize(tp=2, create=["tp", "dp"])  # cp and pp have one rank
+    assert grid.device_mesh("dp", "tp").mesh_dim_names == ("dp", "tp")
 
 
 def test_what_is_no_mesh_is_named() -> None:
@@ -264,3 +267,186 @@ def adopted_hsdp() -> None:
 
 def test_an_adopted_mesh_of_hsdp_has_dp_too() -> None:
     run_on_ranks(adopted_hsdp, 4)
+
+
+def flattened_and_sliced() -> None:
+    """Was a KeyError: the mesh was a slice of a root with pp and cp, which nobody had named."""
+    grid = commgrid.initialize(tp=2)
+    mesh = grid.device_mesh("dp", "tp")
+    assert mesh._get_root_mesh() is mesh is grid.device_mesh("dp", "tp")
+    assert grid.device_mesh("tp")._get_root_mesh() is mesh
+    before = group_count()
+    flat = mesh._flatten()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert mesh["dp_tp"] == flat
+    assert flat.get_group() is grid.get_group("dp_tp")
+    assert group_count() == before
+    mesh._flatten("whole")  # which the grid does not have
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert mesh["whole"].mesh.tolist() == [0, 1, 2, 3]
+    commgrid.destroy()
+    grid = commgrid.initialize(tp=2, pp=2)
+    mesh = grid.device_mesh("dp", "tp")  # beside an axis that it does not have
+    mesh._flatten("stage")
+    assert mesh._get_root_mesh() is mesh
+    assert mesh.get_group("stage").size() == 2
+    assert mesh["tp"]._get_root_mesh() is mesh
+    assert grid.device_mesh("tp")._get_root_mesh().mesh_dim_names == ("pp", "tp")
+
+
+def test_flattened_names_are_sliced_from_the_mesh_they_were_made_of() -> None:
+    run_on_ranks(flattened_and_sliced, 4)
+
+
+def names_of_hidden_axes() -> None:
+    """Was a ValueError: dp is an axis of every grid, here of size 1 and in no mesh."""
+    grid = commgrid.initialize(dp=1, rows=2, columns=2, order="columns-rows-dp")
+    mesh = grid.device_mesh("rows", "columns")
+    flat = mesh._flatten("dp")
+    assert flat.mesh.tolist() == [0, 1, 2, 3]
+    assert mesh.get_group("dp") is flat.get_group()
+    assert grid.size("dp") == 1
+    with pytest.raises(ValueError, match="has been created before"):
+        mesh["rows"]._flatten("dp")
+
+
+def test_a_name_of_axes_that_are_not_in_the_mesh_is_free() -> None:
+    run_on_ranks(names_of_hidden_axes, 4)
+
+
+def joint_names() -> None:
+    """The names that Accelerate flattens dp_shard to where cp and dp_replicate have size 1."""
+    grid = commgrid.initialize(dp_shard=2, tp=2)
+    before = group_count()
+    mesh = grid.device_mesh("dp_shard", "tp")
+    for name in ("dp", "dp_shard_cp", "dp_cp"):
+        flat = mesh[("dp_shard",)]._flatten(name)
+        assert flat.get_group() is mesh.get_group(name) is grid.get_group(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            assert mesh[name].size() == 2
+    assert group_count() == before
+
+
+def test_joint_names_with_axes_of_size_1_have_the_grids_groups() -> None:
+    run_on_ranks(joint_names, 4)
+
+
+def names_taken() -> None:
+    """Only who flattens says what a name is: the grid's dp_tp is all four, the user's one dim."""
+    grid = commgrid.initialize(tp=2)
+    mesh = grid.device_mesh("dp", "tp")
+    assert mesh.get_group("dp_tp") is grid.get_group("dp_tp")  # offered
+    mine = mesh["tp"]._flatten("dp_tp")
+    assert mesh.get_group("dp_tp") is mine.get_group()
+    assert mine.mesh.tolist() == mesh["tp"].mesh.tolist()
+    with pytest.raises(ValueError, match="has been created before"):
+        mesh._flatten("dp_tp")
+    assert grid.device_mesh("dp_tp").get_group() is grid.get_group("dp_tp")
+    commgrid.destroy()
+    grid = commgrid.initialize(tp=2)
+    own = grid.device_mesh("dp", "tp")._flatten("dp_tp", backend_override="gloo")
+    assert own.get_group() is not grid.get_group("dp_tp")
+
+
+def test_a_name_that_was_only_offered_can_be_taken() -> None:
+    run_on_ranks(names_taken, 4)
+
+
+def other_order() -> None:
+    """Was a SpecError; torch's own mesh lists its dims in any order."""
+    grid = commgrid.initialize(tp=2)
+    mesh = grid.device_mesh("tp", "dp")
+    ranks = torch.arange(8).view(4, 2).t()
+    same(mesh, DeviceMesh("cpu", ranks, mesh_dim_names=("tp", "dp")))
+    assert mesh.get_group("dp") is grid.get_group("dp")
+    whole = grid.device_mesh("tp", "dp_cp")
+    assert torch.equal(whole.mesh, ranks.int())
+    assert whole.get_group("dp_cp") is grid.get_group("dp_cp")
+    full = torch.arange(24.0).view(8, 3)
+    made = distribute_tensor(full, mesh, [Shard(0), Shard(0)])
+    assert torch.equal(made.full_tensor(), full)
+    assert torch.equal(made.to_local(), full[[mesh.mesh.flatten().tolist().index(grid.rank)]])
+
+
+def test_axes_in_any_order() -> None:
+    run_on_ranks(other_order, 8)
+
+
+def parts_meet() -> None:
+    """Meshes that are roots apart, and slices of others, make one DTensor."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    grid = commgrid.initialize(tp=2, dp_replicate=2, dp_shard=-1)
+    data = grid.device_mesh("dp_replicate", "dp_shard")
+    assert data._get_root_mesh() is data
+    for tp in (grid.device_mesh("tp"), grid.device_mesh("dp_shard", "tp")["tp"]):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        full = model.weight.detach().clone()
+        parallelize_module(model, tp, ColwiseParallel())
+        fully_shard(model, mesh=data)
+        weight: Any = model.weight
+        assert weight.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
+        assert torch.equal(weight.full_tensor(), full)
+        x = torch.randn(4, 8)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+            model(x).sum().backward()
+        torch.testing.assert_close(weight.grad.full_tensor(), x.sum(0).expand(8, 8))
+
+
+def test_roots_of_one_region_meet() -> None:
+    run_on_ranks(parts_meet, 8)
+
+
+def data_parallel() -> None:
+    """DDP asks its mesh for its parent, to find out that there is tensor parallelism."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    grid = commgrid.initialize(tp=2)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    parallelize_module(model, grid.device_mesh("tp"), ColwiseParallel())
+    wrapped = DistributedDataParallel(model, device_mesh=grid.device_mesh("dp"))
+    weight, _ = wrapped.parameters()
+    assert weight.shape == (4, 8)  # tp's slices, which DDP takes for parameters like any other
+    torch.manual_seed(grid.get_local_rank("dp"))
+    x = torch.randn(4, 8)
+    wrapped(x).sum().backward()
+    expected = torch.stack(grid_gather(x.sum(0), grid.get_group("dp"))).mean(0).expand(4, 8)
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def grid_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    found = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(found, mine, group=group)
+    return found
+
+
+def test_ddp_beside_tensor_parallel_layers() -> None:
+    run_on_ranks(data_parallel, 4)
+
+
+def adopted_spellings() -> None:
+    """A flattened name that spells a combination was refused, as a row that shadows it."""
+    names = ("dp", "cp", "tp")
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    flat = mesh["dp", "cp"]._flatten("cp_dp")
+    other = mesh["cp", "tp"]._flatten("dp_tp")  # spells what it is not
+    grid = commgrid.HyperCommGrid.from_device_mesh(mesh)
+    assert grid.get_group("cp_dp") is grid.get_group("dp_cp") is flat.get_group()
+    assert grid.get_ranks("dp", "cp") == tuple(dist.get_process_group_ranks(flat.get_group()))
+    held = {communicator.group for communicator in grid.communicators}
+    assert held == {flat.get_group(), *mesh.get_all_groups()}
+    assert other.get_group() not in held
+    with pytest.raises(UnknownGroupError):
+        grid.get_group("dp_tp")
+
+
+def test_a_mesh_whose_flattened_names_spell_axes_is_adopted() -> None:
+    run_on_ranks(adopted_spellings, 8)

@@ -1,39 +1,55 @@
 """The grid's communicators seen as torch DeviceMesh.
 
-Each region has one root mesh with all of its axes, slowest first as torch lists them, and every
-mesh of a grid is a slice of one, so that torch sees that they belong together: tp for layers and
-dp_shard for FSDP2, taken apart, meet in one DTensor. Nothing here creates a process group. The
-region's other names are registered with the root as torch's flattened axes, so that torch finds
-them where it would create a group:
+Nothing here creates a process group. A mesh has the axes that were asked for and is a root by
+itself, as one of `init_device_mesh` is, so that torch flattens, slices and asks it as its own:
 
-    root of a dense region      pp dp cp tp          from_group, over the grid's groups
-    its flattened axes          dp_cp, pp_dp, …      with the grid's groups
-    device_mesh("dp_cp", "tp")  dp_cp tp             both of the same root
+    device_mesh("dp", "tp")       dp tp       a root, whatever other axes the grid has
+    device_mesh("dp_cp", "tp")    dp_cp tp    a root; dp_cp is one dim, over the grid's group
+    device_mesh("tp", "dp")       tp dp       a root, transposed
+    device_mesh("tp")             tp          of the root of all axes above size 1, if there are
+                                              others: DDP and FSDP1 ask their mesh for its parent
 
-Flattening to a name that the grid does not have is torch's own: collective, with new groups.
+All meshes of a region that list axes slowest first number the same ranks in the same order, which
+is what torch asks of meshes that meet in one DTensor: tp for layers and dp_shard for FSDP2.
+
+The region's other names are offered to a root as torch's flattened axes, over the grid's groups, so
+that torch finds them where it would create one (`dp_cp` of dp and cp, also where cp has size 1 and
+is not in the mesh). Who flattens something else to such a name takes it over. Flattening to a name
+that the grid does not have is torch's own: collective, with new groups.
+
 `read_mesh` goes the other way, from a mesh to a grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks, get_rank
 from torch.distributed.device_mesh import DeviceMesh
 
 from commgrid.errors import NotInGridError, SpecError, UnknownGroupError
+from commgrid.planning.group_table import find_name
 from commgrid.planning.groups import GroupDef, GroupEntry
 from commgrid.planning.ranks import RankTuple
 from commgrid.planning.region import Region
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups
-from commgrid.runtime.torch_patches import answered_with, mend_uneven_gathers
+from commgrid.runtime.torch_patches import (
+    answered_with,
+    let_names_be_taken,
+    mend_uneven_gathers,
+    offer,
+)
+
+Dims = Mapping[str, tuple[str, ...]]
+"""The dims of a mesh, in its order, with the axes that each runs along, slowest first."""
 
 
 class GridMeshes:
-    """The meshes of one grid.
+    """The meshes of one grid; the same names are answered with the same mesh.
 
     Args:
         spec: the resolved spec.
@@ -45,29 +61,22 @@ class GridMeshes:
         self, spec: GridSpec, created: Mapping[str, GroupDef], groups: Mapping[str, ProcessGroup]
     ) -> None:
         self._spec, self._created, self._groups = spec, created, groups
-        self._roots: dict[str, DeviceMesh] = {}
+        self._made: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
+        self._bases: dict[tuple[str, ...], DeviceMesh] = {}
+        self._registry: dict[Any, ProcessGroup] = {}
 
     def mesh(self, names: Sequence[str], drop_size_1: bool) -> DeviceMesh:
         """A mesh with these axes; see `HyperCommGrid.device_mesh`."""
         dense = self._spec.regions[0]
-        wanted = {self._canonical(name): name for name in names or reversed(dense.axes)}
-        region = self._region_of(list(wanted))
-        axes = {name: self._axes(name) for name in wanted}
-        self._check_order(region, axes)
-        root = self._root(region)
+        wanted = [self._canonical(name) for name in names or reversed(dense.axes)]
+        dims = {name: self._spec.definitions[name].axes for name in wanted}
+        region = self._region_of(wanted)
+        self._check_once(wanted)
         if drop_size_1:
             sizes = dict(region.numbers)
-            kept = [n for n in axes if any(sizes[axis] > 1 for axis in axes[n])]
-            axes = {name: axes[name] for name in kept or list(axes)[-1:]}
-        if tuple(axes) == root.mesh_dim_names:
-            return root
-        if set(axes) <= set(root.mesh_dim_names or ()):
-            return root[tuple(axes)]
-        parts = [
-            root[name] if name in (root.mesh_dim_names or ()) else root._flatten_mapping[name]
-            for name in axes
-        ]
-        return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+            kept = [n for n in dims if any(sizes[axis] > 1 for axis in dims[n])]
+            dims = {name: dims[name] for name in kept or list(dims)[-1:]}
+        return self._mesh(region, dims)
 
     # -- names --------------------------------------------------------------------------
 
@@ -88,15 +97,13 @@ class GridMeshes:
             )
         return found
 
-    def _axes(self, name: str) -> tuple[str, ...]:
-        return self._spec.definitions[name].axes
-
     def _region_of(self, names: Sequence[str]) -> Region:
         """The first region that has all of their axes."""
-        wanted = {axis for name in names for axis in self._axes(name)}
+        definitions = self._spec.definitions
+        wanted = {axis for name in names for axis in definitions[name].axes}
         for region in self._spec.regions:
-            own = {n for n in names if self._spec.definitions[n].region == region.name}
-            shared = {n for n in names if set(self._axes(n)) <= set(region.axes)}
+            own = {n for n in names if definitions[n].region == region.name}
+            shared = {n for n in names if set(definitions[n].axes) <= set(region.axes)}
             if wanted <= set(region.axes) and own | shared == set(names):
                 return region
         told = " | ".join(f"{r.name}: {', '.join(reversed(r.axes))}" for r in self._spec.regions)
@@ -105,54 +112,113 @@ class GridMeshes:
             f"take a mesh of each region's ({told})"
         )
 
-    def _check_order(self, region: Region, axes: Mapping[str, tuple[str, ...]]) -> None:
-        slowest_first = list(reversed(region.axes))
-        used = [axis for own in axes.values() for axis in own]
+    def _check_once(self, names: Sequence[str]) -> None:
+        used = [axis for name in names for axis in self._spec.definitions[name].axes]
         for axis in used:
             if used.count(axis) > 1:
                 raise SpecError(
-                    f"device_mesh({', '.join(map(repr, axes))}): axis {axis!r} is in it twice; "
+                    f"device_mesh({', '.join(map(repr, names))}): axis {axis!r} is in it twice; "
                     "expected names that have no axis in common"
                 )
-        ordered = sorted(axes, key=lambda name: min(slowest_first.index(a) for a in axes[name]))
-        if ordered != list(axes):
-            raise SpecError(
-                f"device_mesh({', '.join(map(repr, axes))}): a mesh lists its axes slowest first; "
-                f"expected device_mesh({', '.join(map(repr, ordered))})"
-            )
 
-    # -- roots --------------------------------------------------------------------------
+    # -- meshes -------------------------------------------------------------------------
 
-    def _root(self, region: Region) -> DeviceMesh:
-        if region.name not in self._roots:
-            self._roots[region.name] = self._make_root(region)
-        return self._roots[region.name]
+    def _mesh(self, region: Region, dims: Dims) -> DeviceMesh:
+        key = region.name, tuple(dims)
+        if key not in self._made:
+            self._made[key] = self._make(region, dims)
+        return self._made[key]
 
-    def _make_root(self, region: Region) -> DeviceMesh:
-        names = tuple(reversed(region.axes))
+    def _make(self, region: Region, dims: Dims) -> DeviceMesh:
+        sizes, base = dict(region.numbers), self._base(region, dims)
+        parts = {name: self._dim(base, name, axes) for name, axes in dims.items()}
+        made = _joined(parts.values(), None)
+        used = {axis for axes in dims.values() for axis in axes}
+        above_1 = {axis for axis in region.axes if sizes[axis] > 1}
+        if len(dims) == 1 and not above_1 <= used:
+            asked = above_1 if used & above_1 else above_1 | used
+            parent = {axis: (axis,) for axis in reversed(region.axes) if axis in asked}
+            return _joined(parts.values(), self._mesh(region, parent))
+        made._pg_registry = self._registry
+        self._offer_names(region, dims, made)
+        return made
+
+    def _base(self, region: Region, dims: Dims) -> DeviceMesh:
+        """A mesh of single axes from which others are put together; nobody else sees it.
+
+        It has the axes above size 1 and those that `dims` names, slowest first; where `dims` has
+        another order the axes of `dims` come last, in that order.
+        """
+        slowest, sizes = list(reversed(region.axes)), dict(region.numbers)
+        used = [axis for axes in dims.values() for axis in axes]
+        names = tuple(axis for axis in slowest if sizes[axis] > 1 or axis in used)
+        if not self._is_slowest_first(region, dims):
+            names = (*(axis for axis in names if axis not in used), *used)
+        if names in self._bases:
+            return self._bases[names]
         for axis in names:
             if axis not in self._groups:
                 raise UnknownGroupError(
-                    f"device_mesh: a mesh needs every axis of its region, but {axis!r} of region "
-                    f"{region.name!r} was not created; add it to create="
+                    f"device_mesh: a mesh needs every axis of its region above size 1, but "
+                    f"{axis!r} of region {region.name!r} was not created; add it to create="
                 )
-        sizes = dict(region.numbers)
         groups = [self._groups[axis] for axis in names]
-        root = DeviceMesh.from_group(
+        ranks = torch.tensor(self._spec.grid_ranks).view([sizes[axis] for axis in slowest])
+        left = [slowest.index(axis) for axis in slowest if axis not in names]
+        ranks = ranks.permute(*left, *(slowest.index(axis) for axis in names))
+        mend_uneven_gathers()
+        let_names_be_taken()
+        base = DeviceMesh.from_group(
             groups,
             "cuda" if any(d.type == "cuda" for d in torch_groups.devices_of(groups[0])) else "cpu",
-            torch.tensor(self._spec.grid_ranks).view([sizes[a] for a in names]),
+            ranks.reshape([sizes[axis] for axis in names]),
             mesh_dim_names=names,
         )
-        mend_uneven_gathers()
-        for name, definition in self._created.items():
-            axes = definition.axes
-            if name in names or not definition.is_whole or not set(axes) <= set(names):
-                continue
-            source = root if axes == names else root[axes]
+        # Compiled code looks groups up in the root, which may be another's where meshes meet.
+        self._registry.update(base._pg_registry)
+        base._pg_registry = self._registry
+        return self._bases.setdefault(names, base)
+
+    @staticmethod
+    def _is_slowest_first(region: Region, dims: Dims) -> bool:
+        slowest = list(reversed(region.axes))
+        places = [min(slowest.index(axis) for axis in axes) for axes in dims.values()]
+        return places == sorted(places)
+
+    def _dim(self, base: DeviceMesh, name: str, axes: tuple[str, ...]) -> DeviceMesh:
+        """One dim along these axes of the base, over the grid's group of that name."""
+        if axes == (name,):
+            return base[name]
+        if name not in base._flatten_mapping:
+            source = _joined([base[axis] for axis in axes], base)
             with answered_with(self._groups[name]):
                 source._flatten(name)
-        return root
+        return base._flatten_mapping[name]
+
+    def _offer_names(self, region: Region, dims: Dims, root: DeviceMesh) -> None:
+        """Offers a root the grid's names of what can be flattened from it."""
+        sizes, base = dict(region.numbers), self._base(region, dims)
+        slowest_first = self._is_slowest_first(region, dims)
+        for name, definition in self._created.items():
+            axes = set(definition.axes)
+            if name in dims or not definition.is_whole or not axes <= set(region.axes):
+                continue
+            inside = {axis for own in dims.values() if set(own) <= axes for axis in own}
+            if not inside or any(sizes[axis] > 1 for axis in axes - inside):
+                continue
+            above_1 = tuple(axis for axis in definition.axes if sizes[axis] > 1)
+            if above_1 and slowest_first:  # the same of every mesh: made once
+                made = self._dim(self._base(region, {}), name, above_1)
+            else:
+                made = self._dim(base, name, tuple(a for a in definition.axes if a in inside))
+            offer(root, name, made)
+
+
+def _joined(parts: Iterable[DeviceMesh], root: DeviceMesh | None) -> DeviceMesh:
+    """Meshes side by side in a new one, which belongs to `root`, or else is one itself."""
+    made = DeviceMesh._concatenate(list(parts))
+    made._root_mesh = root
+    return made
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
@@ -181,23 +247,26 @@ def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
                 "the mesh with ranks that rise along every dim, or take it from device_mesh of a "
                 "grid"
             )
+    region = Region("dense", tuple(zip(reversed(names), reversed(mesh.shape), strict=True)))
     table: dict[str, str] = {}
     combined = {
         "_".join(axes): mesh if axes == names else mesh[axes]
         for count in range(1, len(names) + 1)
         for axes in combinations(names, count)
     }
+    known = GridSpec((region,), ranks=tuple(ranks))
     for name, flat in mesh._get_root_mesh()._flatten_mapping.items():
-        candidates = [name] if name in combined else list(combined)
-        for of in candidates:
+        # A name that spells axes, such as cp_dp, is theirs in a grid and no other's.
+        meant = find_name(name, known.definitions, known.words)
+        same_as = None if meant is None else known.definitions[meant].same_as or meant
+        for of in combined if same_as is None else [same_as]:
             listed = combined[of].mesh.flatten().tolist()
             if flat.mesh.tolist() == listed == get_process_group_ranks(flat.get_group()):
-                groups[name] = flat.get_group()
-                if of != name:
+                groups[name if meant is None else of] = flat.get_group()
+                if meant is None:
                     table[name] = of
                     groups.setdefault(of, groups[name])
                 break
-    region = Region("dense", tuple(zip(reversed(names), reversed(mesh.shape), strict=True)))
     spec = GridSpec(
         (region,),
         create=tuple(name for name in groups if name not in table),

@@ -480,17 +480,20 @@ class HyperCommGrid:
     def device_mesh(self, *names: str, drop_size_1: bool = False) -> DeviceMesh:
         """A torch DeviceMesh over the grid's own communicators; creates none.
 
-        All meshes of a region are slices of one, so that torch's DTensor and FSDP2 see that they
-        belong together.
+        It has the dims that are named and no others, and is a root by itself: what is flattened
+        from it can be sliced from it by name. A single dim beside others above size 1 is a slice
+        of the root of those, as DDP and FSDP1 expect. Meshes of a region with their axes slowest
+        first meet in one DTensor, as DDP or FSDP2 over dp and layers over tp do.
 
         Args:
-            *names: axes, combinations such as `dp_cp`, or names of the groups table, of one region
-                and slowest-varying first; none: all dense axes.
+            *names: axes, combinations such as `dp_cp`, or names of the groups table, of one region;
+                none: all dense axes. In another order than slowest-varying first the mesh is
+                transposed, and a root apart.
             drop_size_1: leave out those of size 1, but for the last if all are.
 
         Raises:
-            SpecError: axes of two regions, one axis twice, another order, or a group that has only
-                some ranks along its axes.
+            SpecError: axes of two regions, one axis twice, or a group that has only some ranks
+                along its axes.
             UnknownGroupError: no group has such a name, or it was not created.
 
         Example:

@@ -3,6 +3,7 @@
 | change | lasts | goes when torch |
 |---|---|---|
 | `answered_with` | while a root's names are flattened | lets `DeviceMesh._flatten` take a group that exists |
+| `let_names_be_taken` | for the process | asks who made a flattened axis before it refuses its name |
 | `mend_uneven_gathers` | for the process | gathers uneven pieces over a flattened axis in their own sizes, or axis by axis |
 
 Each was checked on the versions in `_CHECKED`; on others the lasting change is left out.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from importlib import import_module
 from typing import Any
 
@@ -38,6 +40,48 @@ def answered_with(group: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         mesh_class._init_one_process_group = create
+
+
+OFFERED = "_offered_by_commgrid"
+"""The mark of a flattened mesh that nobody has asked for yet. It outlasts pickling, harmlessly."""
+
+
+def offer(root: DeviceMesh, name: str, flattened: DeviceMesh) -> None:
+    """Has a root know a flattened mesh of its ranks by a name, until somebody else takes that."""
+    offered = copy(flattened)
+    offered._root_mesh, offered._flatten_mapping = root, {}
+    setattr(offered, OFFERED, True)
+    root._flatten_mapping[name] = offered
+
+
+def let_names_be_taken() -> None:
+    """Keeps torch from refusing names that were only offered, as if a user had flattened to them.
+
+    Flattening what was offered under that name takes the offer; flattening anything else to it, or
+    with another backend, makes the offer void, and torch goes on as where there was none.
+    """
+    create = getattr(DeviceMesh, "_create_flatten_mesh", None)
+    if create is None or hasattr(create, "is_mended"):
+        return
+
+    def mended(mesh: DeviceMesh, mesh_dim_name: str | None = None, *more: Any, **named: Any) -> Any:
+        name = mesh_dim_name or "_".join(mesh.mesh_dim_names or ())
+        known = mesh._get_root_mesh()._flatten_mapping
+        if not getattr(known.get(name), OFFERED, False):
+            return create(mesh, name, *more, **named)
+        setattr(known[name], OFFERED, False)
+        if any(given not in (None, (None, None)) for given in (*more, *named.values())):
+            del known[name]
+            return create(mesh, name, *more, **named)
+        try:
+            return create(mesh, name, *more, **named)
+        except ValueError:  # another layout than the offered one's
+            del known[name]
+            return create(mesh, name, *more, **named)
+
+    mended.is_mended = True  # type: ignore[attr-defined]
+    mesh_class: Any = DeviceMesh
+    mesh_class._create_flatten_mesh = mended
 
 
 def mend_uneven_gathers() -> None:
