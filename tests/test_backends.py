@@ -1,5 +1,6 @@
 """What torch's versions do differently while a group is made; a grid is the same on all."""
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.distributed import distributed_c10d as c10d
 
 import commgrid
 from commgrid.errors import CommGridError
+from commgrid.runtime import torch_nccl
+from commgrid.runtime.torch_world import world_store
 from tests.ranks import run_on_ranks
 from tests.test_grid import check_sums
 
@@ -100,3 +103,40 @@ def test_gloo_is_torchs_own_beside_torchcomms() -> None:
     if not hasattr(c10d, "_torchcomms_is_backend_built"):
         pytest.skip("torch has the switch from 2.14 on")
     assert run_on_ranks(beside_torchcomms, 4) == [[]] * 4
+
+
+KEPT: list[Any] = []  # an NCCL backend ends the process where it goes and there is no GPU
+
+
+def over_nccl() -> list[tuple[str, Any, Any, bool]]:
+    """A grid of torch 2.15's own NCCL groups, on devices that torch takes for there."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.current_device = lambda: 5  # as the program chose, whatever LOCAL_RANK says
+    torch.cuda.device_count = torch.accelerator.device_count = lambda: 8
+    KEPT.append(commgrid.initialize(tp=2, connect="none", groups={"dp": {"backend": "nccl-lazy"}}))
+    world = dist.group.WORLD
+    assert world is not None
+    KEPT.append(world)
+    found = [("world", dist.get_backend(world), world.bound_device_id, False)]
+    for each in KEPT[0].communicators:
+        KEPT.append(each.group)
+        found.append((each.names[0], each.backend, each.group.bound_device_id, each.connected))
+    dist.distributed_c10d._world.pg_names.clear()  # nobody shuts them down
+    done = world_store().add("done", 1)
+    while dist.get_rank() == 0 and done < 4:  # it serves the store
+        time.sleep(0.01)
+        done = world_store().add("done", 0)
+    return found
+
+
+def test_nccl_groups_of_the_real_torch_without_a_gpu() -> None:
+    """Given no device, 2.15's were on LOCAL_RANK's, WORLD bound to it; and all were connected."""
+    if not torch_nccl.is_bound(["nccl"]) or torch.cuda.is_available():
+        pytest.skip("from torch 2.15 on, in a CUDA build, without a GPU")
+    for found in run_on_ranks(over_nccl, 4, init=None, launcher="torchrun"):
+        kinds = {name: backend for name, backend, *_ in found}
+        assert (kinds["world"], kinds["tp"], kinds["dp"]) == ("nccl", "nccl", "nccl-lazy")
+        assert len(found) > 5
+        for name, _, device, connected in found:
+            assert (device, connected) == (torch.device("cuda", 5), False), name

@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,7 @@ class Found:
 
 def main() -> int:
     args = arguments()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     folder = Path(args.envs).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / "results.json"
