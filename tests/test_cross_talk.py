@@ -39,11 +39,11 @@ BEFORE = [alone_on_rank_0, by_half_the_ranks, by_every_rank, torchs_own_mesh]
 
 def can_torch_make_more() -> bool:
     """Whether torch itself still makes groups: it names them by how many this process has made,
-    and from 2.15 on waits for ever where ranks have made different numbers of them."""
+    and from 2.14 on waits for ever where ranks have made different numbers of them."""
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, dist.distributed_c10d.get_pg_count())
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    return version < (2, 15) or len(set(counts)) == 1
+    return version < (2, 14) or len(set(counts)) == 1
 
 
 def among_others(before: Callable[[], list[Any]]) -> None:
