@@ -180,7 +180,8 @@ def count(root: ElementTree.Element, found: Found) -> None:
         skip = case.find("skipped")
         wrong = [node for node in case if node.tag in ("failure", "error")]
         if wrong:
-            found.failed.append(f"{name}: {(wrong[0].get('message') or '')[:200]}")
+            said = " ".join((wrong[0].get("message") or "").split())
+            found.failed.append(f"{name}: {said[:200]}")
         elif skip is not None:
             skipped[skip.get("message") or "no reason"] += 1
         else:
