@@ -218,14 +218,14 @@ def as_markdown(rows: Iterable[Found]) -> str:
     by_environment: dict[str, list[Found]] = {}
     for row in rows:
         by_environment.setdefault(row.environment, []).append(row)
-    lines = ["| environment | passed | skipped | failed | minutes | last run |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| environment | paths | passed | skipped | failed | minutes | last run |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
     for label in sorted(by_environment):
         own = by_environment[label]
         skips = sum(sum(row.skipped.values()) for row in own)
         minutes = sum(row.seconds for row in own) / 60
         lines.append(
-            f"| {label} | {sum(row.passed for row in own)} | {skips} | "
+            f"| {label} | {len(own)} | {sum(row.passed for row in own)} | {skips} | "
             f"{sum(len(row.failed) for row in own)} | {minutes:.0f} | "
             f"{max(row.date for row in own)} |"
         )
