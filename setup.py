@@ -22,7 +22,7 @@ setup(
         include=["commgrid", "commgrid.*", "megatron_adapter", "megatron_adapter.*"]
     ),
     package_data={"commgrid": ["py.typed"], "megatron_adapter": ["py.typed"]},
-    install_requires=["torch>=2.11,<2.14", "pyyaml"],
+    install_requires=["torch>=2.11,<2.16", "pyyaml"],
     extras_require={
         "interop": INTEROP,
         "clients": CLIENTS,

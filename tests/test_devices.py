@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from commgrid.errors import SpecError
 from commgrid.planning.groups import GroupOptions
-from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime import torch_nccl, torch_world
 from commgrid.runtime.launch import Launch
 
 
@@ -80,13 +80,13 @@ class Options:
 def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setenv(torch_groups._NCCL_CONNECTS_WITHIN, "x")
-    monkeypatch.delenv(torch_groups._NCCL_CONNECTS_WITHIN)
+    monkeypatch.setenv(torch_nccl.CONNECTS_WITHIN, "x")
+    monkeypatch.delenv(torch_nccl.CONNECTS_WITHIN)
 
 
 def made(within: float | None, **nccl: Any) -> Any:
     options = GroupOptions(nccl=tuple(nccl.items()))
-    return torch_groups._nccl_options(options, timedelta(minutes=30), within)
+    return torch_nccl.make_options(options, ("nccl",), timedelta(minutes=30), within)
 
 
 @pytest.mark.usefixtures("nccl")
@@ -113,3 +113,148 @@ def test_what_is_asked_of_nccl_goes_before_the_bound() -> None:
 def test_what_connects_at_first_use_keeps_torchs_own_mode() -> None:
     assert made(None) is None
     assert math.isnan(made(None, max_ctas=4).config.blocking)
+
+
+class BoundOptions(Options):
+    """As of torch 2.15, where `nccl` is another backend."""
+
+    lazy_init = False
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch, nccl: None) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=BoundOptions))
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+
+
+@pytest.mark.usefixtures("bound")
+def test_a_backend_that_takes_its_device_when_created_is_given_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.15 took LOCAL_RANK's, whatever device the program had made current."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    cuda = Cuda(monkeypatch, 8, 5)
+    for kinds in (["nccl"], ["nccl2"], ["nccl-lazy"], ["gloo", "nccl"]):
+        assert torch_nccl.device_for(kinds) == torch.device("cuda", 5)
+    for kinds in (["gloo"], ["nccl-legacy"], ["fake"]):
+        assert torch_nccl.device_for(kinds) is None
+    cuda.take(3)
+    assert torch_nccl.device_for(["nccl"]) == torch.device("cuda", 3)
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    assert torch_nccl.device_for(["nccl"]) is None  # is the older one then
+    assert torch_nccl.device_for(["nccl2"]) == torch.device("cuda", 3)
+
+
+@pytest.mark.usefixtures("bound")
+def test_torchcomms_is_given_our_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "config", SimpleNamespace(use_torchcomms=True), raising=False)
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    Cuda(monkeypatch, 8, 5)
+    assert torch_nccl.device_for(["nccl"]) == torch.device("cuda", 5)
+    assert torch_nccl.device_for(["ncclx"]) == torch.device("cuda", 5)
+    assert torch_nccl.device_for(["gloo"]) is None
+
+
+@pytest.mark.usefixtures("bound")
+def test_it_connects_when_connect_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It connected every group at creation, whatever connect= said."""
+    assert made(None).lazy_init
+    both = made(12.3, max_ctas=4)  # in the exchange of ranks, which is bounded
+    assert (both.lazy_init, both.config.blocking, both.config.max_ctas) == (True, 0, 4)
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    assert made(None) is None
+
+
+class Started:
+    """Takes note of how torch.distributed is started."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.given: dict[str, Any] = {}
+        patch.setattr(dist, "init_process_group", self.start)
+
+    def start(self, backend: str, **given: Any) -> None:
+        self.given = {"backend": backend, **given}
+
+
+NO_NCCL = pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
+
+
+@NO_NCCL
+@pytest.mark.usefixtures("bound")
+def test_world_is_bound_to_our_device_and_not_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, 8, None)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # of another launcher's numbering
+    started = Started(monkeypatch)
+    launch = Launch(rank=3, world_size=16, local_rank=3)
+    torch_world.start_world(launch, dist.HashStore(), "x", "nccl", 9.0)
+    assert started.given["device_id"] == torch.device("cuda", 3)
+    assert started.given["pg_options"].lazy_init
+
+
+@NO_NCCL
+@pytest.mark.usefixtures("nccl")
+def test_an_older_world_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would connect at once, and be split for every new group."""
+    Cuda(monkeypatch, 8, None)
+    started = Started(monkeypatch)
+    launch = Launch(rank=3, world_size=16, local_rank=3)
+    torch_world.start_world(launch, dist.HashStore(), "x", "nccl", 9.0)
+    assert (started.given["device_id"], started.given["pg_options"]) == (None, None)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy", "nccl2", "nccl-lazy", "cuda:nccl"])
+def test_nccl_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """torch's own ValueError came out of the middle of starting."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = rf"groups\.dp\.backend='{backend}': NCCL needs a CUDA device.*use gloo"
+    with pytest.raises(SpecError, match=said):
+        torch_world.check_backend("groups.dp.backend", backend)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(SpecError, match="without NCCL; use gloo"):
+        torch_world.check_backend("groups.dp.backend", backend)
+
+
+class OnDemand:
+    """A backend that some package registers when it is asked for, as torch 2.14 allows it."""
+
+    name = "ondemand"
+
+    def load(self) -> Any:
+        return lambda: dist.Backend.register_backend(self.name, lambda *_: None, devices=["cpu"])
+
+
+def test_a_backend_that_is_registered_on_demand_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our list of names refused it."""
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        pytest.skip("torch registers backends on demand from 2.14 on")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [OnDemand()])
+    for name in ("_plugins", "backend_list", "backend_capability", "backend_type_map"):
+        monkeypatch.setattr(dist.Backend, name, getattr(dist.Backend, name).copy())
+    torch_world.check_backend("backend", "ondemand")
+    torch_world.check_backend("backend", "cpu:ondemand,cuda:gloo")
+    with pytest.raises(SpecError, match=r"there is no backend 'ondemanded'"):
+        torch_world.check_backend("backend", "ondemanded")
+
+
+class Second:
+    """As much of ProcessGroupNCCL2 as is asked for: whether it can be split says if it is up."""
+
+    supports_splitting = False
+
+
+def test_whether_the_newer_backend_has_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d = dist.distributed_c10d
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL2", Second, raising=False)
+    monkeypatch.setattr(c10d, "ProcessGroupNCCLLazy", Second, raising=False)
+    monkeypatch.setattr(
+        dist, "ProcessGroupNCCL", SimpleNamespace(Options=BoundOptions), raising=False
+    )
+    backend = Second()
+    assert torch_nccl.is_connected(backend) is False
+    backend.supports_splitting = True
+    assert torch_nccl.is_connected(backend) is True
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options))
+    assert torch_nccl.is_connected(backend) is None  # torch 2.14 does not say it
+    assert torch_nccl.is_connected(SimpleNamespace(_is_initialized=lambda: False)) is False
+    assert torch_nccl.is_connected(SimpleNamespace()) is True

@@ -18,7 +18,7 @@ ROWS = [
     ["planning.plan"],
     ["planning.sockets"],
     ["planning"],
-    ["runtime.launch", "runtime.roll"],
+    ["runtime.launch", "runtime.roll", "runtime.torch_nccl"],
     ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis"],
     ["runtime.agreement"],
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches"],

@@ -85,6 +85,7 @@ def test_nccl_alone_opens_nothing_of_gloos(world: int) -> None:
     gloo, both = total(needs(plan, "gloo"))[1], total(needs(plan, "cpu:gloo,cuda:nccl"))[1]
     assert gloo.files > world  # every pair of the larger groups
     assert both.files == gloo.files + total(found)[1].files - 1
+    assert needs(plan, "nccl2") == needs(plan, "cuda:nccl-legacy") == found
 
 
 def test_a_grid_that_runs_out_of_files_is_refused_before_it_opens_any() -> None:

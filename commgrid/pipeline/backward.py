@@ -38,6 +38,9 @@ Gradients = tuple[Tensor | None, ...]
 _recomputed_once = getattr(checkpoint, "GraphExecGroup", nullcontext)
 
 
+_NODES_KEEP_GRAPHS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 @dataclass
 class _Fork:
     """A node whose gradient goes on to weights, and perhaps to the inputs as well."""
@@ -74,10 +77,18 @@ class _Fork:
 
 
 class WeightGradients:
-    """The second half of a backward, called once."""
+    """The second half of a backward, called once.
 
-    def __init__(self, forks: Sequence[_Fork]) -> None:
+    Args:
+        forks: where it begins.
+        outputs: of the whole graph.
+    """
+
+    def __init__(self, forks: Sequence[_Fork], outputs: Sequence[GradientEdge] = ()) -> None:
         self._forks = list(forks)
+        # Before torch 2.13 a node in Python, as of an autograd.Function, is gone with its graph,
+        # which only the tokens of its outputs keep.
+        self._kept = () if _NODES_KEEP_GRAPHS else tuple(outputs)
 
     def __call__(self) -> None:
         """Adds the weights' gradients where autograd would have added them."""
@@ -85,6 +96,7 @@ class WeightGradients:
         with _recomputed_once():
             for fork in forks:
                 fork.run()
+        self._kept = ()
 
 
 def backward_input(
@@ -134,7 +146,7 @@ def backward_input(
     finally:
         for handle in handles:
             handle.remove()
-    return WeightGradients(later)
+    return WeightGradients(later, outputs)
 
 
 def _find_forks(

@@ -110,7 +110,8 @@ def of_world(world_size: int, backend: str) -> Need:
 
 
 def _kinds(backend: str) -> set[str]:
-    return {pair.rpartition(":")[2].lower() for pair in backend.split(",")}
+    names = {pair.rpartition(":")[2].lower() for pair in backend.split(",")}
+    return {"nccl" if name.startswith("nccl") else name for name in names}  # torch has several
 
 
 def _of_group(size: int, backend: str, connect: bool) -> tuple[Need, Need]:

@@ -59,11 +59,11 @@ class Communicator:
     def connected(self) -> bool:
         """Whether the members' connections are known to exist.
 
-        NCCL says so itself. A gloo group that the grid made has all of them once its ranks were
-        exchanged, at start-up or by `grid.check`; others connect two ranks when these first talk,
-        of which gloo tells nothing.
+        NCCL says so itself, but for torch 2.14's `nccl2`. A gloo group that the grid made has all
+        of them once its ranks were exchanged, at start-up or by `grid.check`; others connect two
+        ranks when these first talk, of which gloo tells nothing.
         """
-        if torch_groups.connects_by_pairs(self.group) and not self.adopted:
+        if not self.adopted and not torch_groups.tells_connected(self.group):
             return self.seconds_to_connect is not None and self.group.size() > 1
         return torch_groups.is_connected(self.group)
 

@@ -179,6 +179,8 @@ class HyperCommGrid:
                     meeting.meet()  # a rank that could not create is named before others call it
                     connecting = [c for c in self._communicators if c.planned.connect]
                     exchange_ranks(connecting, meeting.patience)
+                    for each in connecting:
+                        torch_groups.keep_timeout(each.group, each.options, limit)
                 meeting.meet()
         except BaseException:
             with suppress(RuntimeError):

@@ -62,6 +62,7 @@ def instead_of_gloo(
         store = HashStore() if alone else given.store
         return _Gloo(store, given.group_rank, given.group_size, options)
 
+    _let_gloo_record()
     names = c10d.Backend._plugins
     names[_PLUGIN.upper()] = c10d.Backend._BackendPlugin(create, True)
     try:
@@ -72,6 +73,13 @@ def instead_of_gloo(
     finally:
         # Not for longer: torch gives other groups no default backend while there is a plug-in.
         del names[_PLUGIN.upper()]
+
+
+def _let_gloo_record() -> None:
+    """gloo feeds torch's flight recorder itself; torch 2.15 would have plug-ins watched as well."""
+    known: set[str] | None = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if known is not None:
+        known.add(_PLUGIN)
 
 
 def adopt(group: dist.ProcessGroup, chosen: c10d.Backend, config: c10d.BackendConfig) -> None:

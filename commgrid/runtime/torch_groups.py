@@ -8,8 +8,6 @@ goes through the function beneath it.
 
 from __future__ import annotations
 
-import math
-import os
 import threading
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -22,15 +20,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from commgrid.errors import SpecError
+from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
-from commgrid.runtime import torch_gloo
-from commgrid.runtime.torch_world import FAKE, is_initialized, world_backend, world_store
+from commgrid.runtime import torch_gloo, torch_nccl
+from commgrid.runtime.torch_world import (
+    FAKE,
+    is_initialized,
+    set_timeout,
+    unwrapped,
+    world_backend,
+    world_store,
+)
 
 # torch keeps what it makes groups from in module state, and threads may start grids at once.
 _CREATING = threading.RLock()
 
-_NCCL_CONNECTS_WITHIN = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # torch's own, in seconds
 _REFUSED_SECONDS = 0.05  # until connections that are on their way are made or refused
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
@@ -63,6 +67,7 @@ def create_group(
 
     Raises:
         SpecError: an NCCL option that this torch does not have.
+        CommGridError: a backend that makes no group of some ranks.
     """
     world = c10d._get_default_group()
     members = list(ranks)
@@ -70,16 +75,16 @@ def create_group(
     if chosen != FAKE:
         chosen = options.backend or backend or chosen
     parsed, config, kinds = _parsed(chosen)
-    seconds = timeout if options.timeout is None else options.timeout
-    limit = c10d._get_default_timeout(parsed) if seconds is None else timedelta(seconds=seconds)
+    limit = _limit(parsed, options, timeout)
     lazy = "gloo" in kinds and torch_gloo.can_be_lazy()
     # Otherwise gloo connects while it is created; a member that never comes must not hold the
     # others for as long as a collective may take.
     waits = "gloo" in kinds and not lazy
-    meeting_limit = timedelta(seconds=startup_timeout) if waits else limit
-    if backend_options is None and "nccl" in kinds:
+    connecting = connect and torch_nccl.is_bound(kinds)  # see `keep_timeout`
+    meeting_limit = timedelta(seconds=startup_timeout) if waits or connecting else limit
+    if backend_options is None and kinds & {*torch_nccl.NAMES}:
         within = startup_timeout if connect else None
-        backend_options = _nccl_options(options, meeting_limit, within)
+        backend_options = torch_nccl.make_options(options, kinds, meeting_limit, within)
     naming = torch_gloo.instead_of_gloo(config, limit, connect) if lazy else nullcontext(parsed)
     # Where creation waits for others, two threads must not wait for each other as well.
     with nullcontext() if waits else _CREATING, _unbound(world), naming as named:
@@ -92,14 +97,17 @@ def create_group(
             c10d.GroupName(name),
             backend_options=backend_options,
             timeout=meeting_limit,
+            device_id=torch_nccl.device_for(kinds),
             group_desc=description,
         )
+        if not isinstance(made, dist.ProcessGroup):  # its NON_GROUP_MEMBER
+            raise CommGridError(f"{description}: torch's backend {chosen!r} made no group")
         group: dist.ProcessGroup = made
         if lazy:
             torch_gloo.adopt(group, parsed, config)
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
-        if waits or lazy:
-            _set_timeout(group, config, limit)
+        if (waits or lazy) and not connecting:
+            set_timeout(group, limit)
     return group
 
 
@@ -111,39 +119,25 @@ def _parsed(backend: str) -> tuple[c10d.Backend, c10d.BackendConfig, frozenset[s
     return parsed, config, frozenset(config.get_device_backend_map().values())
 
 
-def _set_timeout(group: dist.ProcessGroup, config: c10d.BackendConfig, limit: timedelta) -> None:
-    """torch's own leaves out what is in its wrapper for debugging, and warns."""
-    for device in config.get_device_backend_map():
-        backend: Any = group._get_backend(torch.device(device))
-        backend = getattr(backend, "wrapped_pg", backend)
-        if hasattr(backend, "_set_default_timeout"):
-            backend._set_default_timeout(limit)
+def keep_timeout(group: dist.ProcessGroup, options: GroupOptions, timeout: float | None) -> None:
+    """Gives a group that was to connect at start, and has, the timeout of its collectives.
 
-
-def _nccl_options(
-    options: GroupOptions, timeout: timedelta, connect_within: float | None = None
-) -> Any:
-    """torch's options for NCCL; None where nothing is asked of it.
+    NCCL's second backend waits for members as long as for collectives.
 
     Args:
-        connect_within: seconds that members may take to connect; None: as long as NCCL waits.
+        group: what `create_group(connect=True)` returned.
+        options, timeout: as they were given to it.
     """
-    bounded = connect_within is not None and "blocking" not in dict(options.nccl)
-    if not (options.nccl or bounded) or not dist.is_nccl_available():
-        return None
-    made = dist.ProcessGroupNCCL.Options()
-    made._timeout = timeout  # torch warns where this and its argument differ
-    if bounded and hasattr(made.config, "blocking"):
-        # NCCL then returns while it connects, and torch waits for it only so many seconds; it reads
-        # them once in a process. Collectives keep the group's own timeout.
-        made.config.blocking = 0
-        os.environ.setdefault(_NCCL_CONNECTS_WITHIN, str(math.ceil(connect_within or 1)))
-    for key, value in options.nccl:
-        target = made if key == "is_high_priority_stream" else made.config
-        if not hasattr(target, key):
-            raise SpecError(f"nccl.{key}: the NCCL of torch {torch.__version__} does not have it")
-        setattr(target, key, value)
-    return made
+    backend, _, kinds = _parsed(backend_of(group))
+    if torch_nccl.is_bound(kinds):
+        set_timeout(group, _limit(backend, options, timeout))
+
+
+def _limit(backend: c10d.Backend, options: GroupOptions, timeout: float | None) -> timedelta:
+    """How long a collective of a group may take."""
+    seconds = timeout if options.timeout is None else options.timeout
+    default: timedelta = c10d._get_default_timeout(backend)
+    return default if seconds is None else timedelta(seconds=seconds)
 
 
 @contextmanager
@@ -197,9 +191,8 @@ def is_connected(group: dist.ProcessGroup) -> bool:
     if group.size() == 1 or backend_of(group) == FAKE:
         return False
     for device in devices_of(group):
-        backend = group._get_backend(device)
-        connected = getattr(backend, "_is_initialized", None)
-        if connected is not None and not connected():
+        backend = unwrapped(group._get_backend(device))
+        if torch_nccl.is_connected(backend) is False:
             return False
     return True
 
@@ -207,6 +200,14 @@ def is_connected(group: dist.ProcessGroup) -> bool:
 def connects_by_pairs(group: dist.ProcessGroup) -> bool:
     """Whether gloo is in it and connects two ranks when they first talk, where commgrid made it."""
     return "gloo" in backend_of(group) and torch_gloo.can_be_lazy()
+
+
+def tells_connected(group: dist.ProcessGroup) -> bool:
+    """Whether torch tells of a group that commgrid made if its members have connected."""
+    if connects_by_pairs(group):
+        return False
+    backends = (unwrapped(group._get_backend(device)) for device in devices_of(group))
+    return all(torch_nccl.is_connected(backend) is not None for backend in backends)
 
 
 def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-_CHECKED = ((2, 11), (2, 14))
+_CHECKED = ((2, 11), (2, 16))
 """The first torch on which these were checked, and the first on which they were not."""
 
 
@@ -88,7 +88,7 @@ def mend_uneven_gathers() -> None:
     """Keeps DTensor from gathering uneven pieces over a flattened axis, which mixes them up.
 
     Of 5 rows sharded over dp 2 and tp 2 ranks have 2, 1, 1, 1; where dp and tp are flattened, torch
-    (2.11 to 2.13) gathers them at once and takes them for 2, 2, 1, 0. It is then told to gather
+    (2.11 to 2.15) gathers them at once and takes them for 2, 2, 1, 0. It is then told to gather
     axis by axis, as it does without flattened axes.
     """
     if not _CHECKED[0] <= _torch_version() < _CHECKED[1]:

@@ -1,7 +1,7 @@
 """Starting and stopping torch.distributed, the store its ranks meet at, and what its errors mean.
 
-With `torch_groups` and `torch_transfers` this is the one door to torch.distributed: whatever of
-it is not public torch stands in these three files.
+With its neighbours called `torch_*` this is the one door to torch.distributed: whatever of it is
+not public torch stands in these files (and `tests/torch_private.py` says what to do when it goes).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from datetime import timedelta
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError, PeerTimeoutError, SpecError
+from commgrid.planning.groups import GroupOptions
 from commgrid.planning.names import nearest
+from commgrid.runtime import torch_nccl
 from commgrid.runtime.launch import Launch
 from commgrid.version import VERSION
 
@@ -44,7 +47,10 @@ def world_size() -> int:
 
 def world_backend() -> str:
     """WORLD's backend as it was given: `gloo`, `cpu:gloo,cuda:nccl`, `fake`, …"""
-    backend: str = c10d._world.pg_map[c10d._get_default_group()][0]
+    world = c10d._get_default_group()
+    backend: str = c10d._world.pg_map[world][0]
+    if backend == c10d.Backend.UNDEFINED:  # none was given: what torch chose, a device each
+        backend = c10d._world.pg_backend_config[world]
     return backend
 
 
@@ -259,18 +265,39 @@ def start_world(
     """
     take_device(launch, backend)
     limit = c10d._get_default_timeout(c10d.Backend(backend))
+    patience = timedelta(seconds=startup_timeout) if "gloo" in backend else limit
+    kinds = set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values())
     try:
         dist.init_process_group(
             backend,
             store=PrefixStore(f"world/{incarnation}", store),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timedelta(seconds=startup_timeout) if "gloo" in backend else limit,
+            timeout=patience,
+            device_id=torch_nccl.device_for(kinds),
+            pg_options=torch_nccl.make_options(GroupOptions(), kinds, patience),
         )
     except RuntimeError as error:
         raise as_peer_error("torch.distributed cannot be started", error) from error
     if "gloo" in backend:
-        c10d._set_pg_timeout(limit)
+        set_timeout(c10d._get_default_group(), limit)
+
+
+def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Changes how long collectives of a group may take, on each of its backends."""
+    if hasattr(dist, "set_timeout"):  # torch 2.14
+        dist.set_timeout(limit, group)
+        return
+    # The one before leaves out what is in torch's wrapper for debugging, and warns.
+    for device in group._device_types:
+        backend = unwrapped(group._get_backend(device))
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(limit)
+
+
+def unwrapped(backend: Any) -> Any:
+    """A backend, out of torch's wrapper for debugging."""
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def stop_world() -> None:
@@ -343,16 +370,32 @@ def first_line(error: BaseException) -> str:
 def check_backend(key: str, backend: str | None) -> None:
     """Raises SpecError where `backend` is none of this torch's (`gloo`, `cpu:gloo,cuda:nccl`)."""
     # MPI makes groups of all ranks only, and fake stands for a whole world or not at all.
-    known = [name for name in c10d.Backend.backend_list if name not in ("undefined", "mpi", FAKE)]
+    never = ("undefined", "mpi", FAKE)
     for pair in (backend or "gloo").split(","):
-        name = pair.rpartition(":")[2].lower()
-        if name not in known:
+        kind = pair.rpartition(":")[2].lower()
+        torch_nccl.check_device(key, backend or "gloo", kind)
+        if kind in never or not _is_available(kind):
+            known = [name for name in _backend_names() if name not in never]
             raise SpecError(
-                f"{key}={backend!r}: there is no backend {name!r} for a grid; expected one of "
-                f"{', '.join(known)}, or as cpu:gloo,cuda:nccl{nearest(name, known)}"
+                f"{key}={backend!r}: there is no backend {kind!r} for a grid; expected one of "
+                f"{', '.join(known)}, or as cpu:gloo,cuda:nccl{nearest(kind, known)}"
             )
-        if name == "nccl" and not dist.is_nccl_available():
-            raise SpecError(f"{key}={backend!r}: this torch was built without NCCL; use gloo")
     devices = [pair.partition(":")[0] for pair in (backend or "").split(",") if ":" in pair]
     if len(set(devices)) < len(devices) or not set(devices) <= {"cpu", "cuda", "xpu"}:
         raise SpecError(f"{key}={backend!r}: expected each device once, as in cpu:gloo,cuda:nccl")
+
+
+def _is_available(kind: str) -> bool:
+    """Whether torch has a backend, also one that another package brings, once it is asked for."""
+    if not kind.replace("-", "_").isidentifier():
+        return False
+    try:
+        return bool(dist.is_backend_available(kind))
+    except (RuntimeError, TypeError):  # such a package, but it does not load
+        return False
+
+
+def _backend_names() -> list[str]:
+    """Every backend that torch knows, and those that it would register on demand (2.14)."""
+    asked = {entry.name.lower() for entry in entry_points(group="torch.distributed.backends")}
+    return sorted({*c10d.Backend.backend_list, *asked})

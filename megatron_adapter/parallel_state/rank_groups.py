@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from commgrid.errors import GridNotInitializedError
 from commgrid.planning.layout import RankLayout
+from commgrid.runtime import torch_world
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.parallel_state.access import peek, write
 from megatron_adapter.state import STORE
@@ -312,4 +313,6 @@ def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        made = group or dist.group.WORLD
+        assert made is not None
+        torch_world.set_timeout(made, timeout)

@@ -1,0 +1,129 @@
+"""NCCL in torch: which of its two backends a name means, and what that one has to be told.
+
+| name | torch 2.11 to 2.13 | 2.14 | 2.15 |
+|---|---|---|---|
+| `nccl` | first | first (second where TORCH_DIST_USE_NCCL2=1) | second (first where it is 0) |
+| `nccl-legacy` | | first | first |
+| `nccl2`, `nccl-lazy` | | second | second |
+
+The first connects when it is first used, on the device of what it is given. The second does so
+too in 2.14. In 2.15 it is bound to a device when it is created (the group's, else LOCAL_RANK's,
+else the global rank modulo the number of devices, which it then writes into the group, WORLD
+too), and connects there and then, unless its options say `lazy_init`. So from 2.15 on it gets the
+current device, which is the one this rank has taken, and connects at first use like the first.
+`nccl-lazy` has a communicator more for each pair of ranks that send to each other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from commgrid.errors import SpecError
+from commgrid.planning.groups import GroupOptions
+
+NAMES = ("nccl", "nccl-legacy", "nccl2", "nccl-lazy")
+
+CONNECTS_WITHIN = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+"""torch's own, in seconds; the first backend reads it once in a process."""
+_SECOND_IS_NCCL = "TORCH_DIST_USE_NCCL2"
+
+
+def is_bound(kinds: Collection[str]) -> bool:
+    """Whether one of these backends takes its device when it is created."""
+    if not dist.is_nccl_available() or not hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
+        return False
+    first_is_nccl = os.environ.get(_SECOND_IS_NCCL) == "0"
+    return bool({"nccl2", "nccl-lazy"} & set(kinds)) or ("nccl" in kinds and not first_is_nccl)
+
+
+def device_for(kinds: Collection[str]) -> torch.device | None:
+    """The device to create a group of these backends on; None: they take it from what they get.
+
+    torchcomms, where torch is switched to it, takes any index where it is given none.
+    """
+    comms = getattr(getattr(dist, "config", None), "use_torchcomms", False)
+    asks = is_bound(kinds) or (comms and {*kinds} - {"gloo", "fake"})
+    if not asks or not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def make_options(
+    asked: GroupOptions,
+    kinds: Collection[str],
+    timeout: timedelta,
+    connect_within: float | None = None,
+) -> Any:
+    """torch's options for NCCL; None where nothing is asked of it.
+
+    Args:
+        asked: what the groups table says.
+        kinds: the group's backends.
+        timeout: of its collectives.
+        connect_within: seconds that members may take to connect; None: as long as NCCL waits.
+
+    Raises:
+        SpecError: an option that this torch does not have.
+    """
+    bounded = connect_within is not None and "blocking" not in dict(asked.nccl)
+    bound = is_bound(kinds)
+    if not (asked.nccl or bounded or bound) or not dist.is_nccl_available():
+        return None
+    made: Any = dist.ProcessGroupNCCL.Options()
+    made._timeout = timeout  # torch warns where this and its argument differ
+    if bound:
+        made.lazy_init = True  # what is to connect at start does so in the exchange of ranks
+    if bounded and hasattr(made.config, "blocking"):
+        # NCCL then returns while it connects, and torch waits for it only so many seconds: the
+        # second backend the group's timeout, the first what this variable says.
+        made.config.blocking = 0
+        os.environ.setdefault(CONNECTS_WITHIN, str(math.ceil(connect_within or 1)))
+    for key, value in asked.nccl:
+        target = made if key == "is_high_priority_stream" else made.config
+        if not hasattr(target, key):
+            raise SpecError(f"nccl.{key}: the NCCL of torch {torch.__version__} does not have it")
+        setattr(target, key, value)
+    return made
+
+
+def is_connected(backend: Any) -> bool | None:
+    """Whether a backend of a group has connected; None: it does not say.
+
+    The second backend says it only in 2.15, and indirectly: what connects at first use cannot be
+    split before.
+    """
+    if hasattr(backend, "_is_initialized"):
+        return bool(backend._is_initialized())
+    names = ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
+    second = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+    if type(backend) not in second:
+        return True
+    if not hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
+        return None
+    return bool(backend.supports_splitting)
+
+
+def check_device(key: str, backend: str, kind: str) -> None:
+    """Refuses NCCL where torch has none, or no device for it.
+
+    Raises:
+        SpecError: names the key and its value.
+    """
+    if kind not in NAMES:
+        return
+    if not dist.is_nccl_available():
+        raise SpecError(f"{key}={backend!r}: this torch was built without NCCL; use gloo")
+    if not torch.cuda.is_available():
+        raise SpecError(
+            f"{key}={backend!r}: NCCL needs a CUDA device, and this process sees none "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); use gloo, or give "
+            "it one"
+        )
