@@ -168,8 +168,27 @@ ROWS = (
         "whatever then creates a flattened axis's group, or a way to hand one over",
     ),
     Private("mesh._flatten", (_MESH,), "as torch flattens by then"),
-    Private("mesh._flatten_mapping", (_MESH,), "ask the root for a flattened axis by its name"),
-    Private("mesh._get_root_mesh", (_MESH,), "the mesh that it was cut from"),
+    Private(
+        "mesh._flatten_mapping",
+        (_MESH, _PATCHES),
+        "ask the root for a flattened axis by its name; names are no longer offered",
+    ),
+    Private("mesh._get_root_mesh", (_MESH, _PATCHES), "the mesh that it was cut from"),
+    Private(
+        "mesh._root_mesh",
+        (_MESH, _PATCHES),
+        "make every mesh by from_group, which is a root; meshes then meet by torch's rules alone",
+    ),
+    Private(
+        "mesh._pg_registry",
+        (_MESH,),
+        "compiled code finds groups as torch does by then; without it, in its own mesh only",
+    ),
+    Private(
+        "DeviceMesh._create_flatten_mesh",
+        (_PATCHES,),
+        "names are no longer offered: whoever wants one flattens",
+    ),
     Private("DeviceMesh._concatenate", (_MESH,), "as torch joins slices of a root by then"),
     Private(
         "torch.distributed.tensor._redistribute",
