@@ -23,6 +23,7 @@ that the grid does not have is torch's own: collective, with new groups.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from itertools import combinations
 from typing import Any
 
@@ -216,7 +217,12 @@ class GridMeshes:
 
 def _joined(parts: Iterable[DeviceMesh], root: DeviceMesh | None) -> DeviceMesh:
     """Meshes side by side in a new one, which belongs to `root`, or else is one itself."""
-    made = DeviceMesh._concatenate(list(parts))
+    whole = list(parts)
+    if len(whole) == 1:  # torch to 2.12 makes a nested layout of one, which equals no other mesh's
+        made = copy(whole[0])
+        made._flatten_mapping = {}
+    else:
+        made = DeviceMesh._concatenate(whole)
     made._root_mesh = root
     return made
 
