@@ -279,8 +279,9 @@ def flattened_and_sliced() -> None:
     flat = mesh._flatten()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        assert mesh["dp_tp"] == flat
-    assert flat.get_group() is grid.get_group("dp_tp")
+        sliced = mesh["dp_tp"]  # to torch 2.12 no such slice equals what was flattened
+    assert sliced.get_group() is flat.get_group() is grid.get_group("dp_tp")
+    assert sliced.mesh.tolist() == flat.mesh.tolist() == [0, 1, 2, 3]
     assert group_count() == before
     mesh._flatten("whole")  # which the grid does not have
     with warnings.catch_warnings():
