@@ -1,4 +1,4 @@
-"""The command line: `commgrid plan`, `commgrid explain`, `commgrid check`."""
+"""The command line: `commgrid plan`, `commgrid explain`, `commgrid check`, `commgrid show`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from commgrid.cli import check, explain, plan
+from commgrid.cli import check, explain, plan, show
 from commgrid.errors import CommGridError
 
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="`commgrid COMMAND --help` has examples.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (plan, explain, check):
+    for module in (plan, explain, check, show):
         module.add_parser(commands)
     args = parser.parse_args(argv)
     try:
