@@ -5,6 +5,7 @@ from setuptools import find_packages, setup
 README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 # Transformers 5.15 and later make their meshes themselves, over all of WORLD.
 INTEROP = ["transformers>=5.2,<5.15", "accelerate"]
+VIZ = ["matplotlib>=3.8"]
 
 setup(
     name="commgrid",
@@ -17,10 +18,11 @@ setup(
     packages=find_packages(
         include=["commgrid", "commgrid.*", "megatron_adapter", "megatron_adapter.*"]
     ),
-    package_data={"commgrid": ["py.typed"], "megatron_adapter": ["py.typed"]},
+    package_data={"commgrid": ["py.typed", "viz/page.html"], "megatron_adapter": ["py.typed"]},
     install_requires=["torch>=2.11,<2.14", "pyyaml"],
     extras_require={
         "interop": INTEROP,
+        "viz": VIZ,
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -31,6 +33,7 @@ setup(
             "megatron-core==0.16.1",
             "einops",  # which megatron-core makes its hierarchical groups with
             *INTEROP,
+            *VIZ,
         ],
     },
     entry_points={"console_scripts": ["commgrid = commgrid.cli:main"]},
