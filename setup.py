@@ -9,6 +9,7 @@ INTEROP = ["transformers>=5.2,<5.15", "accelerate"]
 CLIENTS = [
     "accelerate==1.15.0", "lightning==2.6.6", "deepspeed==0.19.8", "torchtitan==0.2.2", "triton",
 ]  # fmt: skip
+VIZ = ["matplotlib>=3.8"]
 
 setup(
     name="commgrid",
@@ -21,11 +22,12 @@ setup(
     packages=find_packages(
         include=["commgrid", "commgrid.*", "megatron_adapter", "megatron_adapter.*"]
     ),
-    package_data={"commgrid": ["py.typed"], "megatron_adapter": ["py.typed"]},
+    package_data={"commgrid": ["py.typed", "viz/page.html"], "megatron_adapter": ["py.typed"]},
     install_requires=["torch>=2.11,<2.16", "pyyaml"],
     extras_require={
         "interop": INTEROP,
         "clients": CLIENTS,
+        "viz": VIZ,
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -36,6 +38,7 @@ setup(
             "megatron-core==0.16.1",
             "einops",  # which megatron-core makes its hierarchical groups with
             *INTEROP,
+            *VIZ,
         ],
     },
     entry_points={"console_scripts": ["commgrid = commgrid.cli:main"]},

@@ -35,10 +35,13 @@ if TYPE_CHECKING:
         destroy,
         get_grid,
         get_group,
+        get_local_rank,
+        get_ranks,
         initialize,
         is_initialized,
         join,
         shutdown,
+        size,
     )
 
 __version__ = VERSION
@@ -64,10 +67,13 @@ __all__ = [
     "destroy",
     "get_grid",
     "get_group",
+    "get_local_rank",
+    "get_ranks",
     "initialize",
     "is_initialized",
     "join",
     "shutdown",
+    "size",
 ]
 
 # These import torch, which planning on a laptop does not need; they load when first asked for.
@@ -76,10 +82,13 @@ _LIVE = {
     "destroy": "commgrid.runtime.registry",
     "get_grid": "commgrid.runtime.registry",
     "get_group": "commgrid.runtime.registry",
+    "get_local_rank": "commgrid.runtime.registry",
+    "get_ranks": "commgrid.runtime.registry",
     "initialize": "commgrid.runtime.registry",
     "is_initialized": "commgrid.runtime.registry",
     "join": "commgrid.runtime.registry",
     "shutdown": "commgrid.runtime.registry",
+    "size": "commgrid.runtime.registry",
 }
 
 
@@ -92,4 +101,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LIVE})
+    return sorted([*__all__, "__version__"])

@@ -6,7 +6,7 @@
 
 The program is one for megatron-core; the lines marked <- commgrid are all that was added. With
 --groups megatron they do nothing, and the losses are the same to the last bit. Needs
-megatron-core 0.15.3 or 0.16.1. There is one thing to learn: a token is 3 times the one before + 1.
+megatron-core 0.15.3 to 0.20. There is one thing to learn: a token is 3 times the one before + 1.
 
 On a machine without CUDA a few stand-ins make megatron-core run (the end of this file); they
 have nothing to do with commgrid.

@@ -37,6 +37,12 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_beside_other_groups[by_every_rank]",
         "test_beside_other_groups[by_half_the_ranks]",
     ],
+    "tests/viz/test_page.py": [
+        "test_search_and_the_keyboard_alone_do_all_of_it",
+        "test_a_schedule_plays",
+        "test_names_with_html_in_them_are_text",
+        "test_four_thousand_ranks_answer_a_hover",
+    ],
     "tests/test_full.py": [
         "test_only_what_is_about_megatron_needs_it",
     ],

@@ -63,8 +63,11 @@ ROWS = [
     ["expert.dispatch", "expert.shared"],
     ["expert.layer"],
     ["expert"],
+    ["viz.figure", "viz.view"],
+    ["viz.grid_picture", "viz.schedule_picture", "viz.curves_picture", "viz.page"],
+    ["viz"],
     ["cli.grid_options"],
-    ["cli.plan", "cli.explain", "cli.check"],
+    ["cli.plan", "cli.explain", "cli.check", "cli.show"],
     ["cli"],
     ["__main__"],
 ]

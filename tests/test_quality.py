@@ -66,13 +66,14 @@ def test_readme_commands_print_what_it_says(command: str, printed: str) -> None:
 
 def test_readme_names_the_two_commands() -> None:
     for command in (
-        "pip install -e . && torchrun --standalone --nproc-per-node 8 examples/train_gpt.py "
-        "--config examples/configs/gpt_tp2_dp4.yaml",
-        'pip install -e ".[test]" && pytest\n',
+        "pip install -e . -c .ci/constraints.txt && torchrun --standalone --nproc-per-node 8 "
+        "examples/train_gpt.py --config examples/configs/gpt_tp2_dp4.yaml",
+        'pip install -e ".[test]" -c .ci/constraints.txt && pytest\n',
     ):
         assert command in README
     assert "`pytest --full` runs" in README
-    assert 'pip install -e ".[test]" && pytest --full\n' in (ROOT / ".ci" / "run").read_text()
+    told = 'pip install -e ".[test]" -c .ci/constraints.txt && pytest --full\n'
+    assert told in (ROOT / ".ci" / "run").read_text()
 
 
 def test_version_is_said_once() -> None:

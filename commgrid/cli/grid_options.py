@@ -81,6 +81,12 @@ def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True
         grid.add_argument("--world-size", metavar="N", help="number of ranks, one per device")
 
 
+def grid_flags_given(args: argparse.Namespace) -> bool:
+    """Whether a file or any flag says something of a grid."""
+    keys = (*_SIZES, "yaml", "axis", "order", "create", "connect", "ranks", "share", "world_size")
+    return any(getattr(args, key, None) not in (None, []) for key in keys)
+
+
 def read_spec(args: argparse.Namespace) -> GridSpec:
     """The spec that the flags describe, its sizes perhaps still open.
 

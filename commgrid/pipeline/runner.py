@@ -5,10 +5,12 @@ A step is a run of the stage's program, see `commgrid.pipeline.run`.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,6 +133,20 @@ class Pipeline:
     def is_last(self) -> bool:
         """Whether this stage has the last part, which takes the targets."""
         return self.stage == self.schedule.num_stages - 1
+
+    def write_spans(self, path: str | Path) -> None:
+        """Writes this stage's `spans` as JSON lines, for `commgrid show --schedule … --spans`.
+
+        Clocks of ranks on one machine agree; of ranks on several each file has its own zero.
+
+        Args:
+            path: a file of this stage's own; written anew.
+        """
+        rows = (
+            {"stage": action.stage, "action": str(action), "start": start, "end": end}
+            for action, (start, end) in self.spans.items()
+        )
+        Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
     # -- what a step does ---------------------------------------------------------------
 

@@ -279,8 +279,17 @@ def initialize(
 def _check_fit(spec: GridSpec) -> None:
     """A spec that cannot fit is this rank's own error, before it meets anybody."""
     launch = Launch.from_environment(os.environ)
-    with suppress(NotInGridError):
+    try:
         GroupPlan.for_rank(spec.resolve(launch.world_size), launch.rank)
+    except NotInGridError:
+        pass  # a spare rank; or one process stands for the whole job by mistake
+    except SpecError as error:
+        if launch.address is not None:
+            raise
+        raise SpecError(
+            f"{error}\nno launcher has started this process, so it is a world of one; run it under "
+            "torchrun --nproc-per-node N, or srun"
+        ) from error
 
 
 def join(
@@ -378,6 +387,21 @@ def get_group(name: str, grid: str = "default") -> ProcessGroup:
 
 
 _registry_tables = _registry.tables
+
+
+def get_ranks(*names: str, grid: str = "default") -> tuple[int, ...]:
+    """The global ranks of this rank's group in a registered grid: `HyperCommGrid.get_ranks`."""
+    return get_grid(grid).get_ranks(*names)
+
+
+def get_local_rank(*names: str, grid: str = "default") -> int:
+    """This rank's position in a group of a registered grid: `HyperCommGrid.get_local_rank`."""
+    return get_grid(grid).get_local_rank(*names)
+
+
+def size(*names: str, grid: str = "default") -> int:
+    """The number of ranks in a group of a registered grid: `HyperCommGrid.size`."""
+    return get_grid(grid).size(*names)
 
 
 def destroy(name: str | None = None) -> None:

@@ -1,0 +1,96 @@
+"""Loss curves of several runs on one plot, from the files that `--metrics` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commgrid.errors import SpecError
+from commgrid.viz.figure import colour, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STYLES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run's loss by step.
+
+    Args:
+        name: what the legend calls it.
+        steps: rising.
+        losses: one a step.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+
+
+def read_curve(path: Path) -> Curve:
+    """The losses of a metrics file: JSON lines with `step` and `loss`.
+
+    Raises:
+        SpecError: a file that is not there, or has none.
+    """
+    steps, losses = [], []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            step, loss = int(row["step"]), float(row["loss"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpecError(
+                f'{path}, line {number}: expected {{"step": 1, "loss": 5.5, …}} as train_gpt '
+                f"--metrics writes it, got {line[:60]!r}"
+            ) from error
+        steps.append(step)
+        losses.append(loss)
+    if not steps:
+        raise SpecError(f"{path}: has no steps; is the run over its first one?")
+    return Curve(path.stem, tuple(steps), tuple(losses))
+
+
+def difference(one: Curve, other: Curve) -> float:
+    """The largest relative difference of two runs' losses on the steps that both have.
+
+    >>> difference(Curve("a", (1, 2), (4.0, 2.0)), Curve("b", (2, 3), (2.5, 1.0)))
+    0.2
+    """
+    both = dict(zip(one.steps, one.losses, strict=True))
+    found = [
+        abs(both[step] - loss) / max(abs(both[step]), abs(loss), 1e-300)
+        for step, loss in zip(other.steps, other.losses, strict=True)
+        if step in both
+    ]
+    return max(found, default=float("nan"))
+
+
+def draw_curves(curves: Sequence[Curve]) -> Figure:
+    """One plot; the legend says how far each curve is from the first."""
+    figure = new_figure(8.0, 4.4)
+    axes = figure.subplots()
+    for number, curve in enumerate(curves):
+        label = curve.name
+        if number:
+            far = difference(curves[0], curve)
+            same = "no step in common" if far != far else f"within {far:.1e} of {curves[0].name}"
+            label += f" ({same})"
+        axes.plot(
+            curve.steps, curve.losses, _STYLES[number % len(_STYLES)], label=label,
+            color=colour(5 - number), linewidth=2.0,
+        )  # fmt: skip
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, mean over tokens")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure

@@ -1,0 +1,109 @@
+"""A grid as one HTML page that needs no network: hover, tap or type a rank, and see its groups."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.pipeline.simulator import Simulation
+from commgrid.version import VERSION
+from commgrid.viz.view import GridView
+
+MOST_RANKS = 32_768
+"""Each rank is an element of the page, which browsers stand only so many of."""
+
+
+def page_data(view: GridView, simulations: tuple[Simulation, ...] = ()) -> dict[str, Any]:
+    """What the page shows: for each name, the number of every rank's group (-1: in none)."""
+    spec = view.spec
+    ranks = [rank for held in view.nodes.values() for rank in held]
+    names = {}
+    for name, definition in spec.definitions.items():
+        if name in spec.created_names:
+            numbers = view.numbers(name)
+            names[name] = {
+                "region": definition.region,
+                "groups": [numbers.get(rank, -1) for rank in ranks],
+                "about": view.describe(name),
+            }
+    return {
+        "version": VERSION,
+        "title": f"{spec.world_size:,} ranks",
+        "ranks": ranks,
+        "nodes": {str(node): len(held) for node, held in view.nodes.items()},
+        "regions": [
+            {"name": region.name, "axes": [list(pair) for pair in region.numbers]}
+            for region in spec.regions
+        ],
+        "coordinates": _coordinates(view, ranks),
+        "names": names,
+        "shown": view.shown[0],
+        "rank": view.rank,
+        "schedules": [_schedule(simulation) for simulation in simulations],
+    }
+
+
+def _coordinates(view: GridView, ranks: list[int]) -> dict[str, list[int]]:
+    """Axis to the index of every rank."""
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        for axis, index in view.coordinate(rank).items():
+            found.setdefault(axis, []).append(index)
+    return found
+
+
+def _schedule(simulation: Simulation) -> dict[str, Any]:
+    return {
+        "name": str(simulation.schedule),
+        "stages": simulation.schedule.num_stages,
+        "bubble": simulation.bubble_fraction,
+        "end": simulation.makespan,
+        "actions": [
+            [
+                action.stage,
+                action.letter,
+                action.microbatch,
+                action.chunk,
+                *simulation.spans[action],
+            ]
+            for order in simulation.schedule.orders
+            for action in order
+        ],
+    }
+
+
+def draw_page(view: GridView, simulations: tuple[Simulation, ...] = ()) -> str:
+    """The page.
+
+    Raises:
+        SpecError: more ranks than a page can show.
+    """
+    if view.spec.world_size > MOST_RANKS:
+        raise SpecError(
+            f"a page shows at most {MOST_RANKS:,} ranks, the grid has {view.spec.world_size:,}; "
+            "show a smaller dp, which looks the same"
+        )
+    text = json.dumps(page_data(view, simulations), separators=(",", ":"))
+    # Within a script element only these could end or change it; JSON reads them back the same.
+    safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return template().replace("/*DATA*/null", safe)
+
+
+def template() -> str:
+    """The page without data."""
+    return (files("commgrid.viz") / "page.html").read_text(encoding="utf-8")
+
+
+def write_page(page: str, path: Path) -> None:
+    """Writes a page.
+
+    Raises:
+        SpecError: a folder that cannot be written to.
+    """
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"-o {path}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,134 @@
+"""What a picture of a grid shows: ranks by node, groups by name, and what leaves a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from commgrid.errors import SpecError
+from commgrid.planning.ranks import as_index
+from commgrid.planning.spec import GridSpec
+
+DEFAULT_GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class GridView:
+    """A resolved spec, placed on nodes.
+
+    Rank r is on node r // gpus_per_node, as launchers number ranks.
+
+    Args:
+        spec: resolved.
+        gpus_per_node: ranks of a node.
+        names: the groups to show, in any spelling; empty: every axis of a size above 1, and the
+            groups table.
+        rank: the global rank to point out; None: none.
+
+    Raises:
+        SpecError: nodes of no ranks, a spec with open sizes, or a rank that is not the grid's.
+        UnknownGroupError: a name that no group has.
+
+    Example:
+        >>> view = GridView(GridSpec.build(tp=2, pp=2).resolve(16))
+        >>> view.shown, view.nodes[1], view.nodes_of("tp"), view.nodes_of("pp")
+        (('tp', 'dp', 'pp'), (8, 9, 10, 11, 12, 13, 14, 15), 1, 2)
+        >>> view.groups("tp")[:2]
+        ((0, 1), (2, 3))
+    """
+
+    spec: GridSpec
+    gpus_per_node: int = DEFAULT_GPUS_PER_NODE
+    names: Sequence[str] = ()
+    rank: int | None = None
+    _groups: dict[str, tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        size = as_index(self.gpus_per_node)
+        if size is None or size < 1:
+            raise SpecError(
+                f"gpus_per_node={self.gpus_per_node!r}: expected how many ranks a node has, as 8"
+            )
+        object.__setattr__(self, "gpus_per_node", size)
+        if not self.spec.is_resolved:
+            raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
+        if self.rank is not None and self.rank not in self.spec.grid_ranks:
+            held = self.spec.layout("dense").ranks.describe()
+            raise SpecError(f"rank {self.rank} is not in this grid, which covers {held}")
+
+    @cached_property
+    def shown(self) -> tuple[str, ...]:
+        """The canonical names that are shown."""
+        if self.names:
+            return tuple(dict.fromkeys(self.spec.resolve_name(name) for name in self.names))
+        axes = [axis for region in self.spec.regions for axis, n in region.numbers if n > 1]
+        found = dict.fromkeys((*axes, *self.spec.table_names))
+        return tuple(found) or (self.spec.resolve_name(),)
+
+    @cached_property
+    def nodes(self) -> dict[int, tuple[int, ...]]:
+        """Node to the grid's ranks on it, both rising."""
+        found: dict[int, list[int]] = {}
+        for rank in sorted(self.spec.grid_ranks):
+            found.setdefault(self.node_of(rank), []).append(rank)
+        return {node: tuple(ranks) for node, ranks in found.items()}
+
+    def node_of(self, rank: int) -> int:
+        """The number of a rank's node."""
+        return rank // self.gpus_per_node
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Every group of a name, each in the group's order."""
+        if name not in self._groups:
+            definition = self.spec.definitions[name]
+            made = definition.all_ranks(self.spec.layout(definition.region))
+            self._groups[name] = tuple(made)
+        return self._groups[name]
+
+    def numbers(self, name: str) -> dict[int, int]:
+        """Rank to the number of its group; ranks in none are left out."""
+        return {rank: i for i, group in enumerate(self.groups(name)) for rank in group}
+
+    def nodes_of(self, name: str) -> int:
+        """Over how many nodes a group of this name spreads at most."""
+        return max(len({self.node_of(rank) for rank in group}) for group in self.groups(name))
+
+    def describe(self, name: str) -> str:
+        """A name's groups in words.
+
+        >>> GridView(GridSpec.build(tp=2, pp=2).resolve(16)).describe("pp")
+        'pp: 8 groups of 2, over 2 nodes each'
+        """
+        groups = self.groups(name)
+        sizes = sorted({len(group) for group in groups})
+        of = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        many = "1 group" if len(groups) == 1 else f"{len(groups):,} groups"
+        over = self.nodes_of(name)
+        where = "within a node"
+        if over > 1:
+            where = f"over {over} nodes{' each' if len(groups) > 1 else ''}"
+        return f"{name}: {many} of {of}, {where}"
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Axis to index of a rank, of every region."""
+        found: dict[str, int] = {}
+        for layout in self.spec.layouts.values():
+            found.update(layout.coordinate(rank))
+        return found
+
+    def as_text(self) -> str:
+        """A table of the shown names."""
+        spec = self.spec
+        lines = [f"{spec.world_size:,} ranks on {_nodes(len(self.nodes))}"]
+        for region in spec.regions:
+            axes = " · ".join(f"{axis} {size}" for axis, size in region.numbers)
+            lines.append(f"  {region.name:7} {axes}   (fastest first)")
+        lines += ["", *(f"  {self.describe(name)}" for name in self.shown)]
+        return "\n".join(lines)
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count:,} nodes"

@@ -1,0 +1,102 @@
+"""What people expect of any command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import commgrid
+from commgrid.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main(argv)
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_version_is_told_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"commgrid {commgrid.__version__} (torch ")
+
+
+def test_what_was_meant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'plna' (choose from" in (said := refused(capsys, "plna"))
+    assert said.endswith("; did you mean 'plan'?\n")
+    said = refused(capsys, "plan", "--tp", "2", "--wrld-size", "8")
+    assert said.endswith("unrecognized arguments: --wrld-size; did you mean '--world-size'?\n")
+    said = refused(capsys, "show", "--schedul=1f1b", "--outptu", "a.svg")
+    assert "--outptu; did you mean '--output'?" in said
+
+
+def bare(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    command = f"{sys.executable} -m commgrid plan --tp 8 --world-size 4096 --json | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], cwd=ROOT, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)  # 0 where all was written before the pipe closed
+
+
+def test_without_torch_what_needs_it_says_so() -> None:
+    done = bare(
+        "import sys; sys.modules['torch'] = None\n"
+        "from commgrid.cli import main\n"
+        "assert main(['plan', '--tp', '2', '--world-size', '4']) == 0\n"
+        "sys.exit(main(['check', '--tp', '1']))"
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("commgrid check: needs torch, which is not installed here")
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(tmp_path: Path) -> None:
+    flags = f"['show', '--tp', '2', '--world-size', '4', '-o', {str(tmp_path / 'grid')!r} + "
+    done = bare(
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from commgrid.cli import main\n"
+        f"assert main({flags}'.html']) == 0\n"
+        f"sys.exit(main({flags}'.svg']))"
+    )
+    assert done.returncode == 2
+    assert 'pip install "commgrid[viz]"' in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["grid.html"]
+
+
+def test_who_forgot_the_launcher_is_told() -> None:
+    done = bare("from commgrid.cli import main; import sys; sys.exit(main(['check', '--tp', '2']))")
+    assert done.returncode == 2
+    assert "no launcher has started this process" in done.stderr
+    assert "torchrun --nproc-per-node" in done.stderr
+
+
+def test_dir_shows_what_is_public() -> None:
+    done = bare("import commgrid; print(*dir(commgrid))")
+    assert done.stdout.split() == sorted([*commgrid.__all__, "__version__"])
+    assert "Any" not in done.stdout.split()
+
+
+def test_look_ups_stand_beside_get_group() -> None:
+    commgrid.initialize(name="habits")
+    try:
+        assert commgrid.get_ranks("tp", grid="habits") == (0,)
+        assert commgrid.get_local_rank("dp_cp", grid="habits") == 0
+        assert commgrid.size("tp", "dp", grid="habits") == 1
+        with pytest.raises(commgrid.UnknownGroupError, match="did you mean 'tp'"):
+            commgrid.size("tpp", grid="habits")
+    finally:
+        commgrid.shutdown()
