@@ -84,6 +84,9 @@ class SharedLine:
         self._counting.calls += 1
         return self._shared.event(key).wait(max(seconds, 0.0))
 
+    def close(self) -> None:
+        """Nothing: the process's waits serve its other ranks too."""
+
 
 def patience(world: int) -> float:
     """Seconds in which all ranks can come on two cores: some 1 ms for each."""
