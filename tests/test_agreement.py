@@ -1,6 +1,7 @@
 """The meeting itself, on threads and a store in memory: what it costs, and whom it names."""
 
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -123,6 +124,27 @@ def test_calls_do_not_grow_with_the_world(world: int) -> None:
     more = 1 + 3 * -(-world // 30)  # the first, and in each phase the last of every 30
     assert sorted(calls)[world - 1 - more] <= 14 + looking
     assert max(calls) <= 45 + looking
+
+
+@pytest.mark.parametrize("first_is_here", [True, False])
+def test_who_is_missing_is_said_where_those_that_look_first_are_gone(first_is_here: bool) -> None:
+    """Of 64 ranks every fourth looks at the deadline, the others a while later."""
+    gone = [rank for rank in range(0, 64, 4) if rank or not first_is_here]
+
+    def come(rank: int, store: CountingStore) -> float | None:
+        if rank in gone:
+            return None
+        begun = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match="did not arrive") as told:
+            meeting(store, rank, 64, seconds=2.0)
+        for each in gone:
+            assert re.search(rf"\b{each}\b", str(told.value))
+        return time.monotonic() - begun
+
+    waited = [each for each in on_threads(64, come) if each is not None]
+    assert len(waited) == 64 - len(gone)
+    assert min(waited) > 1.9
+    assert max(waited) < 6.0  # half a second more where nobody looks at once; threads take the rest
 
 
 def test_every_meeting_gets_a_number_of_its_own() -> None:

@@ -5,7 +5,9 @@ under a number that the store hands out, with its document; the others compare t
 mark themselves on a roll; the last one to come tells the first, which writes the verdict that all
 of them read. Later phases need no first one: the last to come concludes. In the good case a rank
 makes a fixed number of store calls however many ranks there are. When something is wrong one rank
-reads the rolls, one call for 30 ranks, and the others read what it found.
+reads the rolls, one call for 30 ranks, and the others read what it found. At the deadline a few
+ranks ask to be that one, and the rest only where none of these is left: a store that all of them
+ask at once would hold up the one that finds out.
 
 A store may outlive the processes that met at it, as a launcher's does across restarts, and nothing
 that the launcher counts tells these apart. Here only a meeting that its opener concludes is good,
@@ -30,6 +32,7 @@ _MOVED = json.dumps({"kind": "moved"})
 _LINGER_SECONDS = 2.0
 _LOBBY_SECONDS = 1.0
 _LEASE_SECONDS = 10.0
+_EXAMINERS = 16  # about so many ranks look at once who is missing, the others if these do not
 
 
 class Meeting:
@@ -78,6 +81,8 @@ class Meeting:
             )
         # What is kept back from waiting on a peer, to find out afterwards whom it was about.
         self._margin = min(1.0, seconds_until(deadline) / 4)
+        every = max(len(ranks) // _EXAMINERS, 1)
+        self._grace = 0.0 if rank % every == 0 else self._margin
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
         self._examiner = Examiner(store, name, rank, self._document)
         # Grids on separate ranks may share a name: they have different lowest ranks.
@@ -171,7 +176,7 @@ class Meeting:
         if not self._line.within(key, min(_LOBBY_SECONDS, self._left_to_wait())):
             waited = True
             self._examiner.enter_lobby(self._room, self._number)
-            if not self._line.within(key, self._left_to_wait()):
+            if not self._line.within(key, self._left_to_wait() + self._grace):
                 self._examine(f"{self._base}/lobby", key, self._give_up_the_lobby)
         opening = json.loads(self._store.get(key))
         if waited and "verdict" in opening:
@@ -308,7 +313,7 @@ class Meeting:
 
     def _await_verdict(self, phase: str, opened: str) -> dict[str, Any]:
         key = f"{self._base}/{phase}/verdict"
-        if not self._line.within(key, self._left_to_wait()):
+        if not self._line.within(key, self._left_to_wait() + self._grace):
 
             def conclude() -> None:
                 found = self._examiner.absence(self._room, self._number, phase, opened)
