@@ -37,6 +37,7 @@ class Store:
         self._watched: WeakSet[HyperCommGrid] = WeakSet()
         self._chosen: list[MegatronState] = []
         self._blank = initial()  # what is asked and set while there is no grid
+        self._outside = False  # whether virtual stages in it are of a grid without this rank
         self._publisher: Publisher | None = None
         self._shown: dict[str, Any] | None = None
         self._alone: MegatronState | None = None  # of the one grid there is, while nobody chose it
@@ -83,8 +84,11 @@ class Store:
         before = [self._blank]
         if alone is not None and alone.grid is state.grid:
             before.insert(0, alone.values)
+        outside, self._outside = self._outside, False
         for name in KEPT:  # what was set before there was a grid
             for values in before:
+                if outside and values is self._blank and name in VIRTUAL_STAGES:
+                    continue  # of a grid that this rank is not in
                 if state.values[name] is None:
                     state.values[name] = values[name]
         more = self._blank["_global_process_group_list"] or [None]
@@ -110,10 +114,15 @@ class Store:
         self._show()
 
     def set_virtual_stages(self, count: int | None) -> None:
-        """What initialization sets on a rank outside the grid, where nothing else is set."""
-        if count is not None:
-            for name, value in zip(VIRTUAL_STAGES, (0, count), strict=True):
-                self.variables(name)[name] = value
+        """What initialization sets on a rank outside the grid, where nothing else is set.
+
+        Not where the rank is in another grid: its stages are its own.
+        """
+        if count is not None and not self.states:
+            self._take_back()
+            self._blank |= zip(VIRTUAL_STAGES, (0, count), strict=True)
+            self._outside = True
+            self._show()
 
     # -- which is asked -----------------------------------------------------------------
 
@@ -178,7 +187,11 @@ class Store:
                 return state
         if self._alone is None or self._alone.grid is not alive[0]:
             self._alone = MegatronState(alive[0], alone=True)
+            alive[0].before_destroy(self._forget_alone)
         return self._alone
+
+    def _forget_alone(self) -> None:
+        self._alone = None
 
     def is_there(self) -> bool:
         """Whether there is a state to ask, of one grid or several."""

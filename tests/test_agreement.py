@@ -19,6 +19,7 @@ from commgrid.errors import (
     PeerTimeoutError,
 )
 from commgrid.planning.rank_lists import describe_ranks, pack, unpack
+from commgrid.planning.ranks import RankTuple
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.diagnosis import describe_mismatch
 from commgrid.runtime.roll import Line, Roll
@@ -145,6 +146,20 @@ def test_who_is_missing_is_said_where_those_that_look_first_are_gone(first_is_he
     assert len(waited) == 64 - len(gone)
     assert min(waited) > 1.9
     assert max(waited) < 6.0  # half a second more where nobody looks at once; threads take the rest
+
+
+def test_some_look_first_whatever_ranks_a_grid_has() -> None:
+    """Of ranks that are all odd, none did."""
+    for ranks in (range(1, 257, 2), RankTuple(range(511, 383, -1))):
+        graces = [
+            made._grace
+            for made in on_threads(len(ranks), lambda i, store, ranks=ranks: Meeting(
+                store, name="test", rank=ranks[i], ranks=ranks, document={},
+                deadline=time.monotonic() + 20,
+            ))
+        ]  # fmt: skip
+        assert graces.count(0.0) == 16
+        assert set(graces) == {0.0, 1.0}
 
 
 def test_every_meeting_gets_a_number_of_its_own() -> None:

@@ -146,6 +146,18 @@ def test_a_backend_that_takes_its_device_when_created_is_given_ours(
 
 
 @pytest.mark.usefixtures("bound")
+def test_worlds_device_goes_before_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts WORLD with device_id= may never make it current: all groups were on GPU 0."""
+    Cuda(monkeypatch, 8, 0)
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 6))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    assert torch_nccl.rank_device() == torch.device("cuda", 6)
+    assert torch_nccl.device_for(["nccl"]) == torch.device("cuda", 6)
+    world.bound_device_id = None
+    assert torch_nccl.device_for(["nccl"]) == torch.device("cuda", 0)
+
+
+@pytest.mark.usefixtures("bound")
 def test_torchcomms_is_given_our_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "config", SimpleNamespace(use_torchcomms=True), raising=False)
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")

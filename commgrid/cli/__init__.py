@@ -8,6 +8,7 @@ import argparse
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -91,7 +92,7 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     """Says which flags a command does not have, and which they are most like."""
-    flags = [flag for action in parser._actions for flag in action.option_strings]
+    flags = re.findall(r"--[a-z][a-z-]*", parser.format_help())
     told = [
         given + nearest(given.partition("=")[0], flags) if given.startswith("-") else given
         for given in unknown

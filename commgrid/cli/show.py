@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         return _give(
             args, about, simulation.draw(), lambda: draw_schedule(simulation, measured)
         )  # fmt: skip
+    _check_beside_grid(args)
     view = _view(args)
     simulations = () if simulation is None else (simulation,)
     if args.output is not None and args.output.suffix == ".html":
@@ -111,6 +112,17 @@ def _check(args: argparse.Namespace) -> None:
     beside = [size for size in (*_SIZES, "spans") if getattr(args, size)]
     if beside and not args.schedule:
         raise SpecError(f"--{beside[0]}: goes with --schedule, as --schedule 1f1b")
+
+
+def _check_beside_grid(args: argparse.Namespace) -> None:
+    """Only a page shows a grid and a schedule."""
+    if args.spans:
+        raise SpecError("--spans: are drawn beside a schedule alone; leave the grid out")
+    if args.schedule and (args.output is None or args.output.suffix != ".html"):
+        raise SpecError(
+            f"--schedule {args.schedule} beside a grid: only a page shows both, as -o grid.html; "
+            "leave one of them out"
+        )
 
 
 def _view(args: argparse.Namespace) -> GridView:

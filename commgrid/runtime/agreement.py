@@ -32,6 +32,8 @@ _MOVED = json.dumps({"kind": "moved"})
 _LINGER_SECONDS = 2.0
 _LOBBY_SECONDS = 1.0
 _LEASE_SECONDS = 10.0
+PHASES = ("created", "ready")
+"""What a grid meets for after comparing, at most."""
 _EXAMINERS = 16  # about so many ranks look at once who is missing, the others if these do not
 
 
@@ -66,7 +68,7 @@ class Meeting:
         ranks: Sequence[int],
         document: Mapping[str, Any],
         deadline: float,
-        phases: Sequence[str] = ("created", "ready"),
+        phases: Sequence[str] = PHASES,
         line: Line | None = None,
     ) -> None:
         self._name, self._rank, self._ranks = name, rank, ranks
@@ -82,7 +84,8 @@ class Meeting:
         # What is kept back from waiting on a peer, to find out afterwards whom it was about.
         self._margin = min(1.0, seconds_until(deadline) / 4)
         every = max(len(ranks) // _EXAMINERS, 1)
-        self._grace = 0.0 if rank % every == 0 else self._margin
+        place = ranks.index(rank) if rank in ranks else 0
+        self._grace = 0.0 if place % every == 0 else self._margin
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
         self._examiner = Examiner(store, name, rank, self._document)
         # Grids on separate ranks may share a name: they have different lowest ranks.
@@ -260,12 +263,12 @@ class Meeting:
             Roll(self._store, last, self._ranks).delete()
 
     def _clean_up_failed(self, base: str, keys: Sequence[str]) -> None:
-        phases = (*self._phases, "lobby")
+        phases = dict.fromkeys((*self._phases, *PHASES, "lobby"))  # it may have had others
         kinds = range(1, MOST_DOCUMENTS + 2)
         for roll in (*phases, *(f"holders/{kind}" for kind in kinds)):
             Roll(self._store, f"{base}/{roll}", self._ranks).delete()
         more = ["differing", "left", f"{self._phases[-1]}/verdict"]
-        more += [f"{phase}/examiner/1" for phase in phases]
+        more += [f"{phase}/{what}" for phase in phases for what in ("examiner/1", "verdict")]
         for key in (*keys, *more, *(f"document/{kind}" for kind in kinds)):
             self._store.delete_key(f"{base}/{key}")
 

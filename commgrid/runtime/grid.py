@@ -22,7 +22,7 @@ from commgrid.planning.ranks import Ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups, torch_world
-from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.agreement import PHASES, Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.sub_grid import SubGrid
@@ -172,7 +172,7 @@ class HyperCommGrid:
                 ranks=self._spec.grid_ranks,
                 document=document,
                 deadline=deadline,
-                phases=("created", "ready") if connects else ("ready",),
+                phases=PHASES if connects else PHASES[1:],
             ) as meeting:
                 self._create(meeting.incarnation, backend, limit, meeting.patience)
                 if connects:

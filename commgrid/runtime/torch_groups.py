@@ -85,6 +85,7 @@ def create_group(
     if backend_options is None and kinds & {*torch_nccl.NAMES}:
         within = startup_timeout if connect else None
         backend_options = torch_nccl.make_options(options, kinds, meeting_limit, within)
+    device = torch_nccl.device_for(kinds)  # WORLD's, before that is taken away
     naming = torch_gloo.instead_of_gloo(config, limit, connect) if lazy else nullcontext(parsed)
     # Where creation waits for others, two threads must not wait for each other as well.
     with nullcontext() if waits else _CREATING, _unbound(world), naming as named:
@@ -97,7 +98,7 @@ def create_group(
             c10d.GroupName(name),
             backend_options=backend_options,
             timeout=meeting_limit,
-            device_id=torch_nccl.device_for(kinds),
+            device_id=device,
             group_desc=description,
         )
         if not isinstance(made, dist.ProcessGroup):  # its NON_GROUP_MEMBER
@@ -182,7 +183,7 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
         if kind == "cpu":
             found[backend] = torch.device("cpu")
         elif kind == "cuda" and torch.cuda.is_available():
-            found.setdefault(backend, torch.device("cuda", torch.cuda.current_device()))
+            found.setdefault(backend, torch_nccl.rank_device())
     return list(found.values())
 
 

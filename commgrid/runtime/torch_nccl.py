@@ -44,6 +44,18 @@ def is_bound(kinds: Collection[str]) -> bool:
     return bool({"nccl2", "nccl-lazy"} & set(kinds)) or ("nccl" in kinds and not first_is_nccl)
 
 
+def rank_device() -> torch.device:
+    """This rank's CUDA device: WORLD's where it is bound to one, else the current one.
+
+    Whoever starts WORLD with a device may never have made it the current one.
+    """
+    world = dist.group.WORLD
+    bound = None if world is None else world.bound_device_id
+    if bound is not None and bound.type == "cuda":
+        return torch.device(bound)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def device_for(kinds: Collection[str]) -> torch.device | None:
     """The device to create a group of these backends on; None: they take it from what they get.
 
@@ -53,7 +65,7 @@ def device_for(kinds: Collection[str]) -> torch.device | None:
     asks = is_bound(kinds) or (comms and {*kinds} - {"gloo", "fake"})
     if not asks or not torch.cuda.is_available():
         return None
-    return torch.device("cuda", torch.cuda.current_device())
+    return rank_device()
 
 
 def make_options(

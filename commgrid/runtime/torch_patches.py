@@ -61,6 +61,8 @@ def let_names_be_taken() -> None:
     with another backend, makes the offer void, and torch goes on as where there was none.
     """
     create = getattr(DeviceMesh, "_create_flatten_mesh", None)
+    if not _CHECKED[0] <= _torch_version() < _CHECKED[1]:
+        return
     if create is None or hasattr(create, "is_mended"):
         return
 

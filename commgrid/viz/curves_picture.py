@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +60,10 @@ def read_curve(path: Path) -> Curve:
     return Curve(path.stem, tuple(steps), tuple(losses))
 
 
-def difference(one: Curve, other: Curve) -> float:
+def difference(one: Curve, other: Curve) -> float | None:
     """The largest relative difference of two runs' losses on the steps that both have.
+
+    Infinite where a loss is not finite; None without a step in common.
 
     >>> difference(Curve("a", (1, 2), (4.0, 2.0)), Curve("b", (2, 3), (2.5, 1.0)))
     0.2
@@ -68,10 +71,12 @@ def difference(one: Curve, other: Curve) -> float:
     both = dict(zip(one.steps, one.losses, strict=True))
     found = [
         abs(both[step] - loss) / max(abs(both[step]), abs(loss), 1e-300)
+        if math.isfinite(both[step]) and math.isfinite(loss)
+        else math.inf
         for step, loss in zip(other.steps, other.losses, strict=True)
         if step in both
     ]
-    return max(found, default=float("nan"))
+    return max(found, default=None)
 
 
 def draw_curves(curves: Sequence[Curve]) -> Figure:
@@ -82,7 +87,8 @@ def draw_curves(curves: Sequence[Curve]) -> Figure:
         label = curve.name
         if number:
             far = difference(curves[0], curve)
-            same = "no step in common" if far != far else f"within {far:.1e} of {curves[0].name}"
+            same = "no step in common" if far is None else f"within {far:.1e} of {curves[0].name}"
+            same = "not finite everywhere" if far == math.inf else same
             label += f" ({same})"
         axes.plot(
             curve.steps, curve.losses, _STYLES[number % len(_STYLES)], label=label,

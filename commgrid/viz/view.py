@@ -27,7 +27,8 @@ class GridView:
         rank: the global rank to point out; None: none.
 
     Raises:
-        SpecError: nodes of no ranks, a spec with open sizes, or a rank that is not the grid's.
+        SpecError: nodes of no ranks, a spec with open sizes, a rank that is not the grid's, or a
+            name that is not created.
         UnknownGroupError: a name that no group has.
 
     Example:
@@ -62,11 +63,16 @@ class GridView:
     @cached_property
     def shown(self) -> tuple[str, ...]:
         """The canonical names that are shown."""
+        created = self.spec.created_names
         if self.names:
-            return tuple(dict.fromkeys(self.spec.resolve_name(name) for name in self.names))
+            asked = dict.fromkeys(self.spec.resolve_name(name) for name in self.names)
+            for name in asked.keys() - created:
+                raise SpecError(f"group {name!r} is not created; add it to create, or leave it out")
+            return tuple(asked)
         axes = [axis for region in self.spec.regions for axis, n in region.numbers if n > 1]
-        found = dict.fromkeys((*axes, *self.spec.table_names))
-        return tuple(found) or (self.spec.resolve_name(),)
+        found = [n for n in dict.fromkeys((*axes, *self.spec.table_names)) if n in created]
+        whole = self.spec.resolve_name()
+        return tuple(found) or tuple(n for n in (whole, *self.spec.definitions) if n in created)[:1]
 
     @cached_property
     def nodes(self) -> dict[int, tuple[int, ...]]:

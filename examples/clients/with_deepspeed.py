@@ -102,6 +102,8 @@ class Block(nn.Module):
 
 
 def train(args: argparse.Namespace) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
     mpu: Any
     if args.plain:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def train(args: argparse.Namespace) -> None:
     if device == "cpu":  # which torchtitan takes for cuda
         parallel_dims.device_type = "cpu"
     kind = ParallelDims if args.plain else GridDims  # commgrid: GridDims
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     dims = kind(
         dp_replicate=args.dp_replicate, dp_shard=args.dp_shard, cp=1, tp=args.tp, pp=1, ep=1, etp=1,

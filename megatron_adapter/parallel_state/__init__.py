@@ -42,6 +42,6 @@ from megatron_adapter.parallel_state.rank_groups import (
     update_pg_timeout,
 )
 from megatron_adapter.releases import installed_version as _installed_version
-from megatron_adapter.releases import release_here as _release_here
+from megatron_adapter.releases import release_of as _release_of
 
-_shape(globals(), None if _installed_version() is None else _release_here())
+_shape(globals(), _release_of(_installed_version() or ""))  # one not known: by name alone

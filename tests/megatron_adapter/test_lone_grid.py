@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import subprocess
+import sys
+import weakref
 
 import numpy
 import pytest
@@ -12,7 +16,7 @@ import commgrid
 import megatron_adapter
 import megatron_adapter.parallel_state as mpu
 from commgrid import SpecError
-from megatron_adapter import AmbiguousGridError, MegatronSizeError, MegatronStateError
+from megatron_adapter import AmbiguousGridError, MegatronSizeError, MegatronStateError, releases
 from megatron_adapter.facade import shape
 from megatron_adapter.releases import RELEASES
 from tests.peers import parallel_state as theirs
@@ -180,3 +184,51 @@ def test_without_megatron_core_arguments_that_moved_come_by_name() -> None:
     assert [one.name for one in order if one.kind is not one.KEYWORD_ONLY][-1] == (
         "hierarchical_context_parallel_sizes"
     )
+
+
+def outside() -> None:
+    """Ranks 0 and 1 are in a, 2 and 3 in b; b alone has virtual stages, then a alone."""
+    in_a = dist.get_rank() < 2
+    for a, b in (({}, {"virtual_pipeline_model_parallel_size": 2}),
+                 ({"virtual_pipeline_model_parallel_size": 2}, {})):  # fmt: skip
+        for name, given, offset in (("a", a, 0), ("b", b, 2)):
+            mpu.initialize_model_parallel(
+                1, 2, **given, rank_offset=offset, local_world_size=2, name=name
+            )
+        own = a if in_a else b
+        found = mpu.get_virtual_pipeline_model_parallel_world_size()
+        assert found == own.get("virtual_pipeline_model_parallel_size")
+        assert mpu.is_pipeline_first_stage() == (dist.get_rank() % 2 == 0)
+        dist.barrier()
+        mpu.destroy_model_parallel()
+
+
+def test_virtual_stages_of_a_grid_without_this_rank_are_not_its_own() -> None:
+    run_on_ranks(outside, 4)
+
+
+def test_a_release_that_is_not_known_is_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.14 and 0.21 were taken for the newest, whose arguments stand elsewhere."""
+    for version, known in (("0.14.0", False), ("0.21.0", False), ("0.16.1", True)):
+        assert (releases.release_of(version) is not None) == known
+    code = (
+        "import importlib.metadata as m; m.version = lambda name: '0.14.0'\n"
+        "import inspect, megatron_adapter.parallel_state as mpu\n"
+        "print(inspect.signature(mpu.get_data_parallel_group))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "*, " in done.stdout, done.stderr  # what has moved comes by name
+
+
+def forgotten() -> None:
+    """Its groups, and their threads, lived until a getter was asked again."""
+    grid = commgrid.initialize()
+    held = weakref.ref(mpu.get_tensor_model_parallel_group())
+    commgrid.destroy()
+    del grid
+    gc.collect()
+    assert held() is None
+
+
+def test_a_grid_that_is_gone_is_forgotten_at_once() -> None:
+    run_on_ranks(forgotten, 1)

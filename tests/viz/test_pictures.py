@@ -1,6 +1,7 @@
 """Pictures: what is drawn is what the plan and the simulation say, and equal pictures are equal."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,9 @@ def test_curves_say_how_far_they_are_apart(tmp_path: Path) -> None:
     picture = tmp_path / "loss.svg"
     assert main(["show", "--metrics", *map(str, paths), "-o", str(picture)]) == 0
     assert "tp2 (within 1.0e-09 of dp8)" in picture.read_text()
+    broken = Curve("broken", (1, 2), (5.0, math.nan))
+    assert difference(one, broken) == difference(broken, one) == math.inf
+    assert difference(one, Curve("later", (9,), (1.0,))) is None
     paths[0].write_text("")
     with pytest.raises(SpecError, match="has no steps"):
         read_curve(paths[0])
@@ -137,6 +141,12 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
         (["--schedule", "2f2b", "--stages", "2", "--microbatches", "2"], "2f2b"),
         (["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "-o", "a.html"],
          "a page shows a grid"),
+        (["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--tp", "2"],
+         "beside a grid: only a page shows both"),
+        (["--schedule", "1f1b", "--stages", "2", "--spans", "a", "--microbatches", "2",
+          "--tp", "2"], "--spans: are drawn beside a schedule alone"),
+        (["--tp", "2", "--world-size", "4", "--create", "dp", "--names", "tp"],
+         "group 'tp' is not created"),
         (["--metrics", "missing.jsonl"], "missing.jsonl: cannot be read"),
         (["--tp", "2", "--world-size", "4", "--gpus-per-node", "0"], "gpus_per_node=0: expected"),
     ],

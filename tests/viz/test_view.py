@@ -6,6 +6,7 @@ import pytest
 
 from commgrid import GridSpec, SpecError, UnknownGroupError
 from commgrid.planning.plan import GroupPlan
+from commgrid.viz.page import page_data
 from commgrid.viz.view import GridView
 
 CUTS = [
@@ -59,6 +60,13 @@ def test_wrong_input_is_named() -> None:
         GridView(GridSpec.build(tp=2))
     with pytest.raises(UnknownGroupError, match=r"no group is named 'tpp'; did you mean 'tp'"):
         _ = GridView(spec, names=["tpp"]).shown
+
+
+def test_what_is_not_created_is_not_shown() -> None:
+    view = GridView(GridSpec.build(tp=2, pp=2, create=["dp"]).resolve(8))
+    assert view.shown == ("dp",)
+    assert GridView(GridSpec.build(tp=2, create=["dp_tp"]).resolve(4)).shown == ("dp_tp",)
+    assert page_data(view)["shown"] in page_data(view)["names"]
 
 
 def test_one_rank_shows_the_whole_grid() -> None:
