@@ -147,6 +147,8 @@ def _child(
         if init is not None:
             store = dist.FileStore(f"{folder}/store", world_size)
             dist.init_process_group(init, store=store, rank=rank, world_size=world_size)
+            if init == "gloo":  # a rank that is done at once would leave while others connect
+                dist.barrier()
         result = ("ok", function(*args))
     except BaseException:
         result = ("error", traceback.format_exc())

@@ -287,7 +287,7 @@ def _check_fit(spec: GridSpec) -> None:
         if launch.address is not None:
             raise
         raise SpecError(
-            f"{error}\nno launcher has started this process, so it is a world of one; run it under "
+            f"{error}; no launcher has started this process, so it is a world of one; run it under "
             "torchrun --nproc-per-node N, or srun"
         ) from error
 

@@ -84,7 +84,7 @@ def test_survivors_that_notice_nothing(killed: str) -> None:
 @pytest.mark.parametrize("killed", ["none", "first_node_once", "second_node_once"])
 def test_plain_torch_comes_up_too_or_meets_a_killed_rank(killed: str) -> None:
     """What comes up is no easier than what plain torch does in the same harness."""
-    with job(LOOPBACK, timeout=40) as running:
+    with job(LOOPBACK, timeout=80) as running:
         running.start(TWO_NODES, ["torch", json.dumps(DEATHS[killed])])
         said = ""
         try:
