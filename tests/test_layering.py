@@ -63,7 +63,7 @@ ROWS = [
     ["expert.dispatch", "expert.shared"],
     ["expert.layer"],
     ["expert"],
-    ["viz.figure", "viz.view"],
+    ["viz.figure", "viz.view", "viz.json_lines"],
     ["viz.grid_picture", "viz.schedule_picture", "viz.curves_picture", "viz.page"],
     ["viz"],
     ["cli.grid_options"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from commgrid.errors import SpecError
 from commgrid.viz.figure import colour, new_figure
+from commgrid.viz.json_lines import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,25 +39,15 @@ def read_curve(path: Path) -> Curve:
     Raises:
         SpecError: a file that is not there, or has none.
     """
-    steps, losses = [], []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            step, loss = int(row["step"]), float(row["loss"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise SpecError(
-                f'{path}, line {number}: expected {{"step": 1, "loss": 5.5, …}} as train_gpt '
-                f"--metrics writes it, got {line[:60]!r}"
-            ) from error
-        steps.append(step)
-        losses.append(loss)
-    if not steps:
+    rows = read_json_lines(
+        path,
+        'as train_gpt --metrics writes it {"step": 1, "loss": 5.5, …}',
+        lambda row: (int(row["step"]), float(row["loss"])),
+    )
+    if not rows:
         raise SpecError(f"{path}: has no steps; is the run over its first one?")
-    return Curve(path.stem, tuple(steps), tuple(losses))
+    steps, losses = zip(*rows, strict=True)
+    return Curve(path.stem, steps, losses)
 
 
 def difference(one: Curve, other: Curve) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Computation, Schedule
 from commgrid.pipeline.simulator import Simulation, Span
 from commgrid.viz.figure import colour, ink_on, new_figure
+from commgrid.viz.json_lines import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,29 +129,12 @@ def read_spans(paths: Sequence[Path], schedule: Schedule) -> dict[Computation, S
         SpecError: a file that is not there or not one of these.
     """
     by_name = {(a.stage, str(a)): a for order in schedule.orders for a in order}
-    found: dict[Computation, Span] = {}
-    for path in paths:
-        for number, line in enumerate(_lines(path), 1):
-            try:
-                row: Any = json.loads(line)
-                key = int(row["stage"]), str(row["action"])
-                span = float(row["start"]), float(row["end"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise SpecError(
-                    f"{path}, line {number}: expected "
-                    '{"stage": 0, "action": "F0", "start": 0.0, "end": 0.1}, got '
-                    f"{line[:60]!r}"
-                ) from error
-            if key not in by_name:
-                raise SpecError(
-                    f"{path}, line {number}: {schedule} has no action {key[1]} on stage {key[0]}"
-                )
-            found[by_name[key]] = span
-    return found
 
+    def read(row: Mapping[str, Any]) -> tuple[Computation, Span]:
+        stage, name = int(row["stage"]), str(row["action"])
+        if (stage, name) not in by_name:
+            raise SpecError(f"{schedule} has no action {name} on stage {stage}")
+        return by_name[stage, name], (float(row["start"]), float(row["end"]))
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from error
+    expected = '{"stage": 0, "action": "F0", "start": 0.0, "end": 0.1}'
+    return dict(row for path in paths for row in read_json_lines(path, expected, read))

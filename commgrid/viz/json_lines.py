@@ -1,0 +1,40 @@
+"""Files of JSON lines that runs have written, read with errors that name file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from commgrid.errors import SpecError
+
+T = TypeVar("T")
+
+
+def read_json_lines(path: Path, expected: str, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
+    """What `read` makes of every line.
+
+    Args:
+        path: of the file.
+        expected: what a line looks like, for the error.
+        read: raises KeyError, TypeError or ValueError where a line is another.
+
+    Raises:
+        SpecError: a file that is not there or not text, or a line that is not as expected.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(read(json.loads(line)))
+        except SpecError as error:
+            raise SpecError(f"{path}, line {number}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpecError(
+                f"{path}, line {number}: expected {expected}, got {line[:60]!r}"
+            ) from error
+    return found
