@@ -11,12 +11,12 @@ over `dp_cp`, names that the grid offers with its mesh. Needs `pip install -e ".
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from common import Losses, make_parser
 
 try:
     from accelerate import Accelerator, PartialState
@@ -65,7 +65,7 @@ def train(args: argparse.Namespace) -> None:
     model: Any = nn.Sequential(*(Block(args.hidden) for _ in range(args.layers)))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    rows: list[dict[str, float]] = []
+    losses = Losses(args.metrics, accelerator.is_main_process)
     for step in range(1, args.steps + 1):
         generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         batch = torch.randn(args.batch_size, args.hidden, generator=generator)
@@ -74,30 +74,18 @@ def train(args: argparse.Namespace) -> None:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        mean = accelerator.reduce(loss.detach(), "mean").item()
-        rows.append({"step": step, "loss": mean})
-        accelerator.print(f"step {step:3}  loss {mean:.5f}", flush=True)
-    if args.metrics and accelerator.is_main_process:
-        Path(args.metrics).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        losses.add(accelerator.reduce(loss.detach(), "mean").item())
     if not args.plain:
         commgrid.shutdown()  # commgrid
     accelerator.end_training()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--dp-replicate", type=int, default=1, help="copies of the sharded model (default 1)")
     add("--dp-shard", type=int, default=1, help="ranks that share one copy (default 1)")
-    add("--plain", action="store_true", help="without commgrid")
-    add("--layers", type=int, default=2, help="blocks (default 2)")
     add("--hidden", type=int, default=32, help="width (default 32)")
-    add("--batch-size", type=int, default=32, help="rows a step, in all (default 32)")
-    add("--steps", type=int, default=10, help="optimizer steps (default 10)")
-    add("--seed", type=int, default=0, help="of weights and data (default 0)")
-    add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss")
     return parser.parse_args(argv)
 
 

@@ -12,15 +12,15 @@ asks its mpu for data-parallel and model-parallel groups under Megatron's names.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from common import Losses, make_parser
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -124,7 +124,7 @@ def train(args: argparse.Namespace) -> None:
             "gradient_clipping": 1.0,
         },
     )  # fmt: skip
-    rows: list[dict[str, float]] = []
+    losses = Losses(args.metrics, dist.get_rank() == 0)
     for step in range(1, args.steps + 1):
         generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         batch = torch.randn(args.batch_size, args.hidden, generator=generator).to(engine.device)
@@ -134,11 +134,7 @@ def train(args: argparse.Namespace) -> None:
         engine.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=mpu.get_data_parallel_group())
-        rows.append({"step": step, "loss": mean.item() / data})
-        if dist.get_rank() == 0:
-            print(f"step {step:3}  loss {rows[-1]['loss']:.5f}", flush=True)
-    if args.metrics and dist.get_rank() == 0:
-        Path(args.metrics).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        losses.add(mean.item() / data)
     engine.destroy()
     if not args.plain:
         grid_mpu.destroy_model_parallel()  # commgrid
@@ -146,19 +142,11 @@ def train(args: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
     add("--zero", type=int, default=1, choices=(0, 1, 2), help="DeepSpeed's stage (default 1)")
-    add("--plain", action="store_true", help="without commgrid")
-    add("--layers", type=int, default=2, help="blocks (default 2)")
     add("--hidden", type=int, default=32, help="width (default 32)")
-    add("--batch-size", type=int, default=32, help="rows a step, in all (default 32)")
-    add("--steps", type=int, default=10, help="optimizer steps (default 10)")
-    add("--seed", type=int, default=0, help="of weights and data (default 0)")
-    add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss")
     return parser.parse_args(argv)
 
 

@@ -12,8 +12,6 @@ Needs `pip install -e ".[clients]"`.
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
+
+from common import Losses, make_parser
 
 try:
     import lightning
@@ -104,31 +104,20 @@ def train(args: argparse.Namespace) -> None:
     losses = torch.stack(module.losses)
     dist.all_reduce(losses)
     losses /= dist.get_world_size()
-    if trainer.is_global_zero:
-        found = [{"step": step, "loss": loss} for step, loss in enumerate(losses.tolist(), 1)]
-        for row in found:
-            print(f"step {row['step']:3}  loss {row['loss']:.5f}", flush=True)
-        if args.metrics:
-            Path(args.metrics).write_text("".join(f"{json.dumps(row)}\n" for row in found))
+    told = Losses(args.metrics, trainer.is_global_zero)
+    for loss in losses.tolist():
+        told.add(loss)
     if not args.plain:
         commgrid.destroy()  # commgrid
     dist.destroy_process_group()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--dp", type=int, default=1, help="data-parallel size (default 1)")
     add("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
-    add("--plain", action="store_true", help="without commgrid")
-    add("--layers", type=int, default=2, help="blocks (default 2)")
     add("--hidden", type=int, default=32, help="width (default 32)")
-    add("--batch-size", type=int, default=32, help="rows a step, in all (default 32)")
-    add("--steps", type=int, default=10, help="optimizer steps (default 10)")
-    add("--seed", type=int, default=0, help="of weights and data (default 0)")
-    add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss")
     return parser.parse_args(argv)
 
 

@@ -12,9 +12,7 @@ gives those names. Needs `pip install -e ".[clients]"`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+
+from common import Losses, make_parser
 
 try:
     from torchtitan.config import JobConfig
@@ -91,7 +91,7 @@ def train(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = dims.get_optional_mesh("batch")
     parts, part = (1, 0) if batch is None else (batch.size(), batch.get_local_rank())
-    rows: list[dict[str, float]] = []
+    losses = Losses(args.metrics, dist.get_rank() == 0)
     for step in range(1, args.steps + 1):
         generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         shape = args.batch_size, args.seq_len
@@ -106,31 +106,19 @@ def train(args: argparse.Namespace) -> None:
         total = loss.detach().clone()
         if batch is not None:
             dist.all_reduce(total, group=dims.get_mesh("loss").get_group())
-        rows.append({"step": step, "loss": total.item()})
-        if dist.get_rank() == 0:
-            print(f"step {step:3}  loss {total.item():.5f}", flush=True)
-    if args.metrics and dist.get_rank() == 0:
-        Path(args.metrics).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        losses.add(total.item())
     if not args.plain:
         commgrid.destroy()  # commgrid
     dist.destroy_process_group()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, batch_size=16)
     add = parser.add_argument
     add("--dp-replicate", type=int, default=1, help="copies of the sharded model (default 1)")
     add("--dp-shard", type=int, default=1, help="ranks that share one copy (default 1)")
     add("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
-    add("--plain", action="store_true", help="without commgrid")
-    add("--layers", type=int, default=2, help="blocks (default 2)")
     add("--seq-len", type=int, default=32, help="tokens a sequence (default 32)")
-    add("--batch-size", type=int, default=16, help="sequences a step, in all (default 16)")
-    add("--steps", type=int, default=10, help="optimizer steps (default 10)")
-    add("--seed", type=int, default=0, help="of weights and data (default 0)")
-    add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss")
     return parser.parse_args(argv)
 
 

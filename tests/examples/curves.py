@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 
 def load(example: str = "train_gpt") -> ModuleType:
     """An example as a module."""
-    folder = ROOT / "examples"
-    spec = importlib.util.spec_from_file_location(example, folder / f"{example}.py")
+    path = ROOT / "examples" / f"{example}.py"
+    spec = importlib.util.spec_from_file_location(example, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(folder))  # as a script has it, to find what lies beside it
+    sys.path.insert(0, str(path.parent))  # as a script has it, to find what lies beside it
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path.remove(str(folder))
+        sys.path.remove(str(path.parent))
     return module
 
 
