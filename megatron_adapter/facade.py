@@ -44,7 +44,11 @@ _WITH_MORE = ("initialize_model_parallel",)
 
 
 def _shaped(function: Callable[..., Any], fixed: list[str], named: list[str]) -> Callable[..., Any]:
-    """A function that takes some arguments by place, others by name, and hands all on by name."""
+    """A function that takes some arguments by place, others by name, and hands all on by name.
+
+    It is compiled: getters are called in every step, and binding arguments by hand costs more than
+    what most of them do.
+    """
     parameters = inspect.signature(function).parameters
     defaults = {name: parameters[name].default for name in fixed + named}
 
