@@ -10,6 +10,7 @@ CLIENTS = [
     "accelerate==1.15.0", "lightning==2.6.6", "deepspeed==0.19.8", "torchtitan==0.2.2", "triton",
 ]  # fmt: skip
 VIZ = ["matplotlib>=3.8"]
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
 
 setup(
     name="commgrid",
@@ -28,6 +29,7 @@ setup(
         "interop": INTEROP,
         "clients": CLIENTS,
         "viz": VIZ,
+        "docs": DOCS,
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -39,6 +41,7 @@ setup(
             "einops",  # which megatron-core makes its hierarchical groups with
             *INTEROP,
             *VIZ,
+            *DOCS,  # which are built strictly
         ],
     },
     entry_points={"console_scripts": ["commgrid = commgrid.cli:main"]},

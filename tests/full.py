@@ -111,7 +111,7 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/engines/test_restarts.py": [
         "test_a_static_rendezvous_keeps_the_store",
         "test_fewer_nodes",
-        "test_plain_torch_comes_up_too_or_meets_a_killed_rank",
+        "test_plain_torch_comes_up_too",
         "test_survivors_that_notice_nothing[first_node_once]",
         "test_survivors_that_notice_nothing[second_node_twice]",
         "test_training_goes_on_with_its_curve",

@@ -2,8 +2,10 @@
 
 Plain torch, in the same agents, comes up in most of these cases and in some only now and then: its
 ranks write their addresses under the same keys at every attempt, and one that comes first reads
-the address that a killed rank has left ("Connection refused"). So seen with torch 2.13 where a
-node's worker is killed twice, and where a static rendezvous restarts two workers on one node.
+the address that a killed rank has left ("Connection refused"), or waits until the restarts are used
+up. So seen with torch 2.13 where a node's worker is killed once or twice, and where a static
+rendezvous restarts two workers on one node. Here it is run where nobody is killed: such a job comes
+up in this harness.
 Nothing comes up again where the agent that holds the rendezvous is killed.
 """
 
@@ -81,17 +83,10 @@ def test_survivors_that_notice_nothing(killed: str) -> None:
     assert not processes(running.folder)
 
 
-@pytest.mark.parametrize("killed", ["none", "first_node_once", "second_node_once"])
-def test_plain_torch_comes_up_too_or_meets_a_killed_rank(killed: str) -> None:
-    """What comes up is no easier than what plain torch does in the same harness."""
+def test_plain_torch_comes_up_too() -> None:
     with job(LOOPBACK, timeout=80) as running:
-        running.start(TWO_NODES, ["torch", json.dumps(DEATHS[killed])])
-        said = ""
-        try:
-            check_up(running, [0, 1], 2)
-        except AssertionError as error:
-            said = str(error)
-        assert not said or (killed != "none" and "Connection refused" in said), said
+        running.start(TWO_NODES, ["torch", json.dumps(DEATHS["none"])])
+        check_up(running, [0, 1], 2)
     assert not processes(running.folder)
 
 
