@@ -53,6 +53,10 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_names_with_html_in_them_are_text",
         "test_four_thousand_ranks_answer_a_hover",
     ],
+    "tests/test_front_page.py": [
+        "test_both_sides_of_a_diff_train_alike[device_mesh]",
+        "test_both_sides_of_a_diff_train_alike[megatron]",
+    ],
     "tests/test_full.py": [
         "test_only_what_is_about_megatron_needs_it",
     ],

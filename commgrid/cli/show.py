@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from commgrid.cli.grid_options import add_command, grid_flags_given, read_spec, 
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
+from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
 from commgrid.viz.curves_picture import draw_curves, read_curve
 from commgrid.viz.figure import drawing, save
 from commgrid.viz.grid_picture import draw_grid
@@ -30,6 +32,7 @@ _EXAMPLES = """examples:
   commgrid show --schedule zb-h1 --stages 4 --microbatches 8 -o schedule.svg
   commgrid show --schedule 1f1b --stages 2 --microbatches 4 --spans runs/spans*.jsonl -o run.svg
   commgrid show --metrics a.jsonl b.jsonl -o loss.svg
+  commgrid show --benchmark startup.json --rows "creation calls" -o startup.svg
 
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
@@ -40,8 +43,8 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "show",
-        summary="pictures of a grid, a pipeline's schedule, or the losses of runs",
-        description="Draws a grid's groups on its nodes, a schedule, or loss curves.",
+        summary="pictures of a grid, a pipeline's schedule, the losses of runs, or a benchmark",
+        description="Draws a grid's groups on its nodes, a schedule, loss curves, or a benchmark.",
         examples=_EXAMPLES,
         run=run,
     )
@@ -72,18 +75,34 @@ def add_parser(commands: Any) -> None:
         "--metrics", nargs="+", type=Path, default=[], metavar="FILE",
         help="what train_gpt --metrics wrote: loss curves of several grids on one plot",
     )  # fmt: skip
+    runs.add_argument(
+        "--benchmark", type=Path, metavar="FILE",
+        help="what a script of tests/benchmarks printed with --json: ours beside its peers",
+    )  # fmt: skip
+    runs.add_argument(
+        "--rows", nargs="+", default=[], metavar="TEXT",
+        help="only the benchmark's rows whose case or metric holds one of these",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    if args.benchmark is not None:
+        rows = read_benchmark(args.benchmark, args.rows)
+        return _give(
+            args,
+            {"rows": [asdict(row) for row in rows]},
+            as_text(rows),
+            lambda: draw_benchmark(rows),
+        )
     if args.metrics:
         curves = [read_curve(path) for path in args.metrics]
-        rows = [{"run": c.name, "steps": list(c.steps), "losses": list(c.losses)} for c in curves]
+        runs = [{"run": c.name, "steps": list(c.steps), "losses": list(c.losses)} for c in curves]
         text = "\n".join(
             f"{c.name}: steps {c.steps[0]} to {c.steps[-1]}, loss {c.losses[0]:.6g} to "
             f"{c.losses[-1]:.6g}" for c in curves
         )  # fmt: skip
-        return _give(args, {"curves": rows}, text, lambda: draw_curves(curves))
+        return _give(args, {"curves": runs}, text, lambda: draw_curves(curves))
     simulation = _simulation(args)
     if simulation is not None and not grid_flags_given(args):
         measured = read_spans(args.spans, simulation.schedule) if args.spans else None
@@ -107,8 +126,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What does not go together."""
-    if args.metrics and (args.schedule or grid_flags_given(args)):
-        raise SpecError("--metrics: draws runs alone; leave the grid and --schedule out")
+    alone = "--metrics" if args.metrics else "--benchmark" if args.benchmark else None
+    if alone and (args.schedule or grid_flags_given(args)):
+        raise SpecError(f"{alone}: draws runs alone; leave the grid and --schedule out")
+    if args.metrics and args.benchmark:
+        raise SpecError("--metrics and --benchmark: are two pictures; give one of them")
+    if args.rows and not args.benchmark:
+        raise SpecError(f"--rows {args.rows[0]}: goes with --benchmark FILE")
     beside = [size for size in (*_SIZES, "spans") if getattr(args, size)]
     if beside and not args.schedule:
         raise SpecError(f"--{beside[0]}: goes with --schedule, as --schedule 1f1b")

@@ -9,6 +9,7 @@ import pytest
 from commgrid import GridSpec, SpecError
 from commgrid.cli import main
 from commgrid.pipeline import Times, make_schedule, simulate
+from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
 from commgrid.viz.curves_picture import Curve, difference, read_curve
 from commgrid.viz.figure import colour
 from commgrid.viz.grid_picture import draw_grid, place
@@ -161,3 +162,35 @@ def test_wrong_input_is_one_line(
     assert told in said
     assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+ROWS = [
+    {"case": "8 ranks", "metric": "calls", "unit": "calls", "ours": 15.0, "peer": "a peer",
+     "peer_value": 317.0, "ratio": 0.05, "spread": None},
+    {"case": "64 ranks", "metric": "calls", "unit": "calls", "ours": 15.0, "peer": "a peer",
+     "peer_value": None, "ratio": None, "spread": None},
+    {"case": "8 ranks", "metric": "time", "unit": "s", "ours": 0.25, "peer": "a peer",
+     "peer_value": 0.5, "ratio": 0.5, "spread": [0.4, 0.6]},
+]  # fmt: skip
+
+
+def test_a_benchmarks_bars_are_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "startup.json"
+    path.write_text(json.dumps({"machine": "one", "versions": {}, "rows": ROWS}))
+    rows = read_benchmark(path)
+    figure = draw_benchmark(rows)
+    bars = [[round(p.get_width(), 6) for p in axes.patches] for axes in figure.axes]
+    assert bars == [[15.0, 317.0, 15.0, 0.0], [0.25, 0.5]]
+    said = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert said[0] == ["15", "317", "15", "not run", "■ commgrid", "■ a peer"]
+    assert as_text(rows).splitlines() == [
+        "8 ranks: calls   15 calls   a peer 317 calls",
+        "64 ranks: calls  15 calls",
+        "8 ranks: time    0.25 s   a peer 0.5 s",
+    ]
+    assert [row.metric for row in read_benchmark(path, ["time"])] == ["time"]
+    with pytest.raises(SpecError, match="no row of memory; its metrics are 'calls', 'time'"):
+        read_benchmark(path, ["memory"])
+    path.write_text("[1]")
+    with pytest.raises(SpecError, match="expected the object that a benchmark prints"):
+        read_benchmark(path)

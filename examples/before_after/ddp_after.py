@@ -1,0 +1,51 @@
+"""DDP on a grid: two ranks have half of each layer, and DDP is over the others.
+
+torchrun --standalone --nproc-per-node 4 examples/before_after/ddp_after.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commgrid
+from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(32, 128)
+        self.down = RowParallelLinear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+def main() -> list[float]:
+    """Trains on this rank's share of each batch; the losses, as means over all of it."""
+    grid = commgrid.initialize(tp=2)
+    share, shares = grid.get_local_rank("dp"), grid.size("dp")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(MLP(), process_group=grid.get_group("dp"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(10):
+        x = batch.chunk(shares)[share]
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / shares
+        dist.all_reduce(mean, group=grid.get_group("dp"))
+        losses.append(float(mean))
+    if dist.get_rank() == 0:
+        print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    commgrid.shutdown()
+    return losses
+
+
+if __name__ == "__main__":
+    main()
