@@ -160,7 +160,7 @@ def commands(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def output(command: str, folder: Path) -> str:
-    """What a command prints on 80 columns, errors too, run in `folder`."""
+    """What a command prints into a file, errors too, run in `folder`."""
     import commgrid.cli
     import megatron_adapter.__main__ as adapter
 
@@ -174,9 +174,10 @@ def output(command: str, folder: Path) -> str:
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
         contextlib.suppress(SystemExit),
-        mock.patch.dict(os.environ, {"COLUMNS": "80", "NO_COLOR": "1"}),
+        mock.patch.dict(os.environ, {"NO_COLOR": "1"}),
         mock.patch("sys.argv", [launched[1], *argv]),
     ):
+        os.environ.pop("COLUMNS", None)  # as wide as it is
         main(argv)
     return said.getvalue().rstrip()
 
