@@ -1,11 +1,12 @@
 """What the house keeps to: ruff, strict mypy, and a README whose examples run."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.docs import pages
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -31,37 +32,16 @@ def test_tools_pass(command: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
 def test_readme_python_runs(tmp_path: Path) -> None:
-    """All blocks in order, as one program in a bare process."""
-    assert BLOCKS
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(BLOCKS))
-    (tmp_path / "grid.yaml").write_text(re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)[0])
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    """All blocks in order, as one program in a process that no launcher has started."""
+    assert pages.run_python(ROOT / "README.md", tmp_path) >= 1
 
 
-def commands() -> list[tuple[str, str]]:
-    """Each `$ commgrid …` of the README with the output printed below it."""
-    found = []
-    for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL):
-        for part in block.split("$ ")[1:]:
-            command, _, printed = part.partition("\n")
-            if command.startswith("commgrid "):
-                found.append((command, printed))
-    return found
-
-
-@pytest.mark.parametrize(("command", "printed"), commands())
-def test_readme_commands_print_what_it_says(command: str, printed: str) -> None:
-    done = run(*command.split())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip() == printed.rstrip()
+@pytest.mark.parametrize(("command", "printed"), list(pages.commands(ROOT / "README.md")))
+def test_readme_commands_print_what_it_says(command: str, printed: str, tmp_path: Path) -> None:
+    pages.save_files(ROOT / "README.md", tmp_path)
+    said = pages.output(command, tmp_path)
+    assert pages.prints(printed, said), said
 
 
 def test_readme_names_the_two_commands() -> None:

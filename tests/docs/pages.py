@@ -1,0 +1,223 @@
+"""The pages of the documentation, and what of them can be run.
+
+A page is plain Markdown. What its fenced blocks mean is said by their language and first line:
+
+    python     all blocks of a page are one program, in order, in one process
+               `# on 4 ranks`: all blocks with this line are one program, run by so many ranks
+               `# train.py on 4 ranks`: saved under that name, and run by itself
+               `# train.py`: saved under that name for what comes after it
+               `# not run: why`: as it says
+    yaml       a grid; `# grid.yaml` saves it under that name
+    console    `$ commgrid …` and `$ python -m megatron_adapter …` print what stands below; a line
+               `…` stands for any lines. Other commands are not run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import textwrap
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import yaml
+
+from tests.ranks import run_on_ranks
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S
+)
+_RANKS = re.compile(r"# (?:(?P<file>\w+\.py) )?on (?P<ranks>\d+) ranks\n")
+_FILE = re.compile(r"# (?P<file>\w+\.(?:py|yaml))\n")
+_NOT_RUN = re.compile(r"# not run: (?P<why>.+)\n")
+_LAUNCHED = re.compile(r"(?:python -m )?(commgrid|megatron_adapter) ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the page's line that the text begins on."""
+
+    language: str
+    text: str
+    line: int
+
+
+@dataclass
+class Program:
+    """Code of a page that is run in one go.
+
+    Args:
+        ranks: how many run it, as under torchrun; 0: one process that no launcher has started.
+        source: its blocks, each on the lines that it has on the page.
+    """
+
+    ranks: int
+    source: str = ""
+
+    def add(self, block: Block) -> None:
+        self.source += "\n" * (block.line - 1 - self.source.count("\n")) + block.text
+
+
+def name_of(page: Path) -> str:
+    """The page as a test's id."""
+    return str(page.relative_to(DOCS if DOCS in page.parents else ROOT))
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    """The fenced blocks of a page in these languages."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            found["language"],
+            textwrap.dedent(found["text"]),
+            text[: found.start("text")].count("\n") + 1,
+        )
+        for found in _FENCE.finditer(text)
+        if found["language"] in languages
+    ]
+
+
+def programs(page: Path) -> list[Program]:
+    """What the Python blocks of a page make; those that are only saved, or not run, left out."""
+    found: dict[str, Program] = {}
+    for block in blocks(page, "python"):
+        marked = _RANKS.match(block.text)
+        if marked:
+            program = Program(int(marked["ranks"]))
+            if marked["file"] is None:
+                program = found.setdefault(marked[0], program)
+            else:
+                found[marked[0]] = program
+            program.add(block)
+        elif not _FILE.match(block.text) and not _NOT_RUN.match(block.text):
+            found.setdefault("", Program(0)).add(block)
+    return list(found.values())
+
+
+def not_run(page: Path) -> list[str]:
+    """Why each Python block that is not run is not."""
+    marks = [_NOT_RUN.match(block.text) for block in blocks(page, "python")]
+    return [mark["why"] for mark in marks if mark]
+
+
+def grids(page: Path) -> list[object]:
+    """What the YAML blocks of a page hold."""
+    return [yaml.safe_load(block.text) for block in blocks(page, "yaml")]
+
+
+def save_files(page: Path, folder: Path) -> None:
+    """The blocks with a file's name as their first line; grid.yaml is the first without one."""
+    for block in reversed(blocks(page, "yaml", "python")):
+        named = _FILE.match(block.text) or _RANKS.match(block.text)
+        name = named["file"] if named else None
+        if name is None and block.language == "yaml":
+            name = "grid.yaml"
+        if name is not None:
+            (folder / name).write_text(block.text, encoding="utf-8")
+
+
+def run_python(page: Path, folder: Path) -> int:
+    """Runs a page's programs in `folder`, and returns how many there were.
+
+    Raises:
+        RanksFailed: one failed; the traceback has the page's lines.
+    """
+    save_files(page, folder)
+    found = programs(page)
+    for number, program in enumerate(found):
+        script = folder / f"{page.stem}_{number}.py"
+        script.write_text(program.source, encoding="utf-8")
+        launcher = "torchrun" if program.ranks else None
+        run_on_ranks(_run, program.ranks or 1, script, init=None, launcher=launcher)
+    return len(found)
+
+
+def _run(script: Path) -> None:
+    os.chdir(script.parent)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("default")  # as in a program of one's own
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def commands(page: Path) -> Iterator[tuple[str, str]]:
+    """Each command of a page that is run, and what the page says that it prints."""
+    for block in blocks(page, "console"):
+        for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
+            command, _, printed = part.partition("\n")
+            if _LAUNCHED.match(command):
+                yield command, printed.rstrip()
+
+
+def output(command: str, folder: Path) -> str:
+    """What a command prints into a file, errors too, run in `folder`."""
+    import commgrid.cli
+    import megatron_adapter.__main__ as adapter
+
+    launched = _LAUNCHED.match(command)
+    assert launched, command
+    main = {"commgrid": commgrid.cli.main, "megatron_adapter": adapter.main}[launched[1]]
+    argv = command[launched.end() :].split()
+    said = io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+        contextlib.suppress(SystemExit),
+        mock.patch.dict(os.environ, {"NO_COLOR": "1"}),
+        mock.patch("sys.argv", [launched[1], *argv]),
+    ):
+        os.environ.pop("COLUMNS", None)  # as wide as it is
+        main(argv)
+    return said.getvalue().rstrip()
+
+
+def prints(printed: str, said: str) -> bool:
+    """Whether `said` is what `printed` shows, in which a line `…` stands for any lines.
+
+    >>> prints("a\\n…\\nd", "a\\nb\\nc\\nd"), prints("a\\n…", "a"), prints("a", "a\\nb")
+    (True, True, False)
+    """
+    pattern = "".join(
+        r"(?:.*\n)*" if line.strip() == "…" else re.escape(line) + r"\n"
+        for line in printed.splitlines()
+    )
+    return re.fullmatch(pattern, said + "\n") is not None
+
+
+def anchor(heading: str) -> str:
+    """What a heading is linked to as: what GitHub makes of it, and the site is set to make.
+
+    >>> anchor("The `tp` axis: what it *is*, and isn't")
+    'the-tp-axis-what-it-is-and-isnt'
+    """
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    kept = re.sub(r"[^\w\- ]", "", re.sub(r"(?<!\w)[*_]+|[*_]+(?!\w)|`", "", plain).strip())
+    return kept.lower().replace(" ", "-")
+
+
+def anchors(page: Path) -> list[str]:
+    """All that can be linked to on a page."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    return [anchor(found) for found in re.findall(r"^#+ (.+)$", text, re.M)]
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links that stay in the repository."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    text = re.sub(r"`[^`\n]*`", "", text)
+    return [
+        target
+        for target in re.findall(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)", text)
+        if not re.match(r"[a-z]+:", target)
+    ]

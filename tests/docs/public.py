@@ -1,0 +1,36 @@
+"""Every public name: what `__all__` lists, or what a public module without one defines."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TypeVar
+
+PUBLIC = [
+    "commgrid", "commgrid.checkpoint", "commgrid.collectives", "commgrid.data_parallel",
+    "commgrid.expert", "commgrid.failures", "commgrid.parameters", "commgrid.pipeline",
+    "commgrid.sharding", "commgrid.tensor_parallel", "megatron_adapter",
+    "megatron_adapter.parallel_state.buffers", "megatron_adapter.parallel_state.dense",
+    "megatron_adapter.parallel_state.expert", "megatron_adapter.parallel_state.pipeline",
+    "megatron_adapter.parallel_state.rank_groups",
+]  # fmt: skip
+"""The modules that users import from; Megatron's functions by the module that has them."""
+
+
+def public_names() -> list[str]:
+    """Each with the module that it is imported from, such as `commgrid.initialize`."""
+    return [f"{name}.{one}" for name in PUBLIC for one in names_in(importlib.import_module(name))]
+
+
+def names_in(module: ModuleType) -> list[str]:
+    """What `__all__` lists; without one, what the module defines without an underscore."""
+    listed = getattr(module, "__all__", None)
+    if listed is not None:
+        return list(listed)
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+        and not isinstance(value, TypeVar)
+    ]

@@ -1,0 +1,151 @@
+"""docs/command_line.md has every command, flag, JSON key and variable that the code has."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commgrid.cli.output import JSON_VERSION
+
+from commgrid import cli
+from tests.docs.pages import DOCS, ROOT
+from tests.ranks import run_on_ranks
+
+TEXT = (DOCS / "command_line.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^##+ (.+?)\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
+TYPES = {
+    "int": int,
+    "float": float | int,
+    "str": str,
+    "bool": bool,
+    "mapping": dict,
+    "list": object,
+}
+
+GRID = ["--tp", "2", "--pp", "2", "--ep", "2", "--world-size", "8"]
+METRICS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    return cli._parsers()[1]
+
+
+def flags_in(section: str) -> set[str]:
+    return set(re.findall(r"`(--?[a-z][\w-]*)[ `]", section))
+
+
+def test_every_command_has_its_section_and_its_flags() -> None:
+    common = flags_in(SECTIONS["How a command is told of a grid"])
+    for name, parser in parsers().items():
+        section = SECTIONS[f"`commgrid {name}`"]
+        there = {flag for action in parser._actions for flag in action.option_strings}
+        there -= {"-h", "--help", "--output"}
+        told = set(re.findall(r"`(--?[a-z][\w-]*)", section)) | common
+        assert there <= told, f"{name}: the page lacks {there - told}"
+        rows = {flag for row in re.findall(r"^\| `-.*", section, re.M) for flag in flags_in(row)}
+        assert rows <= there, f"{name} has no {rows - there}"
+    every = {f for p in parsers().values() for a in p._actions for f in a.option_strings}
+    assert common <= every
+
+
+def said(*argv: str) -> Any:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert cli.main([*argv, "--json"]) == 0
+    return json.loads(out.getvalue())
+
+
+def paths(value: Any, known: dict[str, str], at: str = "") -> dict[str, list[Any]]:
+    """The keys of a JSON value in the page's spelling, with the values that they have."""
+    found: dict[str, list[Any]] = {}
+    if known.get(at) in ("mapping", "list"):
+        return {at: [value]}
+    if isinstance(value, dict) and value:
+        is_open = any(re.match(rf"{re.escape(at)}\.NAME(\W|$)", key) for key in known)
+        inner = [
+            (f"{at}.NAME" if is_open and at else f"{at}.{key}".lstrip("."), one)
+            for key, one in value.items()
+        ]
+    elif isinstance(value, list) and value:
+        inner = [(f"{at}[]", v) for v in value]
+    else:
+        return {at: [value]}
+    for key, one in inner:
+        for path, values in paths(one, known, key).items():
+            found.setdefault(path, []).extend(values)
+    return found
+
+
+def printed(which: str, folder: Path) -> Any:
+    (folder / "a.jsonl").write_text(METRICS)
+    argv = {
+        "plan": ["plan", *GRID],
+        "explain": ["explain", *GRID, "--rank", "5"],
+        "show for a grid": ["show", *GRID, "--rank", "5"],
+        "show --schedule": ["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
+        "show --metrics": ["show", "--metrics", str(folder / "a.jsonl")],
+    }
+    return said(*argv[which])
+
+
+def schema(which: str) -> dict[str, str]:
+    heading = "`show` for a grid" if which == "show for a grid" else f"`{which}`"
+    rows = re.findall(r"^\| (`.+?) \| (\w+) \| .+ \|$", SECTIONS[f"JSON of {heading}"], re.M)
+    return {key: kind for keys, kind in rows for key in re.findall(r"`(.+?)`", keys)}
+
+
+@pytest.mark.parametrize(
+    "which", ["plan", "explain", "show for a grid", "show --schedule", "show --metrics"]
+)
+def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:
+    holds(which, printed(which, tmp_path))
+
+
+def test_json_of_check_is_as_the_page_says(tmp_path: Path) -> None:
+    def on_rank() -> str:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert cli.main(["check", "--tp", "2", "--json"]) == 0
+        return out.getvalue()
+
+    first, second = run_on_ranks(on_rank, 2, init=None, launcher="torchrun")
+    assert second == ""
+    holds("check", json.loads(first.splitlines()[-1]))
+
+
+def holds(which: str, found: Any) -> None:
+    known = schema(which)
+    there = paths(found, known)
+    assert set(there) == set(known)
+    for path, values in there.items():
+        kind = TYPES[known[path]]
+        assert all(value is None or isinstance(value, kind) for value in values), path
+    assert f"`version` is {JSON_VERSION}." in TEXT
+    assert next(iter(found)) == "version"
+
+
+def test_every_variable_that_the_code_reads_is_on_the_page() -> None:
+    read = set()
+    for path in (ROOT / "commgrid").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "environ" in text and path.name != "registry.py":
+            words = (n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant))
+            read |= {
+                w for w in words if isinstance(w, str) and re.fullmatch(r"[A-Z][A-Z0-9_]{3,}", w)
+            }
+    told = set(re.findall(r"`([A-Z][A-Z0-9_]{3,})`", SECTIONS["Environment"]))
+    assert told == read
+
+
+def test_the_adapters_commands_are_on_the_page() -> None:
+    text = (ROOT / "megatron_adapter" / "__main__.py").read_text(encoding="utf-8")
+    commands = re.findall(r'add_parser\(\s*"(\w+)"', text)
+    section = SECTIONS["`python -m megatron_adapter`"]
+    assert re.findall(r"^\| `(\w+)", section, re.M) == commands
