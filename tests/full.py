@@ -137,6 +137,12 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/examples/test_fsdp_hsdp.py": [
         "test_same_curve_as_one_process[8]",
     ],
+    "tests/examples/test_tutorial.py": [
+        "test_data_by_global_rank_is_seen_in_the_loss_alone",
+        "test_every_step_has_the_losses_of_the_first[8]",
+        "test_what_goes_wrong_says_what_the_page_says",
+        "test_without_a_launcher",
+    ],
     "tests/examples/test_torch_pipelining.py": [
         "test_torchs_schedules_on_our_groups[2-1]",
         "test_torchs_schedules_on_our_groups[4-1]",

@@ -1,0 +1,107 @@
+"""Step 0: a small language model under DistributedDataParallel.
+
+torchrun --standalone --nproc-per-node 4 examples/tutorial/step_0.py
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 32, 16, 32, 4, 4
+BATCH, STEPS = 16, 10
+
+
+def small(weight: Tensor) -> None:
+    """Draws a weight."""
+    nn.init.normal_(weight, std=0.1)
+
+
+class Linear(nn.Linear):
+    """nn.Linear with weights of our own choice."""
+
+    def reset_parameters(self) -> None:
+        small(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class Embed(nn.Module):
+    """Tokens (batch, sequence) to vectors (batch, sequence, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.positions.weight
+
+
+class Block(nn.Module):
+    """Attention and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = Linear(WIDTH, WIDTH)
+        self.up, self.down = Linear(WIDTH, 4 * WIDTH), Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        heads = (p(h).unflatten(-1, (-1, WIDTH // HEADS)) for p in (self.q, self.k, self.v))
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Head(nn.Sequential):
+    """Vectors to logits of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(WIDTH), Linear(WIDTH, VOCABULARY))
+
+
+def make_batch(step: int) -> Tensor:
+    """Rows that count up by 1 to 4, the same on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+    stride = torch.randint(1, 5, (BATCH, 1), generator=generator)
+    return (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main() -> list[float]:
+    """Trains; every step's loss, the mean over all ranks."""
+    torch.set_default_dtype(torch.float64)  # so that losses can be compared to many digits
+    dist.init_process_group("gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)  # the same on every rank
+    model = nn.Sequential(Embed(), *(Block() for _ in range(LAYERS)), Head())
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses = []
+    for step in range(STEPS):
+        mine = make_batch(step).chunk(num_ranks)[rank]
+        loss = loss_of(parallel(mine[:, :-1]), mine[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / num_ranks
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+        if rank == 0:
+            print(f"step {step}  loss {losses[-1]:.9f}", flush=True)
+    dist.destroy_process_group()
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The tutorial: every step trains to the same losses, and the page shows the files' own diffs."""
+
+import difflib
+import re
+
+import pytest
+
+import commgrid
+from tests.examples.curves import ROOT, load
+from tests.ranks import run_on_ranks
+
+STEPS = range(6)
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+
+
+def text_of(step: int) -> str:
+    return (ROOT / "examples" / "tutorial" / f"step_{step}.py").read_text()
+
+
+def run(*steps: int) -> list[list[float]]:
+    """The losses of some steps, in one process after the other."""
+    down, commgrid.shutdown = commgrid.shutdown, commgrid.destroy
+    found = [load(f"tutorial/step_{step}").main() for step in steps]
+    down()
+    return found
+
+
+def run_changed(text: str) -> str:
+    """What a changed script ends with."""
+    script: dict[str, object] = {"__name__": "changed"}
+    exec(compile(text, "changed", "exec"), script)
+    try:
+        script["main"]()  # type: ignore[operator]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    """The losses of the script that the tutorial begins with, on 4 ranks."""
+    first, *others = run_on_ranks(run, 4, 0, init=None, launcher="torchrun")
+    assert all(other == first for other in others)
+    return first[0]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_step_has_the_losses_of_the_first(plain: list[float], ranks: int) -> None:
+    assert plain[-1] < 0.8 * plain[0]  # it learns
+    for found in run_on_ranks(run, ranks, *STEPS[1:], init=None, launcher="torchrun"):
+        for step, losses in zip(STEPS[1:], found, strict=True):
+            # In fp64. Products are the same; sums over ranks, slices and microbatches have another
+            # order, which ten steps of AdamW amplify by a few orders of magnitude and no more.
+            assert losses == pytest.approx(plain, rel=1e-10), f"step_{step}.py on {ranks} ranks"
+
+
+def diff_of(step: int) -> str:
+    """How a step differs from the one before, with a line around each change."""
+    lines = difflib.unified_diff(
+        text_of(step - 1).splitlines(), text_of(step).splitlines(), lineterm="", n=1
+    )
+    return "\n".join("@@" if line.startswith("@@") else line for line in list(lines)[2:])
+
+
+@pytest.mark.parametrize("step", STEPS[1:])
+def test_the_page_shows_each_steps_diff(step: int) -> None:
+    shown = re.findall(r"```diff\n(.*?)\n```", PAGE, re.DOTALL)
+    assert len(shown) == len(STEPS) - 1
+    assert shown[step - 1] == diff_of(step), f"docs/tutorial.md should show:\n{diff_of(step)}"
+
+
+def test_the_page_shows_the_whole_first_script() -> None:
+    blocks = re.findall(r"```python\n# on 4 ranks\n(.*?)```", PAGE, re.DOTALL)
+    assert blocks[0] == text_of(0)
+
+
+def test_the_page_shows_what_is_printed(plain: list[float]) -> None:
+    printed = dict(re.findall(r"^step (\d+)  loss (\S+)$", PAGE, re.MULTILINE))
+    assert printed
+    for step, loss in printed.items():
+        assert f"{plain[int(step)]:.6f}" == f"{float(loss):.6f}"
+
+
+MISTAKES = {
+    "another_seed_on_every_rank": (2, "manual_seed(0)", "manual_seed(grid.rank)"),
+    "sizes_that_do_not_fit": (3, "initialize(tp=2)", "initialize(tp=3)"),
+    "a_width_that_cannot_be_shared": (3, "32, 16, 32, 4, 4", "32, 16, 33, 3, 4"),
+    "one_rank_has_other_sizes": (
+        3, "initialize(tp=2)", "initialize(tp=1 if __import__('os').environ['RANK'] == '3' else 2)",
+    ),
+    "no_finish": (2, "reducer.finish()", "pass"),
+    "torchs_clipping": (
+        4, "reducer.clip_gradients(1.0)", "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+    ),
+    "a_plain_optimizer_over_shards": (
+        4, "ShardedOptimizer(reducer, torch.optim.AdamW, lr=5e-3)",
+        "torch.optim.AdamW(model.parameters(), lr=5e-3)",
+    ),
+    "another_number_of_microbatches": (5, "num_microbatches=MICROBATCHES", "num_microbatches=8"),
+    "a_stage_that_fails": (5, "return F.cross_entropy(", "raise ValueError('boom')  # "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_goes_wrong_says_what_the_page_says(mistake: str) -> None:
+    step, right, wrong = MISTAKES[mistake]
+    assert text_of(step).count(right) == 1
+    changed = text_of(step).replace(right, wrong)
+    said = run_on_ranks(run_changed, 4, changed, init=None, launcher="torchrun")[0]
+    assert said in re.sub(r"\s+", " ", PAGE)
+
+
+def test_without_a_launcher() -> None:
+    said = run_on_ranks(run_changed, 1, text_of(3), init=None)[0]
+    assert said in re.sub(r"\s+", " ", PAGE)
+    assert "run it under torchrun" in said
+
+
+def test_data_by_global_rank_is_seen_in_the_loss_alone(plain: list[float]) -> None:
+    """Which is why the page says to compare losses."""
+    by_rank = text_of(3).replace(
+        'chunk(grid.size("dp"))[grid.get_local_rank("dp")]', "chunk(grid.world_size)[grid.rank]"
+    )
+    assert by_rank != text_of(3)
+    found = run_on_ranks(losses_of, 4, by_rank, init=None, launcher="torchrun")[0]
+    assert abs(found[0] - plain[0]) > 1e-3
+
+
+def losses_of(text: str) -> list[float]:
+    script: dict[str, object] = {"__name__": "changed"}
+    exec(compile(text, "changed", "exec"), script)
+    return script["main"]()  # type: ignore[operator]
