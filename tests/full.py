@@ -47,6 +47,14 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_what_a_program_asks_of_warnings_comes_first",
         "test_shells_complete_commands_and_flags",
     ],
+    "tests/packaging/test_distributions.py": [
+        "test_the_sdist_holds_what_the_repository_has",
+        "test_the_wheel_holds_the_packages_alone",
+        "test_the_metadata_says_what_it_is",
+        "test_an_index_shows_no_link_that_leads_nowhere",
+        "test_the_wheel_works_in_an_empty_folder",
+        "test_tests_run_from_the_sdist",
+    ],
     "tests/cli/test_terminal.py": [
         "test_no_line_is_longer_than_the_terminal[60-*]",
         "test_no_line_is_longer_than_the_terminal[132-*]",
