@@ -7,6 +7,7 @@ that any form of parallelism needs exists and is found by name.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import (
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
     )
 
 __version__ = VERSION
+
+# torch says so where it is imported, and nothing here needs NumPy. What a program asks of warnings
+# comes before.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning, append=True)
 
 __all__ = [
     "CheckpointError",

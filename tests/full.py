@@ -43,6 +43,25 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/test_mesh_like_torch.py": [
         "test_dtensors_move_save_and_load_as_on_torchs",
     ],
+    "tests/cli/test_habits.py": [
+        "test_what_a_program_asks_of_warnings_comes_first",
+        "test_shells_complete_commands_and_flags",
+    ],
+    "tests/packaging/test_distributions.py": [
+        "test_the_sdist_holds_what_the_repository_has",
+        "test_the_wheel_holds_the_packages_alone",
+        "test_the_metadata_says_what_it_is",
+        "test_an_index_shows_no_link_that_leads_nowhere",
+        "test_the_wheel_works_in_an_empty_folder",
+        "test_tests_run_from_the_sdist",
+    ],
+    "tests/cli/test_terminal.py": [
+        "test_no_line_is_longer_than_the_terminal[60-*]",
+        "test_no_line_is_longer_than_the_terminal[132-*]",
+        "test_output_that_cannot_be_written_is_one_line",
+        "test_help_into_a_closed_pipe_is_no_traceback",
+        "test_a_terminal_without_the_characters_gets_others",
+    ],
     "tests/viz/test_pictures.py": [
         "test_every_rank_has_a_cell_of_its_groups_colour[512]",
     ],

@@ -11,18 +11,22 @@ ROOT = Path(__file__).parents[1]
 ROWS = [
     ["errors", "version"],
     ["planning.names", "planning.yaml_io", "planning.ranks"],
-    ["planning.layout", "planning.rank_lists"],
+    ["planning.layout", "planning.rank_lists", "planning.summary"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],
     ["planning.group_table", "pipeline.simulator"],
     ["planning.spec", "pipeline.exchange"],
     ["planning.plan"],
     ["planning.sockets"],
     ["planning"],
+    ["viz.figure", "viz.view", "viz.json_lines"],
+    ["viz.grid_picture", "viz.schedule_picture", "viz.curves_picture", "viz.page"],
+    ["viz.live"],
+    ["viz"],
     ["runtime.launch", "runtime.roll", "runtime.torch_nccl"],
     ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis"],
     ["runtime.agreement"],
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches"],
-    ["runtime.communicator", "runtime.device_mesh", "runtime.sub_grid"],
+    ["runtime.communicator", "runtime.device_mesh", "runtime.sub_grid", "runtime.summary"],
     ["runtime.grid"],
     ["runtime.registry"],
     ["runtime.failures"],
@@ -63,15 +67,13 @@ ROWS = [
     ["expert.dispatch", "expert.shared"],
     ["expert.layer"],
     ["expert"],
-    ["viz.figure", "viz.view", "viz.json_lines"],
-    ["viz.grid_picture", "viz.schedule_picture", "viz.curves_picture", "viz.page"],
-    ["viz"],
-    ["cli.grid_options"],
+    ["cli.terminal"],
+    ["cli.grid_options", "cli.output"],
     ["cli.plan", "cli.explain", "cli.check", "cli.show"],
     ["cli"],
     ["__main__"],
 ]
-PURE = 9  # rows that import neither torch nor anything below them
+PURE = 13  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

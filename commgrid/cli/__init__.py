@@ -7,19 +7,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import os
+import io
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from commgrid.cli import check, explain, plan, show
+from commgrid.cli.output import drop_output
+from commgrid.cli.terminal import RED, has_colour, paint
 from commgrid.errors import CommGridError
 from commgrid.planning.names import nearest
 from commgrid.version import VERSION
 
 _COMMANDS = {"plan": plan, "explain": explain, "check": check, "show": show}
 _PIPE_CLOSED = 141  # as a shell reports a command that a closed pipe ended
+_INTERRUPTED = 130  # likewise Ctrl-C
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,6 +35,20 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status, 0 or 2 where the input is wrong."""
+    _write_what_it_can()
+    try:
+        try:
+            return _run(argv)
+        finally:  # also of --help, which ends in SystemExit
+            sys.stdout.flush()
+    except BrokenPipeError:  # `commgrid plan … | head`
+        drop_output()
+        return _PIPE_CLOSED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser, commands = _parsers()
     _complete(parser)
     args, unknown = parser.parse_known_args(argv)
@@ -39,23 +56,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse(commands[args.command], unknown)
     try:
         status: int = args.run(args)
-        sys.stdout.flush()
     except CommGridError as error:
-        print(f"commgrid {args.command}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `commgrid plan … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_CLOSED
+        return _fail(args.command, str(error))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print(
-            f"commgrid {args.command}: needs torch, which is not installed here (pip install "
-            "torch); plan, explain and show do without it",
-            file=sys.stderr,
+        return _fail(
+            args.command,
+            "needs torch, which is not installed here (pip install torch); plan, explain and show "
+            "do without it",
         )
-        return 2
     return status
+
+
+def _fail(command: str, message: str) -> int:
+    """Says on one line what is wrong."""
+    who = f"commgrid {command}:"
+    head = paint(who, {re.escape(who): RED}) if has_colour(sys.stderr) else who
+    print(head, message, file=sys.stderr)
+    return 2
+
+
+def _write_what_it_can() -> None:
+    """What standard output's encoding lacks, such as `·` in ASCII, is `?` and no traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

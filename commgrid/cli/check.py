@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from commgrid.cli.grid_options import add_command, read_spec
+from commgrid.cli.output import give
 
 _EXAMPLES = """examples:
   torchrun --standalone --nproc-per-node 8 -m commgrid check --tp 2 --pp 2
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
                 for names, size, seconds in report.rows
             ]
             found = {"world_size": grid.world_size, "ok": True, "rank": grid.rank, "rows": rows}
-            print(json.dumps(found) if args.json else f"{grid}\n{report}")
+            give(args, lambda: found, lambda: f"{grid}\n{report}")
     finally:
         shutdown()
     return 0

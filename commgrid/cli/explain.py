@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from commgrid.cli.grid_options import add_command, read_spec, resolve
+from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.ranks import Ranks
+from commgrid.planning.summary import around, where
 
 _EXAMPLES = """examples:
   commgrid explain --tp 2 --pp 2 --world-size 16 --rank 5
   commgrid explain grid.yaml --world-size 64 --rank 37 --json
   commgrid explain --tp 2 --ranks 5,2,0,7 --rank 7
 """
-_SHOWN = 12  # ranks of a group that a line shows
 
 
 def add_parser(commands: Any) -> None:
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.rank.isdigit():
         raise SpecError(f"--rank {args.rank}: expected a rank from 0 on")
     plan = GroupPlan.for_rank(spec, int(args.rank))
-    print(json.dumps(as_json(plan)) if args.json else as_text(plan))
+    give(args, lambda: as_json(plan), lambda: as_text(plan))
     return 0
 
 
@@ -45,7 +44,7 @@ def as_json(plan: GroupPlan) -> dict[str, Any]:
     return {
         "rank": plan.rank,
         "world_size": plan.spec.world_size,
-        "coordinate": _coordinate(plan),
+        "coordinate": plan.coordinate,
         "groups": {name: list(ranks) for name, ranks in plan.groups.items()},
         "communicators": len(plan.communicators),
     }
@@ -53,32 +52,12 @@ def as_json(plan: GroupPlan) -> dict[str, Any]:
 
 def as_text(plan: GroupPlan) -> str:
     """The rank as a table: one line a communicator, this rank in brackets."""
-    where = ", ".join(f"{axis} {index}" for axis, index in _coordinate(plan).items())
-    lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {where}", ""]
+    lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {where(plan)}", ""]
     width = min(44, max(len(", ".join(c.names)) for c in plan.communicators))
     for communicator in plan.communicators:
         names = ", ".join(communicator.names)
-        lines.append(f"  {names:{width}}  {_line_of(communicator.members, plan.rank)}")
+        lines.append(f"  {names:{width}}  {around(communicator.members, plan.rank)}")
     absent = [name for name in plan.created if name not in plan.members]
     if absent:
         lines.append(f"  not in: {', '.join(absent)}")
     return "\n".join([*lines, "", f"{len(plan.communicators)} communicators"])
-
-
-def _line_of(members: Ranks, rank: int) -> str:
-    """The members, this rank in brackets; of many only the first, this one and the last."""
-    last, position = len(members) - 1, members.index(rank)
-    keep = sorted({*range(min(len(members), _SHOWN)), position, last})
-    shown = []
-    for before, index in zip([-1, *keep], keep, strict=False):
-        shown += ["…"] if index > before + 1 else []
-        shown.append(f"[{rank}]" if index == position else str(members[index]))
-    count = f" ({len(members):,} ranks)" if len(members) > _SHOWN else ""
-    return " ".join(shown) + count
-
-
-def _coordinate(plan: GroupPlan) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for region in plan.spec.regions:
-        found.update(plan.spec.layout(region.name).coordinate(plan.rank))
-    return found

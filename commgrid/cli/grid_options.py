@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from commgrid.cli.terminal import fit
 from commgrid.errors import SpecError
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import (
@@ -29,6 +31,17 @@ _SIZES = {
 }
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """argparse's help, whose examples and notes fit the terminal as well."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = textwrap.dedent(text).strip().split("\n\n")
+        return "\n\n".join(
+            fit(each, width) if "\n  " in each else textwrap.fill(each, width)
+            for each in paragraphs
+        )
+
+
 def add_command(
     commands: Any,
     name: str,
@@ -45,7 +58,7 @@ def add_command(
         help=summary,
         description=description,
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     add_grid_options(parser, world_size=world_size)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from dataclasses import replace
 from typing import Any
 
 from commgrid.cli.grid_options import add_command, read_spec, resolve
+from commgrid.cli.output import MARKS, give
+from commgrid.cli.terminal import DIM, GREEN, columns
 from commgrid.errors import SpecError
 from commgrid.planning import sockets
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
@@ -55,7 +57,12 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     spec = resolve(read_spec(args), args.world_size)
     backend = _checked(args.backend)
-    print(json.dumps(as_json(spec, backend), indent=2) if args.json else as_text(spec, backend))
+    give(
+        args,
+        lambda: as_json(spec, backend),
+        lambda: as_text(spec, backend, columns(sys.stdout)),
+        {r"  connects ": GREEN, r"  (?:first use|never) ": DIM, **MARKS},
+    )
     return 0
 
 
@@ -96,14 +103,12 @@ def as_json(spec: GridSpec, backend: str = "nccl") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def as_text(spec: GridSpec, backend: str = "nccl") -> str:
-    """The plan as a table a person reads, with the cost below it."""
+def as_text(spec: GridSpec, backend: str = "nccl", width: int | None = None) -> str:
+    """The plan as a table a person reads, with the cost below it, of columns that fit `width`."""
     lines = [f"{spec.world_size:,} ranks"]
     if spec.ranks is not None:
         lines[0] += f": {spec.layout('dense').ranks.describe().removeprefix('ranks ')}"
-    for region in spec.regions:
-        axes = " · ".join(f"{axis} {size}" for axis, size in region.numbers)
-        lines.append(f"  {region.name:7} {axes}   (fastest first)")
+    lines += [f"  {region}" for region in spec.regions]
     lines += ["", f"  {'size':>7} {'groups':>8}  {'starts':<9} names of one communicator"]
     small = [c for c in _kinds(spec) if c.size == 1]
     for communicator in _kinds(spec):
@@ -115,7 +120,7 @@ def as_text(spec: GridSpec, backend: str = "nccl") -> str:
     if small:
         names = ", ".join(name for c in small for name in c.names)
         lines.append(f"  {1:7} {spec.world_size:8,}  {'never':<9} {names}")
-    return "\n".join([*lines, "", *_sockets(spec, backend), "", *_cost(spec)])
+    return "\n".join([*lines, "", *_sockets(spec, backend, width), "", *_cost(spec)])
 
 
 def _cost(spec: GridSpec) -> list[str]:
@@ -159,7 +164,7 @@ def _sockets_json(spec: GridSpec, backend: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _sockets(spec: GridSpec, backend: str) -> list[str]:
+def _sockets(spec: GridSpec, backend: str, width: int | None) -> list[str]:
     """Open files, connections and threads of a rank, with the groups that need most."""
     needs = _most_needed(spec, backend)
     start, most = sockets.total(needs)
@@ -167,11 +172,15 @@ def _sockets(spec: GridSpec, backend: str) -> list[str]:
     rows = [(f"over {backend}, in all", start, most), ("WORLD and its store", world, world)]
     largest = sorted(needs, key=lambda n: (-n.most.files, -n.start.files))[:4]
     rows += [(f"{n.names[0]} of {n.size:,} ranks", n.start, n.most) for n in largest if n.size > 1]
-    lines = [
-        "Open files (connections among them) and threads, per rank:",
-        f"  {'':26} {'at start':>24} {'once all have talked':>28}",
+    cells = [("", "at start", "once all have talked")]
+    cells += [(name, _show_need(a), _show_need(b)) for name, a, b in rows]
+    widths = [26, 24, 28]
+    if width is not None and width < 4 + sum(widths):
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["Open files (connections among them) and threads, per rank:"] + [
+        f"  {name:{widths[0]}} {start:>{widths[1]}} {most:>{widths[2]}}"
+        for name, start, most in cells
     ]
-    return lines + [f"  {name:26} {_show_need(a):>24} {_show_need(b):>28}" for name, a, b in rows]
 
 
 def _show_need(need: sockets.Need) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.cli.grid_options import add_command, grid_flags_given, read_spec, resolve
+from commgrid.cli.output import MARKS, give
+from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
@@ -37,6 +39,7 @@ _EXAMPLES = """examples:
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
 _SIZES = ("stages", "microbatches", "chunks")
+_PARTS = 4  # of a staircase that is folded to the terminal's width
 
 
 def add_parser(commands: Any) -> None:
@@ -88,40 +91,66 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.benchmark is not None:
-        rows = read_benchmark(args.benchmark, args.rows)
-        return _give(
-            args,
-            {"rows": [asdict(row) for row in rows]},
-            as_text(rows),
-            lambda: draw_benchmark(rows),
-        )
+        return _show_benchmark(args)
     if args.metrics:
-        curves = [read_curve(path) for path in args.metrics]
-        runs = [{"run": c.name, "steps": list(c.steps), "losses": list(c.losses)} for c in curves]
-        text = "\n".join(
-            f"{c.name}: steps {c.steps[0]} to {c.steps[-1]}, loss {c.losses[0]:.6g} to "
-            f"{c.losses[-1]:.6g}" for c in curves
-        )  # fmt: skip
-        return _give(args, {"curves": runs}, text, lambda: draw_curves(curves))
+        return _show_runs(args)
     simulation = _simulation(args)
     if simulation is not None and not grid_flags_given(args):
-        measured = read_spans(args.spans, simulation.schedule) if args.spans else None
-        about = {
-            "schedule": simulation.schedule.name,
-            "makespan": simulation.makespan,
-            "bubble_fraction": simulation.bubble_fraction,
-            "peak_live": list(simulation.peak_live),
-        }
-        return _give(
-            args, about, simulation.draw(), lambda: draw_schedule(simulation, measured)
-        )  # fmt: skip
+        return _show_schedule(args, simulation)
     _check_beside_grid(args)
     view = _view(args)
     simulations = () if simulation is None else (simulation,)
     if args.output is not None and args.output.suffix == ".html":
         write_page(draw_page(view, simulations), args.output)
-        return _written(args.output)
-    return _give(args, page_data(view), view.as_text(), lambda: draw_grid(view))
+        return _written(args)
+    return _give(args, lambda: page_data(view), view.as_text, lambda: draw_grid(view))
+
+
+def _show_runs(args: argparse.Namespace) -> int:
+    curves = [read_curve(path) for path in args.metrics]
+    rows = [{"run": c.name, "steps": list(c.steps), "losses": list(c.losses)} for c in curves]
+    text = "\n".join(
+        f"{c.name}: steps {c.steps[0]} to {c.steps[-1]}, loss {c.losses[0]:.6g} to "
+        f"{c.losses[-1]:.6g}" for c in curves
+    )  # fmt: skip
+    return _give(args, lambda: {"curves": rows}, lambda: text, lambda: draw_curves(curves), {})
+
+
+def _show_benchmark(args: argparse.Namespace) -> int:
+    rows = read_benchmark(args.benchmark, args.rows)
+    return _give(
+        args,
+        lambda: {"rows": [asdict(row) for row in rows]},
+        lambda: as_text(rows),
+        lambda: draw_benchmark(rows),
+        {},
+    )
+
+
+def _show_schedule(args: argparse.Namespace, simulation: Simulation) -> int:
+    measured = read_spans(args.spans, simulation.schedule) if args.spans else None
+    about = {
+        "schedule": simulation.schedule.name,
+        "makespan": simulation.makespan,
+        "bubble_fraction": simulation.bubble_fraction,
+        "peak_live": list(simulation.peak_live),
+    }
+    return _give(
+        args,
+        lambda: about,
+        lambda: _staircase(simulation, columns(sys.stdout)),
+        lambda: draw_schedule(simulation, measured),
+        {r"\bF\S*": BLUE, r"\b[BI]\S*": YELLOW, r"\bW\S*": GREEN},
+    )
+
+
+def _staircase(simulation: Simulation, room: int | None) -> str:
+    """The schedule in letters; on a terminal in parts as wide as it, of many only the first."""
+    parts = simulation.draw(columns=room).split("\n\n")
+    if len(parts) <= _PARTS:
+        return "\n\n".join(parts)
+    note = f"… the first {_PARTS} of {len(parts)} parts; -o schedule.svg draws all of it"
+    return "\n\n".join([*parts[:_PARTS], note])
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -173,19 +202,24 @@ def _simulation(args: argparse.Namespace) -> Simulation | None:
 
 
 def _give(
-    args: argparse.Namespace, found: dict[str, Any], text: str, draw: Callable[[], Figure]
+    args: argparse.Namespace,
+    found: Callable[[], Mapping[str, Any]],
+    text: Callable[[], str],
+    draw: Callable[[], Figure],
+    marks: Marks = MARKS,
 ) -> int:
     """The picture where -o says so, else JSON or text."""
     if args.output is None:
-        print(json.dumps(found) if args.json else text)
+        give(args, found, text, marks)
         return 0
     if args.output.suffix == ".html":
         raise SpecError(f"-o {args.output}: a page shows a grid; give its sizes or GRID.yaml")
     with drawing():
         save(draw(), args.output)
-    return _written(args.output)
+    return _written(args)
 
 
-def _written(path: Path) -> int:
-    print(f"wrote {path}")
+def _written(args: argparse.Namespace) -> int:
+    path = str(args.output)
+    give(args, lambda: {"written": path}, lambda: f"wrote {path}", {})
     return 0

@@ -80,10 +80,19 @@ class Times:
 Span = tuple[float, float]
 """Start and end."""
 
+_STAGES = 8  # that a line lists
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Simulation:
     """What a schedule comes to with given times.
+
+    >>> from commgrid.pipeline.schedule import one_f_one_b
+    >>> print(simulate(one_f_one_b(4, 8)))
+    schedule '1f1b' for 4 stages and 8 microbatches
+      takes 33, bubble 37.5% of ideal time
+      keeps at most 4 live microbatches a stage (4, 3, 2, 1)
+      print(simulation.draw()) shows it as a staircase
 
     Args:
         schedule: what was simulated.
@@ -115,11 +124,32 @@ class Simulation:
         ideal = max(self.busy)
         return (self.makespan - ideal) / ideal if ideal else 0.0
 
-    def draw(self, width: int | None = None) -> str:
-        """A staircase: a line per stage, `width` characters per unit of time (None: as needed).
+    def __repr__(self) -> str:
+        return (
+            f"Simulation({self.schedule}, makespan {self.makespan:g}, "
+            f"bubble {self.bubble_fraction:.1%})"
+        )
+
+    def __str__(self) -> str:
+        most, stages = max(self.peak_live), ", ".join(map(str, self.peak_live[:_STAGES]))
+        more = ", …" if len(self.peak_live) > _STAGES else ""
+        return (
+            f"{self.schedule}\n"
+            f"  takes {self.makespan:g}, bubble {self.bubble_fraction:.1%} of ideal time\n"
+            f"  keeps at most {most} live microbatch{'es' * (most > 1)} a stage ({stages}{more})\n"
+            "  print(simulation.draw()) shows it as a staircase"
+        )
+
+    def draw(self, width: int | None = None, *, columns: int | None = None) -> str:
+        """A staircase: a line per stage.
 
         F, B, I and W with the number of the microbatch are forward, backward and its two parts,
         input and weight; chunks after the first are b, c, d.
+
+        Args:
+            width: characters per unit of time; None: as needed.
+            columns: how long lines may be; what comes later stands in further parts below, with an
+                empty line between. None: as long as they are.
 
         >>> from commgrid.pipeline.schedule import one_f_one_b
         >>> print(simulate(one_f_one_b(3, 3)).draw())
@@ -128,15 +158,24 @@ class Simulation:
         stage 2  .  .  F0 B0=== F1 B1=== F2 B2=== .  .  .  .
         """
         width = width or 1 + max(len(str(action)) for action in self.spans)
+        labels = [f"stage {stage}  " for stage in range(self.schedule.num_stages)]
         lines = []
-        for stage, order in enumerate(self.schedule.orders):
+        for order in self.schedule.orders:
             line = list(".".ljust(width)) * math.ceil(self.makespan)
             for action in order:
                 start, end = (round(edge * width) for edge in self.spans[action])
                 room, fill = max(end - start - 1, 0), "=" if end - start > width else " "
                 line[start:end] = f"{str(action)[:room]:{fill}<{room}} "[: end - start]
-            lines.append(f"stage {stage}  {''.join(line)}".rstrip())
-        return "\n".join(lines)
+            lines.append("".join(line))
+        long, label = max(map(len, lines)), len(labels[-1])
+        part = long if columns is None else max((columns - label) // width, 1) * width
+        return "\n\n".join(
+            "\n".join(
+                f"{name:{label}}{line[begin : begin + part]}".rstrip()
+                for name, line in zip(labels, lines, strict=True)
+            )
+            for begin in range(0, long, part)
+        )
 
 
 def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:

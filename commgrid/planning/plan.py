@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commgrid.errors import NotInGridError, SpecError
+from commgrid.planning import summary
 from commgrid.planning.groups import GroupDef, GroupOptions
 from commgrid.planning.ranks import Ranks, as_index
 from commgrid.planning.spec import GridSpec
@@ -98,6 +99,23 @@ class GroupPlan:
             held = spec.layout("dense").ranks.describe()
             raise NotInGridError(f"rank {rank} is not in this grid, which covers {held}")
         return cls(spec, number)
+
+    def __str__(self) -> str:
+        """Two lines, however many ranks and groups there are.
+
+        >>> print(GroupPlan.for_rank(GridSpec.build(tp=2, pp=2).resolve(8), 5))
+        rank 5 of 8: tp 1, cp 0, dp 0, pp 1
+          15 communicators for 15 names, 3 of which connect at start
+        """
+        return summary.of_plan(self)
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Axis to this rank's index, of every region."""
+        found: dict[str, int] = {}
+        for layout in self.spec.layouts.values():
+            found.update(layout.coordinate(self.rank))
+        return found
 
     @cached_property
     def members(self) -> dict[str, Ranks]:

@@ -31,6 +31,15 @@ class Region:
     sizes: tuple[tuple[str, Size], ...]
     inherited: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
+    def __str__(self) -> str:
+        """A line of a table.
+
+        >>> print(Region("expert", (("ep", 4), ("edp", -1), ("pp", "pp"))))
+        expert  ep 4 · edp -1 · pp as pp   (fastest first)
+        """
+        axes = " · ".join(f"{axis} {'as ' * isinstance(n, str)}{n}" for axis, n in self.sizes)
+        return f"{self.name:7} {axes}   (fastest first)"
+
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(axis for axis, _ in self.sizes)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError, UnknownGroupError
-from commgrid.planning import names
+from commgrid.planning import names, summary
 from commgrid.planning.group_table import define_groups, find_name
 from commgrid.planning.groups import UNWANTED, GroupDef, GroupEntry
 from commgrid.planning.layout import RankLayout
@@ -99,6 +99,16 @@ class GridSpec:
             if name not in self.created_names:
                 raise SpecError(f"connect: group {name!r} is not created; add it to create")
         self._check_listed_ranks()
+
+    def __str__(self) -> str:
+        """A few lines, however many ranks and groups there are.
+
+        >>> print(GridSpec.build(tp=2, pp=2).resolve(8))
+        grid of 8 ranks
+          dense   tp 2 · cp 1 · dp 2 · pp 2   (fastest first)
+          create=all, connect=axes, share=aliases
+        """
+        return summary.of_spec(self)
 
     # -- making one ---------------------------------------------------------------------
 

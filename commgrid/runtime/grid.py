@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,13 +21,14 @@ from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import Ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime import summary, torch_groups, torch_world
 from commgrid.runtime.agreement import PHASES, Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.sub_grid import SubGrid
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -300,10 +301,7 @@ class HyperCommGrid:
     @property
     def coordinate(self) -> dict[str, int]:
         """Axis to this rank's index, of every region."""
-        found: dict[str, int] = {}
-        for layout in self._layouts.values():
-            found.update(layout.coordinate(self._rank))
-        return found
+        return self._plan.coordinate
 
     @property
     def group_names(self) -> tuple[str, ...]:
@@ -522,6 +520,38 @@ class HyperCommGrid:
         """
         self._resolve("")
         return check_all(self._rank, self._communicators, as_seconds("timeout", timeout))
+
+    def show(
+        self,
+        path: str | Path | None = None,
+        *,
+        names: Sequence[str] = (),
+        gpus_per_node: int | None = None,
+    ) -> Figure | None:
+        """Draws the grid by node, this rank's groups pointed out; on this rank alone.
+
+        Args:
+            path: where to write it, a `.svg`, `.png`, `.pdf`, or a `.html` page to explore; None:
+                nowhere.
+            names: the groups to draw; none: the axes, and the groups table.
+            gpus_per_node: ranks of a node; None: as torchrun says, else 8.
+
+        Returns:
+            Without a path a matplotlib figure, which a notebook shows.
+
+        Raises:
+            CommGridError: matplotlib is not installed, which a page does not need.
+            SpecError: another ending, or a file that cannot be written.
+        """
+        from commgrid.viz.live import show
+
+        return show(self._spec, self._rank, path, names, gpus_per_node)
+
+    def _repr_html_(self) -> str:
+        return summary.as_html(self)
+
+    def __str__(self) -> str:
+        return summary.as_text(self)
 
     def __repr__(self) -> str:
         shape = " ".join(f"{axis}={size}" for axis, size in self.shape.items())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,10 +57,23 @@ def drawing() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches, that no window shows."""
+    """An empty figure, in inches, that no window shows; a notebook does, with pyplot or without."""
+    return _picture()(figsize=(width, height), facecolor=PAPER, layout="constrained")
+
+
+@cache
+def _picture() -> type[Figure]:
+    """matplotlib's figure, which by itself only shows where pyplot has been imported."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), facecolor=PAPER, layout="constrained")
+    class Picture(Figure):
+        def _repr_svg_(self) -> str:
+            text = StringIO()
+            with drawing():
+                self.savefig(text, format="svg", metadata={"Date": None})
+            return text.getvalue()
+
+    return Picture
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -30,7 +30,7 @@ def page_data(view: GridView, simulations: tuple[Simulation, ...] = ()) -> dict[
                 "about": view.describe(name),
             }
     return {
-        "version": VERSION,
+        "commgrid": VERSION,
         "title": f"{spec.world_size:,} ranks",
         "ranks": ranks,
         "nodes": {str(node): len(held) for node, held in view.nodes.items()},

@@ -129,9 +129,7 @@ class GridView:
         """A table of the shown names."""
         spec = self.spec
         lines = [f"{spec.world_size:,} ranks on {_nodes(len(self.nodes))}"]
-        for region in spec.regions:
-            axes = " · ".join(f"{axis} {size}" for axis, size in region.numbers)
-            lines.append(f"  {region.name:7} {axes}   (fastest first)")
+        lines += [f"  {region}" for region in spec.regions]
         lines += ["", *(f"  {self.describe(name)}" for name in self.shown)]
         return "\n".join(lines)
 

@@ -25,6 +25,7 @@ def test_explain_json_is_the_contract(capsys: pytest.CaptureFixture[str]) -> Non
     found = json.loads(output(capsys, "explain", *flags))
     plan = GroupPlan.for_rank(GridSpec.build(tp=2, pp=2).resolve(16), 5)
     assert found == {
+        "version": 1,
         "rank": 5,
         "world_size": 16,
         "coordinate": {"tp": 1, "cp": 0, "dp": 2, "pp": 0},

@@ -1,5 +1,6 @@
 """What people expect of any command line."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,50 @@ def test_without_matplotlib_a_picture_says_what_to_install(tmp_path: Path) -> No
     assert done.returncode == 2
     assert 'pip install "commgrid[viz]"' in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["grid.html"]
+
+
+WITHOUT_NUMPY = "import sys; sys.modules['numpy'] = None\n"
+
+
+def test_without_numpy_the_first_lines_are_about_the_grid() -> None:
+    """torch says "Failed to initialize NumPy" where it is imported."""
+    done = bare(
+        f"{WITHOUT_NUMPY}import commgrid\n"
+        "print(commgrid.initialize())\n"
+        "commgrid.shutdown()\n"
+        "import warnings; warnings.warn('of others')"
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("HyperCommGrid('default', tp=1 ")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith("UserWarning: of others\n")
+
+
+def test_what_a_program_asks_of_warnings_comes_first() -> None:
+    done = bare(
+        f"import warnings; warnings.filterwarnings('error')\n{WITHOUT_NUMPY}import commgrid, torch"
+    )
+    assert "UserWarning: Failed to initialize NumPy" in done.stderr
+
+
+def test_shells_complete_commands_and_flags() -> None:
+    pytest.importorskip("argcomplete", reason="argcomplete is not installed, which is optional")
+    answers = []
+    for line in ("commgrid pl", "commgrid plan --worl", "commgrid show --sched"):
+        asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)),
+                 "_ARGCOMPLETE_IFS": " ", "_ARGCOMPLETE_SHELL": "bash"}  # fmt: skip
+        script = f"exec 8>&1; exec {sys.executable} -m commgrid"
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60,
+            env={**os.environ, **asked},
+        )  # fmt: skip
+        answers.append(done.stdout.split())
+    assert answers == [["plan"], ["--world-size"], ["--schedule"]]
+
+
+def test_without_argcomplete_nothing_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    assert main(["plan", "--tp", "2", "--world-size", "4"]) == 0
 
 
 def test_who_forgot_the_launcher_is_told() -> None:

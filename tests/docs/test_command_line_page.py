@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commgrid.cli.output import JSON_VERSION
 
 from commgrid import cli
+from commgrid.cli.output import JSON_VERSION
 from tests.docs.pages import DOCS, ROOT
 from tests.ranks import run_on_ranks
 
@@ -30,6 +30,10 @@ TYPES = {
 }
 
 GRID = ["--tp", "2", "--pp", "2", "--ep", "2", "--world-size", "8"]
+BENCHMARK = {
+    "case": "8 ranks", "metric": "time", "unit": "s", "ours": 1.0, "peer": "a peer",
+    "peer_value": 2.0, "ratio": 0.5, "spread": [0.4, 0.6],
+}  # fmt: skip
 METRICS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
 
 
@@ -85,12 +89,14 @@ def paths(value: Any, known: dict[str, str], at: str = "") -> dict[str, list[Any
 
 def printed(which: str, folder: Path) -> Any:
     (folder / "a.jsonl").write_text(METRICS)
+    (folder / "b.json").write_text(json.dumps({"rows": [BENCHMARK]}))
     argv = {
         "plan": ["plan", *GRID],
         "explain": ["explain", *GRID, "--rank", "5"],
         "show for a grid": ["show", *GRID, "--rank", "5"],
         "show --schedule": ["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
         "show --metrics": ["show", "--metrics", str(folder / "a.jsonl")],
+        "show --benchmark": ["show", "--benchmark", str(folder / "b.json")],
     }
     return said(*argv[which])
 
@@ -102,8 +108,12 @@ def schema(which: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "which", ["plan", "explain", "show for a grid", "show --schedule", "show --metrics"]
-)
+    "which",
+    [
+        "plan", "explain", "show for a grid", "show --schedule", "show --metrics",
+        "show --benchmark",
+    ],
+)  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:
     holds(which, printed(which, tmp_path))
 

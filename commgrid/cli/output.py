@@ -1,0 +1,72 @@
+"""What a command prints: JSON for machines, of one schema, or text that fits the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from commgrid.cli.terminal import BOLD, CYAN, Marks, columns, fit, has_colour, paint
+from commgrid.errors import CommGridError
+
+JSON_VERSION = 1
+"""Of the JSON of all commands; it rises when a key goes or comes to mean something else."""
+
+MARKS: Marks = {r"\[\d+\]": CYAN, r"^\S.*$": BOLD}
+"""Colours of most tables: the own rank, and the lines that head others."""
+
+
+def give(
+    args: argparse.Namespace,
+    found: Callable[[], Mapping[str, Any]],
+    text: Callable[[], str],
+    marks: Marks = MARKS,
+) -> None:
+    """Prints what a command has found: as JSON where `--json` asks for it, else as text."""
+    _write(as_json(found()) if args.json else as_shown(text(), marks, sys.stdout))
+
+
+def as_json(found: Mapping[str, Any]) -> str:
+    """One line: an object that begins with the schema's version; null for what is not finite.
+
+    >>> as_json({"world_size": 8, "loss": float("nan")})
+    '{"version": 1, "world_size": 8, "loss": null}'
+    """
+    assert "version" not in found
+    return json.dumps(_finite({"version": JSON_VERSION, **found}), allow_nan=False)
+
+
+def as_shown(text: str, marks: Marks, stream: TextIO) -> str:
+    """The text as a stream can show it."""
+    fitting = fit(text, columns(stream))
+    return paint(fitting, marks) if has_colour(stream) else fitting
+
+
+def drop_output() -> None:
+    """Gives up standard output, which cannot be written to, so that closing it does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(text: str) -> None:
+    """Prints now, so that a full disk is an error of the command and no traceback at its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        raise CommGridError(
+            f"the output cannot be written: {error.strerror or error}; is the disk full?"
+        ) from error

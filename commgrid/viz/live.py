@@ -1,0 +1,45 @@
+"""The picture of a live grid, from the process of one of its ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commgrid.planning.spec import GridSpec
+from commgrid.viz.figure import drawing, save
+from commgrid.viz.grid_picture import draw_grid
+from commgrid.viz.page import draw_page, write_page
+from commgrid.viz.view import DEFAULT_GPUS_PER_NODE, GridView
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def show(
+    spec: GridSpec,
+    rank: int,
+    path: str | Path | None,
+    names: Sequence[str],
+    gpus_per_node: int | None,
+) -> Figure | None:
+    """A figure, or nothing where it was written to a path; see `HyperCommGrid.show`."""
+    per_node = _of_launcher() if gpus_per_node is None else gpus_per_node
+    view = GridView(spec, per_node, names, rank)
+    file = None if path is None else Path(path)
+    if file is not None and file.suffix == ".html":
+        write_page(draw_page(view), file)
+        return None
+    with drawing():
+        figure = draw_grid(view)
+        if file is None:
+            return figure
+        save(figure, file)
+    return None
+
+
+def _of_launcher() -> int:
+    """The ranks of a node as torchrun tells them."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdigit() and int(told) else DEFAULT_GPUS_PER_NODE
