@@ -451,3 +451,112 @@ def adopted_spellings() -> None:
 
 def test_a_mesh_whose_flattened_names_spell_axes_is_adopted() -> None:
     run_on_ranks(adopted_spellings, 8)
+
+
+def unflattened() -> None:
+    """torchtitan's way: a dim is cut in two, over new groups of torch's that go with the grid."""
+    dist.barrier()
+    before = group_count()
+    grid = commgrid.initialize(tp=2)
+    mesh, theirs = (
+        grid.device_mesh("dp", "tp"),
+        init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp")),
+    )
+    made = group_count()
+    cut, expected = (one._unflatten("dp", (2, 2), ("outer", "inner")) for one in (mesh, theirs))
+    same(cut, expected)
+    assert group_count() == made + 4  # two of each
+    assert cut.get_group("tp") is grid.get_group("tp")
+    full = torch.arange(40.0).view(8, 5)
+    placements = [Shard(0), Shard(1), Shard(0)]
+    mine = distribute_tensor(full, cut, placements)
+    assert torch.equal(mine.to_local(), distribute_tensor(full, expected, placements).to_local())
+    moved = mine.redistribute(placements=[Replicate(), Shard(0), Shard(1)])
+    assert torch.equal(moved.full_tensor(), full)
+    assert torch.equal((mine @ mine.t()).full_tensor(), full @ full.t())
+    kept = mesh._flatten("everybody")  # all of WORLD: torch takes WORLD for it
+    mesh["tp"]._flatten("own", backend_override="gloo")
+    assert kept.get_group() is dist.group.WORLD
+    others = set(theirs.get_all_groups()) | set(expected.get_all_groups())
+    dist.barrier()  # gloo waits for a member that is gone again when another still connects to it
+    commgrid.destroy()
+    assert group_count() == before + len(others)
+    assert all(dist.get_world_size(group) > 1 for group in others)
+    dist.barrier()  # WORLD's is still there
+
+
+def test_what_torch_makes_for_a_grids_mesh_goes_with_the_grid() -> None:
+    """Groups of an unflattened mesh were left behind."""
+    run_on_ranks(unflattened, 8)
+
+
+class Perceptron(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return found
+
+
+def trained(model: torch.nn.Module, places: list[int]) -> list[list[float]]:
+    """Losses of three steps, of each of these quarters of the batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        quarters = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).chunk(4)
+        each = [(model(quarters[i]) - quarters[i].flip(1)).square().mean() for i in places]
+        torch.stack(each).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item() for loss in each])
+    return losses
+
+
+def first_fsdp(data: DeviceMesh, tp: DeviceMesh) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """torch's first FSDP, over copies of shards, of a model that is cut over tp."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = Perceptron()
+    parallelize_module(model, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    wrapped = FullyShardedDataParallel(
+        model, device_mesh=data, sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=True, device_id=torch.device("cpu"),
+    )  # fmt: skip
+    losses = [one for (one,) in trained(wrapped, [dist.get_rank() // 2])]
+    return losses, {name: value.full_tensor() for name, value in wrapped.state_dict().items()}
+
+
+def hybrid_beside_tp() -> None:
+    names = ("dp_replicate", "dp_shard", "tp")
+    theirs = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    grid = commgrid.initialize(tp=2, dp_replicate=2, dp_shard=2)
+    before = group_count()
+    mesh = grid.device_mesh(*names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 is to go, which it says often
+        (mine, state), (expected, other) = (
+            first_fsdp(one["dp_replicate", "dp_shard"], one["tp"]) for one in (mesh, theirs)
+        )
+    assert group_count() == before
+    assert mine == expected
+    torch.manual_seed(0)
+    alone = Perceptron()
+    whole = trained(alone, [0, 1, 2, 3])
+    # fp32, summed in another order: by tp's halves, and as averages of averages.
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(mine, [each[grid.rank // 2] for each in whole], **close)
+    for name, value in alone.state_dict().items():
+        assert torch.equal(state[name], other[name])
+        torch.testing.assert_close(state[name], value, **close)
+
+
+def test_fsdp1_over_copies_of_shards_beside_tp() -> None:
+    run_on_ranks(hybrid_beside_tp, 8)

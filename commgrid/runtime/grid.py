@@ -242,6 +242,7 @@ class HyperCommGrid:
         self._destroyed = True
         while self._before_destroy:
             self._before_destroy.pop()()
+        of_torch = [] if self._meshes is None else self._meshes.of_torch()
         self._groups.clear()
         self._positions.clear()
         self._sizes.clear()
@@ -249,7 +250,8 @@ class HyperCommGrid:
         self._around.clear()
         self._meshes = None
         made, self._communicators = self._communicators, []
-        return [communicator.group for communicator in made] if self._owns_groups else []
+        own = [communicator.group for communicator in made] if self._owns_groups else []
+        return own + of_torch
 
     @property
     def is_destroyed(self) -> bool:
@@ -484,6 +486,11 @@ class HyperCommGrid:
         from it can be sliced from it by name. A single dim beside others above size 1 is a slice
         of the root of those, as DDP and FSDP1 expect. Meshes of a region with their axes slowest
         first meet in one DTensor, as DDP or FSDP2 over dp and layers over tp do.
+
+        FSDP1 of two dims beside tp looks for tp in its mesh's root: give it a slice, as
+        `device_mesh("dp_replicate", "dp_shard", "tp")["dp_replicate", "dp_shard"]`. Groups that
+        torch makes when a mesh is unflattened, or flattened to a name that the grid has not, are
+        destroyed with the grid.
 
         Args:
             *names: axes, combinations such as `dp_cp`, or names of the groups table, of one region;

@@ -305,11 +305,15 @@ def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -
     """
     state = STORE.current
     groups = [pg] if pg is not None else peek("_global_process_group_list") or [None]
-    everyone = pg
+    everyone, others = pg, None
     if pg is None and state is not None and state.grid.world_size < dist.get_world_size():
         groups = groups[1:]
-        everyone = peek("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")  # all ranks of the grid
+        # All ranks of an optimizer instance, then one of each: together all ranks of the grid.
+        everyone = peek("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
+        others = peek("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP")
     dist.barrier(everyone)
+    if others is not None:
+        dist.barrier(others)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in groups:

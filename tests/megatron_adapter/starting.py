@@ -7,9 +7,11 @@ install here; its calls are made as it makes them, with the arguments that it gi
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -76,21 +78,47 @@ def _training() -> None:
     from megatron.training import arguments, global_vars, initialize
 
     initialize._compile_dependencies = lambda: None  # of its data sets
+
+    def start() -> None:
+        if "parsed_args" in inspect.signature(initialize.initialize_megatron).parameters:
+            _by_command_line(initialize)
+        else:
+            _by_arguments(arguments, global_vars, initialize)
+        rerun_state_machine.destroy_rerun_state_machine()
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+        global_vars.destroy_global_vars()
+
+    compare(start)
+
+
+def _by_command_line(initialize: Any) -> None:
+    """To 0.17 it parses and checks the command line itself, and asks what GPU there is."""
+    cuda: Any = torch.cuda
+    cuda.get_device_properties = lambda *_: SimpleNamespace(major=8, minor=0)
+    given = {
+        **SIZES, "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8,
+        "max_position_embeddings": 8, "micro_batch_size": 1, "lr": 0.001, "train_iters": 1,
+        "tokenizer_type": "NullTokenizer", "vocab_size": 64, "num_experts": 2,
+        "distributed_backend": "gloo", "transformer_impl": "local",
+    }  # fmt: skip
+    flags = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    flags = [part.replace("_", "-") if part.startswith("--") else part for part in flags]
+    flags += ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"]
+    flags += ["--no-persist-layer-norm", "--disable-gloo-process-groups"]
+    told = {"RANK": str(dist.get_rank()), "WORLD_SIZE": "8"}
+    with mock.patch.object(sys, "argv", ["train.py", *flags]), mock.patch.dict(os.environ, told):
+        assert initialize.initialize_megatron(allow_no_cuda=True) is None
+
+
+def _by_arguments(arguments: Any, global_vars: Any, initialize: Any) -> None:
     with mock.patch.object(sys, "argv", ["train.py"]):
         args = arguments.parse_args()
     vars(args).update(SIZES, rank=dist.get_rank(), world_size=8, num_experts=None)
     args.use_gloo_process_groups = False
     args.gtp_weight_remat_size = args.expert_gtp_weight_remat_size = 1  # as its checks do
     args.virtual_pipeline_model_parallel_size = None
-
-    def start() -> None:
-        global_vars.set_args(args)
-        assert initialize.initialize_megatron(allow_no_cuda=True) is None
-        rerun_state_machine.destroy_rerun_state_machine()
-        num_microbatches_calculator.unset_num_microbatches_calculator()
-        global_vars.destroy_global_vars()
-
-    compare(start)
+    global_vars.set_args(args)
+    assert initialize.initialize_megatron(allow_no_cuda=True) is None
 
 
 def bridge() -> None:
