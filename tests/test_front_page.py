@@ -152,15 +152,3 @@ def test_pictures_are_up_to_date(command: str, path: str, tmp_path: Path) -> Non
     assert texts(drawn) == texts(ours)
     if f"Matplotlib v{matplotlib.__version__}," in ours:  # another version may draw otherwise
         assert drawn == ours
-
-
-def test_the_two_commands() -> None:
-    for command in (
-        "pip install -e . -c .ci/constraints.txt && torchrun --standalone --nproc-per-node 8 "
-        "examples/train_gpt.py --config examples/configs/gpt_tp2_dp4.yaml",
-        'pip install -e ".[test]" -c .ci/constraints.txt && pytest\n',
-    ):
-        assert command in README
-    assert "`pytest --full` runs" in README
-    told = 'pip install -e ".[test]" -c .ci/constraints.txt && pytest --full\n'
-    assert told in (ROOT / ".ci" / "run").read_text()
