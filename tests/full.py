@@ -100,6 +100,10 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/test_launch_store.py": [
         "test_it_can_be_stopped_while_it_waits[nobody-*]",
     ],
+    "tests/docs/test_pages.py": [
+        "test_python_of_the_docs_runs",
+        "test_the_site_is_built_strictly_with_every_public_name",
+    ],
     "tests/test_leaks.py": [
         "test_an_old_handle_that_somebody_keeps_costs_only_itself",
         "test_200_cycles_under_torchrun",

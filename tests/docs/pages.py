@@ -178,7 +178,7 @@ def output(command: str, folder: Path) -> str:
         mock.patch("sys.argv", [launched[1], *argv]),
     ):
         os.environ.pop("COLUMNS", None)  # as wide as it is
-        main(argv)
+        main()
     return said.getvalue().rstrip()
 
 
