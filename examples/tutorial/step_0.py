@@ -77,11 +77,8 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main() -> list[float]:
+def train(rank: int, num_ranks: int) -> list[float]:
     """Trains; every step's loss, the mean over all ranks."""
-    torch.set_default_dtype(torch.float64)  # so that losses can be compared to many digits
-    dist.init_process_group("gloo")
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same on every rank
     model = nn.Sequential(Embed(), *(Block() for _ in range(LAYERS)), Head())
     parallel = DistributedDataParallel(model)
@@ -99,7 +96,14 @@ def main() -> list[float]:
         losses.append(mean.item())
         if rank == 0:
             print(f"step {step}  loss {losses[-1]:.9f}", flush=True)
-    dist.destroy_process_group()
+    return losses
+
+
+def main() -> list[float]:
+    torch.set_default_dtype(torch.float64)  # so that losses can be compared to many digits
+    dist.init_process_group("gloo")
+    losses = train(dist.get_rank(), dist.get_world_size())
+    dist.destroy_process_group()  # once DDP is gone, which holds its group
     return losses
 
 

@@ -79,10 +79,8 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main() -> list[float]:
+def train(grid: commgrid.HyperCommGrid) -> list[float]:
     """Trains; every step's loss, the mean over all ranks."""
-    torch.set_default_dtype(torch.float64)  # so that losses can be compared to many digits
-    grid = commgrid.initialize()
     groups = "  ".join(f"{axis} {grid.get_ranks(axis)}" for axis in ("tp", "dp", "pp"))
     print(f"rank {grid.rank}: {groups}", flush=True)
     torch.manual_seed(0)  # the same on every rank
@@ -101,6 +99,13 @@ def main() -> list[float]:
         losses.append(all_reduce(loss.detach(), "dp", op="avg").item())
         if grid.rank == 0:
             print(f"step {step}  loss {losses[-1]:.9f}", flush=True)
+    return losses
+
+
+def main() -> list[float]:
+    torch.set_default_dtype(torch.float64)  # so that losses can be compared to many digits
+    grid = commgrid.initialize()
+    losses = train(grid)
     commgrid.shutdown()
     return losses
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import commgrid
+from commgrid import GridSpec, GroupPlan
 from tests.examples.curves import ROOT, load
 from tests.ranks import run_on_ranks
 
@@ -79,6 +80,18 @@ def test_the_page_shows_what_is_printed(plain: list[float]) -> None:
     assert printed
     for step, loss in printed.items():
         assert f"{plain[int(step)]:.6f}" == f"{float(loss):.6f}"
+
+
+def test_the_page_shows_the_groups_of_every_rank() -> None:
+    shown = re.findall(r"```text\n((?:rank \d: .*\n)+)", PAGE)
+    sizes: list[dict[str, int]] = [{}, {"tp": 2}, {"tp": 2, "pp": 2}]
+    for lines, given in zip(shown, sizes, strict=True):
+        spec = GridSpec.build(**given).resolve(4)
+        groups = [GroupPlan.for_rank(spec, rank).groups for rank in range(4)]
+        assert lines.splitlines() == [
+            f"rank {rank}: " + "  ".join(f"{axis} {of[axis]}" for axis in ("tp", "dp", "pp"))
+            for rank, of in enumerate(groups)
+        ]
 
 
 MISTAKES = {
