@@ -61,6 +61,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_output_that_cannot_be_written_is_one_line",
         "test_help_into_a_closed_pipe_is_no_traceback",
         "test_a_terminal_without_the_characters_gets_others",
+        "test_on_a_real_terminal",
     ],
     "tests/viz/test_pictures.py": [
         "test_every_rank_has_a_cell_of_its_groups_colour[512]",

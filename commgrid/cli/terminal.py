@@ -19,13 +19,11 @@ NARROWEST = 20
 
 
 def columns(stream: TextIO) -> int | None:
-    """How wide text on a stream may be: COLUMNS, else the terminal's width; None: as wide as it is.
+    """How wide text on a stream may be: on a terminal COLUMNS or its own width; else None, any.
 
-    What goes to a file or a pipe is for programs, so it is not wrapped unless COLUMNS asks for it.
+    What goes to a file or a pipe is for programs. COLUMNS says nothing there: a Python that has
+    loaded readline hands its terminal's on to every process that it starts.
     """
-    given = os.environ.get("COLUMNS", "")
-    if given.isdigit() and int(given):
-        return max(int(given), NARROWEST)
     return max(shutil.get_terminal_size().columns, NARROWEST) if stream.isatty() else None
 
 

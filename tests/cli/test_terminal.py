@@ -1,10 +1,15 @@
 """Text fits the terminal and is in colour there; what is piped is neither wrapped nor coloured."""
 
+import contextlib
+import fcntl
 import io
 import os
 import re
+import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -41,6 +46,13 @@ def printed(capsys: pytest.CaptureFixture[str], command: str) -> str:
     return capsys.readouterr().out
 
 
+def be_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """What is captured is a terminal of so many columns, without colours."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("width", [60, 80, 132])
 def test_no_line_is_longer_than_the_terminal(
@@ -48,6 +60,8 @@ def test_no_line_is_longer_than_the_terminal(
 ) -> None:
     whole = printed(capsys, command)
     monkeypatch.setenv("COLUMNS", str(width))
+    assert printed(capsys, command) == whole  # into a pipe
+    be_terminal(monkeypatch, width)
     fitting = printed(capsys, command)
     assert max(map(len, fitting.splitlines())) <= width
     if "--schedule" not in command:  # nothing is lost
@@ -65,25 +79,21 @@ def test_a_staircase_is_folded_in_time(
     for stage, line in enumerate(whole):
         joined = "".join(part[stage][len("stage 11  ") :].ljust(48) for part in parts)
         assert joined.rstrip() == line[len("stage 11  ") :]
-    monkeypatch.setenv("COLUMNS", "60")
+    be_terminal(monkeypatch, 60)
     text = printed(capsys, "show --schedule 1f1b --stages 12 --microbatches 8")
     assert text.rstrip("\n") == simulation.draw(columns=60)
     text = printed(capsys, "show --schedule 1f1b --stages 12 --microbatches 100")
     assert re.search(r"\n… the first 4 of \d+ parts; -o schedule.svg draws all of it\n$", text)
 
 
-def test_only_a_terminal_or_columns_say_how_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert columns(io.StringIO()) is None
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((72, 24)))
-    assert columns(Terminal()) == 72
+def test_only_a_terminal_says_how_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = shutil.get_terminal_size().columns
+    assert columns(Terminal()) == max(own, 20)
     monkeypatch.setenv("COLUMNS", "50")
-    assert columns(io.StringIO()) == columns(Terminal()) == 50
+    assert columns(Terminal()) == 50
+    assert columns(io.StringIO()) is None
     monkeypatch.setenv("COLUMNS", "1")
     assert columns(Terminal()) == 20
-    for nothing in ("", "0", "wide"):
-        monkeypatch.setenv("COLUMNS", nothing)
-        assert columns(Terminal()) == 72
-        assert columns(io.StringIO()) is None
 
 
 def test_help_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,3 +172,24 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("commgrid.cli.plan.as_text", stopped)
     assert main(["plan", "--tp", "2", "--world-size", "4"]) == 130
+
+
+def test_on_a_real_terminal() -> None:
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 66, 0, 0))
+    command = [sys.executable, "-m", "commgrid", *COMMANDS[0].split()]
+    environ = dict(os.environ)  # what Python knows of, not what readline has added
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=its, stderr=subprocess.PIPE
+    ) as running:
+        os.close(its)
+        said = b""
+        with contextlib.suppress(OSError):  # which is how a terminal ends
+            while read := os.read(ours, 65536):
+                said += read
+        _, error = running.communicate(timeout=60)
+    os.close(ours)
+    assert (running.returncode, error) == (0, b"")
+    lines = re.sub(r"\x1b\[[\d;]*m", "", said.decode()).splitlines()
+    assert 60 < max(map(len, lines)) <= 66
+    assert b"\x1b[1m512 ranks\x1b[0m" in said
