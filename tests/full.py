@@ -233,6 +233,7 @@ ONLY_FULL: dict[str, list[str]] = {
     ],
     "tests/megatron_adapter/test_modules.py": [
         "test_on_the_adapters_grids_as_on_megatrons[bridge]",
+        "test_on_the_adapters_grids_as_on_megatrons[mimo]",
         "test_on_the_adapters_grids_as_on_megatrons[reshard]",
         "test_on_the_adapters_grids_as_on_megatrons[schedule]",
     ],

@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
 )
+from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
 
 import commgrid
@@ -148,6 +149,119 @@ def _colocated(kind: Kind) -> Any:
     found.destroy()
     _forget(source, target)
     return output.detach(), mine.grad
+
+
+# -- MIMO's own model, trained ----------------------------------------------------------
+
+
+IMAGE = 60
+"""The token that stands for a piece of an image."""
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = torch.nn.Linear(6, 32)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(pixels))
+
+
+def mimo() -> None:
+    """An encoder on dp 4 and a language model on tp 2 · dp 2, beside the same on one rank."""
+    for losses, alone in on_both(_mimo, 4):
+        torch.testing.assert_close(losses, alone)
+        assert losses[-1] < losses[0] - 0.1
+
+
+def _mimo(kind: Kind) -> Any:
+    from megatron.core import parallel_state
+
+    rank = dist.get_rank()
+    parallel_state._GLOBAL_MEMORY_BUFFER = GlobalMemoryBuffer()  # its attention has no other
+    grids = {"vision": grid_of(kind, dp=4), "language": grid_of(kind, tp=2, dp=2)}
+    losses = _train_mimo(grids)
+    _forget(*grids.values())
+    group = dist.new_subgroups(1)[0]  # on which a rank is alone
+    alone = SimpleNamespace(
+        dim_names=[], rank_offset=rank, size=1, get_pg=lambda _: group
+    )  # fmt: skip
+    return losses, _train_mimo({"vision": alone, "language": alone})
+
+
+def _train_mimo(grids: dict[str, Any]) -> list[float]:
+    """Losses of four steps, of all samples."""
+    from megatron.core.models.mimo import MimoModel, MimoModelConfig
+    from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    vision, language = grids["vision"], grids["language"]
+    model = MimoModel(MimoModelConfig(
+        language_model_spec=_language(language),
+        modality_submodules_spec={"vision": ModuleSpec(
+            module=VisionModalitySubmodules, params={},
+            submodules={"encoders": {"own": ModuleSpec(module=Encoder)}},
+        )},
+        special_token_ids={"vision": IMAGE},
+        module_to_grid_map=grids,
+    ))  # fmt: skip
+    assert len(model.colocated_comms) == (vision is not language)
+    owners = {"modality_submodules": vision, "language_model": language}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    parts = [one.get_pg("dp") for one in (language, vision)]
+    losses = []
+    for step in range(4):
+        tokens = torch.randint(0, IMAGE, (4, 8), generator=torch.Generator().manual_seed(step))
+        tokens[:, 2:5] = IMAGE
+        pixels = numbers(4, 3, 6, seed=step)
+        mine, images = (
+            whole.chunk(group.size())[group.rank()]
+            for whole, group in zip((tokens, pixels), parts, strict=True)
+        )
+        output, _ = model(
+            mine, torch.arange(8).expand_as(mine), labels=mine.roll(-1, 1) % IMAGE,
+            modality_inputs={"vision": {"own": {"pixels": images}}},
+        )  # fmt: skip
+        loss = output.mean() / parts[0].size()
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=owners[name.split(".")[0]].get_pg("dp"))
+        optimizer.step()
+        optimizer.zero_grad()
+        found = loss.detach()
+        dist.all_reduce(found, group=parts[0])
+        losses.append(found.item())
+    return losses
+
+
+def _language(grid: Any) -> Any:
+    """Megatron's GPT on a grid's groups."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    found = {name: grid.get_pg(name) for name in ("tp", "cp", "pp", "dp")}
+    # Of one rank, as cp's is: nothing of these is used by a dense model of one stage.
+    found |= dict.fromkeys(("ep", "expt_tp", "embd", "tp_ep", "expt_dp"), found["cp"])
+    collection = ProcessGroupCollection(**found, tp_cp=found["tp"], dp_cp=found["dp"])
+    tp = found["tp"].size()
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
+        tensor_model_parallel_size=tp, hidden_dropout=0.0, attention_dropout=0.0,
+        gradient_accumulation_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    model_parallel_cuda_manual_seed(1, tp_rank=found["tp"].rank(), ep_rank=0, etp_rank=0)
+    torch.manual_seed(4)  # the whole weights are drawn, then cut
+    return ModuleSpec(module=GPTModel, params={
+        "config": config, "transformer_layer_spec": get_gpt_layer_local_spec(), "vocab_size": 64,
+        "max_sequence_length": 8, "pre_process": True, "post_process": True,
+        "share_embeddings_and_output_weights": False, "position_embedding_type": "rope",
+        "pg_collection": collection,
+    })  # fmt: skip
 
 
 # -- a schedule over several modules ----------------------------------------------------
