@@ -49,12 +49,12 @@ class Log:
         """
         args, grid = self.args, self.grid
         axes = " · ".join(f"{axis} {size}" for axis, size in grid.shape.items() if size > 1)
-        ranks = f"{grid.world_size} rank{'s' * (grid.world_size > 1)}"
+        ranks = several(grid.world_size, "rank")
         self.say(f"grid   {f'{axes} on ' if axes else ''}{ranks} ({self.device.type})")
         shared = "" if held == parameters else f", at most {held:,} on a rank"
         mlp = f", {args.experts} experts each" if args.experts else ""
         self.say(
-            f"model  {parameters:,} parameters{shared}: {args.layers} blocks of width "
+            f"model  {parameters:,} parameters{shared}: {several(args.layers, 'block')} of width "
             f"{args.hidden}{mlp}, {args.dtype}"
         )
         self.say(
@@ -152,7 +152,7 @@ class Log:
     def what(self) -> str:
         took = duration(time.perf_counter() - self.started)
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
-        return f"{self.last - self.first} steps in {took}, to step {self.last}{loss}"
+        return f"{several(self.last - self.first, 'step')} in {took}, to step {self.last}{loss}"
 
     def how_to_go_on(self, steps: int | None) -> str:
         """What was saved where, and the flags that take it up."""
@@ -161,6 +161,10 @@ class Log:
         step, folder = self.saved
         more = f" --steps {steps}" if steps else ""
         return f"step {step} is saved in {folder}; to go on: --resume {folder}{more}"
+
+
+def several(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def forget_after(step: int, metrics: Path) -> None:
