@@ -108,7 +108,6 @@ class Trainer:
             [one.tokens for one in mine], [one.targets for one in mine], kwargs=beside(mine)
         )
         self.model.train()
-        self.reshard()
         return self.mean(losses, sum(batch[:, 1:].numel() for batch in batches))
 
     def logits(self, one: Microbatch) -> Tensor | None:
@@ -116,7 +115,6 @@ class Trainer:
         self.model.eval()
         outputs = self.pipeline.forward([one.tokens], kwargs=beside([one]))
         self.model.train()
-        self.reshard()
         return None if outputs is None else outputs[0]
 
     # -- its parts ----------------------------------------------------------------------
@@ -140,15 +138,6 @@ class Trainer:
             if parameter.grad is not None:
                 parameter.grad.div_(tokens)
         return clip_gradients(self.model, clip) if clip else gradient_norm(self.model)
-
-    def reshard(self) -> None:
-        """Takes back what FSDP2 leaves gathered after a forward that no backward follows.
-
-        A checkpoint would find whole weights in place of this rank's shards.
-        """
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     # -- checkpoints --------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ def test_without_decay_the_rate_is_what_it_was() -> None:
 
 
 def test_a_falling_rate_goes_on_on_another_grid(tmp_path: Path) -> None:
-    """After an evaluation, which leaves FSDP's weights gathered if nobody takes them back."""
+    """Saved after an evaluation, which leaves some of FSDP's weights gathered."""
     falling = [*TINY, "--warmup", "3", "--lr-decay", "cosine", "--lr-decay-steps", "10"]
     job, saved = [*falling, "--eval-every", "2", "--eval-batches", "1"], str(tmp_path / "saved")
     paths = [tmp_path / name for name in ("through", "first", "then")]
@@ -185,7 +185,8 @@ def test_a_falling_rate_goes_on_on_another_grid(tmp_path: Path) -> None:
     run_on_ranks(run, 1, one, init=None, launcher="torchrun")
     run_on_ranks(
         run, 2,
-        [*job, "--steps", "4", "--fsdp", "--save", saved, "--save-every", "2", "--metrics", str(paths[1])],
+        [*job, "--steps", "4", "--fsdp", "--save", saved, "--save-every", "2",
+         "--metrics", str(paths[1])],
         [*job, "--steps", "8", "--pp", "2", "--resume", saved, "--metrics", str(paths[2])],
         init=None, launcher="torchrun",
     )  # fmt: skip
