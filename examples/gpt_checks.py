@@ -64,7 +64,9 @@ def check_files(
         return
     wrong = unwritable(args) if grid.get_local_rank() == 0 else None
     found = torch.tensor(float(wrong is not None), device=device)
-    if all_reduce(found, grid.get_group(), op="max").item():
+    for group in ("tp", "dp_cp", "pp"):  # which training talks over as well
+        found = all_reduce(found, group, op="max")
+    if found.item():
         raise SystemExit(wrong or 1)
 
 

@@ -68,7 +68,7 @@ class Log:
         if self.args.resume:
             self.say(f"goes on after step {step}")
         if changed and step < self.args.steps:
-            self.say(f"as one run would not, since from here on: {', '.join(changed)}")
+            self.say(f"with other flags, so not as one run would: {', '.join(changed)}")
         if step:
             self.saved = step, self.args.resume
         if not self.speaks:
@@ -92,9 +92,9 @@ class Log:
     def step(self, step: int, loss: float, norm: float, rate: float, seconds: float) -> None:
         """One more step, which took so long."""
         self.last, self.loss = step, loss
-        self.unsaid.append(seconds)
         if not self.speaks:
             return
+        self.unsaid.append(seconds)
         speed = self.tokens / seconds
         if self.args.metrics:
             row = {"step": step, "loss": loss, "grad_norm": norm, "tokens_per_s": speed}

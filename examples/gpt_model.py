@@ -195,15 +195,15 @@ def weights(layers: int = 0) -> partial[Tensor]:
     return partial(nn.init.normal_, std=0.02 / (2 * layers) ** 0.5 if layers else 0.02)
 
 
-def count_parameters(model: nn.Module, grid: commgrid.HyperCommGrid) -> tuple[int, int]:
-    """Those of the whole model, each once, and the most that a rank holds; on all ranks at once."""
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Those of the whole model, each once, and the most that a stage's rank holds, which is right
+    on the grid's first rank; on all ranks at once."""
     whole = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for placement in placements(model):
         copies = placement.shared.size if placement.shared is not None else 1
         whole += torch.Size(placement.shape).numel() / copies
     held = torch.tensor(sum(local(p).numel() for p in model.parameters()), device=whole.device)
-    most = all_reduce(held, grid.get_group(), op="max")
-    return round(all_reduce(whole, "pp").item()), int(most)
+    return round(all_reduce(whole, "pp").item()), int(all_reduce(held, "pp", op="max"))
 
 
 def local(parameter: Tensor) -> Tensor:

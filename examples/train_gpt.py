@@ -51,12 +51,14 @@ def train(args: argparse.Namespace) -> None:
     check_files(args, grid, own_device())
     log = Log(args, grid, own_device())
     with told_when_stopped(log.stopped):
-        trainer = Trainer(args, grid)
-        log.begin(*count_parameters(trainer.model, grid))
+        with named_failures(grid, lambda: "the start"):
+            trainer = Trainer(args, grid)
+            log.begin(*count_parameters(trainer.model))
         try:
             run(trainer, log, text)
         except Exception as error:
-            log.stopped(type(error).__name__)
+            if log.loss is not None:  # else there is nothing to go on from
+                log.stopped(type(error).__name__)
             raise
     commgrid.shutdown()
 

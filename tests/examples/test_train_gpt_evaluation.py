@@ -105,7 +105,7 @@ def by_hand(job: list[str]) -> tuple[float, float, str, str, int, int]:
             seen = torch.tensor(written[-args.seq_len :])
             logits = model(seen[:, None], torch.arange(len(seen)))[-1, 0]
             written.append(int(logits.argmax()))
-    counted = train_gpt.count_parameters(trainer.model, grid)[0]
+    counted = train_gpt.count_parameters(trainer.model)[0]
     there = sum(p.numel() for p in nn.ModuleList(trainer.chunks).parameters())
     commgrid.shutdown()
     return (

@@ -64,7 +64,7 @@ def test_lines_of_a_run(tmp_path: Path) -> None:
         heard_of_all, 1, [*job, "--resume", saved], changed, init=None, launcher="torchrun"
     )[0]
     assert again[3:] == ["goes on after step 7", "trained nothing: step 7 of --steps 7 is done"]
-    assert told[4] == "as one run would not, since from here on: --seed 3 (was 0)"
+    assert told[4] == "with other flags, so not as one run would: --seed 3 (was 0)"
     assert told[-1].startswith("done: 1 step in ")
 
 
