@@ -1,10 +1,13 @@
-"""train_gpt's flags: how they are typed or read from a file, and whether they fit the grid."""
+"""train_gpt's flags: what they are, as they are typed or as a YAML file sets them."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -12,8 +15,37 @@ import yaml
 import commgrid
 from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.planning.names import nearest
+from gpt_values import above_zero, count, inner_share, not_negative, positive, probability
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+PROMPT = "The "
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, once on each node."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            meant = nearest(word.partition("=")[0], self._option_string_actions)
+            self.error(f"unknown flag {word}{meant or '; --help lists all flags'}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        if is_first_of_node():
+            print(f"{self.prog}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def is_first_of_node() -> bool:
+    """Whether this process is the one on its node that says what all of them find."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def refuse(message: str, grid: commgrid.HyperCommGrid | None = None) -> NoReturn:
+    """Ends the program, of which all ranks find the same wrong; said once on each node."""
+    first = is_first_of_node() or (grid is not None and grid.get_local_rank() == 0)
+    raise SystemExit(message if first else 1)
 
 
 def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
@@ -23,48 +55,40 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         argv: None: the command line.
         description: what --help begins with.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [FLAG]…",
     )
-    add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML with any of these flags, as batch_size: 32")
-    add("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
-    add("--dp", type=int, default=-1, help="data-parallel size (default: what the ranks leave)")
-    add("--pp", type=positive, default=1, help="pipeline stages (default 1)")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML with any of these flags, as batch_size: 32"
+    )
+    for title, add_flags in GROUPS.items():
+        add_flags(parser.add_argument_group(title).add_argument)
+    args = parser.parse_args(argv)
+    if args.config:
+        parser.set_defaults(**read_config(args.config, parser))
+        args = parser.parse_args(argv)
+    check_together(args, parser)
+    fill_in(args)
+    return args
+
+
+# -- the flags, by what they are about -----------------------------------------------------
+
+Add = Callable[..., Any]
+
+
+def add_grid(add: Add) -> None:
+    add("--tp", type=positive, metavar="N", default=1, help="tensor-parallel size (default 1)")
     add(
-        "--ranks",
-        metavar="LIST",
-        help="the ranks that train, in the grid's order, as 0-2,4,5,7 (default: all); the others "
-        "end at once",
+        "--dp",
+        type=int,
+        metavar="N",
+        default=-1,
+        help="data-parallel size (default: what the ranks leave)",
     )
-    add("--chunks", type=positive, default=1, help="parts of the model per stage (default 1)")
-    add(
-        "--schedule",
-        choices=list(SCHEDULES),
-        help="of the pipeline (default 1f1b, with chunks interleaved)",
-    )
-    add(
-        "--microbatches",
-        "--grad-accum",
-        type=positive,
-        help="parts that each dp rank's share of a step is cut into (default: as many as --pp)",
-    )
-    add("--tie-embeddings", action="store_true", help="one table for embedding and head")
-    add("--experts", type=positive, help="experts in each block, for an MLP (default: an MLP)")
-    add("--top-k", type=positive, default=2, help="experts that a token goes to (default 2)")
-    add("--ep", type=positive, default=1, help="ranks that share the experts out (default 1)")
-    add("--etp", type=positive, help="ranks that share each expert (default: as --tp)")
-    add(
-        "--capacity-factor",
-        type=above_zero,
-        help="tokens an expert takes, over its even share (default: as many as choose it)",
-    )
-    add(
-        "--aux-loss-coef",
-        type=not_negative,
-        default=0.0,
-        help="weight of the loss that balances the experts' load (default 0)",
-    )
+    add("--pp", type=positive, metavar="N", default=1, help="pipeline stages (default 1)")
     add("--sequence-parallel", action="store_true", help="shard activations over tp as well")
     add("--zero1", action="store_true", help="shard the optimizer over dp")
     add("--fsdp", action="store_true", help="shard weights too, by torch's FSDP2")
@@ -72,60 +96,284 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         "--dp-replicate",
         type=positive,
         default=1,
+        metavar="N",
         help="copies of the weights that --fsdp shards (HSDP; default 1)",
     )
-    add("--steps", type=positive, default=200, help="optimizer steps (default 200)")
-    add("--seed", type=int, default=0, help="of weights, batches and the sample (default 0)")
+    add(
+        "--ranks",
+        metavar="LIST",
+        help="the ranks that train, in the grid's order, as 0-2,4,5,7 (default: all); the others "
+        "end at once",
+    )
+
+
+def add_pipeline(add: Add) -> None:
+    add(
+        "--schedule",
+        choices=list(SCHEDULES),
+        help="what each stage does when (default 1f1b, with chunks interleaved)",
+    )
+    add(
+        "--chunks",
+        type=positive,
+        metavar="N",
+        default=1,
+        help="parts of the model per stage (default 1)",
+    )
+    add(
+        "--microbatches",
+        "--grad-accum",
+        type=positive,
+        metavar="N",
+        help="parts that each dp rank's share of a step is cut into (default: as many as --pp)",
+    )
+
+
+def add_model(add: Add) -> None:
+    add("--layers", type=positive, metavar="N", default=4, help="transformer blocks (default 4)")
+    add("--hidden", type=positive, metavar="N", default=128, help="model width (default 128)")
+    add("--heads", type=positive, metavar="N", default=8, help="attention heads (default 8)")
+    add("--kv-heads", type=positive, metavar="N", help="key/value heads (default: as --heads)")
+    add("--seq-len", type=positive, default=64, metavar="N", help="bytes a sequence (default 64)")
+    add("--tie-embeddings", action="store_true", help="one table for embedding and head")
+    add("--dropout", type=probability, metavar="X", default=0.0, help="of activations (default 0)")
+    add("--dtype", choices=list(DTYPES), default="fp32", help="of weights (default fp32)")
+
+
+def add_experts(add: Add) -> None:
+    add(
+        "--experts",
+        type=positive,
+        metavar="N",
+        help="experts in each block, for an MLP (default: an MLP)",
+    )
+    add(
+        "--top-k",
+        type=positive,
+        metavar="N",
+        default=2,
+        help="experts that a token goes to (default 2)",
+    )
+    add(
+        "--ep",
+        type=positive,
+        metavar="N",
+        default=1,
+        help="ranks that share the experts out (default 1)",
+    )
+    add("--etp", type=positive, metavar="N", help="ranks that share each expert (default: as --tp)")
+    add(
+        "--capacity-factor",
+        type=above_zero,
+        metavar="X",
+        help="tokens an expert takes, over its even share (default: as many as choose it)",
+    )
+    add(
+        "--aux-loss-coef",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="weight of the loss that balances the experts' load (default 0)",
+    )
+
+
+def add_training(add: Add) -> None:
+    add(
+        "--steps",
+        type=count,
+        metavar="N",
+        default=200,
+        help="optimizer steps, in all (default 200)",
+    )
     add(
         "--batch-size",
         type=positive,
         default=16,
+        metavar="N",
         help="sequences a step, in all (default 16)",
     )
-    add("--seq-len", type=positive, default=64, help="bytes a sequence (default 64)")
-    add("--layers", type=positive, default=4, help="transformer blocks (default 4)")
-    add("--hidden", type=positive, default=128, help="model width (default 128)")
-    add("--heads", type=positive, default=8, help="attention heads (default 8)")
-    add("--kv-heads", type=positive, help="key/value heads (default: as --heads)")
-    add("--dropout", type=probability, default=0.0, help="of activations (default 0)")
-    add("--clip-grad", type=not_negative, default=0.0, help="largest gradient norm (default: any)")
-    add("--lr", type=float, default=2e-3, help="AdamW's learning rate (default 2e-3)")
-    add("--warmup", type=positive, default=20, help="steps over which it rises (default 20)")
-    add("--dtype", choices=list(DTYPES), default="fp32", help="of weights (default fp32)")
+    add("--data", metavar="FILE", help="text to train on (default: Python's documentation)")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=0,
+        help="of weights, batches and the sample (default 0)",
+    )
+    add(
+        "--clip-grad",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="largest gradient norm (default: any)",
+    )
+
+
+def add_learning_rate(add: Add) -> None:
+    add("--lr", type=not_negative, default=2e-3, help="AdamW's, at its highest (default 2e-3)")
+    add(
+        "--warmup",
+        type=count,
+        metavar="N",
+        default=20,
+        help="steps over which it rises (default 20)",
+    )
+    add(
+        "--lr-decay",
+        choices=["constant", "linear", "cosine"],
+        default="constant",
+        help="what it does from then on (default constant)",
+    )
+    add("--min-lr", type=not_negative, metavar="LR", help="what it falls to (default 0)")
+    add(
+        "--lr-decay-steps",
+        type=positive,
+        metavar="N",
+        help="the step at which it is there (default: the last one); to go on as a longer run "
+        "would, give the longer run's",
+    )
+
+
+def add_evaluation(add: Add) -> None:
+    add(
+        "--eval-every",
+        type=positive,
+        metavar="N",
+        help="steps between two looks at the loss on text held out, and at the end (default: none)",
+    )
+    add(
+        "--eval-batches",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="of --batch-size sequences, the same every time (default 8)",
+    )
+    add(
+        "--held-out",
+        type=inner_share,
+        default=0.1,
+        metavar="SHARE",
+        help="of the text, its end, which --eval-every keeps from training (default 0.1)",
+    )
+    add(
+        "--sample",
+        nargs="?",
+        const=PROMPT,
+        metavar="PROMPT",
+        help=f"after training, print how the model goes on (default prompt {PROMPT!r}); with "
+        "--resume DIR --steps 0 it does only that",
+    )
+    add("--sample-tokens", type=positive, default=120, metavar="N", help="bytes (default 120)")
+    add(
+        "--temperature",
+        type=not_negative,
+        default=0.8,
+        metavar="X",
+        help="of the sample; 0 takes the likeliest byte each time (default 0.8)",
+    )
+
+
+def add_checkpoints(add: Add) -> None:
     add("--save", metavar="DIR", help="write checkpoints to, at the end and as --save-every says")
-    add("--save-every", type=positive, help="steps between checkpoints")
-    add("--keep", type=positive, help="checkpoints that stay, the last ones (default: all)")
+    add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
+    add("--keep", type=positive, metavar="N", help="checkpoints that stay, the last (default: all)")
     add(
         "--resume",
         metavar="DIR",
         help="go on from the last checkpoint there, cut in any way; with --save's DIR from the "
         "start where there is none yet, so that one command serves every restart",
     )
-    add("--data", metavar="FILE", help="text to train on (default: Python's documentation)")
+
+
+def add_logging(add: Add) -> None:
+    add(
+        "--log-every",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="steps between printed lines; the first and the last are printed too (default 10)",
+    )
     add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss, grad_norm, …")
-    args = parser.parse_args(argv)
-    if args.config:
-        parser.set_defaults(**read_config(args.config, parser))
-        args = parser.parse_args(argv)
+    add(
+        "--tensorboard",
+        metavar="DIR",
+        help="write loss, evaluation loss, learning rate, gradient norm and speed for TensorBoard",
+    )
+
+
+GROUPS: dict[str, Callable[[Add], None]] = {
+    "the grid": add_grid,
+    "pipeline and microbatches": add_pipeline,
+    "model": add_model,
+    "experts": add_experts,
+    "training": add_training,
+    "learning rate": add_learning_rate,
+    "evaluation and sample": add_evaluation,
+    "checkpoints": add_checkpoints,
+    "what it says and writes": add_logging,
+}
+"""What --help is cut into."""
+
+
+# -- what goes together, and what follows --------------------------------------------------
+
+
+def check_together(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuses flags that contradict each other, on any grid."""
+    about_experts = args.ep > 1 or args.etp or args.capacity_factor or args.aux_loss_coef
+    decays = args.lr_decay != "constant"
+    for wrong, message in (
+        (
+            about_experts and not args.experts,
+            "--ep, --etp, --capacity-factor and --aux-loss-coef are about --experts N",
+        ),
+        (
+            args.fsdp and (args.zero1 or args.pp > 1),
+            "--fsdp shards the optimizer too, and is without --zero1 and --pp",
+        ),
+        (args.dp_replicate > 1 and not args.fsdp, "--dp-replicate is about --fsdp"),
+        (
+            args.dp > 0 and args.dp % args.dp_replicate,
+            f"--dp-replicate {args.dp_replicate} does not divide --dp {args.dp}",
+        ),
+        (
+            (args.save_every or args.keep) and not args.save,
+            "--save-every and --keep are about --save DIR",
+        ),
+        (
+            (args.min_lr is not None or args.lr_decay_steps) and not decays,
+            "--min-lr and --lr-decay-steps are about --lr-decay linear or cosine",
+        ),
+        (
+            (args.min_lr or 0) > args.lr,
+            f"--min-lr {args.min_lr} is above --lr {args.lr}; give one up to it",
+        ),
+        (
+            decays and 0 < (args.lr_decay_steps or args.steps) <= args.warmup,
+            f"--warmup {args.warmup} leaves no step of {args.lr_decay_steps or args.steps} to "
+            f"--lr-decay {args.lr_decay}; give fewer, or more --lr-decay-steps (--steps)",
+        ),
+        (args.sample == "", "--sample '': give a prompt of a character or more"),
+    ):
+        if wrong:
+            parser.error(message)
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """What follows from the other flags where it is not given."""
     if args.experts:
         args.etp = args.etp or args.tp  # so that there is an expert region
-    elif args.ep > 1 or args.etp or args.capacity_factor or args.aux_loss_coef:
-        parser.error("--ep, --etp, --capacity-factor and --aux-loss-coef are about --experts N")
-    if args.fsdp and (args.zero1 or args.pp > 1):
-        parser.error("--fsdp shards the optimizer too, and is without --zero1 and --pp")
-    if args.dp_replicate > 1 and not args.fsdp:
-        parser.error("--dp-replicate is about --fsdp")
-    if args.dp > 0 and args.dp % args.dp_replicate:
-        parser.error(f"--dp-replicate {args.dp_replicate} does not divide --dp {args.dp}")
-    if (args.save_every or args.keep) and not args.save:
-        parser.error("--save-every and --keep are about --save DIR")
     args.kv_heads = args.kv_heads or args.heads
-    args.save_every = args.save_every or args.steps
+    args.min_lr = args.min_lr or 0.0
+    if args.lr_decay != "constant":
+        args.lr_decay_steps = args.lr_decay_steps or args.steps
+    if not args.eval_every:
+        args.held_out = 0.0
+    args.save_every = args.save_every or max(args.steps, 1)
     # FSDP computes in bf16 with weights that stay in fp32.
     args.weights = torch.float32 if args.fsdp and args.dtype == "bf16" else DTYPES[args.dtype]
     args.schedule = args.schedule or ("interleaved" if args.chunks > 1 else "1f1b")
     args.microbatches = args.microbatches or args.pp
-    return args
 
 
 def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -147,72 +395,12 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
             if not isinstance(value, bool):
                 parser.error(f"--config {path}: {key}: {value!r}: expected true or false")
             continue
+        if action.nargs == "?" and isinstance(value, bool):
+            given[key] = action.const if value else None
+            continue
         try:
             # As if it had been typed; YAML reads 2e-3 as a string, and so does the command line.
             given[key] = parser._get_values(action, [str(value)])
         except argparse.ArgumentError as error:
-            parser.error(f"--config {path}: {key}: {value!r}: {error.message}")
+            parser.error(f"--config {path}: {key}: {error.message}")
     return given
-
-
-def check(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
-    """Refuses sizes that the grid cannot share out, naming the flag."""
-    for flag, value, by in (
-        ("--heads", args.heads, "tp"),
-        ("--batch-size", args.batch_size, "dp"),
-        ("--seq-len", args.seq_len if args.sequence_parallel else 0, "tp"),
-        *(
-            (("--experts", args.experts, "ep"), ("4 × --hidden =", 4 * args.hidden, "etp"))
-            if args.experts
-            else ()
-        ),
-    ):
-        if value % grid.size(by):
-            raise SystemExit(
-                f"{flag} {value} cannot be shared equally by the {grid.size(by)} ranks of {by}; "
-                f"expected a multiple of {grid.size(by)}"
-            )
-    share = args.batch_size // grid.size("dp")
-    if share % args.microbatches:
-        raise SystemExit(
-            f"--microbatches (--grad-accum) {args.microbatches} does not divide the {share} "
-            f"sequences a step that each of the {grid.size('dp')} ranks of dp has of --batch-size "
-            f"{args.batch_size}"
-        )
-    if args.layers < args.pp * args.chunks:
-        raise SystemExit(
-            f"--layers {args.layers} are fewer than --pp {args.pp} × --chunks {args.chunks} = "
-            f"{args.pp * args.chunks} parts; expected a layer for each, or more"
-        )
-    if args.experts and args.top_k > args.experts:
-        raise SystemExit(f"--top-k {args.top_k} is more than --experts {args.experts}")
-    if args.hidden % args.heads:
-        raise SystemExit(f"--hidden {args.hidden} is not a multiple of --heads {args.heads}")
-
-
-def positive(text: str) -> int:
-    """argparse's type of a count or size."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
-    return int(text)
-
-
-def probability(text: str) -> float:
-    """argparse's type of a share, from 0 to below 1."""
-    if not 0 <= float(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more, and less than 1")
-    return float(text)
-
-
-def not_negative(text: str) -> float:
-    """argparse's type of a bound that 0 switches off."""
-    if not float(text) >= 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
-    return float(text)
-
-
-def above_zero(text: str) -> float:
-    """argparse's type of a factor."""
-    if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: expected above 0, such as 1.25")
-    return float(text)

@@ -182,6 +182,20 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/examples/test_megatron_gpt.py": [
         "test_under_torchrun",
     ],
+    "tests/examples/test_train_gpt_evaluation.py": [
+        "test_the_same_on_any_grid[2]",
+        "test_the_same_on_any_grid[8]",
+        "test_evaluation_looks_at_other_text_and_changes_nothing",
+        "test_a_falling_rate_goes_on_on_another_grid",
+    ],
+    "tests/examples/test_train_gpt_log.py": [
+        "test_a_stop_is_one_line[*]",
+        "test_a_stop_under_torchrun_is_one_line",
+        "test_parameters_of_a_rank_are_said",
+        "test_the_first_lines_are_not_about_numpy",
+        "test_what_cannot_be_written_is_said_at_the_start_by_one_rank[--save]",
+        "test_what_cannot_be_written_is_said_at_the_start_by_one_rank[--tensorboard]",
+    ],
     "tests/examples/test_train_gpt_experts.py": [
         "test_same_curve_however_experts_are_shared[4]",
         "test_same_curve_however_experts_are_shared[8]",

@@ -68,7 +68,6 @@ def on_own_ranks(jobs: dict[str, list[str]], rank: int) -> None:
     """Each rank trains the job that lists it."""
     (job,) = (job for ranks, job in jobs.items() if str(rank) in ranks.split(","))
     train_gpt = load()
-    train_gpt.generate = lambda *_: ""
     train_gpt.train(train_gpt.parse(job))
 
 
@@ -141,22 +140,27 @@ def test_under_torchrun() -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "HyperCommGrid('default', tp=2 cp=1 dp=1 pp=1, rank 0)" in done.stdout
-    assert "step    2  loss 5." in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0] == "grid   tp 2 on 2 ranks (cpu)"
+    assert lines[3].startswith("step    1  loss 5.")
+    assert lines[4].startswith("step    2  loss 5.")
+    assert lines[5].startswith("done: 2 steps in ")
 
 
 def test_bare_python_is_a_world_of_one(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
     done = subprocess.run(
-        [sys.executable, ROOT / "examples/train_gpt.py", *SMALL, "--steps", "3", "--data", text],
+        [sys.executable, ROOT / "examples/train_gpt.py", *SMALL, "--steps", "3", "--data", text,
+         "--sample", "lazy", "--sample-tokens", "8"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("HyperCommGrid('default', tp=1 cp=1 dp=1 pp=1, rank 0)")
-    assert lines[1].startswith("step    1  loss 5.5")
-    assert "--- a sample" in lines
+    assert lines[0] == "grid   1 rank (cpu)"
+    assert lines[3].startswith("step    1  loss 5.5")
+    assert lines[5] == "--- a sample"
+    assert lines[6].startswith("lazy")
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,17 @@ def test_bare_python_is_a_world_of_one(tmp_path: Path) -> None:
         (["--experts", "4", "--ep", "2"], "ep=2"),
         (["--data", "nowhere.txt"], "--data nowhere.txt: "),
         (["--data", "/dev/null"], "0 bytes are less than --seq-len + 2 = 66"),
+        (["--tpp", "2"], "unknown flag --tpp; did you mean '--tp'?"),
+        (["--steps", "-1"], "--steps: -1: expected a whole number, 0 or more"),
+        (["--lr", "nan"], "--lr: nan: expected 0 or more"),
+        (["--min-lr", "1e-4"], "--min-lr and --lr-decay-steps are about --lr-decay"),
+        (["--lr-decay", "linear", "--min-lr", "1"], "--min-lr 1.0 is above --lr 0.002"),
+        (["--lr-decay", "cosine"], "--warmup 20 leaves no step of 1 to --lr-decay cosine"),
+        (["--eval-every", "1", "--held-out", "1"], "1: expected above 0 and below 1"),
+        (["--eval-every", "1", "--held-out", "1e-5"], "bytes to evaluate on, less than --seq-len"),
+        (["--sample", ""], "--sample '': give a prompt"),
+        (["--metrics", "/dev/null/x"], "--metrics /dev/null/x: cannot be written (/dev/null is"),
+        (["--save", "/dev/null"], "--save /dev/null: cannot be written (/dev/null is no folder)"),
     ],
 )
 def test_wrong_flags_are_named(arguments: list[str], said: str) -> None:
@@ -215,11 +230,12 @@ def test_an_error_is_one_line_and_a_code() -> None:
     ("text", "said"),
     [
         ("tpp: 2", "unknown key 'tpp'; did you mean 'tp'?"),
-        ("tp: two", "tp: 'two': invalid positive value"),
-        ("dtype: fp8", "dtype: 'fp8': invalid choice"),
-        ("steps: 0", "steps: 0: 0: expected 1 or more"),
-        ("batch_size: 2.5", "batch_size: 2.5: invalid positive value"),
+        ("tp: two", "tp: two: expected a whole number, 1 or more"),
+        ("dtype: fp8", "dtype: invalid choice: 'fp8'"),
+        ("steps: -1", "steps: -1: expected a whole number, 0 or more"),
+        ("batch_size: 2.5", "batch_size: 2.5: expected a whole number, 1 or more"),
         ("zero1: 2", "zero1: 2: expected true or false"),
+        ("sample: ''", "--sample '': give a prompt"),
         ("- tp", "expected a mapping of flags"),
     ],
 )
