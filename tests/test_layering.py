@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 ROWS = [
     ["errors", "version"],
     ["planning.names", "planning.yaml_io", "planning.ranks"],
-    ["planning.layout", "planning.rank_lists"],
+    ["planning.layout", "planning.rank_lists", "context_parallel.balance"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],
     ["planning.group_table", "pipeline.simulator"],
     ["planning.spec", "pipeline.exchange"],
@@ -48,6 +48,7 @@ ROWS = [
     ["data_parallel.sharded_optimizer"],
     ["data_parallel.scaler"],
     ["data_parallel"],
+    ["context_parallel"],
     ["checkpoint.boxes", "checkpoint.progress"],
     ["checkpoint.items"],
     ["checkpoint.model_state", "checkpoint.storage"],
