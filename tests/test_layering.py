@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[1]
 ROWS = [
     ["errors", "version"],
     ["planning.names", "planning.yaml_io", "planning.ranks"],
-    ["planning.layout", "planning.rank_lists", "planning.summary"],
+    ["planning.layout", "planning.rank_lists", "planning.summary", "context_parallel.balance"],
+    ["context_parallel.length_groups"],
+    ["context_parallel.lengths", "context_parallel.drawing"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],
     ["planning.group_table", "pipeline.simulator"],
     ["planning.spec", "pipeline.exchange"],
@@ -20,6 +22,7 @@ ROWS = [
     ["planning"],
     ["viz.figure", "viz.view", "viz.json_lines"],
     ["viz.grid_picture", "viz.schedule_picture", "viz.curves_picture", "viz.page"],
+    ["viz.benchmark_picture", "viz.sharding_picture"],
     ["viz.live"],
     ["viz"],
     ["runtime.launch", "runtime.roll", "runtime.torch_nccl"],
@@ -52,6 +55,7 @@ ROWS = [
     ["data_parallel.sharded_optimizer"],
     ["data_parallel.scaler"],
     ["data_parallel"],
+    ["context_parallel"],
     ["checkpoint.boxes", "checkpoint.progress"],
     ["checkpoint.items"],
     ["checkpoint.model_state", "checkpoint.storage"],
@@ -69,11 +73,12 @@ ROWS = [
     ["expert"],
     ["cli.terminal"],
     ["cli.grid_options", "cli.output"],
+    ["cli.show_sharding"],
     ["cli.plan", "cli.explain", "cli.check", "cli.show"],
     ["cli"],
     ["__main__"],
 ]
-PURE = 13  # rows that import neither torch nor anything below them
+PURE = 15  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from commgrid.cli.grid_options import add_command, grid_flags_given, read_spec, resolve
 from commgrid.cli.output import MARKS, give
 from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
+from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
@@ -35,6 +36,7 @@ _EXAMPLES = """examples:
   commgrid show --schedule 1f1b --stages 2 --microbatches 4 --spans runs/spans*.jsonl -o run.svg
   commgrid show --metrics a.jsonl b.jsonl -o loss.svg
   commgrid show --benchmark startup.json --rows "creation calls" -o startup.svg
+  commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
 
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
@@ -73,6 +75,7 @@ def add_parser(commands: Any) -> None:
         "--spans", nargs="+", type=Path, default=[], metavar="FILE",
         help="what Pipeline.write_spans wrote on each stage, drawn beside the plan",
     )  # fmt: skip
+    add_sharding_options(parser)
     runs = parser.add_argument_group("runs")
     runs.add_argument(
         "--metrics", nargs="+", type=Path, default=[], metavar="FILE",
@@ -92,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.benchmark is not None:
         return _show_benchmark(args)
+    if args.sharding:
+        shown = ShownSharding(args)
+        return _give(args, shown.as_dict, shown.as_text, shown.draw, {})
     if args.metrics:
         return _show_runs(args)
     simulation = _simulation(args)
@@ -162,6 +168,8 @@ def _check(args: argparse.Namespace) -> None:
         raise SpecError("--metrics and --benchmark: are two pictures; give one of them")
     if args.rows and not args.benchmark:
         raise SpecError(f"--rows {args.rows[0]}: goes with --benchmark FILE")
+    if args.mask and not args.sharding:
+        raise SpecError(f"--mask {args.mask}: goes with --sharding LENGTHS")
     beside = [size for size in (*_SIZES, "spans") if getattr(args, size)]
     if beside and not args.schedule:
         raise SpecError(f"--{beside[0]}: goes with --schedule, as --schedule 1f1b")

@@ -1,0 +1,409 @@
+"""Who holds which positions of packed documents, so that all ranks work and hold equally much.
+
+Lay the documents on a circle of T tokens. The arc of t tokens that starts at x attends some number
+of pairs, and the mean over all x is t / T of all pairs; moved by one token, an arc changes by no
+more than the pairs of one position. So somewhere lies an arc with just its share of both, tokens
+and pairs, whatever the lengths and in whatever order. (For any number of measures: Stromquist and
+Woodall, "Sets on which several measures agree", 1985.)
+
+`balanced` finds one for half of the ranks, closes the circle behind it, and goes on with either
+side until every rank has its own. That is 2 (parts - 1) cuts at most, so no more than 2 · parts - 1
+ranges among all ranks, however many documents. Of one causal document it makes the zig-zag: the
+first arc is the middle, the next lie around it. Neighbouring ranks share what had to be cut, since
+halves are halved again.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from commgrid.errors import SpecError
+
+Range = tuple[int, int]
+"""Start and stop of consecutive positions of the packed sequence."""
+
+Ranges = tuple[Range, ...]
+"""What one rank holds: disjoint, ascending, as few as can be."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys of its document a position attends.
+
+    Args:
+        causal: itself and what comes before; else all of the document.
+        window: of those at most so many, itself included; None: all.
+
+    Raises:
+        SpecError: a window without causal, or below 1.
+    """
+
+    causal: bool = True
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is None:
+            return
+        if not self.causal:
+            raise SpecError(
+                f"window={self.window} with causal=False: a window looks back, so it needs "
+                "causal=True; leave one of them out"
+            )
+        if self.window < 1:
+            raise SpecError(f"window={self.window}: expected 1 key (its own) or more")
+
+    def pairs(self, count: int, length: int) -> int:
+        """The (query, key) pairs of the first `count` positions of a document of `length`.
+
+        >>> Mask().pairs(4, 10), Mask(window=2).pairs(4, 10), Mask(causal=False).pairs(4, 10)
+        (10, 7, 40)
+        """
+        if not self.causal:
+            return count * length
+        near = count if self.window is None else min(count, self.window)
+        return near * (near + 1) // 2 + (count - near) * near
+
+
+def balanced(
+    lengths: Iterable[int],
+    parts: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    slack: float = 0.01,
+) -> tuple[Ranges, ...]:
+    """Which positions of packed documents each rank holds; every position is held once.
+
+    Documents lie one after the other in a packed sequence and attend only themselves. Any lengths
+    and any number of parts do; nothing has to divide. With T tokens and W attended pairs in all,
+    and M pairs at the busiest position,
+
+        tokens of a rank   T / parts, within `slack` of it and 1
+        pairs of a rank    W / parts, within `slack` of it and 3 · M
+        ranges in all      2 · parts - 1 at most
+
+    Within `slack` documents are left whole; one that is cut lies on neighbouring ranks. With fewer
+    tokens than parts the last ranks hold none. The answer depends on the arguments alone, so every
+    rank finds the same. It takes O((documents + parts) · log(parts) · log(documents)) steps, none
+    for tokens.
+
+    Args:
+        lengths: tokens of each document, 1 or more, in the order in which they are packed.
+        parts: how many ranks.
+        causal, window: see `Mask`.
+        slack: by what share of the mean tokens and pairs of a rank may differ from it, to save a
+            cut; 0 cuts wherever that is more even.
+
+    Returns:
+        For each rank its (start, stop) ranges, ascending.
+
+    Raises:
+        SpecError: no documents, a length or a number of parts below 1, a slack outside 0 to 0.5,
+            or a mask that is none.
+
+    Example:
+        >>> balanced([16], 2)
+        (((0, 4), (12, 16)), ((4, 12),))
+        >>> balanced([8], 2, causal=False)
+        (((0, 4),), ((4, 8),))
+        >>> balanced([3, 5, 3, 5], 2)
+        (((0, 8),), ((8, 16),))
+        >>> balanced([1], 3)
+        (((0, 1),), (), ())
+    """
+    return balance(lengths, parts, Mask(causal, window), slack=slack)
+
+
+def balance(
+    lengths: Iterable[int], parts: int, mask: Mask, *, slack: float = 0.01
+) -> tuple[Ranges, ...]:
+    """`balanced` with the mask as a value."""
+    sizes, parts = check_lengths(lengths), operator.index(parts)
+    if parts < 1:
+        raise SpecError(f"parts={parts}: expected 1 rank or more")
+    if not 0 <= slack <= 0.5:
+        raise SpecError(f"slack={slack}: expected a share of the mean, 0 to 0.5")
+    ends = list(accumulate(sizes))
+    pieces = [
+        _Piece(end - size, end, end - size, size) for size, end in zip(sizes, ends, strict=True)
+    ]
+    circle = _Circle(pieces, [mask.pairs(size, size) for size in sizes], mask)
+    means = _Means(circle.total / parts, circle.work / parts, slack, (parts - 1).bit_length())
+    found = [_ranges(held) for held in _halve(circle, parts, means, 1)]
+    return tuple(sorted(found, key=lambda held: not held))  # ranks without any come last
+
+
+def pairs_of(lengths: Iterable[int], ranges: Iterable[Range], mask: Mask) -> int:
+    """How many (query, key) pairs the queries in some ranges of packed documents attend.
+
+    >>> [pairs_of([16], held, Mask()) for held in balanced([16], 2)]
+    [68, 68]
+    """
+    sizes = check_lengths(lengths)
+    ends = list(accumulate(sizes))
+    found = 0
+    for start, stop in ranges:
+        if not 0 <= start <= stop <= ends[-1]:
+            raise SpecError(
+                f"range ({start}, {stop}) is not one of the {ends[-1]} positions of the documents"
+            )
+        for document in range(bisect_right(ends, start), len(sizes)):
+            size, begin = sizes[document], ends[document] - sizes[document]
+            if begin >= stop:
+                break
+            first, last = max(start - begin, 0), min(stop - begin, size)
+            found += mask.pairs(last, size) - mask.pairs(first, size)
+    return found
+
+
+def check_lengths(lengths: Iterable[int]) -> list[int]:
+    """Lengths of documents as a list of ints.
+
+    Raises:
+        SpecError: there are none, or one is below 1.
+    """
+    sizes = [operator.index(length) for length in lengths]
+    if not sizes:
+        raise SpecError("lengths is empty: expected the length of 1 document or more")
+    for i, size in enumerate(sizes):
+        if size < 1:
+            raise SpecError(f"lengths[{i}]={size}: expected 1 token or more; leave it out")
+    return sizes
+
+
+class _Piece(NamedTuple):
+    """Consecutive positions of one document, in the packed sequence's numbers."""
+
+    start: int
+    stop: int
+    begin: int
+    """Where its document begins."""
+    length: int
+    """Of its document."""
+
+
+class _Room(NamedTuple):
+    """What an arc may hold so that both sides of its cut stay near the mean of all ranks."""
+
+    least_tokens: float
+    most_tokens: float
+    least_pairs: float
+    most_pairs: float
+
+    def has(self, tokens: int, pairs: int) -> bool:
+        return (
+            self.least_tokens <= tokens <= self.most_tokens
+            and self.least_pairs <= pairs <= self.most_pairs
+        )
+
+
+@dataclass(frozen=True)
+class _Means:
+    """What a rank holds on average, and what share of it may be missing after the last cut.
+
+    A cut may use up as much of that share as it is deep.
+    """
+
+    tokens: float
+    pairs: float
+    slack: float
+    levels: int
+
+    def room(self, circle: _Circle, parts: int, count: int, level: int) -> _Room:
+        """For an arc for `count` ranks of a circle for `parts`, so many cuts deep."""
+        slack = self.slack * level / self.levels
+        edges = []
+        for mean, whole in ((self.tokens, circle.total), (self.pairs, circle.work)):
+            off, other = slack * mean * count, slack * mean * (parts - count)
+            rest = whole - mean * (parts - count)  # were the other side just right
+            edges += [max(mean * count - off, rest - other), min(mean * count + off, rest + other)]
+        return _Room(*edges)
+
+
+class _Circle:
+    """Pieces one after the other, the first again after the last; tokens count from the first's.
+
+    Args:
+        pieces: in order.
+        work: the attended pairs of each.
+        mask: says them for a part of one.
+    """
+
+    def __init__(self, pieces: list[_Piece], work: list[int], mask: Mask) -> None:
+        self.pieces, self.work_of, self.mask = pieces, work, mask
+        self.tokens = [0, *accumulate(stop - start for start, stop, _, _ in pieces)]
+        self.pairs = [0, *accumulate(work)]
+        self.total, self.work = self.tokens[-1], self.pairs[-1]
+
+    @cached_property
+    def two_laps(self) -> tuple[list[int], list[int]]:
+        """Tokens and pairs before each piece, and before it when it comes again."""
+        return (
+            self.tokens + [self.total + before for before in self.tokens[1:]],
+            self.pairs + [self.work + before for before in self.pairs[1:]],
+        )
+
+    def pairs_before(self, token: int) -> int:
+        """The pairs of the first tokens; after the last come the first again."""
+        laps, token = divmod(token, self.total)
+        i = bisect_right(self.tokens, token) - 1
+        inside = self._pairs(self.pieces[i], token - self.tokens[i])
+        return laps * self.work + self.pairs[i] + inside
+
+    def cut(self, number: int, pairs: int) -> int:
+        """After how many tokens a piece, which may be of the second lap, has so many pairs."""
+        piece = self.pieces[number % len(self.pieces)]
+        counts = range(piece.stop - piece.start)
+        return bisect_left(counts, pairs, key=lambda count: self._pairs(piece, count))
+
+    def _pairs(self, piece: _Piece, count: int) -> int:
+        """The pairs of a piece's first tokens."""
+        start, _, begin, length = piece
+        before = start - begin
+        return self.mask.pairs(before + count, length) - self.mask.pairs(before, length)
+
+    def arc(self, start: int, stop: int) -> _Circle:
+        """The pieces from one token to another, at most a lap later, as a circle of their own."""
+        pieces: list[_Piece] = []
+        work: list[int] = []
+        for first, last in _laps(start, stop, self.total):
+            i = bisect_right(self.tokens, first) - 1
+            j = bisect_left(self.tokens, last)
+            own, done = self.pieces[i:j], self.work_of[i:j]
+            ahead, behind = first - self.tokens[i], self.tokens[j] - last
+            if ahead or behind:
+                own[0] = own[0]._replace(start=own[0].start + ahead)
+                own[-1] = own[-1]._replace(stop=own[-1].stop - behind)
+                for k in (0, -1):
+                    done[k] = self._pairs(own[k], own[k].stop - own[k].start)
+            pieces += own
+            work += done
+        return _Circle(pieces, work, self.mask)
+
+
+def _laps(start: int, stop: int, total: int) -> Iterator[Range]:
+    """An arc as one or two stretches between 0 and `total`."""
+    if start >= total:
+        start, stop = start - total, stop - total
+    if start < min(stop, total):
+        yield start, min(stop, total)
+    if stop > total:
+        yield 0, stop - total
+
+
+def _halve(circle: _Circle, parts: int, means: _Means, level: int) -> list[list[_Piece]]:
+    """What each of so many ranks holds of a circle."""
+    if parts == 1 or not circle.pieces:
+        return [circle.pieces] + [[] for _ in range(parts - 1)]
+    start, stop, count = _find_arc(circle, parts, means, level)
+    arc, rest = circle.arc(start, stop), circle.arc(stop, start + circle.total)
+    sides = [(arc, count), (rest, parts - count)]
+    sides.sort(key=lambda side: min(side[0].pieces)[0] if side[0].pieces else math.inf)
+    return [held for side, own in sides for held in _halve(side, own, means, level + 1)]
+
+
+_Arc = tuple[int, int, int]
+"""Start and stop, and the number of ranks that it is for."""
+
+
+def _find_arc(circle: _Circle, parts: int, means: _Means, level: int) -> _Arc:
+    """One that cuts no document if there is one, else one that starts where a document does."""
+    half = parts // 2
+    room = means.room(circle, parts, half, level)
+    found = _uncut_arc(circle, parts, half, room)
+    if found is not None:
+        return found[1]
+    starting = [_starting_arc(circle, parts, half, room)]
+    if parts % 2:  # an arc that ends where a document does leaves one that starts there
+        room = means.room(circle, parts, parts - half, level)
+        starting.append(_starting_arc(circle, parts, parts - half, room))
+    found = min((arc for arc in starting if arc is not None), default=None)
+    return _any_arc(circle, parts, half) if found is None else found[1]
+
+
+_Found = tuple[float, _Arc]
+"""How far an arc is from its share, and the arc."""
+
+
+def _uncut_arc(circle: _Circle, parts: int, count: int, room: _Room) -> _Found | None:
+    """The best arc from the start of one piece to that of another, or None if all are far off."""
+    best = None
+    tokens, pairs = circle.two_laps
+    wanted, work = circle.total * count / parts, circle.work * count / parts
+    near = 1
+    for i in range(len(circle.pieces)):
+        token, pair = tokens[i], pairs[i]
+        while tokens[near] < token + wanted:
+            near += 1
+        for j in (near - 1, near):
+            held, done = tokens[j] - token, pairs[j] - pair
+            if room.has(held, done):
+                off = max(abs(held - wanted) / wanted, abs(done - work) / work)
+                if best is None or off < best[0]:
+                    best = (off, (token, token + held, count))
+    return best
+
+
+def _starting_arc(circle: _Circle, parts: int, count: int, room: _Room) -> _Found | None:
+    """The best arc of just its share of pairs that starts with a piece, or None."""
+    best = None
+    tokens, pairs = circle.two_laps
+    wanted, work = circle.total * count / parts, circle.work * count // parts
+    last = 0
+    for i in range(len(circle.pieces)):
+        token, until = tokens[i], pairs[i] + work
+        while pairs[last + 1] < until:
+            last += 1
+        if tokens[last + 1] - token < room.least_tokens or tokens[last] - token > room.most_tokens:
+            continue
+        stop = tokens[last] + circle.cut(last, until - pairs[last])
+        off = abs(stop - token - wanted) / wanted
+        if (best is None or off < best[0]) and room.has(
+            stop - token, circle.pairs_before(stop) - pairs[i]
+        ):
+            best = (off, (token, stop, count))
+    return best
+
+
+def _any_arc(circle: _Circle, parts: int, count: int) -> _Arc:
+    """The arc of just its share of tokens whose share of pairs is the most just.
+
+    Arcs that start at every `parts`-th of the circle cover it evenly, so unless all of them are
+    just, one has too many pairs and one too few; between two such neighbours lies the one sought.
+    """
+    held = (2 * circle.total * count + parts) // (2 * parts)
+
+    def excess(start: int) -> int:
+        done = circle.pairs_before(start + held) - circle.pairs_before(start)
+        return done * parts - circle.work * count
+
+    starts = [circle.total * k // parts for k in range(parts + 1)]
+    off = [excess(start) for start in starts]
+    for (start, before), (end, after) in pairwise(zip(starts, off, strict=True)):
+        if (before < 0) != (after < 0):
+            sign = 1 if before < 0 else -1
+            between = range(start, end)
+            found = start + bisect_left(between, 0, key=lambda x: sign * excess(x))
+            starts = [max(found - 1, start), found]  # `start` itself may be the one
+            off = [excess(x) for x in starts]
+            break
+    _, start = min((abs(o), s) for o, s in zip(off, starts, strict=True))
+    return start, start + held, count
+
+
+def _ranges(pieces: Iterable[_Piece]) -> Ranges:
+    """Pieces as ranges, those that touch as one."""
+    found: list[Range] = []
+    for start, stop, *_ in sorted(pieces):
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
