@@ -74,7 +74,7 @@ def to_positions(x: Tensor, exchange: HeadExchange, group: ProcessGroup) -> Tens
 
 def _by_rank(tensor: Tensor, size: int) -> Tensor:
     """Dim 1 as (ranks, heads of each)."""
-    return tensor.reshape(tensor.shape[0], size, -1, *tensor.shape[2:])
+    return tensor.reshape(tensor.shape[0], size, tensor.shape[1] // size, *tensor.shape[2:])
 
 
 def _exchange(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -30,12 +31,11 @@ class Case(NamedTuple):
     size: int = 8
 
 
+@cache
 def allowed(case: Case) -> Tensor:
     """Which keys each position attends, from the definition and nothing else."""
     bounds = case.sharding.documents
-    document = [
-        sum(position >= bound for bound in bounds[1:]) for position in range(bounds[-1])
-    ]
+    document = [sum(position >= bound for bound in bounds[1:]) for position in range(bounds[-1])]
     rows = []
     for q in range(bounds[-1]):
         row = []
