@@ -145,8 +145,8 @@ def peaks(length: int) -> dict[str, int]:
 
 
 def test_a_rings_memory_does_not_grow_with_its_ranks() -> None:
-    few, more = (run_on_ranks(peaks, parts, 128) for parts in (3, 6))
-    for rank in range(3):
+    few, more = (run_on_ranks(peaks, parts, 128) for parts in (4, 6))
+    for rank in range(4):
         assert more[rank]["ring"] <= 1.01 * few[rank]["ring"]
         assert more[rank]["allgather"] >= 1.5 * few[rank]["allgather"]  # so it is counted
 
@@ -271,7 +271,7 @@ def one_is_gone() -> str:
     attention(x, x, x, sharding=sharding, way="ring", causal=False)
     if grid.rank == 2:
         return ""
-    with pytest.raises(GoneError, match="does not answer: rank [01] waited in ring") as e:
+    with pytest.raises(GoneError, match=r"does not answer: rank [01] waited in ring") as e:
         attention(x, x, x, sharding=sharding, way="ring", causal=False)
     return str(e.value)
 
