@@ -12,6 +12,8 @@ ROWS = [
     ["errors", "version"],
     ["planning.names", "planning.yaml_io", "planning.ranks"],
     ["planning.layout", "planning.rank_lists", "context_parallel.balance"],
+    ["context_parallel.length_groups"],
+    ["context_parallel.lengths", "context_parallel.drawing"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],
     ["planning.group_table", "pipeline.simulator", "context_parallel.ranges"],
     ["planning.spec", "pipeline.exchange", "context_parallel.tiles"],
@@ -71,13 +73,15 @@ ROWS = [
     ["expert"],
     ["viz.figure", "viz.view", "viz.json_lines"],
     ["viz.grid_picture", "viz.schedule_picture", "viz.curves_picture", "viz.page"],
+    ["viz.sharding_picture"],
     ["viz"],
     ["cli.grid_options"],
+    ["cli.show_sharding"],
     ["cli.plan", "cli.explain", "cli.check", "cli.show"],
     ["cli"],
     ["__main__"],
 ]
-PURE = 9  # rows that import neither torch nor anything below them
+PURE = 11  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

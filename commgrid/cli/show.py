@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.cli.grid_options import add_command, grid_flags_given, read_spec, resolve
+from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
@@ -30,6 +31,7 @@ _EXAMPLES = """examples:
   commgrid show --schedule zb-h1 --stages 4 --microbatches 8 -o schedule.svg
   commgrid show --schedule 1f1b --stages 2 --microbatches 4 --spans runs/spans*.jsonl -o run.svg
   commgrid show --metrics a.jsonl b.jsonl -o loss.svg
+  commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
 
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
@@ -67,6 +69,7 @@ def add_parser(commands: Any) -> None:
         "--spans", nargs="+", type=Path, default=[], metavar="FILE",
         help="what Pipeline.write_spans wrote on each stage, drawn beside the plan",
     )  # fmt: skip
+    add_sharding_options(parser)
     runs = parser.add_argument_group("runs")
     runs.add_argument(
         "--metrics", nargs="+", type=Path, default=[], metavar="FILE",
@@ -76,6 +79,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    if args.sharding:
+        shown = ShownSharding(args)
+        return _give(args, shown.as_dict(), shown.as_text(), shown.draw)
     if args.metrics:
         curves = [read_curve(path) for path in args.metrics]
         rows = [{"run": c.name, "steps": list(c.steps), "losses": list(c.losses)} for c in curves]
@@ -109,6 +115,8 @@ def _check(args: argparse.Namespace) -> None:
     """What does not go together."""
     if args.metrics and (args.schedule or grid_flags_given(args)):
         raise SpecError("--metrics: draws runs alone; leave the grid and --schedule out")
+    if args.mask and not args.sharding:
+        raise SpecError(f"--mask {args.mask}: goes with --sharding LENGTHS")
     beside = [size for size in (*_SIZES, "spans") if getattr(args, size)]
     if beside and not args.schedule:
         raise SpecError(f"--{beside[0]}: goes with --schedule, as --schedule 1f1b")

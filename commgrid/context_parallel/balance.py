@@ -391,7 +391,8 @@ def _any_arc(circle: _Circle, parts: int, count: int) -> _Arc:
             sign = 1 if before < 0 else -1
             between = range(start, end)
             found = start + bisect_left(between, 0, key=lambda x: sign * excess(x))
-            starts, off = [found - 1, found], [excess(found - 1), excess(found)]
+            starts = [max(found - 1, start), found]  # `start` itself may be the one
+            off = [excess(x) for x in starts]
             break
     _, start = min((abs(o), s) for o, s in zip(off, starts, strict=True))
     return start, start + held, count

@@ -172,6 +172,12 @@ def test_what_is_cut_lies_on_neighbouring_ranks() -> None:
     assert len(across) <= 2
 
 
+def test_the_arc_sought_may_start_where_the_search_does() -> None:
+    """It was looked for between two starts, and one before the first of them was taken for it."""
+    lengths = [int(digit) for digit in "211221122122211221122112211122"]
+    check(lengths, 13, causal=False, slack=0)
+
+
 def test_fewer_tokens_than_ranks_leave_some_without() -> None:
     found = balanced([2, 1], 5)
     assert [len(held_by(held)) for held in found] == [1, 1, 1, 0, 0]

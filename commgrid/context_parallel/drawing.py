@@ -1,0 +1,77 @@
+"""Who holds which positions of packed documents, drawn with letters: a row for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+from commgrid.context_parallel.balance import Mask, Ranges, check_lengths, pairs_of
+from commgrid.errors import SpecError
+
+
+def draw_ranges(
+    lengths: Iterable[int], held: Sequence[Ranges], mask: Mask | None = None, *, width: int = 64
+) -> str:
+    """A row for each rank, and above them where documents begin.
+
+    Args:
+        lengths: tokens of each document, in the order in which they are packed.
+        held: for each rank its ranges, as `balanced` gives them.
+        mask: what a position attends; None: all before it.
+        width: columns at most. Of a longer sequence a column stands for several positions, and
+            shows + where a rank holds only some of them.
+
+    Raises:
+        SpecError: a range outside the documents, or a width below 1.
+
+    Example:
+        >>> from commgrid.context_parallel.balance import balanced
+        >>> print(draw_ranges([3, 5, 8], balanced([3, 5, 8], 2)))
+        document  0--1----2-------
+        rank 0    #####........###  8 tokens  30 pairs
+        rank 1    .....########...  8 tokens  27 pairs
+    """
+    sizes, mask = check_lengths(lengths), mask or Mask()
+    if width < 1:
+        raise SpecError(f"width={width}: expected 1 column or more")
+    total = sum(sizes)
+    step = -(-total // width)
+    edges = [*range(0, total, step), total]
+    counts = [sum(stop - start for start, stop in own) for own in held]
+    pairs = [pairs_of(sizes, own, mask) for own in held]
+    wide = [len(f"{max(found, default=0)}") for found in (counts, pairs)]
+    lead = max(len("document"), len(f"rank {len(held) - 1}"))
+    lines = [f"{'document':<{lead}}  {_documents(sizes, edges)}".rstrip()]
+    for rank, own in enumerate(held):
+        lines.append(
+            f"{f'rank {rank}':<{lead}}  {_row(own, edges)}  {counts[rank]:>{wide[0]}} tokens  "
+            f"{pairs[rank]:>{wide[1]}} pairs"
+        )
+    return "\n".join(lines)
+
+
+def _documents(sizes: Sequence[int], edges: Sequence[int]) -> str:
+    """The number of each document over its first columns, where there is room for it."""
+    step = edges[1] - edges[0]
+    begins = [0, *accumulate(sizes)]
+    row = ["-"] * (len(edges) - 1)
+    for number, (begin, end) in enumerate(pairwise(begins)):
+        first, text = -(-begin // step), str(number)
+        apart = step > 1 or number > 9  # else two numbers side by side read as one
+        if first + len(text) + apart <= -(-end // step):
+            row[first : first + len(text)] = text
+    return "".join(row)
+
+
+def _row(own: Ranges, edges: Sequence[int]) -> str:
+    """What a rank holds of each column: all, some or none."""
+    step = edges[1] - edges[0]
+    within = [0] * (len(edges) - 1)
+    for start, stop in own:
+        for column in range(start // step, -(-stop // step)):
+            within[column] += min(stop, edges[column + 1]) - max(start, edges[column])
+    whole = (stop - start for start, stop in pairwise(edges))
+    return "".join(
+        "#" if found == size else "+" if found else "."
+        for found, size in zip(within, whole, strict=True)
+    )
