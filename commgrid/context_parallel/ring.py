@@ -6,12 +6,14 @@
 
 While a step is computed, the next one's keys and values travel, so that a rank holds two ranks'
 of them beside its own, however many ranks there are. Backward they come again, and the gradients
-of a step's keys and values return to their owner, who adds them up (arXiv 2310.01889).
+of a step's keys and values return to their owner during the next, who adds them up
+(arXiv 2310.01889).
 
-A rank sends each other rank what that one's queries attend, straight: nothing to whom no document
-of its goes on, half of a zig-zag to the ranks after it. Under full attention a rank of n that holds
-s positions sends, forward, (n - 1) · s keys and as many values; backward these again, and as many
-gradients of each as it was given.
+In step i a rank sends what the queries of the rank i after it attend straight to that rank: half
+of a zig-zag to those after it, nothing to those that have no part of its documents. Handing on what
+came, from neighbour to neighbour, would take as many messages and more numbers. Under full
+attention a rank of n that holds s positions sends, forward, (n - 1) · s keys and as many values;
+backward these again, and as many gradients of each as it was given.
 """
 
 from __future__ import annotations
