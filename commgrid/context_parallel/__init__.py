@@ -1,1 +1,43 @@
-"""Context parallelism: attention over sequences that are cut over the ranks of a group."""
+"""Context parallelism: attention over sequences that are cut over the ranks of a group.
+
+Shardings, the balance behind them, choices and explanations are arithmetic; only attention imports
+torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from commgrid.context_parallel.balance import Mask, balanced
+from commgrid.context_parallel.choice import WAYS, Choice, choose
+from commgrid.context_parallel.explain import explain
+from commgrid.context_parallel.sharding import SequenceSharding
+
+if TYPE_CHECKING:
+    from commgrid.context_parallel.attention import attention
+
+__all__ = [
+    "WAYS",
+    "Choice",
+    "Mask",
+    "SequenceSharding",
+    "attention",
+    "balanced",
+    "choose",
+    "explain",
+]
+
+_LIVE = {"attention": "commgrid.context_parallel.attention"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LIVE:
+        raise AttributeError(f"module 'commgrid.context_parallel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LIVE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LIVE})

@@ -1,0 +1,246 @@
+"""Attention over a sequence whose positions lie on the ranks of a group: one call, four ways.
+
+| way | talks | suits |
+|---|---|---|
+| `ring` | keys and values, step by step beside compute | long shards; memory flat in cp |
+| `allgather` | keys and values, all at once | short shards, few heads of keys |
+| `ulysses` | an all-to-all, heads for positions | as many heads as ranks or more |
+| `2d` | Ulysses inside, ring across | more ranks than heads, several nodes |
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.group_ref import GroupRef
+from commgrid.collectives.plain import Group, resolve
+from commgrid.context_parallel.agreement import agree
+from commgrid.context_parallel.balance import Mask
+from commgrid.context_parallel.choice import check_way, choose
+from commgrid.context_parallel.gathered import gathered_attention
+from commgrid.context_parallel.plans import Gathering, Step, gathering, kv_heads_of, ring_steps
+from commgrid.context_parallel.ring import ring_attention
+from commgrid.context_parallel.sharding import SequenceSharding
+from commgrid.context_parallel.two_level import two_level_attention, two_levels
+from commgrid.errors import ShapeError, SpecError, UnknownGroupError
+from commgrid.runtime.registry import get_grid
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sharding: SequenceSharding,
+    group: Group = "cp",
+    way: str = "auto",
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    levels: tuple[Group, Group] | None = None,
+    grid: HyperCommGrid | None = None,
+) -> Tensor:
+    """Softmax attention of this rank's queries to the keys and values of the whole sequence.
+
+    Equal to `F.scaled_dot_product_attention(…, enable_gqa=True)` over the whole sequence, with a
+    mask that keeps documents apart. Collective over the group: all ranks call it alike, forward
+    and backward. The first call with a new sharding or new shapes makes sure that they do.
+
+    Args:
+        q: (batch, heads, own positions, head_size).
+        k, v: (batch, kv_heads, own positions, head_size); kv_heads divides heads.
+        sharding: which positions a rank's rows are.
+        group: whose ranks hold the sequence, in the order of the sharding.
+        way: "ring", "allgather", "ulysses", "2d", or "auto", which is what `choose` says.
+        causal: a position attends itself and what comes before it in its document; else all of it.
+        window: of those at most so many, itself included; needs causal.
+        scale: of the products of queries and keys; None: 1 / √head_size.
+        dropout: 0; attention over shards has none.
+        levels: of "2d", the ring across and the ranks inside, parts of a split of the group, the
+            ring's first. None: `cp_ring` and `cp_a2a` of group `cp`.
+        grid: where names are looked up; None: the default one.
+
+    Returns:
+        (batch, heads, own positions, head_size), of q's dtype.
+
+    Raises:
+        SpecError: another way, a window without causal, dropout, levels that do not multiply out,
+            or ranks that were given different things.
+        ShapeError: tensors of another sharding, or heads that the way cannot share; on all ranks.
+        GoneError: a rank is gone, or does not answer.
+
+    Example:
+        >>> import commgrid, torch
+        >>> grid = commgrid.initialize()
+        >>> sharding = SequenceSharding.packed([3, 5], parts=1)
+        >>> q, k, v = torch.randn(3, 1, 4, 8, 16).unbind()
+        >>> attention(q, k[:, :2], v[:, :2], sharding=sharding).shape
+        torch.Size([1, 4, 8, 16])
+        >>> commgrid.shutdown()
+    """
+    members = resolve(group, grid)
+    mask = Mask(causal, window)
+    check_way(way)
+    if dropout:
+        raise SpecError(f"dropout={dropout}: attention over shards of a sequence has none; use 0")
+    if sharding.parts != members.size():
+        raise ShapeError(
+            f"{_about(members)}: the sharding is over {sharding.parts} ranks; expected as many"
+        )
+    pair = _level_groups(group, members, levels, grid, way)
+    inner = pair.inside.size() if pair is not None else None
+    rank = members.rank()
+    complaint = _complaint(q, k, v, sharding, rank, way, inner)
+    facts = (
+        ("shardings", f"{sharding} ({sharding.digest})"),
+        ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}"),
+        ("tensors", _shapes(q, k)),
+    )
+    agree(members, _about(members), facts, complaint)
+    if way == "auto":
+        way = choose(
+            sharding, heads=q.shape[1], kv_heads=k.shape[1], head_size=q.shape[3],
+            batch=q.shape[0], causal=causal, window=window, inner=inner,
+        ).way  # fmt: skip
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if members.size() == 1 or way == "ring":
+        steps = _steps(sharding, rank, mask)
+        return ring_attention(q, k, v, steps=steps, group=members, scale=scale)
+    if way == "allgather":
+        plan = _gathering(sharding, rank, mask)
+        return gathered_attention(q, k, v, plan=plan, group=members, scale=scale)
+    if way == "ulysses":
+        found = two_levels(sharding, rank, mask, members.size())
+        return two_level_attention(q, k, v, levels=found, inside=members, across=None, scale=scale)
+    assert pair is not None
+    agree(pair.across, _about(pair.across), facts, None)  # connects it, too
+    found = two_levels(sharding, rank, mask, pair.inside.size())
+    inside = pair.inside if pair.inside.size() > 1 else None
+    return two_level_attention(
+        q, k, v, levels=found, inside=inside, across=pair.across, scale=scale
+    )
+
+
+@lru_cache(maxsize=64)
+def _steps(sharding: SequenceSharding, rank: int, mask: Mask) -> tuple[Step, ...]:
+    return ring_steps(sharding.ranges, sharding.documents, rank, mask)
+
+
+@lru_cache(maxsize=64)
+def _gathering(sharding: SequenceSharding, rank: int, mask: Mask) -> Gathering:
+    return gathering(sharding.ranges, sharding.documents, rank, mask)
+
+
+# -- two levels ---------------------------------------------------------------------------
+
+
+class _Pair(NamedTuple):
+    across: ProcessGroup
+    inside: ProcessGroup
+
+
+def _level_groups(
+    group: Group,
+    members: ProcessGroup,
+    levels: tuple[Group, Group] | None,
+    grid: HyperCommGrid | None,
+    way: str,
+) -> _Pair | None:
+    """The groups of both levels, or None where none are meant.
+
+    Raises:
+        UnknownGroupError: way "2d" without levels, and no split with their names.
+        SpecError: they are not a split of the group, the ring's part first.
+    """
+    if way not in ("auto", "2d"):
+        return None
+    if levels is None:
+        name = group if isinstance(group, str) else getattr(group, "name", None)
+        if not isinstance(name, str) or isinstance(group, ProcessGroup):
+            name = ""
+        named = grid or (get_grid(group.grid_name) if isinstance(group, GroupRef) else get_grid())
+        levels = (f"{name}_ring", f"{name}_a2a")
+        if not name or not set(levels) <= set(named.group_names):
+            if way == "auto":
+                return None
+            raise UnknownGroupError(
+                f"way='2d' needs two levels of group {name or members.group_desc!r}: a row "
+                f"`{name}_levels: {{of: {name}, split: {{{name}_ring: -1, {name}_a2a: 2}}}}` of "
+                "the groups table makes them; or give levels=(ring, inside)"
+            )
+        grid = named
+    pair = _Pair(resolve(levels[0], grid), resolve(levels[1], grid))
+    _check_split(members, pair)
+    return pair
+
+
+def _check_split(members: ProcessGroup, pair: _Pair) -> None:
+    whole, across, inside = (
+        dist.get_process_group_ranks(one) for one in (members, pair.across, pair.inside)
+    )
+    size, rank = len(inside), members.rank()
+    block = rank // size * size
+    if (
+        len(across) * size != len(whole)
+        or inside != whole[block : block + size]
+        or across != whole[rank % size :: size]
+    ):
+        raise SpecError(
+            f"levels: {pair.across.group_desc!r} of {len(across)} ranks and "
+            f"{pair.inside.group_desc!r} of {size} are no split of group {members.group_desc!r} of "
+            f"{len(whole)}; expected a ring's ranks times those inside, which follow each other: "
+            "split: {ring: …, inside: …}, in this order"
+        )
+
+
+# -- checks -------------------------------------------------------------------------------
+
+
+def _about(members: ProcessGroup) -> str:
+    return f"attention over group {members.group_desc!r} of {members.size()} ranks"
+
+
+def _shapes(q: Tensor, k: Tensor) -> str:
+    """What all ranks have in common: batch, heads and head size, dtype, device."""
+    sizes = (*q.shape[:2], k.shape[1], q.shape[3]) if q.dim() == k.dim() == 4 else ()
+    return f"(batch, heads, kv_heads, head_size)={sizes}, {q.dtype}, {q.device.type}"
+
+
+def _complaint(
+    q: Tensor, k: Tensor, v: Tensor, sharding: SequenceSharding, rank: int, way: str,
+    inner: int | None,
+) -> str | None:  # fmt: skip
+    """What is wrong with this rank's tensors."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
+        return (
+            f"{shapes}: expected q (batch, heads, positions, head_size), and k and v (batch, "
+            "kv_heads, positions, head_size)"
+        )
+    own = sharding.local_lengths[rank]
+    if q.shape[2] != own or k.shape[2] != own:
+        return (
+            f"{shapes}: its share of the sharding, {sharding}, is {own} positions; shard the "
+            "tensors with the sharding that attention is given"
+        )
+    if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+        return f"{shapes}: {k.shape[1]} heads of keys do not divide {q.shape[1]} query heads"
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point():
+        return f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating point dtype"
+    size = sharding.parts if way == "ulysses" else inner if way == "2d" else None
+    if size is not None:
+        try:
+            kv_heads_of(q.shape[1], k.shape[1], size, 0)
+        except ShapeError as error:
+            return str(error)
+    return None

@@ -1,0 +1,97 @@
+"""All-gather attention: each rank gets the keys and values that its queries attend, then computes.
+
+One exchange before, one after the backward, where a ring has one a step; in return a rank holds
+the keys of all that it attends at once. Where every rank attends everything, which is full
+attention over one document, the exchange is an all-gather and backward a reduce-scatter; else an
+all-to-all in which each gets what it attends and no more, and backward gives it back.
+
+Under full attention a rank of n that holds s positions gives, forward, (n - 1) · s keys and as
+many values; backward as many gradients of each as it was given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.asynchronous import (
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from commgrid.context_parallel.kernel import Backward, Partial, wide
+from commgrid.context_parallel.plans import Gathering
+from commgrid.context_parallel.ranges import count, inverse
+from commgrid.context_parallel.ring import pack, unpack
+from commgrid.context_parallel.sharding import take_runs
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, plan: Gathering, group: ProcessGroup, scale: float
+) -> Tensor:
+    """Attention of this rank's queries over the sequence.
+
+    Args:
+        q: (batch, heads, positions, head_size).
+        k, v: (batch, kv_heads, positions, head_size).
+        plan: of `gathering`.
+        group: whose ranks hold the sequence.
+        scale: of the products of queries and keys.
+    """
+    made: Tensor = _Gathered.apply(q, k, v, plan, group, scale)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Gathering, group: ProcessGroup,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        ctx.plan, ctx.group, ctx.scale = plan, group, scale
+        found = Partial(q, scale)
+        found.add(*unpack(_gather(pack(k, v), plan, group)), plan.tiles)
+        out, lse = found.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        rows = _gather(pack(k, v), ctx.plan, ctx.group)  # keeping them would cost their memory
+        found = Backward(gradient, q, out, lse, ctx.scale)
+        gradients = torch.zeros_like(rows, dtype=wide(k.dtype))
+        found.add(*unpack(rows), ctx.plan.tiles, *unpack(gradients))
+        dk, dv = unpack(_give_back(gradients.to(k.dtype), k.shape[2], ctx.plan, ctx.group))
+        return found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _gather(rows: Tensor, plan: Gathering, group: ProcessGroup) -> Tensor:
+    """The rows of all that this rank attends, by position."""
+    if plan.everything:
+        pending = start_all_gather(rows, group, sizes=plan.receive)
+    else:
+        sent = take_runs(rows, tuple(run for runs in plan.send for run in runs))
+        pending = start_all_to_all(sent, group, [count(runs) for runs in plan.send], plan.receive)
+    return take_runs(pending.wait(), plan.order)
+
+
+def _give_back(gradients: Tensor, length: int, plan: Gathering, group: ProcessGroup) -> Tensor:
+    """The gradients of this rank's rows, from all that had them."""
+    gradients = take_runs(gradients, inverse(plan.order))
+    if plan.everything:
+        return start_reduce_scatter(gradients, group, sizes=plan.receive).wait()
+    returned = [count(runs) for runs in plan.send]
+    arrived = start_all_to_all(gradients, group, plan.receive, returned).wait()
+    total = gradients.new_zeros(length, *gradients.shape[1:], dtype=wide(gradients.dtype))
+    for runs, part in zip(plan.send, torch.split(arrived, returned), strict=True):
+        at = 0
+        for start, stop in runs:
+            total[start:stop] += part[at : at + stop - start]
+            at += stop - start
+    return total

@@ -1,0 +1,153 @@
+"""Who sends which keys to whom, and what each rank computes: plain numbers, for every way.
+
+Args that all of these take: `ranges`, what each rank holds; `documents`, the boundaries; `mask`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commgrid.context_parallel.balance import Mask, Ranges
+from commgrid.context_parallel.ranges import count, runs_of, sorting_runs, union
+from commgrid.context_parallel.tiles import Tile, needed, tiles
+from commgrid.errors import ShapeError
+
+Held = tuple[Ranges, ...]
+"""What each rank holds."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank does with the keys of another.
+
+    Args:
+        source: whose keys these are.
+        target: who meets this rank's keys meanwhile.
+        send: rows of this rank's keys that the target needs.
+        receive: how many rows come from the source.
+        tiles: where this rank's queries attend them.
+    """
+
+    source: int
+    target: int
+    send: Ranges
+    receive: int
+    tiles: tuple[Tile, ...]
+
+
+def ring_steps(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) -> tuple[Step, ...]:
+    """What a rank does step by step, first with its own keys.
+
+    Example:
+        >>> zigzag = (((0, 2), (6, 8)), ((2, 6),))
+        >>> steps = ring_steps(zigzag, (0, 8), 1, Mask())
+        >>> [(step.source, step.send, step.receive) for step in steps]
+        [(1, (), 0), (0, ((0, 4),), 2)]
+    """
+    own, parts = ranges[rank], len(ranges)
+    steps = [Step(rank, rank, (), 0, tiles(own, own, documents, mask))]
+    for i in range(1, parts):
+        source, target = (rank - i) % parts, (rank + i) % parts
+        wanted = needed(own, ranges[source], documents, mask)
+        given = needed(ranges[target], own, documents, mask)
+        steps.append(
+            Step(
+                source=source,
+                target=target,
+                send=runs_of(given, own),
+                receive=count(wanted),
+                tiles=tiles(own, wanted, documents, mask),
+            )
+        )
+    return tuple(steps)
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What a rank gives and gets.
+
+    Args:
+        everything: whether each rank gets all keys.
+        send: for each rank of the group, the rows of this rank's keys that go there; its own too.
+        receive: how many rows come from each.
+        order: of the rows that came, by position.
+        tiles: where this rank's queries attend them, once in order.
+    """
+
+    everything: bool
+    send: tuple[Ranges, ...]
+    receive: tuple[int, ...]
+    order: Ranges
+    tiles: tuple[Tile, ...]
+
+
+def gathering(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) -> Gathering:
+    """What a rank gives and gets.
+
+    Example:
+        >>> found = gathering((((0, 4),), ((4, 8),)), (0, 8), 1, Mask())
+        >>> found.send, found.receive
+        (((), ((0, 4),)), (4, 4))
+    """
+    own = ranges[rank]
+    everything = not mask.causal and len(documents) == 2
+    given = [needed(queries, own, documents, mask) for queries in ranges]
+    got = [needed(own, keys, documents, mask) for keys in ranges]
+    return Gathering(
+        everything,
+        tuple(runs_of(one, own) for one in given),
+        tuple(map(count, got)),
+        sorting_runs(got),
+        tiles(own, union(one for keys in got for one in keys), documents, mask),
+    )
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """Who holds what of the sequence before.
+
+    Args:
+        sizes: positions of each rank.
+        order: of the rows that come from all of them, by position.
+    """
+
+    sizes: tuple[int, ...]
+    order: Ranges
+
+
+def head_exchange(held: Held) -> HeadExchange:
+    """The exchange between ranks that hold some ranges each.
+
+    Example:
+        >>> head_exchange((((0, 2), (6, 8)), ((2, 6),)))
+        HeadExchange(sizes=(4, 4), order=((0, 2), (4, 8), (2, 4)))
+    """
+    return HeadExchange(tuple(map(count, held)), sorting_runs(held))
+
+
+def kv_heads_of(heads: int, kv_heads: int, size: int, rank: int) -> tuple[int, int]:
+    """The heads of keys and values that the query heads of a rank use.
+
+    Returns:
+        The first one, and the one after the last.
+
+    Raises:
+        ShapeError: the ranks cannot share the heads.
+
+    Example:
+        >>> [kv_heads_of(8, 2, 4, rank) for rank in range(4)]
+        [(0, 1), (0, 1), (1, 2), (1, 2)]
+    """
+    if heads % size:
+        raise ShapeError(
+            f"Ulysses shares heads among ranks: {heads} query heads are no multiple of {size} "
+            "ranks; use way='ring' or 'allgather', or '2d' with fewer ranks inside"
+        )
+    if kv_heads % size and size % kv_heads:
+        raise ShapeError(
+            f"Ulysses shares heads among ranks: {kv_heads} heads of keys neither are a multiple of "
+            f"{size} ranks nor divide them; use way='ring' or 'allgather'"
+        )
+    own = max(kv_heads // size, 1)
+    first = rank * kv_heads // size
+    return first, first + own

@@ -1,0 +1,101 @@
+"""Ulysses attention: an all-to-all from a slice of the sequence with all heads to all of it with a
+slice of the heads, attention as on one rank, and the way back (arXiv 2309.14509).
+
+    2 ranks, 4 heads, 8 positions     before                 after
+    rank 0                            heads 0-3, 0-3         heads 0-1, 0-7
+    rank 1                            heads 0-3, 4-7         heads 2-3, 0-7
+
+The ranks share the query heads equally, and the heads of keys and values where these are enough;
+where they are fewer than ranks, each rank is sent the one that its query heads use.
+
+With H query heads and K of keys and values, a rank of n that holds s positions sends, forward,
+(n - 1) / n · s rows of H + 2 · max(K, n) heads, and one of H heads for each position that it holds
+in the end and is another's; backward the same the other way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.asynchronous import start_all_to_all
+from commgrid.context_parallel.plans import HeadExchange, kv_heads_of
+from commgrid.context_parallel.ranges import inverse
+from commgrid.context_parallel.sharding import take_runs
+
+
+def to_heads(
+    q: Tensor, k: Tensor, v: Tensor, exchange: HeadExchange, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From all heads of this rank's positions to its heads of all positions, differentiable.
+
+    Args:
+        q: (batch, heads, own positions, head_size).
+        k, v: (batch, kv_heads, own positions, head_size).
+        exchange: of the ranks of the group.
+        group: whose ranks share the heads.
+
+    Returns:
+        q (batch, heads / n, positions, head_size), k and v (batch, max(kv_heads / n, 1), …).
+    """
+    size = group.size()
+    parts = [q.shape[1] // size, max(k.shape[1] // size, 1)]
+    if k.shape[1] < size:
+        used = [kv_heads_of(q.shape[1], k.shape[1], size, rank)[0] for rank in range(size)]
+        k, v = k[:, used], v[:, used]
+    rows = torch.cat([_by_rank(x, size) for x in (q, k, v)], 2)
+    rows = rows.permute(1, 3, 0, 2, 4).flatten(0, 1)  # (rank · own positions, batch, heads, d)
+    own = exchange.sizes[group.rank()]
+    arrived = _exchange(rows, group, (own,) * size, exchange.sizes)
+    whole = take_runs(arrived, exchange.order).permute(1, 2, 0, 3)
+    q, k, v = torch.split(whole, [parts[0], parts[1], parts[1]], 1)
+    return q, k, v
+
+
+def to_positions(x: Tensor, exchange: HeadExchange, group: ProcessGroup) -> Tensor:
+    """The way back of an output, differentiable.
+
+    Args:
+        x: (batch, heads / n, positions, head_size).
+
+    Returns:
+        (batch, heads, own positions, head_size).
+    """
+    rows = take_runs(x.permute(2, 0, 1, 3), inverse(exchange.order))
+    own = exchange.sizes[group.rank()]
+    arrived = _exchange(rows, group, exchange.sizes, (own,) * group.size())
+    by_rank = arrived.view(group.size(), own, *arrived.shape[1:])
+    return by_rank.permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+def _by_rank(tensor: Tensor, size: int) -> Tensor:
+    """Dim 1 as (ranks, heads of each)."""
+    return tensor.reshape(tensor.shape[0], size, tensor.shape[1] // size, *tensor.shape[2:])
+
+
+def _exchange(
+    rows: Tensor, group: ProcessGroup, send: tuple[int, ...], receive: tuple[int, ...]
+) -> Tensor:
+    """Rows to and from each rank of the group; backward the other way."""
+    made: Tensor = _Exchange.apply(rows, group, send, receive)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, group: ProcessGroup, send: tuple[int, ...],
+        receive: tuple[int, ...],
+    ) -> Tensor:  # fmt: skip
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return start_all_to_all(rows, group, send, receive).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        back = start_all_to_all(gradient, ctx.group, ctx.receive, ctx.send).wait()
+        return back, None, None, None

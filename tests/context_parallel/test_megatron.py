@@ -1,0 +1,48 @@
+"""Shardings and levels against megatron-core's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commgrid
+from commgrid.context_parallel import SequenceSharding
+from tests.peers import parallel_state
+from tests.ranks import run_on_ranks
+
+
+def zigzag() -> None:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    parts = dist.get_world_size()
+    for length in (2 * parts, 6 * parts, 64 * parts):
+        batch = {
+            "tokens": torch.arange(2 * length).view(2, length),
+            "loss_mask": torch.rand(2, length, generator=torch.Generator().manual_seed(0)),
+            "labels": None,
+        }
+        theirs = get_batch_on_this_cp_rank(dict(batch), cp_group=dist.group.WORLD)
+        ours = SequenceSharding.zigzag(length, parts).shard(batch, dist.get_rank(), dim=1)
+        assert ours["labels"] is theirs["labels"] is None
+        for name in ("tokens", "loss_mask"):
+            assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_zigzag_is_megatrons(parts: int) -> None:
+    run_on_ranks(zigzag, parts)
+
+
+def levels(across: int, inside: int) -> None:
+    split = {"of": "cp", "split": {"cp_ring": across, "cp_a2a": inside}}
+    grid = commgrid.initialize(tp=2, cp=across * inside, groups={"cp_levels": split})
+    for ranks in grid.get_all_ranks("cp"):
+        theirs, _ = parallel_state.create_hierarchical_groups(grid.rank, ranks, [inside, across])
+        if grid.rank in ranks:
+            found = [tuple(dist.get_process_group_ranks(group)) for group in theirs]
+            assert found == [grid.get_ranks("cp_a2a"), grid.get_ranks("cp_ring")]
+
+
+def test_two_levels_are_megatrons_hierarchical_groups() -> None:
+    run_on_ranks(levels, 8, 2, 2)
