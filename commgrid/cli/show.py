@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from commgrid.cli.grid_options import add_command, grid_flags_given, read_spec, resolve
 from commgrid.cli.output import MARKS, give
-from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
+from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
