@@ -96,6 +96,7 @@ def printed(which: str, folder: Path) -> Any:
         "show for a grid": ["show", *GRID, "--rank", "5"],
         "show --schedule": ["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
         "show --metrics": ["show", "--metrics", str(folder / "a.jsonl")],
+        "show --sharding": ["show", "--sharding", "900,90x4", "--cp", "4"],
         "show --benchmark": ["show", "--benchmark", str(folder / "b.json")],
     }
     return said(*argv[which])
@@ -111,7 +112,7 @@ def schema(which: str) -> dict[str, str]:
     "which",
     [
         "plan", "explain", "show for a grid", "show --schedule", "show --metrics",
-        "show --benchmark",
+        "show --benchmark", "show --sharding",
     ],
 )  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:
