@@ -23,12 +23,10 @@ class MLP(nn.Module):
         return y
 
 
-def main() -> list[float]:
+def train(share: int, shares: int) -> list[float]:
     """Trains on this rank's share of each batch; the losses, as means over all of it."""
-    grid = commgrid.initialize(tp=2)
-    share, shares = grid.get_local_rank("dp"), grid.size("dp")
     torch.manual_seed(0)
-    model = DistributedDataParallel(MLP(), process_group=grid.get_group("dp"))
+    model = DistributedDataParallel(MLP(), process_group=commgrid.get_group("dp"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
     losses = []
@@ -39,8 +37,14 @@ def main() -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach() / shares
-        dist.all_reduce(mean, group=grid.get_group("dp"))
+        dist.all_reduce(mean, group=commgrid.get_group("dp"))
         losses.append(float(mean))
+    return losses
+
+
+def main() -> list[float]:
+    grid = commgrid.initialize(tp=2)
+    losses = train(grid.get_local_rank("dp"), grid.size("dp"))
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
     commgrid.shutdown()

@@ -20,10 +20,8 @@ class MLP(nn.Module):
         return y
 
 
-def main() -> list[float]:
+def train(share: int, shares: int) -> list[float]:
     """Trains on this rank's share of each batch; the losses, as means over all of it."""
-    dist.init_process_group("gloo")
-    share, shares = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DistributedDataParallel(MLP())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
@@ -38,6 +36,12 @@ def main() -> list[float]:
         mean = loss.detach() / shares
         dist.all_reduce(mean)
         losses.append(float(mean))
+    return losses
+
+
+def main() -> list[float]:
+    dist.init_process_group("gloo")
+    losses = train(dist.get_rank(), dist.get_world_size())
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
     dist.destroy_process_group()
