@@ -44,7 +44,15 @@ FILLED_IN = {
         "groups.…: … has listed ranks; split a combination of axes",
     ],
     "SpecError: …: …": ["…: there is no such file", "…: line …: key … is given twice"],
-    "SpecError: the … is …": ["the … is …"],
+    "SpecError: the … is …": [
+        "the … is sent, but never received",
+        "the … is received, but never sent",
+    ],
+    "SpecError: …=…: expected ……": [
+        "create=…: expected all, or a list of group names",
+        "connect=…: expected axes, all, none, or a list of group names",
+        "share=…: expected aliases, region, all",
+    ],
     "SpecError: … of shape … …": ["… of shape … …"],
     "SpecError: …, line …: …": ["…, line …: …"],
     "SpecError: …, line …: expected …, got …": ["…, line …: expected …, got …"],
