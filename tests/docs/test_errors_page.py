@@ -11,6 +11,7 @@ import megatron_adapter.errors
 from commgrid.errors import CommGridError
 from tests.docs.pages import DOCS
 from tests.docs.raised import raised
+from tests.docs.test_yaml_page import WRONG
 
 TEXT = (DOCS / "errors.md").read_text(encoding="utf-8")
 ROWS = [row.strip() for _, row in re.findall(r"^\| (`+)(.+?)\1 \| .+ \|$", TEXT, re.M)]
@@ -167,6 +168,17 @@ def test_every_row_is_of_an_error() -> None:
     assert not stale, f"docs/errors.md has rows that no error says any more: {stale}"
     assert set(FILLED_IN) <= KNOWN
     assert set(BY_NO_CALL) <= set(MESSAGES)
+
+
+def test_what_yaml_can_have_wrong_is_found_by_its_words() -> None:
+    """The messages that docs/yaml.md quotes, and that come, each begin like a row."""
+    assert len(WRONG) > 40
+    for _, _, said in WRONG:
+        rows = [row for row in MESSAGES if len(letters(row)) >= ENOUGH]
+        # In a file that is read, its name comes first.
+        assert any(matches(row, one) is not None for row in rows for one in (said, f"a: {said}")), (
+            said
+        )
 
 
 def test_every_class_is_in_a_table_with_what_else_it_is() -> None:
