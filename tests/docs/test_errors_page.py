@@ -34,7 +34,7 @@ FILLED_IN = {
         "region …: … does not divide … ranks",
         "Megatron cannot express region … in the order …",
     ],
-    "SpecError: …=…: …": ["order=…: expected axes fastest first"],
+    "SpecError: …=…: …": ["…=…: expected axes fastest first"],
     "SpecError: groups.….of=…: ……": [
         "groups.….of=…: no group has this name",
         "groups.….of=…: these entries are made of each other",
@@ -76,7 +76,7 @@ FILLED_IN = {
         "grid …: … have all come, and …",
         "grid …: … came too late; … had given up waiting",
     ],
-    "CheckpointError: …: …": ["…: …"],
+    "CheckpointError: …: …": ["step … was not saved to …: …", "nothing was loaded…: …"],
     "CommGridError: …: …": ["…: …"],
 }
 """Errors of which little stands where they are raised: the rows of what they are filled in with."""
