@@ -11,6 +11,7 @@ import megatron_adapter.errors
 from commgrid.errors import CommGridError
 from tests.docs.pages import DOCS
 from tests.docs.raised import raised
+from tests.docs.test_yaml_page import WRONG
 
 TEXT = (DOCS / "errors.md").read_text(encoding="utf-8")
 ROWS = [row.strip() for _, row in re.findall(r"^\| (`+)(.+?)\1 \| .+ \|$", TEXT, re.M)]
@@ -33,7 +34,7 @@ FILLED_IN = {
         "region …: … does not divide … ranks",
         "Megatron cannot express region … in the order …",
     ],
-    "SpecError: …=…: …": ["order=…: expected axes fastest first"],
+    "SpecError: …=…: …": ["…=…: expected axes fastest first"],
     "SpecError: groups.….of=…: ……": [
         "groups.….of=…: no group has this name",
         "groups.….of=…: these entries are made of each other",
@@ -44,7 +45,15 @@ FILLED_IN = {
         "groups.…: … has listed ranks; split a combination of axes",
     ],
     "SpecError: …: …": ["…: there is no such file", "…: line …: key … is given twice"],
-    "SpecError: the … is …": ["the … is …"],
+    "SpecError: the … is …": [
+        "the … is sent, but never received",
+        "the … is received, but never sent",
+    ],
+    "SpecError: …=…: expected ……": [
+        "create=…: expected all, or a list of group names",
+        "connect=…: expected axes, all, none, or a list of group names",
+        "share=…: expected aliases, region, all",
+    ],
     "SpecError: … of shape … …": ["… of shape … …"],
     "SpecError: …, line …: …": ["…, line …: …"],
     "SpecError: …, line …: expected …, got …": ["…, line …: expected …, got …"],
@@ -67,7 +76,7 @@ FILLED_IN = {
         "grid …: … have all come, and …",
         "grid …: … came too late; … had given up waiting",
     ],
-    "CheckpointError: …: …": ["…: …"],
+    "CheckpointError: …: …": ["step … was not saved to …: …", "nothing was loaded…: …"],
     "CommGridError: …: …": ["…: …"],
 }
 """Errors of which little stands where they are raised: the rows of what they are filled in with."""
@@ -159,6 +168,17 @@ def test_every_row_is_of_an_error() -> None:
     assert not stale, f"docs/errors.md has rows that no error says any more: {stale}"
     assert set(FILLED_IN) <= KNOWN
     assert set(BY_NO_CALL) <= set(MESSAGES)
+
+
+def test_what_yaml_can_have_wrong_is_found_by_its_words() -> None:
+    """The messages that docs/yaml.md quotes, and that come, each begin like a row."""
+    assert len(WRONG) > 40
+    for _, _, said in WRONG:
+        rows = [row for row in MESSAGES if len(letters(row)) >= ENOUGH]
+        # In a file that is read, its name comes first.
+        assert any(matches(row, one) is not None for row in rows for one in (said, f"a: {said}")), (
+            said
+        )
 
 
 def test_every_class_is_in_a_table_with_what_else_it_is() -> None:
