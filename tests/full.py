@@ -63,6 +63,9 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_terminal_without_the_characters_gets_others",
         "test_on_a_real_terminal",
     ],
+    "tests/viz/test_live.py": [
+        "test_a_path_is_written",
+    ],
     "tests/viz/test_pictures.py": [
         "test_every_rank_has_a_cell_of_its_groups_colour[512]",
     ],
