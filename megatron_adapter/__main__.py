@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 
+from commgrid.cli.output import guarded
 from commgrid.errors import CommGridError
 from megatron_adapter.departures import DEPARTURES, as_markdown
 from megatron_adapter.names import MEGATRON_GROUPS, as_text
@@ -14,6 +15,10 @@ from megatron_adapter.scan import scan
 
 
 def main() -> None:
+    sys.exit(guarded(_run))
+
+
+def _run() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_adapter", description="Megatron-core's groups on a commgrid grid."
     )
@@ -33,11 +38,11 @@ def main() -> None:
         command.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if args.command == "scan":
-        sys.exit(_scan(args.path, args.json))
+        return _scan(args.path, args.json)
     rows = MEGATRON_GROUPS if args.command == "names" else DEPARTURES
     text = as_text if args.command == "names" else as_markdown
     print(json.dumps([row._asdict() for row in rows]) if args.json else text())
-    sys.exit(0)
+    return 0
 
 
 def _scan(path: str, as_json: bool) -> int:

@@ -59,9 +59,12 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_no_line_is_longer_than_the_terminal[60-*]",
         "test_no_line_is_longer_than_the_terminal[132-*]",
         "test_output_that_cannot_be_written_is_one_line",
-        "test_help_into_a_closed_pipe_is_no_traceback",
+        "test_a_closed_pipe_is_no_traceback_anywhere",
         "test_a_terminal_without_the_characters_gets_others",
         "test_on_a_real_terminal",
+    ],
+    "tests/viz/test_live.py": [
+        "test_a_path_is_written",
     ],
     "tests/viz/test_pictures.py": [
         "test_every_rank_has_a_cell_of_its_groups_colour[512]",

@@ -14,15 +14,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from commgrid.cli import check, explain, plan, show
-from commgrid.cli.output import drop_output
+from commgrid.cli.output import guarded
 from commgrid.cli.terminal import RED, has_colour, paint
 from commgrid.errors import CommGridError
 from commgrid.planning.names import nearest
 from commgrid.version import VERSION
 
 _COMMANDS = {"plan": plan, "explain": explain, "check": check, "show": show}
-_PIPE_CLOSED = 141  # as a shell reports a command that a closed pipe ended
-_INTERRUPTED = 130  # likewise Ctrl-C
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,16 +34,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status, 0 or 2 where the input is wrong."""
     _write_what_it_can()
-    try:
-        try:
-            return _run(argv)
-        finally:  # also of --help, which ends in SystemExit
-            sys.stdout.flush()
-    except BrokenPipeError:  # `commgrid plan … | head`
-        drop_output()
-        return _PIPE_CLOSED
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    return guarded(lambda: _run(argv))
 
 
 def _run(argv: Sequence[str] | None) -> int:

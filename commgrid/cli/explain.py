@@ -9,7 +9,7 @@ from commgrid.cli.grid_options import add_command, read_spec, resolve
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.summary import around, where
+from commgrid.planning.summary import around, several, where
 
 _EXAMPLES = """examples:
   commgrid explain --tp 2 --pp 2 --world-size 16 --rank 5
@@ -60,4 +60,4 @@ def as_text(plan: GroupPlan) -> str:
     absent = [name for name in plan.created if name not in plan.members]
     if absent:
         lines.append(f"  not in: {', '.join(absent)}")
-    return "\n".join([*lines, "", f"{len(plan.communicators)} communicators"])
+    return "\n".join([*lines, "", several(len(plan.communicators), "communicator")])

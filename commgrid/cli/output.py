@@ -16,6 +16,8 @@ from commgrid.errors import CommGridError
 JSON_VERSION = 1
 """Of the JSON of all commands; it rises when a key goes or comes to mean something else."""
 
+_PIPE_CLOSED, _INTERRUPTED = 141, 130  # as a shell reports what these signals ended
+
 MARKS: Marks = {r"\[\d+\]": CYAN, r"^\S.*$": BOLD}
 """Colours of most tables: the own rank, and the lines that head others."""
 
@@ -44,6 +46,20 @@ def as_shown(text: str, marks: Marks, stream: TextIO) -> str:
     """The text as a stream can show it."""
     fitting = fit(text, columns(stream))
     return paint(fitting, marks) if has_colour(stream) else fitting
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Runs a command; a closed pipe and Ctrl-C end it as a shell expects, without a traceback."""
+    try:
+        try:
+            return run()
+        finally:  # also of --help, which ends in SystemExit
+            sys.stdout.flush()
+    except BrokenPipeError:  # `commgrid plan … | head`
+        drop_output()
+        return _PIPE_CLOSED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def drop_output() -> None:

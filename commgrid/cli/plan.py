@@ -14,6 +14,7 @@ from commgrid.errors import SpecError
 from commgrid.planning import sockets
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.summary import several
 
 NCCL_GB = (0.4, 0.7)
 """Device memory reported for one connected NCCL communicator: 388 MiB to 688 MB on A100."""
@@ -105,7 +106,7 @@ def as_json(spec: GridSpec, backend: str = "nccl") -> dict[str, Any]:
 
 def as_text(spec: GridSpec, backend: str = "nccl", width: int | None = None) -> str:
     """The plan as a table a person reads, with the cost below it, of columns that fit `width`."""
-    lines = [f"{spec.world_size:,} ranks"]
+    lines = [several(spec.world_size, "rank")]
     if spec.ranks is not None:
         lines[0] += f": {spec.layout('dense').ranks.describe().removeprefix('ranks ')}"
     lines += [f"  {region}" for region in spec.regions]

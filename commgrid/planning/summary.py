@@ -20,9 +20,9 @@ def of_spec(spec: GridSpec) -> str:
     head = "grid of any number of ranks"
     if spec.ranks is not None:
         described = RankTuple(spec.ranks).describe()
-        head = f"grid of {len(spec.ranks):,} ranks: {described.split(' ', 1)[1]}"
+        head = f"grid of {several(len(spec.ranks), 'rank')}: {described.split(' ', 1)[1]}"
     elif spec.is_resolved:
-        head = f"grid of {spec.world_size:,} ranks"
+        head = f"grid of {several(spec.world_size, 'rank')}"
     choices = [f"{key}={listed(getattr(spec, key))}" for key in ("create", "connect", "share")]
     lines = [head, *(f"  {region}" for region in spec.regions), f"  {', '.join(choices)}"]
     if spec.groups:
@@ -32,17 +32,27 @@ def of_spec(spec: GridSpec) -> str:
 
 def of_plan(plan: GroupPlan) -> str:
     """One rank's coordinate, and how much it has to create."""
+    held = several(len(plan.communicators), "communicator")
+    names = several(len(plan.members), "name")
     connecting = sum(each.connect for each in plan.communicators)
     return (
         f"rank {plan.rank} of {plan.spec.world_size:,}: {where(plan)}\n"
-        f"  {len(plan.communicators)} communicators for {len(plan.members)} names, {connecting} "
-        "of which connect at start"
+        f"  {held} for {names}, {connecting} of which connect at start"
     )
 
 
 def where(plan: GroupPlan) -> str:
     """The rank's coordinate in words."""
     return ", ".join(f"{axis} {index}" for axis, index in plan.coordinate.items())
+
+
+def several(count: int, what: str) -> str:
+    """A number of something.
+
+    >>> several(1, "rank"), several(16384, "rank")
+    ('1 rank', '16,384 ranks')
+    """
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def listed(names: str | Sequence[str]) -> str:

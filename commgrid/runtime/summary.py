@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from commgrid.planning.summary import around
+from commgrid.planning.summary import around, several
 
 if TYPE_CHECKING:
     from commgrid.planning.region import Region
@@ -64,7 +64,7 @@ def _columns(grid: HyperCommGrid, region: Region) -> list[tuple[str, str, str]]:
 
 def _held(grid: HyperCommGrid) -> str:
     """How many communicators this rank has, and in what state."""
-    ranks = f"{grid.world_size:,} rank{'s' * (grid.world_size > 1)}"
+    ranks = several(grid.world_size, "rank")
     if grid.is_destroyed:
         return f"{ranks}; destroyed, holds no communicator"
     held = grid.communicators
@@ -76,6 +76,6 @@ def _held(grid: HyperCommGrid) -> str:
         return f"{ranks}; its communicators are gone, torch.distributed was shut down under it"
     adopted = ", adopted" if any(each.adopted for each in held) else ""
     return (
-        f"{ranks}; this one holds {len(held)} communicator{'s' * (len(held) > 1)} for {names} "
-        f"names, {connected} connected{adopted}, over {over}"
+        f"{ranks}; this one holds {several(len(held), 'communicator')} for "
+        f"{several(names, 'name')}, {connected} connected{adopted}, over {over}"
     )

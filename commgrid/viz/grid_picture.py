@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
+from commgrid.planning.summary import several
 from commgrid.viz.figure import ALERT, FAINT, INK, colour, ink_on, new_figure
 from commgrid.viz.view import GridView
 
@@ -80,9 +81,9 @@ def draw_grid(view: GridView) -> Figure:
 
 def _title(view: GridView) -> str:
     sizes = " · ".join(f"{axis} {n}" for axis, n in view.spec.regions[0].numbers if n > 1)
-    title = f"{view.spec.world_size:,} ranks" + (f": {sizes}" if sizes else "")
+    title = several(view.spec.world_size, "rank") + (f": {sizes}" if sizes else "")
     if len(view.nodes) > 1:
-        title += f" on {len(view.nodes):,} nodes"
+        title += f" on {several(len(view.nodes), 'node')}"
     if view.rank is None:
         return title
     where = ", ".join(f"{axis} {index}" for axis, index in view.coordinate(view.rank).items())

@@ -9,6 +9,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.pipeline.simulator import Simulation
+from commgrid.planning.summary import several
 from commgrid.version import VERSION
 from commgrid.viz.view import GridView
 
@@ -31,7 +32,7 @@ def page_data(view: GridView, simulations: tuple[Simulation, ...] = ()) -> dict[
             }
     return {
         "commgrid": VERSION,
-        "title": f"{spec.world_size:,} ranks",
+        "title": several(spec.world_size, "rank"),
         "ranks": ranks,
         "nodes": {str(node): len(held) for node, held in view.nodes.items()},
         "regions": [

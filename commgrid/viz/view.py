@@ -9,6 +9,7 @@ from functools import cached_property
 from commgrid.errors import SpecError
 from commgrid.planning.ranks import as_index
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.summary import several
 
 DEFAULT_GPUS_PER_NODE = 8
 
@@ -111,7 +112,7 @@ class GridView:
         groups = self.groups(name)
         sizes = sorted({len(group) for group in groups})
         of = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        many = "1 group" if len(groups) == 1 else f"{len(groups):,} groups"
+        many = several(len(groups), "group")
         over = self.nodes_of(name)
         where = "within a node"
         if over > 1:
@@ -128,11 +129,8 @@ class GridView:
     def as_text(self) -> str:
         """A table of the shown names."""
         spec = self.spec
-        lines = [f"{spec.world_size:,} ranks on {_nodes(len(self.nodes))}"]
+        ranks, nodes = several(spec.world_size, "rank"), several(len(self.nodes), "node")
+        lines = [f"{ranks} on {nodes}"]
         lines += [f"  {region}" for region in spec.regions]
         lines += ["", *(f"  {self.describe(name)}" for name in self.shown)]
         return "\n".join(lines)
-
-
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count:,} nodes"

@@ -141,27 +141,28 @@ def test_colours_change_no_character(
 
 def started(command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {sys.executable} -m commgrid {command}"], cwd=ROOT,
+        ["bash", "-c", f"set -o pipefail; {sys.executable} {command}"], cwd=ROOT,
         capture_output=True, text=True, timeout=60, env={**os.environ, **environ},
     )  # fmt: skip
 
 
 def test_output_that_cannot_be_written_is_one_line() -> None:
-    done = started("plan --tp 2 --world-size 4 > /dev/full")
+    done = started("-m commgrid plan --tp 2 --world-size 4 > /dev/full")
     assert done.returncode == 2
     assert done.stderr == (
         "commgrid plan: the output cannot be written: No space left on device; is the disk full?\n"
     )
 
 
-def test_help_into_a_closed_pipe_is_no_traceback() -> None:
-    done = started("plan --help | true")
+@pytest.mark.parametrize("command", ["-m commgrid plan --help", "-m megatron_adapter departures"])
+def test_a_closed_pipe_is_no_traceback_anywhere(command: str) -> None:
+    done = started(f"{command} | true")
     assert done.stderr == ""
     assert done.returncode in (0, 141)
 
 
 def test_a_terminal_without_the_characters_gets_others() -> None:
-    done = started("plan --tp 2 --world-size 4", PYTHONIOENCODING="ascii")
+    done = started("-m commgrid plan --tp 2 --world-size 4", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "  dense   tp 2 ? cp 1 ? dp 2 ? pp 1 " in done.stdout
 

@@ -24,7 +24,7 @@ def test_a_figure_comes_back(grid: HyperCommGrid) -> None:
     assert figure is not None
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["dp: 1 group of 1, within a node", "tp: 1 group of 1, within a node"]
-    assert figure.get_suptitle() == "1 ranks\nrank 0 is tp 0, cp 0, dp 0, pp 0"
+    assert figure.get_suptitle() == "1 rank\nrank 0 is tp 0, cp 0, dp 0, pp 0"
 
 
 def test_a_notebook_shows_it_without_pyplot(grid: HyperCommGrid) -> None:
