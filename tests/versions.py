@@ -4,7 +4,8 @@ Not a part of any run, since an environment takes up to 6 GB and minutes. What w
 dates, is in docs/torch_versions.md.
 
     python tests/versions.py --torch 2.11.0 2.15.0            the core on both
-    python tests/versions.py --torch 2.15.0 --full            everything
+    python tests/versions.py --torch 2.15.0 --short           everything, as pytest runs it
+    python tests/versions.py --torch 2.15.0 --full            everything, as pytest --full does
     python tests/versions.py --torch 2.15.0 --only tests/test_grid.py
     python tests/versions.py --table                          what earlier runs have found
 
@@ -34,8 +35,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 NEEDED = ("numpy", "pyyaml", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
-PEERS = ("megatron-core==0.16.1", "einops")
-"""What some tests compare with, and are skipped without."""
+PEERS = ("einops", "transformers>=5.2,<5.15", "accelerate", "matplotlib>=3.8")
+"""What some tests compare with, and are skipped without; megatron-core beside these."""
+TOOLS = (
+    "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML", "mkdocs-material>=9.6",
+    "mkdocstrings[python]>=0.30", "setuptools",
+)  # fmt: skip
+"""What the tests of quality run; as setup.py's extra `test` has them."""
 # Not about torch: the tools, and launchers that start torchrun several times over.
 NOT_CORE = ("test_quality.py", "test_full.py")
 CORE = ("tests/tensor_parallel", "tests/data_parallel", "tests/pipeline", "tests/expert")
@@ -67,7 +73,7 @@ def main() -> int:
                 interpreter = environment(folder, version, python)
                 label = describe(interpreter)
                 print(f"== {label}", flush=True)
-                for path in args.only or paths(args.full):
+                for path in args.only or paths(args.full or args.short):
                     found = run(interpreter, label, path, args)
                     keep(results, found)
                     print(f"   {path}: {told(found)}", flush=True)
@@ -85,6 +91,7 @@ def arguments() -> argparse.Namespace:
     add("--python", nargs="+", default=[sys.executable], help="interpreters (default: this one)")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--core", action="store_true", help="what touches torch most (default)")
+    chosen.add_argument("--short", action="store_true", help="everything, as pytest runs it")
     chosen.add_argument("--full", action="store_true", help="everything, with pytest --full")
     chosen.add_argument("--only", nargs="+", help="these paths alone")
     chosen.add_argument("--table", action="store_true", help="run nothing, print what was found")
@@ -94,9 +101,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def paths(full: bool) -> tuple[str, ...]:
+def paths(everything: bool) -> tuple[str, ...]:
     """What to run, each in a process of its own."""
-    if full:
+    if everything:
         return FULL
     files = sorted((ROOT / "tests").glob("test_*.py"))
     return (*(f"tests/{file.name}" for file in files if file.name not in NOT_CORE), *CORE)
@@ -119,7 +126,9 @@ def environment(folder: Path, version: str, python: str) -> str:
         return str(interpreter)
     subprocess.run([python, "-m", "venv", str(made)], check=True)
     install(interpreter, f"torch=={version}", *NEEDED)
-    for peer in PEERS:
+    # The newest on each Python: 0.17 and later want 3.12.
+    megatron = "megatron-core==" + ("0.16.1" if number == "3.11" else "0.19.2")
+    for peer in (megatron, *PEERS, *TOOLS):
         try:
             install(interpreter, f"torch=={version}", peer)
         except subprocess.CalledProcessError as error:

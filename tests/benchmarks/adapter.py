@@ -3,7 +3,7 @@
     python tests/benchmarks/adapter.py --json
     python tests/benchmarks/adapter.py --worlds 8 1024
 
-One process stands for one rank of a world on torch's fake backend. Counted are the calls that
+A forked process stands for one rank of a world on torch's fake backend. Counted are the calls that
 create a group, the communicators of more than one rank that this rank then holds, gloo's twins
 among them, and what those for the GPU would take of its memory once they are used: an estimate,
 with 0.6 GB each (0.4 to 0.7 has been reported for NCCL).
@@ -12,7 +12,6 @@ with 0.6 GB each (0.4 to 0.7 has been reported for NCCL).
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ import megatron_adapter
 from commgrid.planning.spec import SHARE_CHOICES
 from tests.benchmarks.report import Row, compare, main
 from tests.peers import parallel_state as theirs
+from tests.ranks import run_on_ranks
 
 GB_EACH = 0.6
 CASES: dict[int, dict[str, dict[str, Any]]] = {
@@ -68,8 +68,8 @@ CONTESTANTS = (*SHARE_CHOICES, "megatron-core")
 """The adapter with each choice of `share=`, and Megatron itself."""
 
 
-def one(world: int, case: str, contestant: str) -> None:
-    """Runs in a process of its own: prints calls, communicators, and those for the GPU."""
+def one(world: int, case: str, contestant: str) -> tuple[int, int, int]:
+    """In a process of its own: calls, communicators, and those for the GPU."""
     dist.init_process_group("fake", store=FakeStore(), rank=world // 2 + 1, world_size=world)
     given = CASES.get(world, LARGE)[case]
     create, calls, twins = c10d._new_process_group_helper, 0, set()
@@ -91,22 +91,16 @@ def one(world: int, case: str, contestant: str) -> None:
     else:
         megatron_adapter.initialize_model_parallel(**given, share=contestant)
     held = [g for g in c10d._world.pg_map if g is not dist.group.WORLD and g.size() > 1]
-    print(calls, len(held), len([group for group in held if group not in twins]))
-
-
-def count(world: int, case: str, contestant: str) -> tuple[int, int, int]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", str(world), case, contestant],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    calls, held, on_gpu = map(int, done.stdout.split())
-    return calls, held, on_gpu
+    return calls, len(held), len([group for group in held if group not in twins])
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     for world in args.worlds:
         for case in CASES.get(world, LARGE):
-            found = {name: count(world, case, name) for name in CONTESTANTS}
+            found = {
+                name: run_on_ranks(one, 1, world, case, name, init=None, timeout=900)[0]
+                for name in CONTESTANTS
+            }
             calls, held, on_gpu = found["megatron-core"]
             for share in SHARE_CHOICES:
                 mine = found[share]
@@ -121,12 +115,9 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        one(int(sys.argv[2]), *sys.argv[3:])
-    else:
-        worlds = [8, 64, 1024, 16_384]
-        main(
-            __doc__, measure,
-            ("--worlds", {"type": int, "nargs": "+", "default": worlds,
-                          "help": "numbers of ranks (default 8 64 1024 16384)"}),
-        )  # fmt: skip
+    worlds = [8, 64, 1024, 16_384]
+    main(
+        __doc__, measure,
+        ("--worlds", {"type": int, "nargs": "+", "default": worlds,
+                      "help": "numbers of ranks (default 8 64 1024 16384)"}),
+    )  # fmt: skip

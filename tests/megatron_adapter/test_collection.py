@@ -38,7 +38,7 @@ def collections() -> None:
         assert {name: plain(getattr(found, name)) for name in names} == expected
         some = megatron_adapter.process_group_collection(grid, ["tp", "dp_cp"])
         assert some.tp is found.tp
-        assert not hasattr(some, "pp")
+        assert getattr(some, "pp", None) is None  # from 0.19 on a collection answers None itself
         with pytest.raises(UnknownGroupError, match=r"no field 'dpcp'.*did you mean 'dp_cp'"):
             megatron_adapter.process_group_collection(grid, ["dpcp"])
 
