@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ def run_on_paper(programs: Sequence[Sequence[Turn]], time: Any) -> list[float]:
     return clock
 
 
+@cache
 def pairs_by_mask(length: int, causal: bool, window: int | None) -> int:
     query, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
     mask = torch.ones(length, length, dtype=torch.bool)
@@ -158,7 +160,7 @@ def test_long_tailed_batches_leave_nobody_idle(kind: str) -> None:
     """And are faster than the best one size, where talk costs."""
     costs = Costs(token=750.0, exchange=250.0)  # as 6·h to 2·h of a block of width 125
     gains = []
-    for seed in range(40 if full() else 5):
+    for seed in range(40 if full() else 2):
         lengths = long_tailed(seed, 256, kind)
         for size in some([4, 6, 8], 2):
             room = {"tokens_per_rank": -(-max(lengths) // size) + 200, "costs": costs}
