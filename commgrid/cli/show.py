@@ -32,6 +32,7 @@ _EXAMPLES = """examples:
   commgrid show --schedule 1f1b --stages 2 --microbatches 4 --spans runs/spans*.jsonl -o run.svg
   commgrid show --metrics a.jsonl b.jsonl -o loss.svg
   commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
+  commgrid show --sharding 30,4,9 --cp 3 --way ring
 
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
@@ -117,6 +118,8 @@ def _check(args: argparse.Namespace) -> None:
         raise SpecError("--metrics: draws runs alone; leave the grid and --schedule out")
     if args.mask and not args.sharding:
         raise SpecError(f"--mask {args.mask}: goes with --sharding LENGTHS")
+    if args.way and not args.sharding:
+        raise SpecError(f"--way {args.way}: goes with --sharding LENGTHS")
     beside = [size for size in (*_SIZES, "spans") if getattr(args, size)]
     if beside and not args.schedule:
         raise SpecError(f"--{beside[0]}: goes with --schedule, as --schedule 1f1b")

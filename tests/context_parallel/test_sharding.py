@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commgrid import ShapeError, SpecError
+from commgrid.cli import main
 from commgrid.context_parallel import SequenceSharding, explain
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.tiles import needed, tiles
@@ -160,6 +162,19 @@ def test_a_sharding_explains_who_sends_what_when() -> None:
     assert text.splitlines()[5] == (
         "  rank 0 sends queries, keys and values 0-1 to ranks 1, 2, to each 1/3 of the heads"
     )
+
+
+def test_the_command_line_says_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--sharding", "3,9,4", "--cp", "2", "--way", "allgather"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "rank 0 sends keys and values 0-1 to rank 1",
+        "rank 1 sends keys and values 3-9 to rank 0",
+    ]
+    flags = ["show", "--sharding", "16", "--cp", "4", "--way", "2d", "--inside", "2", "--json"]
+    assert main(flags) == 0
+    assert len(json.loads(capsys.readouterr().out)["messages"]) == 4 + 2 + 4
+    assert main(["show", "--way", "ring"]) != 0
+    assert "--way ring: goes with --sharding LENGTHS" in capsys.readouterr().err
 
 
 # -- what is refused ------------------------------------------------------------------------
