@@ -104,7 +104,8 @@ def hold(parts: int, all_cases: Sequence[Case], dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 8])
 def test_shards_attend_like_the_whole(parts: int) -> None:
-    hold(parts, some(cases(parts), 5))
+    found = cases(parts)
+    hold(parts, some(found if parts in (4, 8) else found[::3], 5))
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -198,7 +199,7 @@ def compiled(case: Case) -> None:
     tensors = [case.sharding.shard(x, dim=2).clone() for x in inputs(case, torch.float64)[:3]]
     for x in tensors:
         x.requires_grad_()
-    for way in WAYS:
+    for way in ("ring", "ulysses"):
 
         def block(q: Tensor, k: Tensor, v: Tensor, way: str = way) -> Tensor:
             return 2 * attention(q + 1, k, v, sharding=case.sharding, way=way)
@@ -213,7 +214,7 @@ def compiled(case: Case) -> None:
 def test_a_compiled_model_leaves_attention_as_it_is() -> None:
     # Spawned: a forked child hangs in what torch.compile has started in the parent.
     case = Case(SequenceSharding.packed([9, 5], 2))
-    run_on_ranks(compiled, 2, case, method="spawn")
+    run_on_ranks(compiled, 2, case, method="spawn", timeout=300)
 
 
 def test_sequence_first_tensors_and_a_scale_of_the_callers() -> None:

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commgrid import ShapeError, SpecError
@@ -16,6 +16,7 @@ from commgrid.context_parallel import SequenceSharding, explain
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.tiles import needed, tiles
 from tests.context_parallel.plain import Case, allowed
+from tests.full import full
 
 
 @st.composite
@@ -32,9 +33,14 @@ def shardings(draw: st.DrawFn) -> SequenceSharding:
     return SequenceSharding.from_positions(held, [0, *sorted(bounds), at])
 
 
+# Of each property the short run draws fewer examples.
+examples = settings(max_examples=200 if full() else 30, deadline=None)
+
+
 # -- who holds what -----------------------------------------------------------------------
 
 
+@examples
 @given(shardings())
 def test_every_position_is_on_its_rank_and_in_its_document(sharding: SequenceSharding) -> None:
     bounds = sharding.documents
@@ -53,6 +59,7 @@ def test_every_position_is_on_its_rank_and_in_its_document(sharding: SequenceSha
     assert sorted(seen) == list(range(sharding.length))
 
 
+@examples
 @given(shardings())
 def test_what_is_cut_is_joined_again(sharding: SequenceSharding) -> None:
     whole = torch.arange(3.0 * sharding.length).view(3, sharding.length)
@@ -63,6 +70,7 @@ def test_what_is_cut_is_joined_again(sharding: SequenceSharding) -> None:
     assert torch.equal(sharding.unshard([s.t() for s in shards], dim=-2), whole.t())
 
 
+@examples
 @given(shardings())
 def test_equal_ones_are_one_key_and_travel(sharding: SequenceSharding) -> None:
     other = pickle.loads(pickle.dumps(sharding))
@@ -96,6 +104,7 @@ def test_zigzag_attends_equally_many_pairs(parts: int) -> None:
 # -- what has to be computed, and by whom ---------------------------------------------------
 
 
+@examples
 @given(shardings(), st.booleans(), st.one_of(st.none(), st.integers(1, 40)))
 def test_rectangles_are_the_mask(
     sharding: SequenceSharding, causal: bool, window: int | None
