@@ -35,6 +35,7 @@ def shardings(parts: int) -> list[SequenceSharding]:
         SequenceSharding.contiguous(8 * parts, parts, [0, 5, 8 * parts]),
         SequenceSharding.from_positions(held, [0, 1, 24, 40]),
         SequenceSharding.packed([2, 1], parts),
+        SequenceSharding.packed([2], parts),
     ]
 
 
