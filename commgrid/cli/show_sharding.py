@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from commgrid.context_parallel.balance import Mask, balance, pairs_of
+from commgrid.context_parallel.choice import WAYS
 from commgrid.context_parallel.drawing import draw_ranges
+from commgrid.context_parallel.explain import explain
+from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import SpecError
 from commgrid.viz.sharding_picture import draw_sharding
 
@@ -27,6 +31,14 @@ def add_sharding_options(parser: argparse.ArgumentParser) -> None:
         metavar="MASK",
         help="what a position attends: causal (default), full, or a window such as 128",
     )
+    sharding.add_argument(
+        "--way",
+        choices=WAYS,
+        help="also who sends what when in attention, forward; for few documents and ranks",
+    )
+    sharding.add_argument(
+        "--inside", type=int, metavar="N", help="of --way 2d: ranks inside, which exchange heads"
+    )
 
 
 class ShownSharding:
@@ -44,6 +56,7 @@ class ShownSharding:
         if not args.cp.isdigit():
             raise SpecError(f"--cp {args.cp}: expected a whole number")
         self.held = balance(self.lengths, int(args.cp), self.mask)
+        self.messages = self._messages(args.way, args.inside) if args.way else []
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -57,10 +70,19 @@ class ShownSharding:
                 }
                 for own in self.held
             ],
+            **({"messages": self.messages} if self.messages else {}),
         }
 
+    def _messages(self, way: str, inside: int | None) -> list[str]:
+        sharding = SequenceSharding(sum(self.lengths), self.held, (0, *accumulate(self.lengths)))
+        causal, window = self.mask.causal, self.mask.window
+        text = explain(sharding, way, causal=causal, window=window, inner=inside)
+        _, _, messages = text.partition(f"{way}, forward:\n")
+        return [line.strip() for line in messages.splitlines()]
+
     def as_text(self) -> str:
-        return draw_ranges(self.lengths, self.held, self.mask)
+        drawn = draw_ranges(self.lengths, self.held, self.mask)
+        return "\n".join([drawn, *self.messages])
 
     def draw(self) -> Figure:
         return draw_sharding(self.lengths, self.held, self.mask)

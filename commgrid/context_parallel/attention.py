@@ -14,6 +14,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -88,11 +89,31 @@ def attention(
         torch.Size([1, 4, 8, 16])
         >>> commgrid.shutdown()
     """
+    if dropout:
+        raise SpecError(f"dropout={dropout}: attention over shards of a sequence has none; use 0")
+    options = _Options(sharding, group, way, causal, window, scale, levels, grid)
+    made: Tensor = _opaque(q, k, v, options)
+    return made
+
+
+class _Options(NamedTuple):
+    """What `attention` takes beside tensors."""
+
+    sharding: SequenceSharding
+    group: Group
+    way: str
+    causal: bool
+    window: int | None
+    scale: float | None
+    levels: tuple[Group, Group] | None
+    grid: HyperCommGrid | None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+    sharding, group, way, causal, window, scale, levels, grid = options
     members = resolve(group, grid)
     mask = Mask(causal, window)
     check_way(way)
-    if dropout:
-        raise SpecError(f"dropout={dropout}: attention over shards of a sequence has none; use 0")
     if sharding.parts != members.size():
         raise ShapeError(
             f"{_about(members)}: the sharding is over {sharding.parts} ranks; expected as many"
@@ -131,6 +152,10 @@ def attention(
     )
 
 
+# torch.compile knows no messages between two ranks, and looks no plan up; so it leaves this alone.
+_opaque = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+
+
 @lru_cache(maxsize=64)
 def _steps(sharding: SequenceSharding, rank: int, mask: Mask) -> tuple[Step, ...]:
     return ring_steps(sharding.ranges, sharding.documents, rank, mask)
@@ -165,23 +190,28 @@ def _level_groups(
     if way not in ("auto", "2d"):
         return None
     if levels is None:
-        name = group if isinstance(group, str) else getattr(group, "name", None)
-        if not isinstance(name, str) or isinstance(group, ProcessGroup):
-            name = ""
-        named = grid or (get_grid(group.grid_name) if isinstance(group, GroupRef) else get_grid())
-        levels = (f"{name}_ring", f"{name}_a2a")
-        if not name or not set(levels) <= set(named.group_names):
+        name, named = _named(group, grid)
+        if named is None or not {f"{name}_ring", f"{name}_a2a"} <= set(named.group_names):
             if way == "auto":
                 return None
             raise UnknownGroupError(
-                f"way='2d' needs two levels of group {name or members.group_desc!r}: a row "
+                f"way='2d' needs two levels of group {members.group_desc!r}: a row "
                 f"`{name}_levels: {{of: {name}, split: {{{name}_ring: -1, {name}_a2a: 2}}}}` of "
                 "the groups table makes them; or give levels=(ring, inside)"
             )
-        grid = named
+        levels, grid = (f"{name}_ring", f"{name}_a2a"), named
     pair = _Pair(resolve(levels[0], grid), resolve(levels[1], grid))
     _check_split(members, pair)
     return pair
+
+
+def _named(group: Group, grid: HyperCommGrid | None) -> tuple[str, HyperCommGrid | None]:
+    """A group's name and the grid it is looked up in; None: it is a bare one."""
+    if isinstance(group, str):
+        return group, grid or get_grid()
+    if isinstance(group, GroupRef) and group.grid_name:
+        return group.name, get_grid(group.grid_name)
+    return "cp", None
 
 
 def _check_split(members: ProcessGroup, pair: _Pair) -> None:

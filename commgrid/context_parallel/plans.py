@@ -90,7 +90,7 @@ def gathering(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) -
         (((), ((0, 4),)), (4, 4))
     """
     own = ranges[rank]
-    everything = not mask.causal and len(documents) == 2
+    everything = not mask.causal and len(documents) == 2 and all(ranges)
     given = [needed(queries, own, documents, mask) for queries in ranges]
     got = [needed(own, keys, documents, mask) for keys in ranges]
     return Gathering(

@@ -12,6 +12,7 @@ phases are made of. Nothing here needs torch but what makes or takes tensors.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,7 +59,7 @@ class SequenceSharding:
 
     length: int
     ranges: tuple[Ranges, ...]
-    documents: tuple[int, ...] = ()
+    documents: tuple[int, ...]
 
     def __init__(
         self,
@@ -67,8 +68,12 @@ class SequenceSharding:
         documents: Iterable[int] | None = None,
     ) -> None:
         held = tuple(_as_ranges(rank, one) for rank, one in enumerate(ranges))
-        bounds = (0, length) if documents is None else tuple(int(bound) for bound in documents)
-        object.__setattr__(self, "length", int(length))
+        bounds = (
+            (0, operator.index(length))
+            if documents is None
+            else tuple(map(operator.index, documents))
+        )
+        object.__setattr__(self, "length", operator.index(length))
         object.__setattr__(self, "ranges", held)
         object.__setattr__(self, "documents", bounds)
         _check_documents(self.length, bounds)
@@ -148,7 +153,7 @@ class SequenceSharding:
             >>> SequenceSharding.from_positions([[0, 2, 4], [1, 3]]).ranges
             (((0, 1), (2, 3), (4, 5)), ((1, 2), (3, 4)))
         """
-        held = [[(int(p), int(p) + 1) for p in one] for one in positions]
+        held = [[(p, p + 1) for p in map(operator.index, one)] for one in positions]
         return cls(sum(map(len, held)), held, documents)
 
     # -- what it says ---------------------------------------------------------------------
@@ -349,7 +354,7 @@ def undo_runs(tensor: Tensor, runs: Ranges, dim: int = 0) -> Tensor:
 
 def _as_ranges(rank: int, ranges: Iterable[Sequence[int]]) -> Ranges:
     found: list[Range] = []
-    for start, stop in ranges:
+    for start, stop in (map(operator.index, one) for one in ranges):
         if start >= stop or (found and start < found[-1][1]):
             before = f" after ({found[-1][0]}, {found[-1][1]})" if found else ""
             raise SpecError(
@@ -357,9 +362,9 @@ def _as_ranges(rank: int, ranges: Iterable[Sequence[int]]) -> Ranges:
                 "position or more, ascending"
             )
         if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], int(stop))
+            found[-1] = (found[-1][0], stop)
         else:
-            found.append((int(start), int(stop)))
+            found.append((start, stop))
     return tuple(found)
 
 

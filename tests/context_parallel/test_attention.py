@@ -35,6 +35,7 @@ def shardings(parts: int) -> list[SequenceSharding]:
         SequenceSharding.contiguous(8 * parts, parts, [0, 5, 8 * parts]),
         SequenceSharding.from_positions(held, [0, 1, 24, 40]),
         SequenceSharding.packed([2, 1], parts),
+        SequenceSharding.packed([2], parts),
     ]
 
 
@@ -104,7 +105,8 @@ def hold(parts: int, all_cases: Sequence[Case], dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 8])
 def test_shards_attend_like_the_whole(parts: int) -> None:
-    hold(parts, some(cases(parts), 5))
+    found = cases(parts)
+    hold(parts, some(found if parts in (4, 8) else found[::3], 5))
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -191,6 +193,29 @@ def only_some_gradients(case: Case, wanted: Sequence[Tensor]) -> None:
 def test_keys_that_ask_for_no_gradient() -> None:
     case = Case(SequenceSharding.packed([9, 5], 2))
     run_on_ranks(only_some_gradients, 2, case, plain(case, inputs(case, torch.float64)))
+
+
+def compiled(case: Case) -> None:
+    start(2)
+    tensors = [case.sharding.shard(x, dim=2).clone() for x in inputs(case, torch.float64)[:3]]
+    for x in tensors:
+        x.requires_grad_()
+    for way in ("ring", "ulysses"):
+
+        def block(q: Tensor, k: Tensor, v: Tensor, way: str = way) -> Tensor:
+            return 2 * attention(q + 1, k, v, sharding=case.sharding, way=way)
+
+        wanted = block(*tensors)
+        found = torch.compile(block, backend="eager")(*tensors)
+        assert torch.equal(found, wanted)
+        both = (torch.autograd.grad(made.sum(), tensors) for made in (found, wanted))
+        assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
+
+
+def test_a_compiled_model_leaves_attention_as_it_is() -> None:
+    # Spawned: a forked child hangs in what torch.compile has started in the parent.
+    case = Case(SequenceSharding.packed([9, 5], 2))
+    run_on_ranks(compiled, 2, case, method="spawn", timeout=300)
 
 
 def test_sequence_first_tensors_and_a_scale_of_the_callers() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commgrid import ShapeError, SpecError
+from commgrid.cli import main
 from commgrid.context_parallel import SequenceSharding, explain
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.tiles import needed, tiles
 from tests.context_parallel.plain import Case, allowed
+from tests.full import full
 
 
 @st.composite
@@ -30,9 +33,14 @@ def shardings(draw: st.DrawFn) -> SequenceSharding:
     return SequenceSharding.from_positions(held, [0, *sorted(bounds), at])
 
 
+# Of each property the short run draws fewer examples.
+examples = settings(max_examples=200 if full() else 30, deadline=None)
+
+
 # -- who holds what -----------------------------------------------------------------------
 
 
+@examples
 @given(shardings())
 def test_every_position_is_on_its_rank_and_in_its_document(sharding: SequenceSharding) -> None:
     bounds = sharding.documents
@@ -51,6 +59,7 @@ def test_every_position_is_on_its_rank_and_in_its_document(sharding: SequenceSha
     assert sorted(seen) == list(range(sharding.length))
 
 
+@examples
 @given(shardings())
 def test_what_is_cut_is_joined_again(sharding: SequenceSharding) -> None:
     whole = torch.arange(3.0 * sharding.length).view(3, sharding.length)
@@ -61,6 +70,7 @@ def test_what_is_cut_is_joined_again(sharding: SequenceSharding) -> None:
     assert torch.equal(sharding.unshard([s.t() for s in shards], dim=-2), whole.t())
 
 
+@examples
 @given(shardings())
 def test_equal_ones_are_one_key_and_travel(sharding: SequenceSharding) -> None:
     other = pickle.loads(pickle.dumps(sharding))
@@ -94,6 +104,7 @@ def test_zigzag_attends_equally_many_pairs(parts: int) -> None:
 # -- what has to be computed, and by whom ---------------------------------------------------
 
 
+@examples
 @given(shardings(), st.booleans(), st.one_of(st.none(), st.integers(1, 40)))
 def test_rectangles_are_the_mask(
     sharding: SequenceSharding, causal: bool, window: int | None
@@ -160,6 +171,19 @@ def test_a_sharding_explains_who_sends_what_when() -> None:
     assert text.splitlines()[5] == (
         "  rank 0 sends queries, keys and values 0-1 to ranks 1, 2, to each 1/3 of the heads"
     )
+
+
+def test_the_command_line_says_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--sharding", "3,9,4", "--cp", "2", "--way", "allgather"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "rank 0 sends keys and values 0-1 to rank 1",
+        "rank 1 sends keys and values 3-9 to rank 0",
+    ]
+    flags = ["show", "--sharding", "16", "--cp", "4", "--way", "2d", "--inside", "2", "--json"]
+    assert main(flags) == 0
+    assert len(json.loads(capsys.readouterr().out)["messages"]) == 4 + 2 + 4
+    assert main(["show", "--way", "ring"]) != 0
+    assert "--way ring: goes with --sharding LENGTHS" in capsys.readouterr().err
 
 
 # -- what is refused ------------------------------------------------------------------------

@@ -324,6 +324,12 @@ def through_the_group() -> None:
     assert torch.equal(whole.grad, wanted)
     with pytest.raises(ShapeError, match="a sharding over 2 ranks, but group 'cp' has 3"):
         SequenceSharding.packed([9], 2).shard(torch.ones(9))
+    commgrid.destroy()  # a bare process group needs no grid
+    x = torch.ones(1, 2, len(positions), 4)
+    world = dist.group.WORLD
+    torch.testing.assert_close(attention(x, x, x, sharding=sharding, group=world), x)
+    with pytest.raises(UnknownGroupError, match="needs two levels of group"):
+        attention(x, x, x, sharding=sharding, group=world, way="2d")
 
 
 def test_shards_of_this_rank_and_back() -> None:
