@@ -12,13 +12,14 @@ ROWS = [
     ["errors", "version"],
     ["planning.names", "planning.yaml_io", "planning.ranks"],
     ["planning.layout", "planning.rank_lists", "context_parallel.balance"],
-    ["context_parallel.length_groups"],
-    ["context_parallel.lengths", "context_parallel.drawing"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],
     ["planning.group_table", "pipeline.simulator", "context_parallel.ranges"],
     ["planning.spec", "pipeline.exchange", "context_parallel.tiles"],
+    ["context_parallel.length_groups", "context_parallel.drawing"],
     ["planning.plan", "context_parallel.plans"],
     ["planning.sockets", "context_parallel.volume"],
+    ["context_parallel.length_plan"],
+    ["context_parallel.lengths"],
     ["planning"],
     ["runtime.launch", "runtime.roll", "runtime.torch_nccl"],
     ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis"],
@@ -81,7 +82,7 @@ ROWS = [
     ["cli"],
     ["__main__"],
 ]
-PURE = 11  # rows that import neither torch nor anything below them
+PURE = 12  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 
