@@ -191,8 +191,8 @@ def test_long_tailed_batches_leave_nobody_idle(kind: str) -> None:
 
 
 def test_short_documents_stay_on_one_rank_and_long_ones_do_not() -> None:
-    lengths = [4000] + [100] * 80
-    plan = plan_lengths(lengths, 4, tokens_per_rank=1024, costs=Costs(exchange=50.0))
+    lengths = [4000] + [60 + 13 * i % 80 for i in range(80)]
+    plan = plan_lengths(lengths, 4, tokens_per_rank=1024, costs=Costs(exchange=50_000.0))
     assert {turn.group for turn in plan.turns if 0 in turn.documents} == {"cp"}
     assert {turn.group for turn in plan.turns if 0 not in turn.documents} == {"cp_1"}
     assert plan.tokens_per_rank <= 1024
