@@ -2,8 +2,7 @@
 
 A long document needs many ranks, for its memory and its work; a short one on many ranks costs more
 talk than it saves work. So each is given to as small a part of the group as holds it and does not
-make the others wait. All ranks take their turns out of one list, the largest parts first: two
-groups that share ranks are met in the same order by all of them, so none waits for ever.
+make the others wait. All ranks take their turns out of one list, the largest parts first.
 
     turn                      rank 0   1   2   3
     cp      document 3             ████████████████
@@ -19,193 +18,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from commgrid.context_parallel.balance import Mask, Ranges, balance, check_lengths
+from commgrid.context_parallel.balance import Mask, check_lengths
 from commgrid.context_parallel.length_groups import LengthGroups, Part
+from commgrid.context_parallel.length_plan import Costs, LengthPlan, Turn, end_of, time_of
 from commgrid.errors import SpecError
 
 _TRIES = 16
 """How many thresholds between a long document and a short one are tried, each √½ of the last."""
 
+_LOOKED_AT = 3
+"""Of how many thresholds' plans it is counted what they send, which takes the most time."""
+
 _AS_GOOD = 1.005
 """Plans that take no more than so many times the best one's time are as good as it is."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a rank's time goes into, in attended (query, key) pairs.
-
-    A turn of T tokens and W pairs on g ranks takes
-
-        token · T / g  +  max(W / g, exchange · T · (g - 1) / g)
-
-    since keys and values travel while attention computes.
-
-    Args:
-        token: what all but attention costs for a token. A block of width h with an MLP of 4·h does
-            24·h² multiplications and additions for a token and 4·h for a pair, which makes 6·h.
-        exchange: how many pairs a rank attends while it receives the keys and values of one token.
-
-    Raises:
-        SpecError: a cost below 0.
-    """
-
-    token: float = 0.0
-    exchange: float = 0.0
-
-    def __post_init__(self) -> None:
-        for key in ("token", "exchange"):
-            if not getattr(self, key) >= 0:
-                raise SpecError(f"{key}={getattr(self, key)}: expected pairs, 0 or more")
-
-    def of(self, tokens: int, pairs: int, ranks: int) -> float:
-        """The time of one turn on so many ranks."""
-        exchanged = self.exchange * tokens * (ranks - 1) / ranks
-        return self.token * tokens / ranks + max(pairs / ranks, exchanged)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Documents that the ranks of one part attend together, packed one after the other.
-
-    Args:
-        part: the ranks.
-        documents: their numbers in the batch, ascending.
-        lengths: their tokens.
-        pairs: that all their positions attend.
-    """
-
-    part: Part
-    documents: tuple[int, ...]
-    lengths: tuple[int, ...]
-    pairs: int
-
-    @property
-    def group(self) -> str:
-        """The name of the group that talks."""
-        return self.part.name
-
-    @cached_property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def tokens_per_rank(self) -> int:
-        """Of the fullest rank."""
-        return -(-self.tokens // len(self.part.members))
-
-
-@dataclass(frozen=True)
-class LengthPlan:
-    """Who does what in which order with the documents of one batch.
-
-    Args:
-        groups: the group and its parts.
-        turns: all of them; a rank takes those of its parts, in this order.
-        mask: what a position attends.
-        costs: what the times are made of.
-        whole: the time it takes where every document is cut over the whole group.
-    """
-
-    groups: LengthGroups
-    turns: tuple[Turn, ...]
-    mask: Mask
-    costs: Costs
-    whole: float
-
-    def of(self, position: int) -> tuple[Turn, ...]:
-        """The turns of a rank, in its order.
-
-        Args:
-            position: of the rank in the group that is parted.
-        """
-        if not 0 <= position < self.groups.size:
-            raise SpecError(
-                f"position {position} is outside {self.groups.of!r} of size {self.groups.size}"
-            )
-        return tuple(turn for turn in self.turns if position in turn.part.members)
-
-    def ranges(self, turn: Turn) -> tuple[Ranges, ...]:
-        """For each member of a turn's part, the positions of its packed documents that it holds."""
-        return balance(turn.lengths, len(turn.part.members), self.mask, slack=0)
-
-    def time(self, turn: Turn) -> float:
-        """How long a turn keeps its ranks, in pairs."""
-        return self.costs.of(turn.tokens, turn.pairs, len(turn.part.members))
-
-    @cached_property
-    def busy(self) -> tuple[float, ...]:
-        """For each rank, how long it works, in pairs."""
-        found = [0.0] * self.groups.size
-        for turn in self.turns:
-            for member in turn.part.members:
-                found[member] += self.time(turn)
-        return tuple(found)
-
-    @cached_property
-    def makespan(self) -> float:
-        """When the last rank is done; a turn starts when all of its ranks are free."""
-        free = [0.0] * self.groups.size
-        for turn in self.turns:
-            start = max(free[member] for member in turn.part.members)
-            for member in turn.part.members:
-                free[member] = start + self.time(turn)
-        return max(free)
-
-    @property
-    def idle(self) -> float:
-        """What share of all ranks' time until the last is done is spent waiting."""
-        return max(1 - sum(self.busy) / (self.groups.size * self.makespan), 0.0)
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast as with every document cut over the whole group."""
-        return self.whole / self.makespan
-
-    @cached_property
-    def exchanged(self) -> float:
-        """The tokens whose keys and values all ranks together receive from others."""
-        return sum(turn.tokens * (len(turn.part.members) - 1) for turn in self.turns)
-
-    @property
-    def tokens_per_rank(self) -> int:
-        """What memory has to hold: the tokens of one rank in its largest turn."""
-        return max(turn.tokens_per_rank for turn in self.turns)
-
-    def __str__(self) -> str:
-        """A table: a line for each group, with what it is given, and what it comes to.
-
-        >>> costs = Costs(token=600, exchange=300)
-        >>> print(plan_lengths([900, 90, 80, 400, 70, 60], 4, tokens_per_rank=256, costs=costs))
-        group      turns  documents  tokens   pairs
-        cp[0-3]        1          1     900  405450
-        cp_2[0-1]      1          1     400   80200
-        cp_1[2]        1          2     150    5925
-        cp_1[3]        1          2     150    5725
-        idle 8.1 %, 1.16 times as fast as every document over all of 'cp' (4 ranks)
-        """
-        rows: list[tuple[str, ...]] = [("group", "turns", "documents", "tokens", "pairs")]
-        for part in dict.fromkeys(turn.part for turn in self.turns):
-            own = [turn for turn in self.turns if turn.part == part]
-            counts = (
-                len(own),
-                sum(len(turn.documents) for turn in own),
-                sum(turn.tokens for turn in own),
-                sum(turn.pairs for turn in own),
-            )
-            rows.append((str(part), *map(str, counts)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if place == 0 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        lines.append(
-            f"idle {100 * self.idle:.1f} %, {self.gain:.2f} times as fast as every document over "
-            f"all of {self.groups.of!r} ({self.groups.size} ranks)"
-        )
-        return "\n".join(lines)
 
 
 def plan_lengths(
@@ -238,8 +63,8 @@ def plan_lengths(
     task = _Task.of(lengths, groups, tokens_per_rank, Mask(causal, window), costs or Costs())
     share = sum(task.costs.of(*each, 1) for each in task.sums) / task.groups.size
     thresholds = [share * 2 ** (1 - k / 2) for k in range(_TRIES)]
-    given = dict.fromkeys(task.sizes(threshold) for threshold in thresholds)
-    turns = [task.fill(sizes) for sizes in given]
+    turns = [task.fill(sizes) for sizes in dict.fromkeys(task.sizes(one) for one in thresholds)]
+    turns = sorted(turns, key=task.bound)[:_LOOKED_AT]
     turns += [task.dealt(size) for size in task.groups.sizes if task.has_room(size)]
     plans = [task.plan(found) for found in turns]
     enough = _AS_GOOD * min(plan.makespan for plan in plans)
@@ -411,8 +236,15 @@ class _Task:
     @cached_property
     def whole(self) -> float:
         """The time of every document over the whole group."""
-        size = self.groups.size
-        return sum(self.costs.of(turn.tokens, turn.pairs, size) for turn in self.dealt(size))
+        return sum(time_of(turn, self.mask, self.costs) for turn in self.dealt(self.groups.size))
+
+    def bound(self, turns: Iterable[Turn]) -> float:
+        """When the last rank would be done if all ranks received all keys of a turn."""
+
+        def time(turn: Turn) -> float:
+            return self.costs.of(turn.tokens, turn.pairs, len(turn.part.members))
+
+        return end_of(turns, self.groups.size, time)
 
     def plan(self, turns: Iterable[Turn]) -> LengthPlan:
         return LengthPlan(self.groups, tuple(turns), self.mask, self.costs, self.whole)
