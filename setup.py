@@ -67,8 +67,7 @@ setup(
         include=["commgrid", "commgrid.*", "megatron_adapter", "megatron_adapter.*"]
     ),
     package_data={"commgrid": ["py.typed", "viz/page.html"], "megatron_adapter": ["py.typed"]},
-    # numpy: torch does not ask for it, but warns wherever it is imported without.
-    install_requires=["torch>=2.11,<2.16", "pyyaml", "numpy"],
+    install_requires=["torch>=2.11,<2.16", "pyyaml"],
     extras_require={
         "interop": INTEROP,
         "clients": CLIENTS,

@@ -130,7 +130,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_every_spec_with_experts_equals_enumeration[8]",
         "test_every_spec_with_experts_equals_enumeration[9]",
     ],
-    "tests/context_parallel/test_attention.py": [
+    "tests/context_parallel/test_full_attention.py": [
         "test_a_compiled_model_leaves_attention_as_it_is",
         "test_a_window_of_many_keys_and_long_documents",
         "test_in_bf16_as_exact_as_on_one_rank",
@@ -142,7 +142,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_shards_attend_like_the_whole[6]",
         "test_shards_attend_like_the_whole[8]",
     ],
-    "tests/context_parallel/test_megatron.py": [
+    "tests/context_parallel/test_as_megatron.py": [
         "test_two_levels_are_megatrons_hierarchical_groups",
         "test_zigzag_is_megatrons[2]",
     ],
