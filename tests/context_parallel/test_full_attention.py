@@ -121,7 +121,7 @@ def packings(draw: st.DrawFn) -> list[int]:
     return draw(st.lists(length, min_size=1, max_size=8))
 
 
-@settings(max_examples=12 if full() else 1, deadline=None)
+@settings(max_examples=6 if full() else 1, deadline=None)
 @given(st.lists(packings(), min_size=4, max_size=4), st.sampled_from([2, 3, 4]), st.data())
 def test_documents_of_any_length(drawn: list[list[int]], parts: int, data: st.DataObject) -> None:
     masks = st.sampled_from([(True, None), (True, None), (False, None), (True, 3), (True, 40)])
