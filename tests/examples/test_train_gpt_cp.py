@@ -51,6 +51,7 @@ GRIDS: dict[int, list[tuple[str, str]]] = {
     6: [
         ("packed", "--cp 3 --tp 2 --sequence-parallel"),
         ("plain", "--cp 3 --dp 2 --zero1"),
+        ("odd", "--cp 3 --pp 2"),
     ],
     8: [
         ("plain", "--cp 2 --tp 2 --pp 2 --sequence-parallel --cp-comm ulysses"),
