@@ -120,7 +120,8 @@ def about(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> list[str]:
     if args.cp == 1:
         return [f"text   {packed}"] if packed else []
     if args.packed:
-        return [f"cp     {packed}, balanced over {args.cp} ranks; attention by {args.cp_comm}"]
+        way = "what sends least for each" if args.cp_comm == "auto" else args.cp_comm
+        return [f"cp     {packed}, balanced over {args.cp} ranks; attention by {way}"]
     sharding = of_one_text(args)
     way = args.cp_comm
     if way == "auto":
