@@ -11,6 +11,7 @@ import torch
 
 import commgrid
 from commgrid.collectives import all_reduce
+from gpt_context import check_context
 from gpt_flags import refuse
 
 
@@ -46,6 +47,7 @@ def check_sizes(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
             f"{args.pp * args.chunks} parts; expected a layer for each, or more",
             grid,
         )
+    check_context(args, grid)
     if args.experts and args.top_k > args.experts:
         refuse(f"--top-k {args.top_k} is more than --experts {args.experts}; give fewer", grid)
     if args.hidden % args.heads:

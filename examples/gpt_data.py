@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 import commgrid
+from commgrid.context_parallel import SequenceSharding
+from gpt_context import sharding_of
 from gpt_flags import refuse
 
 
@@ -25,12 +27,14 @@ class Microbatch:
     Args:
         tokens: (sequence, batch).
         targets: the token after each, (sequence, batch).
-        positions: of the tokens in their window of text, (sequence,).
+        positions: of the tokens in their text, (sequence,).
+        sharding: who has which positions; None: this rank has all, of one text each.
     """
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
+    sharding: SequenceSharding | None = None
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,24 @@ def own_microbatches(
     batch: Tensor, args: argparse.Namespace, grid: commgrid.HyperCommGrid, device: torch.device
 ) -> list[Microbatch]:
     """This rank's share of a whole batch, (batch_size, seq_len + 1), cut into microbatches."""
-    mine = batch.chunk(grid.size("dp"))[grid.get_local_rank("dp")].to(device)
-    positions = torch.arange(args.seq_len, device=device)
-    return [
-        Microbatch(one.t()[:-1], one.t()[1:], positions) for one in mine.chunk(args.microbatches)
-    ]
+    mine = batch.chunk(grid.size("dp"))[grid.get_local_rank("dp")]
+    return [own_part(one, args, grid, device) for one in mine.chunk(args.microbatches)]
+
+
+def own_part(
+    windows: Tensor, args: argparse.Namespace, grid: commgrid.HyperCommGrid, device: torch.device
+) -> Microbatch:
+    """What this rank has of the windows of a microbatch, (batch, seq_len + 1), over cp."""
+    sharding = sharding_of(windows, args)
+    tokens, targets = windows.t()[:-1].to(device), windows.t()[1:].to(device)
+    if sharding is None:
+        return Microbatch(tokens, targets, torch.arange(args.seq_len, device=device))
+    if args.packed:  # one sequence of all windows
+        tokens, targets = (whole.t().reshape(-1, 1) for whole in (tokens, targets))
+    rank = grid.get_local_rank("cp")
+    return Microbatch(
+        sharding.shard(tokens, rank),
+        sharding.shard(targets, rank),
+        sharding.position_ids(rank, device),
+        sharding,
+    )

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 import commgrid
+from commgrid.context_parallel import WAYS
 from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.planning.names import nearest
 from gpt_values import above_zero, count, inner_share, not_negative, positive, probability
@@ -89,6 +90,19 @@ def add_grid(add: Add) -> None:
         help="data-parallel size (default: what the ranks leave)",
     )
     add("--pp", type=positive, metavar="N", default=1, help="pipeline stages (default 1)")
+    add(
+        "--cp",
+        type=positive,
+        metavar="N",
+        default=1,
+        help="ranks that share a sequence (default 1)",
+    )
+    add(
+        "--cp-comm",
+        choices=["auto", *WAYS],
+        default="auto",
+        help="how attention talks over cp (default auto: what sends least, as the run says)",
+    )
     add("--sequence-parallel", action="store_true", help="shard activations over tp as well")
     add("--zero1", action="store_true", help="shard the optimizer over dp")
     add("--fsdp", action="store_true", help="shard weights too, by torch's FSDP2")
@@ -193,6 +207,12 @@ def add_training(add: Add) -> None:
         help="sequences a step, in all (default 16)",
     )
     add("--data", metavar="FILE", help="text to train on (default: Python's documentation)")
+    add(
+        "--packed",
+        action="store_true",
+        help="a new document at each heading (a line underlined with ===, *** or such): attention "
+        "stays within documents, and their positions begin anew",
+    )
     add(
         "--seed",
         type=int,
@@ -332,6 +352,12 @@ def check_together(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
             "--fsdp shards the optimizer too, and is without --zero1 and --pp",
         ),
         (args.dp_replicate > 1 and not args.fsdp, "--dp-replicate is about --fsdp"),
+        (args.cp_comm != "auto" and args.cp == 1, "--cp-comm is about --cp N"),
+        (
+            args.dropout and (args.cp > 1 or args.packed),
+            f"--dropout {args.dropout} is of attention too, which has none with --cp and --packed; "
+            "leave it out",
+        ),
         (
             args.dp > 0 and args.dp % args.dp_replicate,
             f"--dp-replicate {args.dp_replicate} does not divide --dp {args.dp}",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import commgrid
+from gpt_context import about
 
 
 class Log:
@@ -57,6 +58,8 @@ class Log:
             f"model  {parameters:,} parameters{shared}: {several(args.layers, 'block')} of width "
             f"{args.hidden}{mlp}, {args.dtype}"
         )
+        for line in about(args, grid):
+            self.say(line)
         self.say(
             f"steps  {args.steps:,} of {self.tokens:,} tokens each: {args.batch_size} sequences of "
             f"{args.seq_len} bytes"

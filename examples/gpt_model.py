@@ -1,4 +1,4 @@
-"""train_gpt's model: a GPT-2 over bytes, cut over tp, pp, ep and the sequence.
+"""train_gpt's model: a GPT-2 over bytes, cut over tp, cp, pp, ep and the sequence.
 
 Activations are (sequence, batch, hidden). Every rank draws the same weights from the seed, whatever
 part of them it keeps.
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import commgrid
 from commgrid.collectives import all_reduce
+from commgrid.context_parallel import SequenceSharding, attention
 from commgrid.expert import MoELayer
 from commgrid.parameters import mark_parameters, placements
 from commgrid.pipeline import partition_layers
@@ -33,25 +34,33 @@ VOCABULARY = 256  # bytes
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose heads are shared out over the tp group."""
+    """Causal self-attention whose heads are shared out over tp, and whose positions over cp."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.dropout = args.dropout
+        self.dropout, self.way = args.dropout, args.cp_comm
         options = {"sequence_parallel": args.sequence_parallel, "dtype": args.weights}
         self.qkv = QKVParallelLinear(
             args.hidden, args.heads, num_kv_heads=args.kv_heads, init=weights(), **options
         )
         self.out = RowParallelLinear(args.hidden, args.hidden, init=weights(args.layers), **options)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sharding: SequenceSharding | None) -> Tensor:
         q, k, v = (part.permute(1, 2, 0, 3) for part in self.qkv(x))
+        y = self.alone(q, k, v) if sharding is None else self.shared(q, k, v, sharding)
+        return self.out(y.permute(2, 0, 1, 3).flatten(2))
+
+    def alone(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Of sequences that this rank has whole, each one text."""
         dropout = self.dropout if self.training else 0.0
         with sharded_rng("tp") if dropout else nullcontext():  # each rank has other heads
-            y = F.scaled_dot_product_attention(
+            return F.scaled_dot_product_attention(
                 q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True
             )
-        return self.out(y.permute(2, 0, 1, 3).flatten(2))
+
+    def shared(self, q: Tensor, k: Tensor, v: Tensor, sharding: SequenceSharding) -> Tensor:
+        """Of this rank's positions of sequences that cp shares, or that are packs of documents."""
+        return attention(q, k, v, sharding=sharding, way=self.way)
 
 
 class MLP(nn.Module):
@@ -88,8 +97,8 @@ class Block(nn.Module):
         self.mlp = experts(args) if args.experts else MLP(args)
         self.drop = Dropout(args)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, sharding: SequenceSharding | None) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), sharding))
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
@@ -154,17 +163,20 @@ class Part(nn.Module):
                 if hasattr(self, name):
                     mark_parameters(getattr(self, name), shared="embedding")
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, sharding: SequenceSharding | None = None
+    ) -> Tensor:
         """To the next part's input, or this rank's part of the logits (sequence, batch, part).
 
         Args:
             x: tokens (sequence, batch), or what the part before returned (sequence, batch, hidden).
             positions: of the tokens in their text, (sequence,).
+            sharding: whose rows these are; None: each sequence is one text, whole on this rank.
         """
         if self.is_first:
             x = self.drop(self.embed(x, positions))
         for block in self.blocks.values():
-            x = block(x)
+            x = block(x, sharding)
         return self.head(self.norm(x)) if self.is_last else x
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

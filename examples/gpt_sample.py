@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commgrid.collectives import all_gather, broadcast
-from gpt_data import Microbatch
+from commgrid.collectives import all_gather, all_reduce, broadcast
+from gpt_data import own_part
 from gpt_model import VOCABULARY
 from gpt_trainer import Trainer
 
@@ -31,11 +31,18 @@ def generate(trainer: Trainer) -> str:
 
 def next_logits(trainer: Trainer, seen: Tensor) -> Tensor:
     """Of the byte after those seen, (VOCABULARY,) in fp64 on the CPU; on every rank the same."""
-    length, device = trainer.args.seq_len, trainer.device
+    args, grid, device = trainer.args, trainer.grid, trainer.device
     # What follows does not matter to a causal model, and shapes stay as they are.
-    tokens = F.pad(seen, (0, length - len(seen)))[:, None]
-    output = trainer.logits(Microbatch(tokens, tokens, torch.arange(length, device=device)))
+    window = F.pad(seen, (0, args.seq_len + 1 - len(seen)))[None]
+    one = own_part(window, args, grid, device)
+    output = trainer.logits(one)
     found = torch.zeros(VOCABULARY, dtype=torch.float64, device=device)
-    if output is not None:
-        found += all_gather(output[len(seen) - 1, 0], "tp")[:VOCABULARY]
-    return broadcast(found, "pp", source=trainer.grid.size("pp") - 1).cpu()
+    last = len(seen) - 1
+    if one.sharding is None:
+        held = list(range(args.seq_len))
+    else:
+        held = one.sharding.positions(grid.get_local_rank("cp")).tolist()
+    if output is not None and last in held:  # on one rank of cp
+        found += all_gather(output[held.index(last), 0], "tp")[:VOCABULARY]
+    found = all_reduce(found, "cp")
+    return broadcast(found, "pp", source=grid.size("pp") - 1).cpu()

@@ -38,7 +38,7 @@ MODEL_FLAGS = (
 """Those that a checkpoint must have been saved with."""
 CURVE_FLAGS = (
     "seed", "batch_size", "clip_grad", "lr", "warmup", "lr_decay", "lr_decay_steps", "min_lr",
-    "held_out",
+    "held_out", "packed",
 )  # fmt: skip
 """Those that may change at a checkpoint, and then the curve is not that of a run without it."""
 
@@ -131,7 +131,7 @@ class Trainer:
         """Averages gradients over all tokens of the step, and clips; their norm before that."""
         clip = self.args.clip_grad
         if self.reducer is not None:
-            self.reducer.finish(count=tokens / self.grid.size("dp"))
+            self.reducer.finish(count=tokens / self.grid.size("dp_cp"))
             return self.reducer.clip_gradients(clip) if clip else self.reducer.gradient_norm()
         reduce_partial_gradients(self.model)  # FSDP has summed them over the data axes
         for parameter in self.model.parameters():
@@ -180,9 +180,9 @@ def spelled(flag: str) -> str:
     return f"--{flag.replace('_', '-')}"
 
 
-def beside(microbatches: list[Microbatch]) -> list[dict[str, Tensor]]:
+def beside(microbatches: list[Microbatch]) -> list[dict[str, Any]]:
     """What every chunk of every stage is given beside its input."""
-    return [{"positions": one.positions} for one in microbatches]
+    return [{"positions": one.positions, "sharding": one.sharding} for one in microbatches]
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:

@@ -1,8 +1,10 @@
-"""Train a small byte-level GPT with tensor, sequence, pipeline, expert and data parallelism.
+"""Train a small byte-level GPT with tensor, sequence, context, pipeline, expert and data
+parallelism.
 
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --tp 2 --sequence-parallel
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --pp 4 --schedule zb-h1
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --experts 8 --ep 4
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --cp 4 --seq-len 1024 --packed
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --fsdp --dp-replicate 2
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --save runs/1 --save-every 100
     torchrun … --max-restarts 3 examples/train_gpt.py --save runs/1 --save-every 100 --resume runs/1
@@ -10,11 +12,11 @@
     python examples/train_gpt.py --resume runs/1 --steps 0 --sample "The statement "
 
 Every rank draws the same weights and the same batches from --seed, so the loss curve does
-not depend on how the job is cut: not on --tp, --dp, --sequence-parallel, --zero1, --fsdp, --pp,
---chunks, --schedule, --microbatches, --ep or --etp. (It does with --dropout, since ranks drop other
-elements, and with --capacity-factor and --aux-loss-coef, which look at the tokens of a rank.) Nor
-does it depend on where --resume takes up what --save has saved, or on how that job was cut. The
-text is Python's own documentation, unless --data names a file.
+not depend on how the job is cut: not on --tp, --cp, --cp-comm, --dp, --sequence-parallel, --zero1,
+--fsdp, --pp, --chunks, --schedule, --microbatches, --ep or --etp. (It does with --dropout, since
+ranks drop other elements, and with --capacity-factor and --aux-loss-coef, which look at the tokens
+of a rank.) Nor does it depend on where --resume takes up what --save has saved, or on how that job
+was cut. The text is Python's own documentation, unless --data names a file.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import commgrid
 import gpt_flags
 from commgrid.runtime.failures import named_failures
 from gpt_checks import check_files, check_sizes
+from gpt_context import split_of_cp
 from gpt_data import Text, evaluation_batches, global_batch, read_text, split_text
 from gpt_log import Log
 from gpt_model import count_parameters
@@ -65,7 +68,7 @@ def train(args: argparse.Namespace) -> None:
 
 def make_grid(args: argparse.Namespace) -> commgrid.HyperCommGrid | None:
     """The grid of --tp, --pp, … with the names that the model asks for; None on a spare rank."""
-    groups: dict[str, Any] = {}
+    groups: dict[str, Any] = split_of_cp(args)
     data = {"dp": args.dp}
     if args.tie_embeddings:
         groups["embedding"] = {"of": "pp", "pick": ["first", "last"]}
@@ -74,7 +77,14 @@ def make_grid(args: argparse.Namespace) -> commgrid.HyperCommGrid | None:
         shards = args.dp // args.dp_replicate if args.dp > 0 else -1
         data = {"dp_replicate": args.dp_replicate, "dp_shard": shards}
     return commgrid.initialize(
-        tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp, groups=groups, ranks=args.ranks, **data
+        tp=args.tp,
+        cp=args.cp,
+        pp=args.pp,
+        ep=args.ep,
+        etp=args.etp,
+        groups=groups,
+        ranks=args.ranks,
+        **data,
     )
 
 

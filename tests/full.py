@@ -207,6 +207,15 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/examples/test_megatron_gpt.py": [
         "test_under_torchrun",
     ],
+    "tests/examples/test_train_gpt_cp.py": [
+        "test_a_pack_has_the_loss_of_its_documents",
+        "test_a_run_goes_on_with_another_cp",
+        "test_evaluation_and_sample_do_not_depend_on_cp",
+        "test_packed_alone_as_with_masks",
+        "test_same_curve_however_sequences_are_shared[4]",
+        "test_same_curve_however_sequences_are_shared[6]",
+        "test_same_curve_however_sequences_are_shared[8]",
+    ],
     "tests/examples/test_train_gpt_evaluation.py": [
         "test_the_same_on_any_grid[2]",
         "test_the_same_on_any_grid[8]",
