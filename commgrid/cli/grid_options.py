@@ -69,7 +69,7 @@ def add_command(
 def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True) -> None:
     """Adds the grid's flags."""
     grid = parser.add_argument_group("grid", "a YAML file, or sizes; one size may be -1")
-    grid.add_argument("yaml", nargs="?", metavar="GRID.yaml", help="a spec: docs/yaml.md has its keys")
+    grid.add_argument("yaml", nargs="?", metavar="GRID.yaml", help="a spec, see docs/yaml.md")
     for name, meaning in _SIZES.items():
         flag = f"--{name.replace('_', '-')}"
         grid.add_argument(flag, dest=name, metavar="N", help=meaning)

@@ -263,7 +263,9 @@ def dense_from(sizes: object, order: object) -> Region:
         if not set(given) & {"dp", "dp_shard", "dp_replicate"}:
             given["dp"] = -1 if "dp" in listed else 1
         given = {"tp": 1, "cp": 1, **given, **({} if "pp" in given else {"pp": 1})}
-    axes = None if order is None else parse_order("order", order, list(dict.fromkeys([*given, "dp"])))
+    axes = (
+        None if order is None else parse_order("order", order, list(dict.fromkeys([*given, "dp"])))
+    )
     return make_region("dense", given, axes, prefix="axes.")
 
 
