@@ -7,17 +7,20 @@ a parameter are lost when a model is deep-copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import parametrize
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.registry import get_grid
+from commgrid.runtime.torch_patches import before_ddp
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -240,6 +243,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
     marks: dict[str, Mark] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, ShardedModule):
+            _check_declared(prefix, module)
             _check_unwrapped(prefix, module)
         mark = marks[prefix] = _mark_of(prefix, module, marks)
         for name, parameter in module.named_parameters(recurse=False):
@@ -263,6 +267,27 @@ def placements(model: nn.Module) -> Iterator[Placement]:
     yield from found.values()
 
 
+def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None:
+    """That no two of the ranks have different slices of a parameter, which DDP would make one.
+
+    Raises:
+        SpecError: some have.
+    """
+    for placement in placements(module):
+        for dim, group in placement.shards:
+            both = sorted(set(dist.get_process_group_ranks(group.group)) & set(ranks))
+            if len(both) > 1:
+                raise SpecError(
+                    f"DistributedDataParallel over {describe_ranks(ranks)} would make "
+                    f"{placement} equal on {describe_ranks(both)}, which have different slices "
+                    f"of it, cut along dim {dim} over {group.name!r}; give it the ranks that have "
+                    "copies, process_group=commgrid.get_group('dp_cp'), or use GradientReducer"
+                )
+
+
+before_ddp(_refuse_copying_over_slices)
+
+
 def _mark_of(prefix: str, module: nn.Module, marks: Mapping[str, Mark]) -> Mark:
     """What was said of a module; of a parametrization that came later, what its parent's says."""
     mark: Mark | None = getattr(module, "_commgrid_mark", None)
@@ -270,6 +295,31 @@ def _mark_of(prefix: str, module: nn.Module, marks: Mapping[str, Mark]) -> Mark:
     if mark is None and inside:
         mark = marks.get(parent.removeprefix("."))
     return mark or Mark()
+
+
+def _check_declared(prefix: str, module: ShardedModule) -> None:
+    """Refuses what a layer says of parameters that it does not have, or cannot say."""
+    who = f"{f'{prefix}: ' if prefix else ''}{type(module).__name__}"
+    if not isinstance(getattr(module, "group", None), GroupRef):
+        raise SpecError(
+            f"{who}.group is {getattr(module, 'group', None)!r}: a ShardedModule keeps the group "
+            "that its parameters are cut over as self.group = GroupRef('tp')"
+        )
+    for what, names in (("shard_dims", module.sliced_names), ("partial", module.partial)):
+        for name in names:
+            if name not in module._parameters and not hasattr(module, name):
+                has = ", ".join(module._parameters) or "none"
+                raise SpecError(
+                    f"{who}.{what} names {name!r}, which is no parameter of it; it has {has}"
+                )
+    for name in module.sliced_names:
+        parameter = module._parameters.get(name)
+        for dim, _ in module.shards_of(name) if parameter is not None else ():
+            if not 0 <= dim < parameter.dim():  # type: ignore[union-attr]
+                raise SpecError(
+                    f"{who}.shard_dims says that {name!r} is cut along dim {dim}; it has shape "
+                    f"{tuple(parameter.shape)}"  # type: ignore[union-attr]
+                )
 
 
 def _check_unwrapped(prefix: str, module: ShardedModule) -> None:

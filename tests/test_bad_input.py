@@ -41,7 +41,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "not dividing": (
         lambda: build(tp=3, pp=2).resolve(16),
         r"tp=3 · cp=1 · pp=2 = 6 does not divide 16 ranks.*16 = 2·6 \+ 4; nearest that fit: "
-        r"tp=2, tp=4, 12 or 18 ranks",
+        r"tp=2, or tp=4, or 12 or 18 ranks",
     ),
     "not the world": (
         lambda: build(tp=2, dp=3).resolve(16),
@@ -49,7 +49,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "inherited": (
         lambda: build(tp=4, ep=3).resolve(16),
-        r"region expert: etp=4 \(inherited from tp\) · ep=3 .* = 12 does not divide.*ep=2, ep=4",
+        r"region expert: etp=4 \(inherited from tp\) · ep=3 .* = 12 does not divide.*ep=2, or ep=4",
     ),
     "hsdp parts": (
         lambda: build(dp_shard=3, dp_replicate=2, dp=8),

@@ -104,7 +104,7 @@ def _misfit(
         fits += [f"{inherited.get(axis, axis)}={s}" for s in below + above]
     ranks = sorted({max(1, count // known) * known, -(-count // known) * known})
     fits.append(f"{' or '.join(map(str, ranks if filled else [known]))} ranks")
-    return f"{text}; nearest that fit: {', '.join(fits)}"
+    return f"{text}; nearest that fit: {', or '.join(fits)}"
 
 
 def check_size(key: str, value: object, names: Iterable[str] = ()) -> Size:

@@ -7,6 +7,7 @@ naming the key, the value and a fix before anything of it becomes a communicator
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -306,13 +307,20 @@ class GridSpec:
         Raises:
             UnknownGroupError: listing the known names and the nearest.
         """
+        if not all(isinstance(word, str) for word in spelled):
+            given = ", ".join(map(repr, spelled))
+            raise UnknownGroupError(
+                f"no group is named {given}: expected names, of several axes one after the other, "
+                "as get_group('dp', 'tp') or get_group('dp_tp')"
+            )
         name = "_".join(spelled) or names.canonical(self.regions[0].axes, self.regions[0].axes)
         found = find_name(name, self.definitions, self.words)
         if found is None:
             known = list(self.definitions)
+            joined = find_name(re.sub(r"\W+", "_", name), self.definitions, self.words)
+            meant = f"; did you mean {joined!r}?" if joined else names.nearest(name, known)
             raise UnknownGroupError(
-                f"no group is named {name!r}{names.nearest(name, known)} (there are "
-                f"{', '.join(known)})"
+                f"no group is named {name!r}{meant} (there are {', '.join(known)})"
             )
         return found
 

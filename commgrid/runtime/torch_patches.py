@@ -4,6 +4,7 @@
 |---|---|---|
 | `answered_with` | while a root's names are flattened | lets `DeviceMesh._flatten` take a group that exists |
 | `let_names_be_taken` | for the process | asks who made a flattened axis before it refuses its name |
+| `before_ddp` | for the process | asks a module about the ranks that it is about to be copied to |
 | `mend_uneven_gathers` | for the process | gathers uneven pieces over a flattened axis in their own sizes, or axis by axis |
 
 Each was checked on the versions in `_CHECKED`; on others the lasting change is left out.
@@ -11,15 +12,20 @@ Each was checked on the versions in `_CHECKED`; on others the lasting change is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import wraps
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 _CHECKED = ((2, 11), (2, 16))
 """The first torch on which these were checked, and the first on which they were not."""
@@ -114,3 +120,26 @@ def _is_uneven_gather(step: Any) -> bool:
         return False
     uneven: bool = step.logical_shape[source.dim] % step.mesh.size() != 0
     return uneven
+
+
+def before_ddp(check: Callable[[nn.Module, Sequence[int]], None]) -> None:
+    """Has DistributedDataParallel show a module, and the ranks it goes to, before it copies it.
+
+    DDP broadcasts every parameter of the first rank to all others of its group, and asks nobody.
+
+    Args:
+        check: raises where that is wrong.
+    """
+    start = DistributedDataParallel.__init__
+
+    @wraps(start)
+    def checked(ddp: DistributedDataParallel, module: nn.Module, *args: Any, **named: Any) -> None:
+        given = signature(start).bind(ddp, module, *args, **named).arguments
+        mesh, group = given.get("device_mesh"), given.get("process_group")
+        if mesh is not None and mesh.ndim == 1:
+            group = mesh.get_group()
+        if dist.is_initialized() and isinstance(module, nn.Module):
+            check(module, dist.get_process_group_ranks(group))
+        start(ddp, module, *args, **named)
+
+    DistributedDataParallel.__init__ = checked  # type: ignore[method-assign, assignment]

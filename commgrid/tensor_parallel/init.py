@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from commgrid.collectives.group_ref import GroupRef
+from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import own_slice
 from commgrid.tensor_parallel.counter_rng import Law
 from commgrid.tensor_parallel.known_init import Constant, Init, law_of
@@ -36,7 +37,19 @@ def draw(
     device, and torch's random state is asked for one number. Any other fills the full tensor, on
     the CPU, so that the numbers do not depend on the device. What lies past the end of the full
     shape is zero; on the meta device nothing is drawn.
+
+    Args:
+        parameter: this rank's slice, which is filled.
+        full_shape: of the parameter on one process.
+        init: fills the tensor that it is given in place, as those of torch.nn.init do.
+        dim: along which the parameter is sliced; None: it is whole.
+        group: whose ranks have a slice each.
+
+    Raises:
+        ShapeError: the parameter is no slice of that shape over that group.
+        SpecError: `group` is no GroupRef, or `init` returns a tensor of its own.
     """
+    _check_slice(parameter, full_shape, dim, group)
     if not has_numbers(parameter):
         return
     law = known_law(init, full_shape, parameter)
@@ -46,10 +59,38 @@ def draw(
             draw_slice(parameter, full_shape, law, shards)
             return
         full = torch.empty(tuple(full_shape), dtype=parameter.dtype, device="cpu")
-        init(full)
+        made: object = init(full)
+        if isinstance(made, Tensor) and made.data_ptr() != full.data_ptr():
+            raise SpecError(
+                f"init={getattr(init, '__name__', init)!r} returned another tensor; expected a "
+                "function that fills the one it is given, such as torch.nn.init.normal_"
+            )
         if dim is not None:
             full = own_slice(full, dim, group, parameter.shape[dim])
         parameter.copy_(full)
+
+
+def _check_slice(
+    parameter: nn.Parameter, full_shape: Sequence[int], dim: int | None, group: GroupRef
+) -> None:
+    """That a parameter can be its rank's slice; one past the end may be padded."""
+    if dim is not None and not isinstance(group, GroupRef):
+        raise SpecError(
+            f"draw(…, group={group!r}): expected a GroupRef, which a layer keeps as self.group: "
+            f"GroupRef({group if isinstance(group, str) else 'tp'!r})"
+        )
+    shape, expected = tuple(parameter.shape), list(full_shape)
+    fits = len(shape) == len(expected) and (dim is None or -len(shape) <= dim < len(shape))
+    if fits and dim is not None:
+        least = -(-expected[dim] // group.size)
+        expected[dim] = max(shape[dim], least)  # more is padding, as a vocabulary has it
+    if not fits or shape != tuple(expected):
+        ranks = f"over the {group.size} ranks of {group.name!r}"
+        over = "" if dim is None else f" along dim {dim} {ranks}"
+        raise ShapeError(
+            f"a parameter of shape {shape} is no slice of {tuple(full_shape)}{over}; expected "
+            f"{tuple(expected)}"
+        )
 
 
 def has_numbers(tensor: Tensor) -> bool:
