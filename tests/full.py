@@ -87,7 +87,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_axes_in_any_order",
         "test_ddp_beside_tensor_parallel_layers",
         "test_meshes_of_eight_ranks",
-        "test_what_torch_makes_for_a_grids_mesh_goes_with_the_grid",
+        "test_a_grids_mesh_is_unflattened_as_torchs",
         "test_fsdp1_over_copies_of_shards_beside_tp",
     ],
     "tests/test_sharding.py": [

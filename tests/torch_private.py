@@ -69,6 +69,7 @@ _PATCHES = "commgrid/runtime/torch_patches.py"
 _MESH = "commgrid/runtime/device_mesh.py"
 _SHARDING = "commgrid/sharding.py"
 _KEPT = "commgrid/data_parallel/kept.py"
+_KERNEL = "commgrid/context_parallel/kernel.py"
 
 ROWS = (
     # -- groups and the store ----------------------------------------------------------------
@@ -284,6 +285,37 @@ ROWS = (
         "torch._foreach_zero_",
         ("commgrid/data_parallel/arrivals.py", _KEPT),
         "a loop of zero_",
+    ),
+    # -- attention ------------------------------------------------------------------------------
+    Private(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        (_KERNEL,),
+        "its successor that gives the log-sum-exp, or `_Products` beside it",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        (_KERNEL,),
+        "its successor that gives the log-sum-exp, or `_Products` beside it",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_flash_attention",
+        (_KERNEL,),
+        "its successor that gives the log-sum-exp, or `_Products` beside it",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_flash_attention_backward",
+        (_KERNEL,),
+        "its successor that gives the log-sum-exp, or `_Products` beside it",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_efficient_attention",
+        (_KERNEL,),
+        "its successor that gives the log-sum-exp, or `_Products` beside it",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_efficient_attention_backward",
+        (_KERNEL,),
+        "its successor that gives the log-sum-exp, or `_Products` beside it",
     ),
 )
 

@@ -16,7 +16,8 @@ The region's other names are offered to a root as torch's flattened axes, over t
 that torch finds them where it would create one (`dp_cp` of dp and cp, also where cp has size 1 and
 is not in the mesh). Who flattens something else to such a name takes it over. Flattening to a name
 that the grid does not have is torch's own: collective, with new groups; so is unflattening, always.
-They are the user's to name and use, and go with the grid (`of_torch`).
+They outlive the grid: torch names groups by counting those there are, so that the next one after
+one that was destroyed would meet at the store under its name again, and wait for ever.
 
 FSDP1 of two dims beside tp asks its mesh's root for tp, and fails on a root of dp_replicate and
 dp_shard alone: it takes a slice, `device_mesh("dp_replicate", "dp_shard", "tp")["dp_replicate",
@@ -83,11 +84,6 @@ class GridMeshes:
             kept = [n for n in dims if any(sizes[axis] > 1 for axis in dims[n])]
             dims = {name: dims[name] for name in kept or list(dims)[-1:]}
         return self._mesh(region, dims)
-
-    def of_torch(self) -> list[ProcessGroup]:
-        """The groups that torch made for these meshes, when they were flattened or unflattened."""
-        others = {*self._groups.values(), torch.distributed.group.WORLD}
-        return [group for group in self._registry.values() if group not in others]
 
     # -- names --------------------------------------------------------------------------
 

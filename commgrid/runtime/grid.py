@@ -242,7 +242,6 @@ class HyperCommGrid:
         self._destroyed = True
         while self._before_destroy:
             self._before_destroy.pop()()
-        of_torch = [] if self._meshes is None else self._meshes.of_torch()
         self._groups.clear()
         self._positions.clear()
         self._sizes.clear()
@@ -250,8 +249,7 @@ class HyperCommGrid:
         self._around.clear()
         self._meshes = None
         made, self._communicators = self._communicators, []
-        own = [communicator.group for communicator in made] if self._owns_groups else []
-        return own + of_torch
+        return [communicator.group for communicator in made] if self._owns_groups else []
 
     @property
     def is_destroyed(self) -> bool:
@@ -489,8 +487,8 @@ class HyperCommGrid:
 
         FSDP1 of two dims beside tp looks for tp in its mesh's root: give it a slice, as
         `device_mesh("dp_replicate", "dp_shard", "tp")["dp_replicate", "dp_shard"]`. Groups that
-        torch makes when a mesh is unflattened, or flattened to a name that the grid has not, are
-        destroyed with the grid.
+        torch makes when a mesh is unflattened, or flattened to a name that the grid has not, last
+        as long as torch.distributed.
 
         Args:
             *names: axes, combinations such as `dp_cp`, or names of the groups table, of one region;
