@@ -290,7 +290,6 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_every_function_on_every_rank[0.16.1-*]",
         "test_every_function_on_every_rank[0.17.1-*]",
         "test_every_function_on_every_rank[0.18.2-*]",
-        "test_every_function_on_every_rank[0.19.2-4]",
         "test_every_function_on_every_rank[0.19.2-8]",
         "test_every_function_on_every_rank[0.20.0-*]",
         "test_every_function_on_every_rank_of_a_large_world",

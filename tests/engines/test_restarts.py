@@ -61,7 +61,14 @@ def check_up(running: Job, nodes: list[int], world: int) -> None:
     assert [(row["rank"], row["world"]) for row in came] == [(r, world) for r in range(world)]
 
 
-@pytest.mark.parametrize("killed", DEATHS)
+@pytest.mark.parametrize(
+    ("hosts", "killed"),
+    [
+        *(("loopback", killed) for killed in DEATHS),
+        *(("namespaces", killed) for killed in ("first_node_twice", "second_node_once", "both")),
+    ],
+    indirect=["hosts"],
+)
 def test_two_nodes(killed: str, hosts: tuple[Host, Host]) -> None:
     deaths = DEATHS[killed]
     with job(hosts, timeout=90) as running:
@@ -132,7 +139,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, fl
     return curve(metrics)
 
 
-@pytest.mark.parametrize("nodes", ["2", "1:2"])
+@pytest.mark.parametrize(
+    ("hosts", "nodes"), [("loopback", "2"), ("namespaces", "1:2")], indirect=["hosts"]
+)
 def test_training_goes_on_with_its_curve(
     nodes: str, uninterrupted: list[dict[str, float]], hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
