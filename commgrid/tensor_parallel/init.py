@@ -74,7 +74,7 @@ def _check_slice(
     parameter: nn.Parameter, full_shape: Sequence[int], dim: int | None, group: GroupRef
 ) -> None:
     """That a parameter can be its rank's slice; one past the end may be padded."""
-    if dim is not None and not isinstance(group, GroupRef):
+    if dim is not None and not isinstance(getattr(group, "size", None), int):
         raise SpecError(
             f"draw(…, group={group!r}): expected a GroupRef, which a layer keeps as self.group: "
             f"GroupRef({group if isinstance(group, str) else 'tp'!r})"
