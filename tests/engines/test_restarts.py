@@ -84,7 +84,7 @@ def test_two_nodes(killed: str, hosts: tuple[Host, Host]) -> None:
 def test_survivors_that_notice_nothing(killed: str) -> None:
     """Their agent stops them, which it does not count as a restart: TORCHELASTIC_RESTART_COUNT
     differs between the nodes from then on."""
-    with job(LOOPBACK, timeout=60) as running:
+    with job(LOOPBACK, timeout=90) as running:
         running.start(TWO_NODES, ["commgrid", json.dumps(DEATHS[killed])], IDLE="1")
         check_up(running, [0, 1], 2)
     assert not processes(running.folder)
