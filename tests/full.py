@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 ONLY_FULL: dict[str, list[str]] = {
     "tests/test_first_use.py": [
+        "test_a_peer_that_never_talks_is_an_error_within_the_timeout[recv-*]",
         "test_a_peer_that_never_talks_is_an_error_within_the_timeout[broadcast-*]",
         "test_a_peer_that_never_talks_is_an_error_within_the_timeout[all_gather-*]",
         "test_a_peer_that_never_talks_is_an_error_within_the_timeout[send-*]",
@@ -114,6 +115,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_200_cycles_under_torchrun",
     ],
     "tests/test_no_hang.py": [
+        "test_a_rank_whose_grid_covers_fewer_ranks[last]",
         "test_a_process_that_is_never_started",
         "test_a_rank_that_never_comes_although_torch_distributed_is_up",
         "test_a_rank_whose_grid_covers_fewer_ranks[first]",
@@ -202,6 +204,8 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_torchs_schedules_on_our_groups[4-1]",
     ],
     "tests/examples/test_train_gpt.py": [
+        "test_two_jobs_on_ranks_of_one_world",
+        "test_bf16_falls_as_fp32_does",
         "test_an_error_is_one_line_and_a_code",
         "test_bare_python_is_a_world_of_one",
         "test_same_curve_however_it_is_cut[fp32]",
