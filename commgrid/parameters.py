@@ -285,9 +285,6 @@ def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None
                 )
 
 
-before_ddp(_refuse_copying_over_slices)
-
-
 def _mark_of(prefix: str, module: nn.Module, marks: Mapping[str, Mark]) -> Mark:
     """What was said of a module; of a parametrization that came later, what its parent's says."""
     mark: Mark | None = getattr(module, "_commgrid_mark", None)
@@ -362,3 +359,6 @@ def own_slice(full: Tensor, dim: int, group: GroupRef, size: int) -> Tensor:
     part = full.new_zeros(shape)
     part.narrow(dim, 0, real).copy_(full.narrow(dim, start, real))
     return part
+
+
+before_ddp(_refuse_copying_over_slices)

@@ -27,9 +27,6 @@ import time
 from functools import partial
 from typing import Any
 
-import gpt_quiet  # noqa: F401 -- before anything imports torch
-
-# isort: split
 import commgrid
 import gpt_flags
 from commgrid.runtime.failures import named_failures

@@ -14,7 +14,7 @@ import commgrid
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.data_parallel import GradientReducer
 from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
-from commgrid.parameters import ShardedModule
+from commgrid.parameters import ShardedModule, placements
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.tensor_parallel.init import draw
 from tests.ranks import run_on_ranks
@@ -87,7 +87,9 @@ def test_what_a_layer_says_of_itself(make: Callable[[], Gain], said: str) -> Non
 
 @pytest.mark.usefixtures("grid")
 def test_a_layer_may_name_a_bias_that_it_is_made_without() -> None:
-    GradientReducer(nn.Sequential(Gain({"gain": 0, "bias": 0}))).close()
+    model = nn.Sequential(Gain({"gain": 0, "bias": 0}))
+    GradientReducer(model).close()
+    assert [(p.name, p.shards[0][0]) for p in placements(model)] == [("0.gain", 0)]
 
 
 def other_tensor(weight: torch.Tensor) -> torch.Tensor:

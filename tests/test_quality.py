@@ -37,13 +37,6 @@ def test_readme_python_runs(tmp_path: Path) -> None:
     assert pages.run_python(ROOT / "README.md", tmp_path) >= 1
 
 
-@pytest.mark.parametrize(("command", "printed"), list(pages.commands(ROOT / "README.md")))
-def test_readme_commands_print_what_it_says(command: str, printed: str, tmp_path: Path) -> None:
-    pages.save_files(ROOT / "README.md", tmp_path)
-    said = pages.output(command, tmp_path)
-    assert pages.prints(printed, said), said
-
-
 def test_readme_names_the_two_commands() -> None:
     for command in (
         "pip install -e . -c .ci/constraints.txt && torchrun --standalone --nproc-per-node 8 "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from commgrid.context_parallel.balance import Mask, Ranges
 from commgrid.context_parallel.choice import WAYS, check_way
@@ -10,6 +11,8 @@ from commgrid.context_parallel.plans import gathering, ring_steps
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import SpecError
+from commgrid.planning.rank_lists import describe_ranks
+from commgrid.planning.summary import several
 
 
 def explain(
@@ -44,11 +47,13 @@ def explain(
     kind = "full" if not causal else "causal" if window is None else f"window {window}"
     lines = [f"{sharding}, {kind}"]
     if len(sharding.documents) > 2:
-        bounds = zip(sharding.documents, sharding.documents[1:], strict=False)
+        bounds = pairwise(sharding.documents)
         lines.append(f"documents {', '.join(_range(*bound) for bound in bounds)}")
     for rank, held in enumerate(sharding.ranges):
         pairs = sharding.attended_pairs(rank, causal=causal, window=window)
-        lines.append(f"rank {rank} holds {_ranges(held)}: {_positions(count(held))}, {pairs} pairs")
+        lines.append(
+            f"rank {rank} holds {_ranges(held)}: {several(count(held), 'position')}, {pairs} pairs"
+        )
     if way is not None:
         lines += _messages(sharding, way, mask, inner)
     return "\n".join(lines)
@@ -106,7 +111,7 @@ def _heads(sharding: SequenceSharding, size: int) -> Iterator[str]:
             others = [other for other in range(first, first + size) if other != rank]
             yield (
                 f"rank {rank} sends queries, keys and values {_ranges(held)} to "
-                f"{_ranks(others)}, to each 1/{size} of the heads"
+                f"{describe_ranks(others)}, to each 1/{size} of the heads"
             )
 
 
@@ -139,14 +144,6 @@ def _block(rank: int, size: int, *, sends: bool = True) -> str:
         return f"rank {rank} sends" if sends else f"rank {rank}"
     ranks = f"ranks {rank * size}-{rank * size + size - 1}"
     return f"each of {ranks} sends" if sends else f"its like in {ranks}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _positions(number: int) -> str:
-    return f"{number} position{'s' * (number != 1)}"
 
 
 def _range(start: int, stop: int) -> str:

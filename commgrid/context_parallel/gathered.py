@@ -27,7 +27,7 @@ from commgrid.context_parallel.kernel import Backward, Partial, wide
 from commgrid.context_parallel.plans import Gathering
 from commgrid.context_parallel.ranges import count, inverse
 from commgrid.context_parallel.ring import pack, unpack
-from commgrid.context_parallel.sharding import take_runs
+from commgrid.context_parallel.sharding import add_runs, take_runs
 
 
 def gathered_attention(
@@ -90,8 +90,5 @@ def _give_back(gradients: Tensor, length: int, plan: Gathering, group: ProcessGr
     arrived = start_all_to_all(gradients, group, plan.receive, returned).wait()
     total = gradients.new_zeros(length, *gradients.shape[1:], dtype=wide(gradients.dtype))
     for runs, part in zip(plan.send, torch.split(arrived, returned), strict=True):
-        at = 0
-        for start, stop in runs:
-            total[start:stop] += part[at : at + stop - start]
-            at += stop - start
+        add_runs(total, runs, part)
     return total

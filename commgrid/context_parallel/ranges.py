@@ -119,11 +119,7 @@ def inverse(runs: Ranges) -> Ranges:
     >>> inverse(((0, 4), (8, 16), (4, 8)))
     ((0, 4), (12, 16), (4, 12))
     """
-    rows, row = [], 0
-    for start, stop in runs:
-        rows.append((start, row, row + stop - start))
-        row += stop - start
-    return joined((first, last) for _, first, last in sorted(rows))
+    return sorting_runs([runs])
 
 
 def joined(runs: Iterable[Range]) -> Ranges:

@@ -32,7 +32,7 @@ from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.kernel import Backward, Partial, wide
 from commgrid.context_parallel.plans import Step
 from commgrid.context_parallel.ranges import count
-from commgrid.context_parallel.sharding import take_runs
+from commgrid.context_parallel.sharding import add_runs, take_runs
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.torch_transfers import start_transfers
 from commgrid.runtime.torch_world import first_line, is_peer_failure
@@ -120,12 +120,8 @@ def unpack(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _give(rows: Tensor, runs: Ranges, dk: Tensor, dv: Tensor) -> None:
     """Adds gradients that have returned to those of this rank's keys."""
-    at = 0
-    for start, stop in runs:
-        more_dk, more_dv = unpack(rows[at : at + stop - start])
-        dk[:, :, start:stop] += more_dk
-        dv[:, :, start:stop] += more_dv
-        at += stop - start
+    add_runs(dk.permute(2, 0, 1, 3), runs, rows[:, 0])
+    add_runs(dv.permute(2, 0, 1, 3), runs, rows[:, 1])
 
 
 class _Keys:

@@ -20,8 +20,9 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from commgrid.context_parallel.balance import Mask, Range, Ranges, balance, pairs_of
-from commgrid.context_parallel.ranges import count, inverse, sorting_runs, union
+from commgrid.context_parallel.ranges import count, joined, sorting_runs, union
 from commgrid.errors import ShapeError, SpecError
+from commgrid.planning.summary import several
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -327,11 +328,8 @@ class SequenceSharding:
         return SequenceSharding(self.length, map(union, blocks), self.documents)
 
     def __str__(self) -> str:
-        documents = len(self.documents) - 1
-        return (
-            f"{self.length} positions in {documents} document{'s' * (documents > 1)} over "
-            f"{self.parts} rank{'s' * (self.parts > 1)}"
-        )
+        positions, documents = (self.length, "position"), (len(self.documents) - 1, "document")
+        return f"{several(*positions)} in {several(*documents)} over {several(self.parts, 'rank')}"
 
 
 def take_runs(tensor: Tensor, runs: Ranges, dim: int = 0) -> Tensor:
@@ -344,9 +342,12 @@ def take_runs(tensor: Tensor, runs: Ranges, dim: int = 0) -> Tensor:
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 
-def undo_runs(tensor: Tensor, runs: Ranges, dim: int = 0) -> Tensor:
-    """What `take_runs` has put in another order, as it was."""
-    return take_runs(tensor, inverse(runs), dim)
+def add_runs(tensor: Tensor, runs: Ranges, rows: Tensor) -> None:
+    """Adds rows to those that `take_runs` would take, along dim 0."""
+    at = 0
+    for start, stop in runs:
+        tensor[start:stop] += rows[at : at + stop - start]
+        at += stop - start
 
 
 # -- checks -------------------------------------------------------------------------------
@@ -361,11 +362,8 @@ def _as_ranges(rank: int, ranges: Iterable[Sequence[int]]) -> Ranges:
                 f"rank {rank} has ({start}, {stop}){before}: expected disjoint ranges of 1 "
                 "position or more, ascending"
             )
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)
+        found.append((start, stop))
+    return joined(found)
 
 
 def _check_documents(length: int, documents: tuple[int, ...]) -> None:

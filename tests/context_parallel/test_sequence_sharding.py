@@ -169,7 +169,7 @@ def test_a_sharding_explains_who_sends_what_when() -> None:
     text = explain(SequenceSharding.contiguous(6, 3), "ulysses", window=2)
     assert text.startswith("6 positions in 1 document over 3 ranks, window 2\nrank 0 holds 0-1")
     assert text.splitlines()[5] == (
-        "  rank 0 sends queries, keys and values 0-1 to ranks 1, 2, to each 1/3 of the heads"
+        "  rank 0 sends queries, keys and values 0-1 to ranks 1-2, to each 1/3 of the heads"
     )
 
 
