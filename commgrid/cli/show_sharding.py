@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from commgrid.context_parallel.balance import Mask, balance, pairs_of
 from commgrid.context_parallel.choice import WAYS
 from commgrid.context_parallel.drawing import draw_ranges
-from commgrid.context_parallel.explain import explain
+from commgrid.context_parallel.explain import messages
+from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import SpecError
 from commgrid.viz.sharding_picture import draw_sharding
@@ -53,10 +54,16 @@ class ShownSharding:
             raise SpecError(f"--sharding {args.sharding}: needs --cp N, the number of ranks")
         self.lengths = _lengths(args.sharding)
         self.mask = _mask(args.mask)
+        if (args.way == "2d") != (args.inside is not None):
+            raise SpecError("--way 2d and --inside N go together: how many ranks exchange heads")
         if not args.cp.isdigit():
             raise SpecError(f"--cp {args.cp}: expected a whole number")
         self.held = balance(self.lengths, int(args.cp), self.mask)
-        self.messages = self._messages(args.way, args.inside) if args.way else []
+        sharding = SequenceSharding(sum(self.lengths), self.held, (0, *accumulate(self.lengths)))
+        self.messages: list[str] | None = None
+        if args.way:
+            sent = messages(sharding, args.way, self.mask, args.inside)
+            self.messages = sent or ["nothing is sent"]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -65,7 +72,7 @@ class ShownSharding:
             "ranks": [
                 {
                     "ranges": [list(one) for one in own],
-                    "tokens": sum(stop - start for start, stop in own),
+                    "tokens": count(own),
                     "pairs": pairs_of(self.lengths, own, self.mask),
                 }
                 for own in self.held
@@ -73,16 +80,9 @@ class ShownSharding:
             **({"messages": self.messages} if self.messages else {}),
         }
 
-    def _messages(self, way: str, inside: int | None) -> list[str]:
-        sharding = SequenceSharding(sum(self.lengths), self.held, (0, *accumulate(self.lengths)))
-        causal, window = self.mask.causal, self.mask.window
-        text = explain(sharding, way, causal=causal, window=window, inner=inside)
-        _, _, messages = text.partition(f"{way}, forward:\n")
-        return [line.strip() for line in messages.splitlines()]
-
     def as_text(self) -> str:
         drawn = draw_ranges(self.lengths, self.held, self.mask)
-        return "\n".join([drawn, *self.messages])
+        return "\n".join([drawn, *(self.messages or ())])
 
     def draw(self) -> Figure:
         return draw_sharding(self.lengths, self.held, self.mask)
@@ -98,8 +98,8 @@ def _lengths(text: str) -> list[int]:
                 f"--sharding {text}: {item!r} is no length; expected tokens such as 900, or 512x64 "
                 "for 64 documents of 512, with commas between"
             )
-        length, count = match.groups("1")
-        found += [int(length)] * int(count)
+        length, times = match.groups("1")
+        found += [int(length)] * int(times)
     return found
 
 

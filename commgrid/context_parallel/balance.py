@@ -70,6 +70,10 @@ class Mask:
         near = count if self.window is None else min(count, self.window)
         return near * (near + 1) // 2 + (count - near) * near
 
+    def __str__(self) -> str:
+        wide = "causal" if self.causal else "full"
+        return wide if self.window is None else f"window {self.window}"
+
 
 def balanced(
     lengths: Iterable[int],

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from commgrid.context_parallel.balance import Mask, Ranges, check_lengths, pairs_of
+from commgrid.context_parallel.ranges import count
 from commgrid.errors import SpecError
 
 
@@ -37,7 +38,7 @@ def draw_ranges(
     total = sum(sizes)
     step = -(-total // width)
     edges = [*range(0, total, step), total]
-    counts = [sum(stop - start for start, stop in own) for own in held]
+    counts = [count(own) for own in held]
     pairs = [pairs_of(sizes, own, mask) for own in held]
     wide = [len(f"{max(found, default=0)}") for found in (counts, pairs)]
     lead = max(len("document"), len(f"rank {len(held) - 1}"))

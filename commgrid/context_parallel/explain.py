@@ -44,8 +44,7 @@ def explain(
           step 1: rank 1 sends keys and values 2-5 to rank 0
     """
     mask = Mask(causal, window)
-    kind = "full" if not causal else "causal" if window is None else f"window {window}"
-    lines = [f"{sharding}, {kind}"]
+    lines = [f"{sharding}, {mask}"]
     if len(sharding.documents) > 2:
         bounds = pairwise(sharding.documents)
         lines.append(f"documents {', '.join(_range(*bound) for bound in bounds)}")
@@ -55,30 +54,31 @@ def explain(
             f"rank {rank} holds {_ranges(held)}: {several(count(held), 'position')}, {pairs} pairs"
         )
     if way is not None:
-        lines += _messages(sharding, way, mask, inner)
+        sent = messages(sharding, way, mask, inner) or ["nothing is sent"]
+        lines += [f"{way}, forward:", *(f"  {line}" for line in sent)]
     return "\n".join(lines)
 
 
-def _messages(sharding: SequenceSharding, way: str, mask: Mask, inner: int | None) -> Iterator[str]:
+def messages(
+    sharding: SequenceSharding, way: str, mask: Mask, inner: int | None = None
+) -> list[str]:
+    """Who sends what to whom when, forward, a line each; as `explain`."""
     check_way(way)
     if way == "auto":
         raise SpecError(f"way='auto' depends on heads; choose() says which of {', '.join(WAYS)}")
-    yield f"{way}, forward:"
     if way == "ring":
-        found = list(_ring(sharding, mask, "", 1))
-    elif way == "allgather":
-        found = list(_gathered(sharding, mask))
-    else:
-        size = sharding.parts if way == "ulysses" else inner
-        if size is None:
-            raise SpecError("way='2d': give inner=, how many ranks exchange heads inside")
-        merged = sharding.merged(size)
-        found = [
-            *_heads(sharding, size),
-            *_ring(merged, mask, f" of its 1/{size} of the heads", size),
-            *_back(sharding, size),
-        ]
-    yield from (f"  {line}" for line in found or ["nothing is sent"])
+        return list(_ring(sharding, mask, "", 1))
+    if way == "allgather":
+        return list(_gathered(sharding, mask))
+    size = sharding.parts if way == "ulysses" else inner
+    if size is None:
+        raise SpecError("way='2d': give inner=, how many ranks exchange heads inside")
+    merged = sharding.merged(size)
+    return [
+        *_heads(sharding, size),
+        *_ring(merged, mask, f" of its 1/{size} of the heads", size),
+        *_back(sharding, size),
+    ]
 
 
 def _ring(sharding: SequenceSharding, mask: Mask, what: str, size: int) -> Iterator[str]:

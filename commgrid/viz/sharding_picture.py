@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from commgrid.context_parallel.balance import Mask, Ranges, check_lengths, pairs_of
+from commgrid.context_parallel.ranges import count, pieces
+from commgrid.planning.summary import several
 from commgrid.viz.figure import ALERT, FAINT, INK, colour, new_figure
 
 if TYPE_CHECKING:
@@ -28,12 +29,11 @@ def draw_sharding(
         mask: what a position attends; None: all before it.
     """
     sizes, mask = check_lengths(lengths), mask or Mask()
-    ends = list(accumulate(sizes))
     figure = new_figure(11.0, 1.3 + 0.34 * (len(held) + 1))
     where, share = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
-    _rows(where, sizes, [((0, ends[-1]),), *held])
+    _rows(where, sizes, [((0, sum(sizes)),), *held])
     pairs = [pairs_of(sizes, own, mask) for own in held]
-    tokens = [sum(stop - start for start, stop in own) for own in held]
+    tokens = [count(own) for own in held]
     _shares(share, pairs, tokens)
     where.set_title(_title(sizes, held, mask), fontsize=9.5, loc="left")
     where.set_yticks(
@@ -43,36 +43,20 @@ def draw_sharding(
 
 
 def _title(sizes: Sequence[int], held: Sequence[Ranges], mask: Mask) -> str:
-    kind = (
-        "full" if not mask.causal else "causal" if mask.window is None else f"window {mask.window}"
-    )
-    documents, ranges = len(sizes), sum(map(len, held))
-    return (
-        f"{sum(sizes)} tokens in {documents} document{'s' * (documents > 1)} over {len(held)} "
-        f"rank{'s' * (len(held) > 1)}, {kind}: {ranges} range{'s' * (ranges > 1)}"
-    )
-
-
-def pieces(sizes: Sequence[int], own: Ranges) -> Iterator[tuple[int, int, int]]:
-    """Start, stop and document of each piece of a document in some ranges."""
-    ends = list(accumulate(sizes))
-    for start, stop in own:
-        document = bisect_right(ends, start)
-        while start < stop:
-            end = min(stop, ends[document])
-            yield start, end, document
-            start, document = end, document + 1
+    documents, ranges = several(len(sizes), "document"), several(sum(map(len, held)), "range")
+    tokens, ranks = several(sum(sizes), "token"), several(len(held), "rank")
+    return f"{tokens} in {documents} over {ranks}, {mask}: {ranges}"
 
 
 def _rows(axes: Axes, sizes: Sequence[int], rows: Sequence[Ranges]) -> None:
     """Bars in the colours of their documents."""
-    outlined = len(sizes) <= _OUTLINED
+    outlined, bounds = len(sizes) <= _OUTLINED, (0, *accumulate(sizes))
     for row, own in enumerate(rows):
-        drawn = list(pieces(sizes, own))
+        drawn = [(d, piece) for d, found in pieces(own, bounds).items() for piece in found]
         axes.broken_barh(
-            [(start, stop - start) for start, stop, _ in drawn],
+            [(piece.start, piece.stop - piece.start) for _, piece in drawn],
             (row - 0.39, 0.78),
-            facecolors=[colour(document) for _, _, document in drawn],
+            facecolors=[colour(document) for document, _ in drawn],
             edgecolor="white" if outlined else "none",
             linewidth=0.5 if outlined else 0.0,
         )
