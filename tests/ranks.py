@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import tempfile
@@ -84,8 +85,8 @@ def run_on_ranks(
             with _frozen(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
                 children[rank].start()
-        _wait(children, timeout)
-        return _collect(children, world_size, Path(folder), timeout)
+        ended = _wait(children, timeout)
+        return _collect({rank: children[rank] for rank in ended}, world_size, Path(folder), timeout)
 
 
 @contextlib.contextmanager
@@ -161,12 +162,20 @@ def _child(
         dist.destroy_process_group()
 
 
-def _wait(children: Mapping[int, Any], timeout: float) -> None:
-    """Until all have ended; once one has failed the others get a grace, then all are killed."""
+def _wait(children: Mapping[int, Any], timeout: float) -> list[int]:
+    """Until all have ended; once one has failed the others get a grace, then all are killed.
+
+    Returns the ranks as they ended: what the first of them says is most often the cause.
+    """
     until = time.monotonic() + timeout
+    ended: dict[int, None] = {}
     failed = False
-    while time.monotonic() < until and any(child.is_alive() for child in children.values()):
-        if not failed and any(child.exitcode not in (None, 0) for child in children.values()):
+    while time.monotonic() < until and len(ended) < len(children):
+        ended.update(
+            (rank, None) for rank, child in children.items()
+            if rank not in ended and not child.is_alive()
+        )  # fmt: skip
+        if not failed and any(children[rank].exitcode for rank in ended):
             failed = True
             until = min(until, time.monotonic() + GRACE_SECONDS)
         time.sleep(0.005)
@@ -179,6 +188,12 @@ def _wait(children: Mapping[int, Any], timeout: float) -> None:
         child.kill()
     for child in children.values():
         child.join()
+    return [*ended, *(rank for rank in children if rank not in ended)]
+
+
+def _own(stacks: str) -> str:
+    """A rank's stacks without what its parent was doing when it forked."""
+    return re.sub(r"(, line \d+ in _child\n)(  File .*\n)*", r"\1", stacks)
 
 
 def _collect(
@@ -193,7 +208,7 @@ def _collect(
             results[rank] = value
             continue
         stacks = folder / f"{rank}.stacks"
-        where = stacks.read_text() if stacks.exists() else ""
+        where = _own(stacks.read_text()) if stacks.exists() else ""
         how = f"exit code {child.exitcode}, timeout {timeout:g} s"
         failures.append(f"--- rank {rank} ({how})\n{value if kind == 'error' else ''}{where}")
     if failures:
