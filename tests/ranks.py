@@ -16,6 +16,7 @@ import random
 import re
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -33,6 +34,10 @@ GRACE_SECONDS = 10.0  # what the others get to end by themselves once one rank h
 
 class RanksFailed(AssertionError):
     """Some ranks raised, died or did not end in time; carries what each of them said."""
+
+
+class TorchNotStarted(RanksFailed):
+    """The first rank that failed did so while torch.distributed started, before its function."""
 
 
 def free_port() -> int:
@@ -71,17 +76,36 @@ def run_on_ranks(
     Raises:
         RanksFailed: with the traceback of every rank that did not return.
     """
+    jobs = {}
+    for rank in range(world_size):
+        if rank not in absent:
+            extra = per_rank[rank] if per_rank is not None else ()
+            jobs[rank] = (function, (*args, *extra))
+    how = (world_size, init, launcher, environ or {}, timeout, method)
+    try:
+        return _run(jobs, *how)
+    except TorchNotStarted as failed:  # gloo was seen to lose a connection once in many thousands
+        print("torch did not start, and is started again:", failed, file=sys.__stderr__)
+        return _run(jobs, *how)
+
+
+def _run(
+    jobs: Mapping[int, tuple[Callable[..., Any], tuple[Any, ...]]],
+    world_size: int,
+    init: str | None,
+    launcher: str | None,
+    environ: Mapping[str, str],
+    timeout: float,
+    method: str,
+) -> list[Any]:
     context = multiprocessing.get_context(method)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         port = free_port()
         children = {}
-        for rank in range(world_size):
-            if rank in absent:
-                continue
-            variables = {**_launcher_variables(launcher, rank, world_size, port), **(environ or {})}
-            extra = per_rank[rank] if per_rank is not None else ()
-            job = (function, (*args, *extra), rank, world_size, folder, init, variables)
-            children[rank] = context.Process(target=_child, args=job, daemon=False)
+        for rank, job in jobs.items():
+            variables = {**_launcher_variables(launcher, rank, world_size, port), **environ}
+            whole = (*job, rank, world_size, folder, init, variables)
+            children[rank] = context.Process(target=_child, args=whole, daemon=False)
             with _frozen(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
                 children[rank].start()
@@ -144,19 +168,21 @@ def _child(
     stacks = open(out.with_suffix(".stacks"), "w")  # noqa: SIM115 -- faulthandler keeps it
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.environ.update(variables)
+    started = False
     try:
         if init is not None:
             store = dist.FileStore(f"{folder}/store", world_size)
             dist.init_process_group(init, store=store, rank=rank, world_size=world_size)
             if init == "gloo":  # a rank that is done at once would leave while others connect
                 dist.barrier()
+        started = True
         result = ("ok", function(*args))
     except BaseException:
-        result = ("error", traceback.format_exc())
+        result = ("error" if started else "not started", traceback.format_exc())
     partial = out.with_suffix(".partial")
     partial.write_bytes(pickle.dumps(result))
     partial.rename(out.with_suffix(".result"))
-    if result[0] == "error":
+    if result[0] != "ok":
         os._exit(1)
     if init is not None and dist.is_initialized():
         dist.destroy_process_group()
@@ -201,6 +227,7 @@ def _collect(
 ) -> list[Any]:
     results: list[Any] = [None] * world_size
     failures = []
+    kinds = []
     for rank, child in children.items():
         path = folder / f"{rank}.result"
         kind, value = pickle.loads(path.read_bytes()) if path.exists() else ("lost", "")
@@ -210,9 +237,11 @@ def _collect(
         stacks = folder / f"{rank}.stacks"
         where = _own(stacks.read_text()) if stacks.exists() else ""
         how = f"exit code {child.exitcode}, timeout {timeout:g} s"
-        failures.append(f"--- rank {rank} ({how})\n{value if kind == 'error' else ''}{where}")
+        failures.append(f"--- rank {rank} ({how})\n{value if kind != 'ok' else ''}{where}")
+        kinds.append(kind)
     if failures:
-        raise RanksFailed(
+        kind_of_error = TorchNotStarted if kinds[0] == "not started" else RanksFailed
+        raise kind_of_error(
             "\n".join([f"{len(failures)} of {len(children)} ranks failed", *failures])
         )
     return results

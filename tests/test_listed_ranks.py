@@ -97,9 +97,12 @@ def check_groups(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> None:
     for number in range(len(sizes) + 1):
         for axes in itertools.combinations(range(len(sizes)), number):
             named = [names[axis] for axis in axes]
-            groups = {along(table, rank, axes): rank for rank in ranks}
-            for members, rank in groups.items():
-                assert tuple(layout.group(rank, *named)) == members
+            left, groups = set(ranks), []
+            while left:
+                rank = next(iter(left))
+                groups.append(along(table, rank, axes))
+                assert tuple(layout.group(rank, *named)) == groups[-1]
+                left.difference_update(groups[-1])
             assert sorted(map(tuple, layout.groups(*named))) == sorted(groups)
 
 
