@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         join,
         shutdown,
         size,
+        use_grid,
     )
 
 __version__ = VERSION
@@ -79,6 +80,7 @@ __all__ = [
     "join",
     "shutdown",
     "size",
+    "use_grid",
 ]
 
 # These import torch, which planning on a laptop does not need; they load when first asked for.
@@ -94,6 +96,7 @@ _LIVE = {
     "join": "commgrid.runtime.registry",
     "shutdown": "commgrid.runtime.registry",
     "size": "commgrid.runtime.registry",
+    "use_grid": "commgrid.runtime.registry",
 }
 
 
