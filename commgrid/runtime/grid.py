@@ -288,9 +288,9 @@ class HyperCommGrid:
         """Takes up again what `suspend` has given up, connected as `connect` of the grid says.
 
         Every rank of the grid calls it with the same names. Look-ups, layers, meshes and what else
-        finds groups by name go on. A torch group that the program kept goes on where NCCL was
-        suspended by torch; elsewhere its collectives raise a GroupSuspendedError, and
-        `get_group` has the new one.
+        finds groups by name go on. So does a torch group that the program has kept; where it was
+        destroyed, Python's calls of it go to the new one, and what only C++ holds, as DDP does, is
+        an error.
 
         Args:
             names: as `suspend` takes them; those that are not suspended stay as they are.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -133,7 +133,8 @@ def _or_destroyed(grid: HyperCommGrid) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        grid.abort()
+        with suppress(RuntimeError):  # all wait at the store, and none in a collective
+            torch_groups.abort_all(grid._let_go(), tell=False)
         error.add_note("commgrid: the grid was destroyed on this rank; initialize makes another")
         raise
 
@@ -149,16 +150,15 @@ def _give_up(grid: HyperCommGrid, chosen: list[Communicator]) -> None:
         gone = torch_suspend.destroy_for_now(communicator.group, _why(grid, communicator))
         grid._swap(communicator, gone)
         communicator.suspended = True
-    for handle, communicator, connected in others:
+    for handle, _, connected in others:
         kept = handle()
         if kept is not None:
-            torch_suspend.cut_off(kept, _why_not_again(grid, communicator), connected)
+            torch_suspend.cut_off(kept, connected)
 
 
 def _make_again(grid: HyperCommGrid, communicator: Communicator, meeting: Meeting | _Alone) -> None:
     """A group in place of a stand-in, under its name."""
     planned, stand_in = communicator.planned, communicator.group
-    assert isinstance(stand_in, torch_suspend.StandIn)
     started = time.perf_counter()
     torch_suspend.leave_place(stand_in)
     try:
@@ -179,18 +179,10 @@ def _make_again(grid: HyperCommGrid, communicator: Communicator, meeting: Meetin
     communicator.seconds_to_create = time.perf_counter() - started
     communicator.seconds_to_connect = None
     grid._swap(communicator, group)
-    stand_in.why = _why_not_again(grid, communicator)  # to whoever has looked it up meanwhile
 
 
 def _why(grid: HyperCommGrid, communicator: Communicator) -> str:
     return (
         f"{communicator.describe()} of grid {grid.name!r} is suspended; call grid.resume() on all "
         "ranks of the grid first"
-    )
-
-
-def _why_not_again(grid: HyperCommGrid, communicator: Communicator) -> str:
-    return (
-        f"this handle of {communicator.describe()} of grid {grid.name!r} is of before it was "
-        f"resumed, or suspended; take grid.get_group({communicator.names[0]!r}) after grid.resume()"
     )

@@ -6,9 +6,11 @@ takes its place: torch finds it under the group's name, so that meshes and DTens
 counts among torch's groups, since torch names new ones by counting. A group of that name is made
 when it is resumed.
 
-torch has no way to take a backend out of a group, nor to give it another one of its kind: an object
-that the program has kept of a destroyed group cannot come back to life. It is told so: from the
-first suspension on, torch's calls of a group's collectives ask here whether it was given up.
+torch has no way to take a backend out of a group, nor to give it another one of its kind, so that
+an object which the program has kept of a destroyed group never connects again. It follows its name
+instead: from the first suspension on, what Python calls of a group that was given up is called of
+the group that torch finds under its name, a stand-in or its successor. What C++ alone holds, as
+DDP's reducer does, stays cut off.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from commgrid.errors import GroupSuspendedError
+from commgrid.errors import GridDestroyedError, GroupSuspendedError
 from commgrid.runtime import torch_gloo, torch_groups, torch_nccl
 from commgrid.runtime.torch_world import unwrapped
 
@@ -43,8 +45,8 @@ _CALLS = (
 )  # fmt: skip
 """What a ProcessGroup communicates with, in some torch or other."""
 
-_LOOK_UPS = ("get_backend", "get_group_rank")
-"""What torch asks of a group before a collective or after its error, and a destroyed one fails."""
+_LOOK_UPS = ("get_backend", "get_global_rank", "get_group_rank", "get_process_group_ranks")
+"""What torch and programs ask about a group beside them; torch fails where it is destroyed."""
 
 _bindings: Any = _distributed_c10d  # torch's types leave out what is private
 
@@ -53,8 +55,10 @@ _DEVICE_SECONDS = 10.0  # that what is queued on a device may take; a suspension
 _POLL_SECONDS = 0.005
 _NOT_CONNECTED = re.compile(r"not (been )?initialized", re.IGNORECASE)
 
-_refused: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_given_up: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups whose calls go to what has their name."""
 _answering: WeakKeyDictionary[dist.ProcessGroup, StandIn] = WeakKeyDictionary()
+"""For those that NCCL has suspended: what has their name, which torch only knows weakly."""
 
 
 class StandIn(dist.ProcessGroup):
@@ -80,20 +84,20 @@ class StandIn(dist.ProcessGroup):
         """What torch's logs call it."""
         return self._description
 
-    def _get_backend(self, device: Any) -> Any:
-        raise GroupSuspendedError(self.why)
+
+def _standing_in(name: str) -> Callable[..., Any]:
+    def call(group: StandIn, *args: Any, **named: Any) -> Any:
+        now = _now(group)
+        if now is group:
+            raise GroupSuspendedError(group.why)
+        return getattr(now, name)(*args, **named)
+
+    call.__name__ = name
+    return call
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(group: StandIn, *_: Any, **__: Any) -> Any:
-        raise GroupSuspendedError(group.why)
-
-    refuse.__name__ = name
-    return refuse
-
-
-for _name in _CALLS:  # C++ finds these too, as that of DTensor and of compiled code does
-    setattr(StandIn, _name, _refusing(_name))
+for _name in (*_CALLS, "_get_backend"):  # C++ finds these too, as DTensor and compiled code do
+    setattr(StandIn, _name, _standing_in(_name))
 
 
 # -- work under way -------------------------------------------------------------------------
@@ -153,7 +157,7 @@ def suspend(group: dist.ProcessGroup, why: str) -> None:
         why: what a collective on it says meanwhile.
     """
     _on_connected(group, "suspend")
-    refuse(group, why)
+    follow_name(group)
     _answering[group] = StandIn(group, why)
     _answer(group.group_name, _answering[group])
 
@@ -161,7 +165,7 @@ def suspend(group: dist.ProcessGroup, why: str) -> None:
 def resume(group: dist.ProcessGroup) -> None:
     """Takes the memory again; its members all call it, and wait for each other."""
     _on_connected(group, "resume")
-    _refused.pop(group, None)
+    _given_up.discard(group)
     _answer(group.group_name, group)
     _answering.pop(group, None)
 
@@ -217,8 +221,9 @@ def destroy_for_now(group: dist.ProcessGroup, why: str) -> StandIn:
 
 
 def leave_place(stand_in: dist.ProcessGroup) -> None:
-    """Takes a stand-in out of torch, so that a group of its name can be made."""
+    """Takes a stand-in out of torch, so that a group of its name can be made, which it follows."""
     dist.destroy_process_group(stand_in)
+    follow_name(stand_in)
 
 
 def _answer(name: str, group: dist.ProcessGroup) -> None:
@@ -230,59 +235,72 @@ def _answer(name: str, group: dist.ProcessGroup) -> None:
 # -- objects that programs have kept --------------------------------------------------------
 
 
-def cut_off(group: dist.ProcessGroup, why: str, connected: bool) -> None:
-    """Ends a destroyed group that somebody still holds: its connections, and what it answers.
+def cut_off(group: dist.ProcessGroup, connected: bool) -> None:
+    """Ends the connections of a destroyed group that somebody still holds, and has it follow.
 
     Args:
         group: the destroyed one.
-        why: what its errors say from now on.
         connected: whether all of its pairs of ranks are connected; else gloo's stay as they are.
     """
     if connected and group.size() > 1 and torch.device("cpu") in group._device_types:
         with suppress(RuntimeError):  # the other side may have closed them first
             torch_gloo.break_connections(group)
-    refuse(group, why)
+    follow_name(group)
 
 
-def refuse(group: dist.ProcessGroup, why: str) -> None:
-    """Has every collective on a group raise a GroupSuspendedError."""
+def follow_name(group: dist.ProcessGroup) -> None:
+    """Has what Python calls of a group be called of the one that torch finds under its name."""
     _guard_calls()
-    _refused[group] = why
+    _given_up.add(group)
+
+
+def _now(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that has the name of one that was given up."""
+    try:
+        found: dist.ProcessGroup = _bindings._resolve_process_group(group.group_name)
+    except RuntimeError as error:  # nobody has it
+        raise GridDestroyedError(
+            f"this handle is of communicator {group.group_desc}, whose grid was destroyed while it "
+            "was suspended or after it; take the group of the grid that is alive"
+        ) from error
+    return found
 
 
 def _guard_calls() -> None:
-    """Has torch ask, before any collective, whether the group was given up. It stays so."""
-    if hasattr(dist.ProcessGroup.allreduce, "asks_if_suspended"):
+    """Has torch ask, before it calls a group, whether that was given up. It stays so."""
+    if hasattr(dist.ProcessGroup.allreduce, "asks_if_given_up"):
         return
-    for name in _CALLS:
+    for name in (*_CALLS, "_get_backend"):
         if hasattr(dist.ProcessGroup, name):
-            setattr(dist.ProcessGroup, name, _asking(getattr(dist.ProcessGroup, name)))
+            setattr(dist.ProcessGroup, name, _asking(name, getattr(dist.ProcessGroup, name)))
     for name in _LOOK_UPS:
-        telling = _telling(getattr(c10d, name))
+        looking = _looking(getattr(c10d, name))
         for module in (dist, c10d):
-            setattr(module, name, telling)
+            setattr(module, name, looking)
 
 
-def _asking(call: Callable[..., Any]) -> Callable[..., Any]:
+def _asking(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def ask_first(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
-        if _refused and group in _refused:
-            raise GroupSuspendedError(_refused[group])
+        if group in _given_up:
+            return getattr(_now(group), name)(*args, **named)
         return call(group, *args, **named)
 
-    ask_first.asks_if_suspended = True  # type: ignore[attr-defined]
+    ask_first.asks_if_given_up = True  # type: ignore[attr-defined]
     return ask_first
 
 
-def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
+def _looking(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A look-up in torch's books, which no longer have a destroyed group."""
+
     @wraps(call)
-    def tell(*args: Any, **named: Any) -> Any:
+    def look(*args: Any, **named: Any) -> Any:
         try:
             return call(*args, **named)
-        except ValueError:  # torch no longer knows the group
-            group = args[0] if args else named.get("group")
-            if isinstance(group, dist.ProcessGroup) and group in _refused:
-                raise GroupSuspendedError(_refused[group]) from None
-            raise
+        except (KeyError, ValueError):
+            group = args[0] if args else named.pop("group", None)
+            if not isinstance(group, dist.ProcessGroup) or group not in _given_up:
+                raise
+            return call(_now(group), *args[1:], **named)
 
-    return tell
+    return look
