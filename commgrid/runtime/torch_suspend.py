@@ -222,7 +222,7 @@ def destroy_for_now(group: dist.ProcessGroup, why: str) -> StandIn:
 
 def leave_place(stand_in: dist.ProcessGroup) -> None:
     """Takes a stand-in out of torch, so that a group of its name can be made, which it follows."""
-    dist.destroy_process_group(stand_in)
+    torch_groups.destroy_group(stand_in)
     follow_name(stand_in)
 
 
