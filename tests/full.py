@@ -51,6 +51,8 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_grid_ends_while_it_is_suspended[abort]",
         "test_a_grid_ends_while_it_is_suspended[world]",
         "test_shutdown_while_it_is_suspended",
+        "test_fsdp_which_keeps_the_groups_goes_on",
+        "test_with_torchs_debug_wrapper_and_in_a_world_of_one",
     ],
     "tests/test_mesh_like_torch.py": [
         "test_dtensors_move_save_and_load_as_on_torchs",
