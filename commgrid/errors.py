@@ -39,6 +39,10 @@ class GridMismatchError(CommGridError, RuntimeError):
     """Ranks disagree: about the grid's spec, or about who is in a group."""
 
 
+class GroupSuspendedError(CommGridError, RuntimeError):
+    """The communicator was given up by `grid.suspend`, or this handle is of before that."""
+
+
 class PeerTimeoutError(CommGridError, TimeoutError):
     """A rank did not arrive in time; the message names it."""
 

@@ -42,6 +42,18 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/test_agreement.py": [
         "test_who_is_missing_is_said_where_those_that_look_first_are_gone[True]",
     ],
+    "tests/test_suspend.py": [
+        "test_layers_reducers_pipelines_and_optimizers_go_on[*pp*]",
+        "test_names_that_share_a_communicator_go_together[region]",
+        "test_names_that_share_a_communicator_go_together[aliases]",
+        "test_a_rank_that_does_not_call_is_named[resume]",
+        "test_a_rank_that_dies_in_the_middle_is_named[idle]",
+        "test_a_grid_ends_while_it_is_suspended[abort]",
+        "test_a_grid_ends_while_it_is_suspended[world]",
+        "test_shutdown_while_it_is_suspended",
+        "test_fsdp_which_keeps_the_groups_goes_on",
+        "test_with_torchs_debug_wrapper_and_in_a_world_of_one",
+    ],
     "tests/test_mesh_like_torch.py": [
         "test_dtensors_move_save_and_load_as_on_torchs",
     ],

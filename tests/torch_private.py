@@ -65,6 +65,7 @@ _GROUPS = "commgrid/runtime/torch_groups.py"
 _GLOO = "commgrid/runtime/torch_gloo.py"
 _NCCL = "commgrid/runtime/torch_nccl.py"
 _TRANSFERS = "commgrid/runtime/torch_transfers.py"
+_SUSPEND = "commgrid/runtime/torch_suspend.py"
 _PATCHES = "commgrid/runtime/torch_patches.py"
 _MESH = "commgrid/runtime/device_mesh.py"
 _SHARDING = "commgrid/sharding.py"
@@ -80,7 +81,7 @@ ROWS = (
     ),
     Private(
         "c10d._world",
-        (_WORLD, _GROUPS, _GLOO),
+        (_WORLD, _GROUPS, _GLOO, _SUSPEND),
         "keep backend, store and ranks of the groups we make ourselves; of others ask "
         "get_backend_config and get_process_group_ranks",
     ),
@@ -101,12 +102,12 @@ ROWS = (
     ),
     Private(
         "group._get_backend",
-        (_WORLD, _GROUPS, _GLOO, _TRANSFERS),
+        (_WORLD, _GROUPS, _GLOO, _TRANSFERS, _SUSPEND),
         "dist.get_backend_impl, which 2.15 has",
     ),
     Private(
         "group._device_types",
-        (_WORLD, _GLOO),
+        (_WORLD, _GLOO, _SUSPEND),
         "the devices that dist.get_backend_config names",
     ),
     Private(
@@ -116,12 +117,12 @@ ROWS = (
     ),
     Private(
         "torch._C._distributed_c10d.HashStore",
-        (_WORLD, _GLOO),
+        (_WORLD, _GLOO, _SUSPEND),
         "dist.HashStore, which is it; its annotations are only here",
     ),
     Private(
         "torch._C._distributed_c10d.PrefixStore",
-        (_WORLD,),
+        (_WORLD, _GROUPS),
         "dist.PrefixStore, likewise",
     ),
     Private(
@@ -162,6 +163,41 @@ ROWS = (
         "Communicator.connected says only what the exchange of ranks has connected",
         nccl=True,
     ),
+    # -- groups that are given up for a while ------------------------------------------------
+    Private(
+        "torch._C._distributed_c10d",
+        (_SUSPEND,),
+        "the five below, under c10d",
+    ),
+    Private(
+        "torch._C._distributed_c10d._dump_fr_trace",
+        (_SUSPEND,),
+        "suspend without asking whether collectives are under way; their handles then fail",
+    ),
+    Private(
+        "torch._C._distributed_c10d._dump_nccl_trace",
+        (_SUSPEND,),
+        "as _dump_fr_trace, of NCCL's",
+        nccl=True,
+    ),
+    Private(
+        "torch._C._distributed_c10d._register_process_group",
+        (_SUSPEND,),
+        "whatever then says which group a name means; without it DTensor finds none meanwhile",
+    ),
+    Private(
+        "torch._C._distributed_c10d._unregister_process_group",
+        (_SUSPEND,),
+        "as _register_process_group",
+    ),
+    Private(
+        "torch._C._distributed_c10d._resolve_process_group",
+        (_SUSPEND,),
+        "dist.get_group_by_name or the like; else handles that were kept end with a suspension",
+    ),
+    Private("group._allgather_base", (_SUSPEND,), "nothing: it is then called by its public name"),
+    Private("group._reduce_scatter_base", (_SUSPEND,), "as group._allgather_base"),
+    Private("group._start_coalescing", (_SUSPEND,), "as group._allgather_base"),
     # -- meshes and DTensor ------------------------------------------------------------------
     Private(
         "DeviceMesh._init_one_process_group",

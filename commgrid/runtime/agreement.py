@@ -25,7 +25,15 @@ from typing import Any
 from uuid import uuid4
 
 from commgrid.errors import CommGridError, PeerTimeoutError
-from commgrid.runtime.diagnosis import MOST_DOCUMENTS, Examiner, latest, ranks_entry, ranks_of
+from commgrid.runtime.diagnosis import (
+    CALL,
+    LIMIT,
+    MOST_DOCUMENTS,
+    Examiner,
+    latest,
+    ranks_entry,
+    ranks_of,
+)
 from commgrid.runtime.roll import Coming, Line, Roll, Store, seconds_until
 
 _MOVED = json.dumps({"kind": "moved"})
@@ -52,6 +60,8 @@ class Meeting:
         deadline: `time.monotonic()` until which to wait.
         phases: what it meets for after comparing; the last one ends it.
         line: over the same store, to wait on; None: one of its own.
+        call: what ranks do to come here, for messages.
+        limit: what the user sets the deadline with, for messages.
 
     Raises:
         GridMismatchError: ranks hold other documents.
@@ -70,6 +80,8 @@ class Meeting:
         deadline: float,
         phases: Sequence[str] = PHASES,
         line: Line | None = None,
+        call: str = CALL,
+        limit: str = LIMIT,
     ) -> None:
         self._name, self._rank, self._ranks = name, rank, ranks
         self._store, self._line = store, line or Line(store, len(ranks))
@@ -77,9 +89,9 @@ class Meeting:
         self._deadline = deadline
         if seconds_until(deadline) == 0:
             raise PeerTimeoutError(
-                f"grid {name!r}: startup_timeout was over before rank {rank} came to meet the "
+                f"grid {name!r}: {limit} was over before rank {rank} came to meet the "
                 "others: its own start took the time (importing modules, starting CUDA, a stopped "
-                "process), no peer did; find out what did on this rank, or raise startup_timeout"
+                f"process), no peer did; find out what did on this rank, or raise {limit}"
             )
         # What is kept back from waiting on a peer, to find out afterwards whom it was about.
         self._margin = min(1.0, seconds_until(deadline) / 4)
@@ -87,7 +99,7 @@ class Meeting:
         place = ranks.index(rank) if rank in ranks else 0
         self._grace = 0.0 if place % every == 0 else self._margin
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
-        self._examiner = Examiner(store, name, rank, self._document)
+        self._examiner = Examiner(store, name, rank, self._document, call, limit)
         # Grids on separate ranks may share a name: they have different lowest ranks.
         self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
         self._room, self._number, self._base, self._left = f"{name}@{self._first}", 0, "", False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from commgrid.errors import GridMismatchError
 from commgrid.planning.groups import GroupOptions
 from commgrid.planning.plan import PlannedCommunicator
-from commgrid.runtime import torch_groups, torch_transfers, torch_world
+from commgrid.runtime import torch_groups, torch_suspend, torch_transfers, torch_world
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ class Communicator:
         seconds_to_create: what creating it took on this rank.
         seconds_to_connect: what its first exchange took; None if it has not connected at start-up.
         adopted: whether somebody else made the group.
+        suspended: whether `grid.suspend` has given it up until `grid.resume`.
     """
 
     planned: PlannedCommunicator
@@ -34,6 +35,7 @@ class Communicator:
     seconds_to_create: float
     seconds_to_connect: float | None = None
     adopted: bool = False
+    suspended: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,11 +63,28 @@ class Communicator:
 
         NCCL says so itself, but for torch 2.14's `nccl2`. A gloo group that the grid made has all
         of them once its ranks were exchanged, at start-up or by `grid.check`; others connect two
-        ranks when these first talk, of which gloo tells nothing.
+        ranks when these first talk, of which gloo tells nothing. None of it is so while it is
+        suspended.
         """
+        if self.suspended:
+            return False
         if not self.adopted and not torch_groups.tells_connected(self.group):
             return self.seconds_to_connect is not None and self.group.size() > 1
         return torch_groups.is_connected(self.group)
+
+    @property
+    def state(self) -> str:
+        """`suspended`, `connected`, or `not connected`; see `connected`."""
+        return "suspended" if self.suspended else "connected" if self.connected else "not connected"
+
+    @property
+    def memory(self) -> dict[str, int] | None:
+        """What NCCL counts of its device memory, in bytes, where torch tells (2.12, NCCL 2.29.7).
+
+        `total`, of which `suspend` is given back by suspending and `persist` is not; `suspended`
+        is 1 meanwhile. None on other backends, and before it connects.
+        """
+        return torch_suspend.memory_of(self.group)
 
     def describe(self) -> str:
         return f"communicator {','.join(self.names)} of {_short(self.ranks)}"
@@ -73,15 +92,20 @@ class Communicator:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `grid.check` found: names, size and seconds of every communicator, all of them good."""
+    """What `grid.check` found: names, size and seconds of every communicator, all of them good.
+
+    Those that are suspended were not asked.
+    """
 
     rank: int
     rows: tuple[tuple[tuple[str, ...], int, float], ...]
+    suspended: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         lines = [f"rank {self.rank}: {len(self.rows)} communicators, all with the planned members"]
         lines += [f"  {seconds * 1e3:8.2f} ms  {size:5} ranks  {', '.join(names)}"
                   for names, size, seconds in self.rows]  # fmt: skip
+        lines += [f"    suspended, not asked  {', '.join(names)}" for names in self.suspended]
         return "\n".join(lines)
 
 
@@ -107,8 +131,10 @@ def exchange_ranks(
 
 def check_all(rank: int, communicators: Iterable[Communicator], timeout: float) -> CheckReport:
     """Exchanges members' ranks on every communicator; see `HyperCommGrid.check`."""
-    rows = [(c.names, len(c.ranks), exchange_ranks([c], lambda: timeout)[0]) for c in communicators]
-    return CheckReport(rank, tuple(rows))
+    held = list(communicators)
+    live = [c for c in held if not c.suspended]
+    rows = [(c.names, len(c.ranks), exchange_ranks([c], lambda: timeout)[0]) for c in live]
+    return CheckReport(rank, tuple(rows), tuple(c.names for c in held if c.suspended))
 
 
 @dataclass

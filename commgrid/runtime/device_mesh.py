@@ -85,6 +85,14 @@ class GridMeshes:
             dims = {name: dims[name] for name in kept or list(dims)[-1:]}
         return self._mesh(region, dims)
 
+    def replace(self, group: ProcessGroup) -> None:
+        """Has every mesh find this group under its name, which another one had before."""
+        roots = (*self._bases.values(), *self._made.values())
+        known = (m for root in roots for m in (root, *root._flatten_mapping.values()))
+        for mesh in known:
+            if group.group_name in mesh._pg_registry:
+                mesh._pg_registry[group.group_name] = group
+
     # -- names --------------------------------------------------------------------------
 
     def _canonical(self, name: str) -> str:

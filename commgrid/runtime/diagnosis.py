@@ -18,6 +18,8 @@ from commgrid.runtime.roll import Roll, Store
 
 MOST_DOCUMENTS = 8
 """So many documents that differ from the first are told apart; more are counted together."""
+CALL, LIMIT = "initialize with this name and these ranks", "startup_timeout"
+"""What ranks do to come to a meeting, and what the user limits its time with: a grid's start."""
 _LONGEST_MESSAGE = 4000
 
 
@@ -47,10 +49,14 @@ class Examiner:
         name: what they meet for, the grid's name.
         rank: this process's global rank.
         document: this rank's.
+        call, limit: as a Meeting takes them.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, document: str) -> None:
+    def __init__(
+        self, store: Store, name: str, rank: int, document: str, call: str, limit: str
+    ) -> None:
         self._store, self._name, self._rank, self._document = store, name, rank, document
+        self._call, self._limit = call, limit
 
     # -- what ranks leave ---------------------------------------------------------------
 
@@ -182,7 +188,7 @@ class Examiner:
             return {
                 "kind": "absent", "missing": "", "present": len(here),
                 "message": f"{describe_ranks(here)} have all come, and {who}, who says so to the "
-                "others, has not answered until startup_timeout was over; has its process ended?",
+                f"others, has not answered until {self._limit} was over; has its process ended?",
             }  # fmt: skip
         arrived = phase in ("compare", "lobby")
         did = "arrive" if arrived else f"get as far as {phase!r}"
@@ -191,9 +197,9 @@ class Examiner:
             "missing": pack(missing),
             "present": len(here),
             "message": _shortened(
-                f"{describe_ranks(missing)} did not {did} within startup_timeout "
+                f"{describe_ranks(missing)} did not {did} within {self._limit} "
                 f"({describe_ranks(here)} did); is every process running, and does each call "
-                "initialize with this name and these ranks?"
+                f"{self._call}?"
             ),
             "late": _shortened(
                 f"{describe_ranks(missing)} came too late; {describe_ranks(here)} had given up "

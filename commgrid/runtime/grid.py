@@ -21,7 +21,7 @@ from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import Ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime import summary, torch_groups, torch_world
+from commgrid.runtime import summary, suspension, torch_groups, torch_world
 from commgrid.runtime.agreement import PHASES, Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
@@ -250,6 +250,67 @@ class HyperCommGrid:
         self._meshes = None
         made, self._communicators = self._communicators, []
         return [communicator.group for communicator in made] if self._owns_groups else []
+
+    def suspend(
+        self, names: str | Sequence[str] | None = None, *, timeout: Seconds = 600.0
+    ) -> None:
+        """Gives up connections and device memory of communicators, which keep their place.
+
+        Every rank of the grid calls it with the same names. NCCL frees what it has allocated, and
+        the torch groups stay the same objects; where it cannot (before torch 2.12 or NCCL 2.29.7)
+        and on gloo the groups are destroyed, and `resume` makes others under their names. WORLD
+        stays as it is.
+
+        Args:
+            names: of groups, which other names may share a communicator with; None: all.
+            timeout: how long this call may take, in seconds or as timedelta.
+
+        Raises:
+            CommGridError: work is under way on one of them, or somebody else made them. Nothing
+                has changed then, on any rank.
+            PeerFailedError: that was so on another rank.
+            PeerTimeoutError: a rank did not call it in time; it is named.
+            GridMismatchError: ranks gave other names, or call something else.
+            UnknownGroupError: no group has such a name, or it was not created.
+
+        Example:
+            >>> import commgrid
+            >>> grid = commgrid.initialize()
+            >>> grid.suspend("tp")
+            >>> [c.state for c in grid.communicators if "tp" in c.names]
+            ['suspended']
+            >>> grid.resume()
+            >>> commgrid.shutdown()
+        """
+        suspension.suspend(self, names, as_seconds("timeout", timeout))
+
+    def resume(self, names: str | Sequence[str] | None = None, *, timeout: Seconds = 600.0) -> None:
+        """Takes up again what `suspend` has given up, connected as `connect` of the grid says.
+
+        Every rank of the grid calls it with the same names. Look-ups, layers, meshes and what else
+        finds groups by name go on. So does a torch group that the program has kept; where it was
+        destroyed, Python's calls of it go to the new one, and what only C++ holds, as DDP does, is
+        an error.
+
+        Args:
+            names: as `suspend` takes them; those that are not suspended stay as they are.
+            timeout: likewise.
+
+        Raises:
+            PeerTimeoutError, GridMismatchError, UnknownGroupError: as in `suspend`.
+            PeerFailedError: another rank failed. If it did so after all had come, the grid is
+                destroyed.
+        """
+        suspension.resume(self, names, as_seconds("timeout", timeout))
+
+    def _swap(self, communicator: Communicator, group: ProcessGroup) -> None:
+        """Has every name and mesh of a communicator find another group."""
+        before, communicator.group = communicator.group, group
+        for name, held in self._groups.items():
+            if held is before:
+                self._groups[name] = group
+        if self._meshes is not None:
+            self._meshes.replace(group)
 
     @property
     def is_destroyed(self) -> bool:

@@ -74,8 +74,10 @@ def _held(grid: HyperCommGrid) -> str:
         over = " and ".join(sorted({each.backend for each in held}))
     except (KeyError, RuntimeError):  # what torch says of groups it no longer has
         return f"{ranks}; its communicators are gone, torch.distributed was shut down under it"
+    resting = sum(each.suspended for each in held)
+    suspended = f", {resting} suspended" if resting else ""
     adopted = ", adopted" if any(each.adopted for each in held) else ""
     return (
         f"{ranks}; this one holds {several(len(held), 'communicator')} for "
-        f"{several(names, 'name')}, {connected} connected{adopted}, over {over}"
+        f"{several(names, 'name')}, {connected} connected{suspended}{adopted}, over {over}"
     )

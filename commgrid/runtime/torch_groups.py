@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError
@@ -50,6 +51,7 @@ def create_group(
     startup_timeout: float,
     backend_options: Any = None,
     connect: bool = False,
+    prefix: str = "",
 ) -> dist.ProcessGroup:
     """A process group of `ranks`, created by them alone; waits for none of them.
 
@@ -64,6 +66,7 @@ def create_group(
             backend connect later.
         backend_options: torch's own object instead of what `options` says of NCCL.
         connect: whether the caller connects it at once, by an exchange of all pairs of ranks.
+        prefix: what its keys in the store begin with; a name that was used before needs one.
 
     Raises:
         SpecError: an NCCL option that this torch does not have.
@@ -94,7 +97,7 @@ def create_group(
             members.index(dist.get_rank()),
             members,
             named,
-            world_store(),
+            PrefixStore(prefix, world_store()) if prefix else world_store(),
             c10d.GroupName(name),
             backend_options=backend_options,
             timeout=meeting_limit,

@@ -33,6 +33,7 @@ NAMES = ("nccl", "nccl-legacy", "nccl2", "nccl-lazy")
 
 CONNECTS_WITHIN = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """torch's own, in seconds; the first backend reads it once in a process."""
+_SUSPENDS = (2, 29, 7)
 _SECOND_IS_NCCL = "TORCH_DIST_USE_NCCL2"
 
 
@@ -121,6 +122,14 @@ def is_connected(backend: Any) -> bool | None:
     if not hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
         return None
     return bool(backend.supports_splitting)
+
+
+def can_suspend() -> bool:
+    """Whether torch and NCCL free a communicator's memory and take it again (2.12, 2.29.7)."""
+    if not dist.is_nccl_available() or not torch.cuda.is_available():
+        return False
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return hasattr(dist.ProcessGroupNCCL, "suspend") and version >= _SUSPENDS
 
 
 def check_device(key: str, backend: str, kind: str) -> None:

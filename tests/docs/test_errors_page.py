@@ -78,6 +78,7 @@ FILLED_IN = {
     ],
     "CheckpointError: …: …": ["step … was not saved to …: …", "nothing was loaded…: …"],
     "CommGridError: …: …": ["…: …"],
+    "GroupSuspendedError: …": ["… is suspended; call grid.resume() on all ranks of the grid first"],
 }
 """Errors of which little stands where they are raised: the rows of what they are filled in with."""
 

@@ -1,0 +1,188 @@
+"""Suspending and resuming communicators of a grid, agreed by all of its ranks.
+
+    compare   every rank calls the same with the same names
+    idle      no rank has work under way: until here nothing has changed, and any may refuse
+              each gives up its own, in creation order, which is the same on all
+    suspended all have
+
+Resuming goes compare, created, ready, as a grid's start does. Whoever fails after `idle`, or while
+groups are made, leaves communicators of which some members are gone: the grid is destroyed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+from weakref import ref
+
+from commgrid.errors import CommGridError
+from commgrid.runtime import torch_groups, torch_suspend, torch_world
+from commgrid.runtime.agreement import PHASES, Meeting
+from commgrid.runtime.communicator import Communicator, exchange_ranks
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+Names = str | Sequence[str] | None
+
+
+class _Alone:
+    """Stands for a meeting where there is nobody to meet: torch's fake world."""
+
+    incarnation = "fake"
+
+    def meet(self) -> None:
+        """Nobody is late."""
+
+    def patience(self) -> float:
+        return 60.0
+
+
+def suspend(grid: HyperCommGrid, names: Names, timeout: float) -> None:
+    """See `HyperCommGrid.suspend`."""
+    with _agreed(grid, "suspend", names, timeout, ("idle", "suspended")) as meeting:
+        chosen = [c for c in _chosen(grid, names) if not c.suspended]
+        _check_idle(grid, chosen, meeting.patience())
+        meeting.meet()
+        with _or_destroyed(grid):
+            _give_up(grid, chosen)
+            meeting.meet()
+
+
+def resume(grid: HyperCommGrid, names: Names, timeout: float) -> None:
+    """See `HyperCommGrid.resume`."""
+    with _agreed(grid, "resume", names, timeout, PHASES) as meeting:
+        chosen = [c for c in _chosen(grid, names) if c.suspended]
+        with _or_destroyed(grid):
+            gone = [c for c in chosen if isinstance(c.group, torch_suspend.StandIn)]
+            for communicator in gone:
+                _make_again(grid, communicator, meeting)
+            meeting.meet()
+            for communicator in chosen:
+                if communicator not in gone:
+                    torch_suspend.resume(communicator.group)
+                communicator.suspended = False
+            connecting = [c for c in gone if c.planned.connect]
+            exchange_ranks(connecting, meeting.patience)
+            for communicator in connecting:
+                torch_groups.keep_timeout(communicator.group, communicator.options, grid.timeout)
+            meeting.meet()
+
+
+@contextmanager
+def _agreed(
+    grid: HyperCommGrid, call: str, names: Names, timeout: float, phases: Sequence[str]
+) -> Iterator[Meeting | _Alone]:
+    """A meeting of the grid's ranks, all of which call the same."""
+    grid._resolve("")  # raises where the grid is gone
+    if not grid._owns_groups:
+        raise CommGridError(
+            f"grid {grid.name!r} has adopted the groups of a DeviceMesh, which are not its own to "
+            f"{call}; {call} the grid that made them"
+        )
+    if torch_world.world_backend() == torch_world.FAKE:
+        yield _Alone()
+        return
+    with Meeting(
+        torch_world.world_store(),
+        name=grid.name,
+        rank=grid.rank,
+        ranks=grid.spec.grid_ranks,
+        document={"call": f"grid.{call}", "names": _listed(names), "incarnation": grid.identity},
+        deadline=time.monotonic() + timeout,
+        phases=phases,
+        call=f"grid.{call} of this grid",
+        limit="timeout",
+    ) as meeting:
+        yield meeting
+
+
+def _listed(names: Names) -> list[str] | str:
+    return "all" if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def _chosen(grid: HyperCommGrid, names: Names) -> list[Communicator]:
+    """This rank's communicators that answer to one of the names, in creation order.
+
+    Raises:
+        UnknownGroupError: no group has such a name, or it was not created.
+    """
+    if names is None:
+        return list(grid.communicators)
+    for name in _listed(names):
+        grid.is_member(name)
+    wanted = {grid.spec.resolve_name(name) for name in _listed(names)}
+    return [c for c in grid.communicators if wanted & {*c.names}]
+
+
+def _check_idle(grid: HyperCommGrid, chosen: list[Communicator], seconds: float) -> None:
+    under_way = torch_suspend.work_under_way((c.group for c in chosen), seconds)
+    if under_way:
+        told = "; ".join(f"{', '.join(ops)} on {names}" for names, ops in under_way.items())
+        raise CommGridError(
+            f"grid {grid.name!r} cannot be suspended: on rank {grid.rank} work is under way "
+            f"({told}); wait for its handles first, and see that every member has called it"
+        )
+
+
+@contextmanager
+def _or_destroyed(grid: HyperCommGrid) -> Iterator[None]:
+    """Within it, a failure leaves no communicator that only some of its members have."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(RuntimeError):  # all wait at the store, and none in a collective
+            torch_groups.abort_all(grid._let_go(), tell=False)
+        error.add_note("commgrid: the grid was destroyed on this rank; initialize makes another")
+        raise
+
+
+def _give_up(grid: HyperCommGrid, chosen: list[Communicator]) -> None:
+    themselves = [c for c in chosen if torch_suspend.suspends_itself(c.group)]
+    for communicator in themselves:
+        torch_suspend.suspend(communicator.group, _why(grid, communicator))
+        communicator.suspended = True
+    # Weak: what is alive once they are destroyed is what the program holds.
+    others = [(ref(c.group), c, c.connected) for c in chosen if not c.suspended]
+    for _, communicator, _ in reversed(others):
+        gone = torch_suspend.destroy_for_now(communicator.group, _why(grid, communicator))
+        grid._swap(communicator, gone)
+        communicator.suspended = True
+    for handle, _, connected in others:
+        kept = handle()
+        if kept is not None:
+            torch_suspend.cut_off(kept, connected)
+
+
+def _make_again(grid: HyperCommGrid, communicator: Communicator, meeting: Meeting | _Alone) -> None:
+    """A group in place of a stand-in, under its name."""
+    planned, stand_in = communicator.planned, communicator.group
+    started = time.perf_counter()
+    torch_suspend.leave_place(stand_in)
+    try:
+        group = torch_groups.create_group(
+            stand_in.group_name,
+            ",".join(planned.names),
+            planned.members,
+            backend=grid.backend,
+            options=planned.options,
+            timeout=grid.timeout,
+            startup_timeout=meeting.patience(),
+            connect=planned.connect,
+            prefix=f"commgrid/resumed/{grid.name}/{meeting.incarnation}",
+        )
+    except RuntimeError as error:
+        what = f"grid {grid.name!r}: communicator {planned.name!r} cannot be created again"
+        raise torch_world.as_peer_error(what, error) from error
+    communicator.seconds_to_create = time.perf_counter() - started
+    communicator.seconds_to_connect = None
+    grid._swap(communicator, group)
+
+
+def _why(grid: HyperCommGrid, communicator: Communicator) -> str:
+    return (
+        f"{communicator.describe()} of grid {grid.name!r} is suspended; call grid.resume() on all "
+        "ranks of the grid first"
+    )

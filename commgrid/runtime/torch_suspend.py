@@ -1,0 +1,306 @@
+"""Groups that are given up for a while: what torch can do itself, and what keeps their place.
+
+NCCL frees a communicator's buffers and takes them again (`Backend.suspend`: torch 2.12 with NCCL
+2.29.7): the group stays the object that it was. Elsewhere the group is destroyed, and a `StandIn`
+takes its place: torch finds it under the group's name, so that meshes and DTensor meet it, and it
+counts among torch's groups, since torch names new ones by counting. A group of that name is made
+when it is resumed.
+
+torch has no way to take a backend out of a group, nor to give it another one of its kind, so that
+an object which the program has kept of a destroyed group never connects again. It follows its name
+instead: from the first suspension on, what Python calls of a group that was given up is called of
+the group that torch finds under its name, a stand-in or its successor. What C++ alone holds, as
+DDP's reducer does, stays cut off.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d as c10d
+
+from commgrid.errors import GridDestroyedError, GroupSuspendedError
+from commgrid.runtime import torch_gloo, torch_groups, torch_nccl
+from commgrid.runtime.torch_world import unwrapped
+
+_CALLS = (
+    "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced",
+    "alltoall", "alltoall_base", "all_to_all_single", "barrier", "broadcast", "gather",
+    "gather_single", "gather_into_tensor", "monitored_barrier", "recv", "recv_anysource", "reduce",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
+    "_start_coalescing",
+)  # fmt: skip
+"""What a ProcessGroup communicates with, in some torch or other."""
+
+_LOOK_UPS = ("get_backend", "get_global_rank", "get_group_rank", "get_process_group_ranks")
+"""What torch and programs ask about a group beside them; torch fails where it is destroyed."""
+
+_bindings: Any = _distributed_c10d  # torch's types leave out what is private
+
+_SETTLING_SECONDS = 0.2  # from the end of a gloo collective until torch has noted it
+_DEVICE_SECONDS = 10.0  # that what is queued on a device may take; a suspension waits for it
+_POLL_SECONDS = 0.005
+_NOT_CONNECTED = re.compile(r"not (been )?initialized", re.IGNORECASE)
+
+_given_up: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups whose calls go to what has their name."""
+_answering: WeakKeyDictionary[dist.ProcessGroup, StandIn] = WeakKeyDictionary()
+"""For those that NCCL has suspended: what has their name, which torch only knows weakly."""
+
+
+class StandIn(dist.ProcessGroup):
+    """Has a group's name, ranks and place; asked for anything else it says why it cannot.
+
+    Args:
+        group: whose place it takes.
+        why: what its errors say.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, why: str) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # of Python's own
+        self.why = why
+        self._name, self._description = group.group_name, group.group_desc
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """What the members meet under."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch's logs call it."""
+        return self._description
+
+
+def _standing_in(name: str) -> Callable[..., Any]:
+    def call(group: StandIn, *args: Any, **named: Any) -> Any:
+        now = _now(group)
+        if now is group:
+            raise GroupSuspendedError(group.why)
+        return getattr(now, name)(*args, **named)
+
+    call.__name__ = name
+    return call
+
+
+for _name in (*_CALLS, "_get_backend"):  # C++ finds these too, as DTensor and compiled code do
+    setattr(StandIn, _name, _standing_in(_name))
+
+
+# -- work under way -------------------------------------------------------------------------
+
+
+def work_under_way(groups: Iterable[dist.ProcessGroup], seconds: float) -> dict[str, list[str]]:
+    """What has been started on groups and is not done, by the group's description.
+
+    What is queued on a device is waited for. torch's flight recorder knows; it does not hear of
+    gloo's sends and receives, and of nothing where TORCH_FR_BUFFER_SIZE is 0.
+
+    Args:
+        groups: to ask about.
+        seconds: to wait at most.
+    """
+    asked = {group.group_name: group for group in groups}
+    on_device = any(_has_nccl(group) for group in asked.values())
+    patience = min(_DEVICE_SECONDS if on_device else _SETTLING_SECONDS, seconds)
+    until = time.monotonic() + patience
+    while (found := _recorded(asked, on_device)) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    if on_device and not found:
+        torch.cuda.synchronize(torch_nccl.rank_device())
+    return found
+
+
+def _recorded(names: Collection[str], on_device: bool) -> dict[str, list[str]]:
+    dumps = [_bindings._dump_fr_trace(True, False, True)]
+    if on_device:
+        dumps.append(_bindings._dump_nccl_trace(True, False, True))
+    found: dict[str, list[str]] = {}
+    for entry in (entry for dump in dumps for entry in pickle.loads(dump).get("entries", ())):
+        name, description = entry["process_group"]
+        if name in names and not entry["retired"] and entry["state"] != "completed":
+            operation = str(entry["profiling_name"]).rpartition(":")[2]
+            found.setdefault(description, []).append(operation)
+    return found
+
+
+# -- what torch does itself -----------------------------------------------------------------
+
+
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    return "nccl" in torch_groups.backend_of(group)
+
+
+def suspends_itself(group: dist.ProcessGroup) -> bool:
+    """Whether torch and NCCL can free a group's memory and keep the group."""
+    return not isinstance(group, StandIn) and _has_nccl(group) and torch_nccl.can_suspend()
+
+
+def suspend(group: dist.ProcessGroup, why: str) -> None:
+    """Frees what NCCL has allocated for a group; its members all call it, and wait for each other.
+
+    Args:
+        group: one that `suspends_itself`.
+        why: what a collective on it says meanwhile.
+    """
+    _on_connected(group, "suspend")
+    follow_name(group)
+    _answering[group] = StandIn(group, why)
+    _answer(group.group_name, _answering[group])
+
+
+def resume(group: dist.ProcessGroup) -> None:
+    """Takes the memory again; its members all call it, and wait for each other."""
+    _on_connected(group, "resume")
+    _given_up.discard(group)
+    _answer(group.group_name, group)
+    _answering.pop(group, None)
+
+
+def _on_connected(group: dist.ProcessGroup, call: str) -> Any:
+    """Calls a backend that has connected; None where it has not, and has no memory either."""
+    backend = unwrapped(group._get_backend(torch_nccl.rank_device()))
+    if torch_nccl.is_connected(backend) is False:
+        return None
+    try:
+        return getattr(backend, call)()
+    except RuntimeError as error:
+        if _NOT_CONNECTED.search(str(error)):
+            return None
+        raise
+
+
+def memory_of(group: dist.ProcessGroup) -> dict[str, int] | None:
+    """What NCCL counts of a group's device memory, in bytes; None where it does not."""
+    if not suspends_itself(group):
+        return None
+    try:
+        counted = _on_connected(group, "memory_stats")
+    except RuntimeError:  # an NCCL that was told not to count
+        return None
+    return None if counted is None else {key: int(counted[key]) for key in sorted(counted)}
+
+
+# -- a place that is kept -------------------------------------------------------------------
+
+
+def destroy_for_now(group: dist.ProcessGroup, why: str) -> StandIn:
+    """Destroys a group and puts a stand-in where torch and meshes look for it.
+
+    Args:
+        group: with no work under way.
+        why: what the stand-in's errors say.
+    """
+    world = c10d._world
+    made, name = StandIn(group, why), group.group_name
+    backend, config = world.pg_map[group][0], world.pg_backend_config[group]
+    ranks, tag = world.pg_group_ranks[group], world.pg_to_tag[group]
+    torch_groups.destroy_group(group)
+    world.pg_map[made] = (backend, HashStore())
+    world.pg_names[made] = name
+    world.pg_backend_config[made] = config
+    world.pg_group_ranks[made] = ranks
+    world.pg_to_tag[made] = tag
+    for each in (tag, ""):
+        world.tags_to_pg.setdefault(each, []).append(made)
+    _bindings._register_process_group(name, made)
+    return made
+
+
+def leave_place(stand_in: dist.ProcessGroup) -> None:
+    """Takes a stand-in out of torch, so that a group of its name can be made, which it follows."""
+    torch_groups.destroy_group(stand_in)
+    follow_name(stand_in)
+
+
+def _answer(name: str, group: dist.ProcessGroup) -> None:
+    """Has torch's look-ups of a name, as DTensor's, find this group, which they keep weakly."""
+    _bindings._unregister_process_group(name)
+    _bindings._register_process_group(name, group)
+
+
+# -- objects that programs have kept --------------------------------------------------------
+
+
+def cut_off(group: dist.ProcessGroup, connected: bool) -> None:
+    """Ends the connections of a destroyed group that somebody still holds, and has it follow.
+
+    Args:
+        group: the destroyed one.
+        connected: whether all of its pairs of ranks are connected; else gloo's stay as they are.
+    """
+    if connected and group.size() > 1 and torch.device("cpu") in group._device_types:
+        with suppress(RuntimeError):  # the other side may have closed them first
+            torch_gloo.break_connections(group)
+    follow_name(group)
+
+
+def follow_name(group: dist.ProcessGroup) -> None:
+    """Has what Python calls of a group be called of the one that torch finds under its name."""
+    _guard_calls()
+    _given_up.add(group)
+
+
+def _now(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that has the name of one that was given up."""
+    try:
+        found: dist.ProcessGroup = _bindings._resolve_process_group(group.group_name)
+    except RuntimeError as error:  # nobody has it
+        raise GridDestroyedError(
+            f"this handle is of communicator {group.group_desc}, whose grid was destroyed while it "
+            "was suspended or after it; take the group of the grid that is alive"
+        ) from error
+    return found
+
+
+def _guard_calls() -> None:
+    """Has torch ask, before it calls a group, whether that was given up. It stays so."""
+    if hasattr(dist.ProcessGroup.allreduce, "asks_if_given_up"):
+        return
+    for name in (*_CALLS, "_get_backend"):
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, _asking(name, getattr(dist.ProcessGroup, name)))
+    for name in _LOOK_UPS:
+        looking = _looking(getattr(c10d, name))
+        for module in (dist, c10d):
+            setattr(module, name, looking)
+
+
+def _asking(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def ask_first(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+        if group in _given_up:
+            return getattr(_now(group), name)(*args, **named)
+        return call(group, *args, **named)
+
+    ask_first.asks_if_given_up = True  # type: ignore[attr-defined]
+    return ask_first
+
+
+def _looking(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A look-up in torch's books, which no longer have a destroyed group."""
+
+    @wraps(call)
+    def look(*args: Any, **named: Any) -> Any:
+        try:
+            return call(*args, **named)
+        except (KeyError, ValueError):
+            group = args[0] if args else named.pop("group", None)
+            if not isinstance(group, dist.ProcessGroup) or group not in _given_up:
+                raise
+            return call(_now(group), *args[1:], **named)
+
+    return look
