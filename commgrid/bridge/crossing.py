@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from commgrid.bridge.plan import Held, Message, messages
+from commgrid.bridge.plan import Held, Message, messages, one_by_one
 from commgrid.bridge.sides import Cut, GridSide
 from commgrid.errors import ShapeError, SpecError
 from commgrid.planning.rank_lists import describe_ranks
@@ -137,13 +137,9 @@ def conclude(
     own, theirs = (_dims(about, side.cuts, len(lead.shape)) for side in (source, target))
     dims = tuple(sorted({*own, *theirs}))
     shapes = {one: told[one].shape for one in source.ranks}
-    whole, held = _whole(about, shapes, source, own, dims)
-    wanted: Held = tuple(
-        target.cuts[theirs.index(dim)].held(whole[dim], None, target.sizes[theirs.index(dim)])
-        if dim in theirs
-        else (((0, whole[dim]),) if whole[dim] else (),)
-        for dim in dims
-    )
+    whole, lengths = _whole(about, shapes, source, own)
+    held = _held(f"{about}: source", source, own, dims, whole, lengths)
+    wanted = _held(f"{about}: target", target, theirs, dims, whole, None)
     senders, receivers = source.side.spread(own, dims), target.side.spread(theirs, dims)
     arrives = None
     if rank in receivers.places:
@@ -208,17 +204,13 @@ def _dims(about: str, cuts: Sequence[Cut], count: int) -> list[int]:
 
 
 def _whole(
-    about: str,
-    shapes: Mapping[int, tuple[int, ...]],
-    source: GridSide,
-    own: Sequence[int],
-    dims: Sequence[int],
-) -> tuple[list[int], Held]:
-    """The shape of the whole tensor, and what each place of the source holds of it."""
+    about: str, shapes: Mapping[int, tuple[int, ...]], source: GridSide, own: Sequence[int]
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """The shape of the whole tensor, and for each cut the lengths at its places."""
     first = source.ranks[0]
     whole = list(shapes[first])
-    lengths: list[list[int | None]] = [[None] * size for size in source.sizes]
-    by: list[list[int]] = [[first] * size for size in source.sizes]
+    lengths = [[0] * size for size in source.sizes]
+    by: list[dict[int, int]] = [{} for _ in own]  # the rank that each length is of
     for rank in source.ranks:
         for dim, length in enumerate(shapes[rank]):
             if dim not in own:
@@ -227,25 +219,36 @@ def _whole(
                 continue
             cut = own.index(dim)
             place = source.side.places[rank][cut]
-            if lengths[cut][place] is None:
-                lengths[cut][place], by[cut][place] = length, rank
-            elif lengths[cut][place] != length:
-                raise ShapeError(_differ(about, dim, by[cut][place], rank, shapes))
-    known = [tuple(length or 0 for length in many) for many in lengths]
-    for dim, many in zip(own, known, strict=True):
+            lead = by[cut].setdefault(place, rank)
+            if shapes[lead][dim] != length:
+                raise ShapeError(_differ(about, dim, lead, rank, shapes))
+            lengths[cut][place] = length
+    for dim, many in zip(own, lengths, strict=True):
         whole[dim] = sum(many)
-    try:
-        held = tuple(
-            source.cuts[own.index(dim)].held(
-                whole[dim], known[own.index(dim)], source.sizes[own.index(dim)]
-            )
-            if dim in own
-            else (((0, whole[dim]),) if whole[dim] else (),)
-            for dim in dims
-        )
-    except ShapeError as error:
-        raise ShapeError(f"{about}: source: {error}") from error
-    return whole, held
+    return whole, [tuple(many) for many in lengths]
+
+
+def _held(
+    about: str,
+    side: GridSide,
+    own: Sequence[int],
+    dims: Sequence[int],
+    whole: Sequence[int],
+    lengths: Sequence[Sequence[int]] | None,
+) -> Held:
+    """What each place of a side holds along each dim that either side cuts."""
+    held = []
+    for dim in dims:
+        if dim not in own:
+            held.append(one_by_one([whole[dim]]))
+            continue
+        at = own.index(dim)
+        known = None if lengths is None else lengths[at]
+        try:
+            held.append(side.cuts[at].held(whole[dim], known, side.sizes[at]))
+        except ShapeError as error:
+            raise ShapeError(f"{about}: {error}") from error
+    return tuple(held)
 
 
 def _differ(

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from commgrid.bridge.crossing import Crossing, Facts, conclude
 from commgrid.bridge.links import Links
-from commgrid.bridge.meeting import Card, check_grid, find_cards, forget_cards
+from commgrid.bridge.meeting import SIDES, Card, check_grid, find_cards, forget_cards
 from commgrid.bridge.moving import move
 from commgrid.bridge.sides import Cut, GridSide, grid_side
 from commgrid.errors import (
@@ -158,7 +158,6 @@ class Bridge(nn.Module):
         """Finds the other grid, compares arguments, and makes the communicator."""
         cards = find_cards(self.name, grids, deadline)
         try:
-            self._source, self._target = self._side(cards, "source"), self._side(cards, "target")
             everyone = sorted({r for card in cards.values() for r in card.spec.grid_ranks})
             limits = [card.timeout for card in cards.values() if card.timeout is not None]
             limit = timeout if timeout is not None else max(limits, default=None)
@@ -171,8 +170,9 @@ class Bridge(nn.Module):
                 ranks=everyone,
                 document=self._document(cards, timeout),
                 deadline=deadline,
-                phases=("ready",),
             ) as meeting:
+                # Only now has every rank read the cards, so that one that fails may take its away.
+                self._source, self._target = (self._side(cards, what) for what in SIDES)
                 crossing = sorted({*self._source.ranks, *self._target.ranks})
                 if self.rank in crossing:
                     self._links = Links(
@@ -186,6 +186,9 @@ class Bridge(nn.Module):
                         device=device,
                     )
                 forget_cards(self.name, cards)
+                meeting.meet()
+                if self._links is not None:
+                    self._links.connect(meeting.patience())
                 meeting.meet()
         except BaseException as error:
             forget_cards(self.name, cards)

@@ -31,7 +31,7 @@ from commgrid.planning.groups import GroupOptions
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.failures import GoneError
-from commgrid.runtime.torch_transfers import can_send, start_transfers
+from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers
 
 MOST_AHEAD = 16
 """So many calls a rank's messages may be on their way: gloo does not say when they have left."""
@@ -74,15 +74,31 @@ class Links:
         device: torch.device | str | None,
     ) -> None:
         self.about, self.key, self.ranks = about, key, tuple(ranks)
+        self._options, self._timeout = GroupOptions(), timeout
         self.group = torch_groups.create_group(
-            key, about, self.ranks, backend=backend, options=GroupOptions(),
-            timeout=timeout, startup_timeout=startup_timeout,
+            key, about, self.ranks, backend=backend, options=self._options,
+            timeout=timeout, startup_timeout=startup_timeout, connect=True,
         )  # fmt: skip
         self.device = torch_groups.devices_of(self.group)[-1]
         if device is not None:
             self.device = torch.device(device)
         self._position = {rank: i for i, rank in enumerate(self.ranks)}
         self._leaving: dict[str, _Leaving] = {}
+
+    def connect(self, timeout: float) -> None:
+        """Connects all its ranks, after all have made it; collective.
+
+        Raises:
+            PeerTimeoutError: a rank did not connect within `timeout` seconds.
+        """
+        if self.group.size() == 1 or torch_groups.backend_of(self.group) == torch_world.FAKE:
+            return
+        try:
+            for device in torch_groups.devices_of(self.group):
+                start_exchange(self.group, device).wait(timeout)
+        except RuntimeError as error:
+            raise torch_world.as_peer_error(f"{self.about} cannot be connected", error) from error
+        torch_groups.keep_timeout(self.group, self._options, self._timeout)
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor to be filled."""
@@ -186,7 +202,7 @@ class Links:
             torch_groups.destroy_group(self.group)
         else:
             self._leaving.clear()
-            torch_groups.abort_all([self.group], {self.group})
+            torch_groups.abort_all([self.group])
 
     # -- when something is wrong ----------------------------------------------------------
 
