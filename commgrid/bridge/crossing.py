@@ -131,7 +131,9 @@ def conclude(
     """
     for one, facts in told.items():
         if facts.complaint:
-            raise ShapeError(f"{about}: rank {one} {_COMPLAINTS[facts.complaint]}")
+            raise ShapeError(
+                f"{about}: nothing can cross, since rank {one} {_COMPLAINTS[facts.complaint]}"
+            )
     lead = _check_alike(about, told, source.ranks)
     needs_grad = _needs_grad(about, told, source.ranks, target.ranks)
     own, theirs = (_dims(about, side.cuts, len(lead.shape)) for side in (source, target))

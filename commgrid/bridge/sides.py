@@ -63,7 +63,9 @@ class Cut:
                 else SequenceSharding.zigzag(total, size)
             )
         except SpecError as error:
-            raise ShapeError(f"dim {self.dim}: {error}") from error
+            raise ShapeError(
+                f"dim {self.dim} cannot be cut as its sharding says: {error}"
+            ) from error
         if sharding.length != total or (lengths or sharding.local_lengths) != tuple(
             sharding.local_lengths
         ):

@@ -15,6 +15,7 @@ import commgrid
 from commgrid.bridge import Bridge, Cut
 from commgrid.context_parallel import SequenceSharding
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from tests.full import some
 from tests.ranks import run_on_ranks
 
 BATCH, LENGTH, WIDTH, INNER = 11, 8, 6, 12
@@ -48,8 +49,8 @@ CASES = [
     Case("3 to 2", range(3), range(3, 5)),
     Case("2 to 3", range(2), range(5, 8)),
     Case("1 to 7", range(1), range(1, 8)),
-    Case("5 to 3", range(5), range(5, 8), uneven=(4, 0, 1, 5, 1)),
     Case("3 to 2, tp and pp", range(3), range(4, 8), {}, {"tp": 2, "pp": 2}),
+    Case("5 to 3", range(5), range(5, 8), uneven=(4, 0, 1, 5, 1)),
     Case("2 to 2, tp on both", range(4), range(4, 8), {"tp": 2}, {"tp": 2}),
     Case("tp and pp on the source", range(4), range(4, 7), {"tp": 2, "pp": 2}, {}),
     Case("same ranks", range(8), range(8), {}, {"tp": 2, "pp": 2}),
@@ -78,6 +79,7 @@ CASES = [
         {"target_sequence": Cut(1, "tp")}, target_order=HALVES, sequence_parallel=True,
     ),
 ]  # fmt: skip
+CHOSEN = some(CASES, 7)
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -235,11 +237,11 @@ def every(cases: Sequence[Case]) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def differences() -> dict[str, list[dict[str, float]]]:
     """Of each case, what every rank found."""
-    by_rank = run_on_ranks(every, 8, CASES, timeout=120)
-    return {case.name: [found[i] for found in by_rank] for i, case in enumerate(CASES)}
+    by_rank = run_on_ranks(every, 8, CHOSEN, timeout=120)
+    return {case.name: [found[i] for found in by_rank] for i, case in enumerate(CHOSEN)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
 def test_two_grids_equal_one_process(
     differences: dict[str, list[dict[str, float]]], case: Case
 ) -> None:

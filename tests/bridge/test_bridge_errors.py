@@ -65,11 +65,11 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[[int], Any], str]] = {
                "ShapeError: bridge 'bridge': rank 0 gave a tensor of (4, 6) float32, rank 1 of "
                "(4, 6) float64; expected one dtype and number of dims on the source's ranks"),
     "no tensor": ({}, lambda rank: given(4, 6) if rank == 0 else None,
-                  "ShapeError: bridge 'bridge': rank 1 gave no tensor, though it is on the "
-                  "source's stage; the source's ranks call bridge(x)"),
+                  "ShapeError: bridge 'bridge': nothing can cross, since rank 1 gave no tensor, "
+                  "though it is on the source's stage; the source's ranks call bridge(x)"),
     "a tensor": ({}, lambda rank: torch.ones(4),
-                 "ShapeError: bridge 'bridge': rank 2 gave a tensor, though it is not on the "
-                 "source's stage; others call bridge(None)"),
+                 "ShapeError: bridge 'bridge': nothing can cross, since rank 2 gave a tensor, "
+                 "though it is not on the source's stage; others call bridge(None)"),
     "gradients": ({}, lambda rank: given(4, requires_grad=rank == 0),
                   "SpecError: bridge 'bridge': rank 0 came with a tensor that needs a gradient, "
                   "rank 1 without; the gradients' way back needs all of them, or none"),
@@ -82,9 +82,9 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[[int], Any], str]] = {
         "ShapeError: bridge 'bridge': source: dim 0 has 10 positions as (5, 5) over group 'dp', "
         "its sharding expects 8 as (4, 4)"),
     "zigzag": ({"target_sequence": Cut(0, "dp", "zigzag")}, lambda rank: given(5, 6),
-               "ShapeError: bridge 'bridge': target: dim 0: zigzag cannot cut 10 positions for 2 "
-               "ranks: expected a multiple of 4; pad the sequence, or use packed([10], 2), which "
-               "takes any"),
+               "ShapeError: bridge 'bridge': target: dim 0 cannot be cut as its sharding "
+               "says: zigzag cannot cut 10 positions for 2 ranks: expected a multiple "
+               "of 4; pad the sequence, or use packed([10], 2), which takes any"),
 }  # fmt: skip
 
 # Arguments that do not fit the grids; and what all ranks say of them.

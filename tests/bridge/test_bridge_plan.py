@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commgrid.bridge.plan import Held, Message, Side, even, messages, one_by_one
@@ -56,7 +56,6 @@ def delivered(plan: list[Message], held: Held, senders: Side) -> dict[int, Count
     return found
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(0, 9), st.integers(1, 4), st.integers(0, 12))
 def test_every_row_arrives_once_of_every_part(
     data: st.DataObject, length: int, other: int, apart: int
