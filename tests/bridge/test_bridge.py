@@ -254,3 +254,35 @@ def test_two_grids_equal_one_process(
     assert sum("crossed" in what for what in held) == len(case.target) // case.target_axes.get(
         "pp", 1
     )
+
+
+def copied() -> dict[str, float]:
+    """The gradient of one rank's tensor whose copies on 4 others, of tp 2 and cp 2, have 1 and 2
+    along cp, or 1 to 4."""
+    rank = dist.get_rank()
+    source = commgrid.initialize(name="source", ranks=[0]) if rank == 0 else None
+    target = commgrid.initialize(name="target", ranks=range(1, 5), tp=2, cp=2) if rank else None
+    told = {"default": {}, "tp too": {"partial": ("tp", "cp")}, "tp": {"partial": ("tp",)},
+            "none": {"partial": ()}}  # fmt: skip
+    found = {}
+    for name, partial in told.items():
+        bridge = Bridge(source, target, copies=("tp", "cp"), **partial)
+        x = torch.ones(3, requires_grad=True) if source is not None else None
+        y = bridge(x)
+        if target is not None:
+            at = target.coordinate
+            y = y * (1.0 + at["cp"] + (2.0 * at["tp"] if "tp" in name else 0.0))
+        y.sum().backward()
+        if x is not None:
+            assert x.grad.eq(x.grad[0]).all()
+            found[name] = x.grad[0].item()
+        bridge.destroy()
+    return found
+
+
+def test_gradients_of_copies_are_summed_where_they_are_parts() -> None:
+    found = run_on_ranks(copied, 5)[0]
+    assert found["default"] == 1.0 + 2.0  # one of tp's, both of cp's
+    assert found["tp too"] == 1.0 + 2.0 + 3.0 + 4.0
+    assert found["tp"] in (1.0 + 3.0, 2.0 + 4.0)  # of one place along cp
+    assert found["none"] in (1.0, 2.0)
