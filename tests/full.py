@@ -35,6 +35,10 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_rank_that_does_not_come_is_named[*-first-*]",
         "test_a_rank_that_does_not_come_is_named[*-later-*]",
     ],
+    "tests/bridge/test_bridge_pipelines.py": [
+        "test_two_pipelines_in_one_schedule_equal_one_process[zb-h1]",
+        "test_two_pipelines_in_one_schedule_equal_one_process[gpipe]",
+    ],
     "tests/examples/test_encoder_decoder.py": [
         "test_it_runs_by_itself",
     ],

@@ -17,7 +17,7 @@ ROWS = [
     ["planning.spec", "pipeline.exchange", "context_parallel.tiles", "bridge.plan"],
     ["context_parallel.length_groups", "context_parallel.drawing"],
     ["planning.plan", "context_parallel.plans"],
-    ["planning.sockets", "context_parallel.volume"],
+    ["planning.sockets", "context_parallel.volume", "bridge.pipelines"],
     ["context_parallel.length_plan"],
     ["context_parallel.lengths"],
     ["planning"],

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from commgrid.bridge.layer import Bridge
+    from commgrid.bridge.pipelines import split_schedule
     from commgrid.bridge.sides import Cut
 
-__all__ = ["Bridge", "Cut"]
+__all__ = ["Bridge", "Cut", "split_schedule"]
 
-_WHERE = {"Bridge": "layer", "Cut": "sides"}
+_WHERE = {"Bridge": "layer", "Cut": "sides", "split_schedule": "pipelines"}
 
 
 def __getattr__(name: str) -> Any:
