@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import commgrid
 from tests.examples.curves import ROOT, load
@@ -30,6 +31,7 @@ def run(*jobs: list[str]) -> None:
     def end() -> None:
         for grid in commgrid.runtime.registry.live_grids():
             commgrid.destroy(grid.name)
+        dist.barrier()  # a rank without work does not come to the next job's grids before the rest
 
     for job in jobs:
         commgrid.shutdown = end
