@@ -322,6 +322,12 @@ ROWS = (
         ("commgrid/data_parallel/arrivals.py", _KEPT),
         "a loop of zero_",
     ),
+    # -- bridges --------------------------------------------------------------------------------
+    Private(
+        "torch.Tensor._version",
+        ("commgrid/bridge/links.py",),
+        "nothing: changes in place are not noticed",
+    ),
     # -- attention ------------------------------------------------------------------------------
     Private(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",

@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import TypeVar
 
 PUBLIC = [
-    "commgrid", "commgrid.checkpoint", "commgrid.collectives", "commgrid.context_parallel",
+    "commgrid", "commgrid.bridge", "commgrid.checkpoint", "commgrid.collectives",
+    "commgrid.context_parallel",
     "commgrid.data_parallel",
     "commgrid.expert", "commgrid.failures", "commgrid.parameters", "commgrid.pipeline",
     "commgrid.sharding", "commgrid.tensor_parallel", "megatron_adapter",

@@ -86,6 +86,8 @@ BY_NO_CALL = [
     "grid …: ranks disagree: …",
     "rank … failed in …: …",
     "stage … (rank …) is gone or does not answer",
+    "…: rank … is gone or has not come to …",
+    "…: … did not come to …, to which … have come",
     "a rank is gone or does not answer: …",
     "grid …: rank … failed: …",
 ]

@@ -1,0 +1,262 @@
+"""What crosses a bridge, once every rank has said what it has: shapes, dtype, and both plans.
+
+Each rank tells the others a row of numbers. From all rows every rank concludes the same: a plan for
+each way, or one error that all of them raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from commgrid.bridge.plan import Held, Message, messages, one_by_one
+from commgrid.bridge.sides import Cut, GridSide
+from commgrid.errors import ShapeError, SpecError
+from commgrid.planning.rank_lists import describe_ranks
+
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+"""What can cross; of other dtypes nothing is known of how they travel."""
+MOST_DIMS = 12
+ROW = 4 + MOST_DIMS
+"""How many numbers a rank tells."""
+
+_COMPLAINTS = (
+    "",
+    "gave no tensor, though it is on the source's stage; the source's ranks call bridge(x)",
+    "gave a tensor, though it is not on the source's stage; others call bridge(None)",
+    f"gave a tensor of a dtype or with more dims than a bridge takes (at most {MOST_DIMS} dims, "
+    f"and {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)})",
+    "gave a tensor on a device that the bridge's communicator does not send from",
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank has.
+
+    Args:
+        is_source: whether it is on the source's stage.
+        records: whether autograd is recording.
+        shape, dtype: of its tensor, if it gave one.
+        needs_grad: whether that one needs a gradient.
+        complaint: a number: what is wrong with it.
+    """
+
+    is_source: bool
+    records: bool
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    needs_grad: bool = False
+    complaint: int = 0
+
+    @classmethod
+    def of(cls, x: Tensor | None, is_source: bool, device: torch.device) -> Facts:
+        """What this rank has to tell."""
+        records = torch.is_grad_enabled()
+        none = cls(is_source, records)
+        if x is None:
+            return replace(none, complaint=1 if is_source else 0)
+        if not is_source:
+            return replace(none, complaint=2)
+        if x.dtype not in DTYPES or x.dim() > MOST_DIMS:
+            return replace(none, complaint=3)
+        if x.device.type != device.type:
+            return replace(none, complaint=4)
+        return replace(
+            none, shape=tuple(x.shape), dtype=x.dtype, needs_grad=records and x.requires_grad
+        )
+
+    def encode(self) -> list[int]:
+        """As a row of numbers."""
+        dtype = -1 if self.dtype is None else DTYPES.index(self.dtype)
+        flags = 4 * self.is_source + 2 * self.records + self.needs_grad
+        dims = [*self.shape, *[0] * (MOST_DIMS - len(self.shape))]
+        return [flags, self.complaint, dtype, len(self.shape), *dims]
+
+    @classmethod
+    def decode(cls, row: Sequence[int]) -> Facts:
+        """Of such a row."""
+        flags, complaint, dtype, dims, *shape = row
+        return cls(
+            bool(flags & 4),
+            bool(flags & 2),
+            tuple(shape[:dims]),
+            None if dtype < 0 else DTYPES[dtype],
+            bool(flags & 1),
+            complaint,
+        )
+
+    @property
+    def said(self) -> str:
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What every call does as long as shapes stay.
+
+    Args:
+        facts: this rank's.
+        dtype: of all tensors.
+        needs_grad: whether gradients take the way back.
+        dims: those that messages are cut in.
+        arrives: shape of what this rank gets; None: it gets nothing.
+        forward, backward: its messages.
+    """
+
+    facts: Facts
+    dtype: torch.dtype
+    needs_grad: bool
+    dims: tuple[int, ...]
+    arrives: tuple[int, ...] | None
+    forward: tuple[Message, ...]
+    backward: tuple[Message, ...]
+
+
+def conclude(
+    about: str, told: Mapping[int, Facts], source: GridSide, target: GridSide, rank: int
+) -> Crossing:
+    """What crosses, from what every rank has told; the same error on all of them if it cannot.
+
+    Raises:
+        ShapeError: a rank gave no tensor or one it should not, or shapes or dtypes do not fit.
+        SpecError: ranks differ in whether gradients are wanted, or the tensor has not the dims.
+    """
+    for one, facts in told.items():
+        if facts.complaint:
+            raise ShapeError(
+                f"{about}: nothing can cross, since rank {one} {_COMPLAINTS[facts.complaint]}"
+            )
+    lead = _check_alike(about, told, source.ranks)
+    needs_grad = _needs_grad(about, told, source.ranks, target.ranks)
+    own, theirs = (_dims(about, side.cuts, len(lead.shape)) for side in (source, target))
+    dims = tuple(sorted({*own, *theirs}))
+    shapes = {one: told[one].shape for one in source.ranks}
+    whole, lengths = _whole(about, shapes, source, own)
+    held = _held(f"{about}: source", source, own, dims, whole, lengths)
+    wanted = _held(f"{about}: target", target, theirs, dims, whole, None)
+    senders, receivers = source.side.spread(own, dims), target.side.spread(theirs, dims)
+    arrives = None
+    if rank in receivers.places:
+        sized = list(whole)
+        for dim, place, held_there in zip(dims, receivers.places[rank], wanted, strict=True):
+            sized[dim] = sum(stop - start for start, stop in held_there[place])
+        arrives = tuple(sized)
+    back = messages(receivers, senders, wanted, held, rank) if needs_grad else ()
+    assert lead.dtype is not None
+    return Crossing(
+        told[rank], lead.dtype, needs_grad, dims, arrives,
+        messages(senders, receivers, held, wanted, rank), back,
+    )  # fmt: skip
+
+
+def _check_alike(about: str, told: Mapping[int, Facts], ranks: Sequence[int]) -> Facts:
+    """The first source rank's facts, where all have its dtype and number of dims."""
+    lead = told[ranks[0]]
+    for one in ranks:
+        if told[one].dtype != lead.dtype or len(told[one].shape) != len(lead.shape):
+            raise ShapeError(
+                f"{about}: rank {ranks[0]} gave a tensor of {lead.said}, rank {one} of "
+                f"{told[one].said}; expected one dtype and number of dims on the source's ranks"
+            )
+    return lead
+
+
+def _needs_grad(
+    about: str, told: Mapping[int, Facts], source: Sequence[int], target: Sequence[int]
+) -> bool:
+    wanting = [one for one in source if told[one].needs_grad]
+    recording = [one for one in target if told[one].records]
+    for what, having, ranks in (
+        ("a tensor that needs a gradient", wanting, source),
+        ("autograd recording", recording, target),
+    ):
+        if 0 < len(having) < len(ranks) and (wanting and recording):
+            without = describe_ranks(set(ranks) - set(having))
+            raise SpecError(
+                f"{about}: {describe_ranks(having)} came with {what}, {without} without; the "
+                "gradients' way back needs all of them, or none"
+            )
+    return bool(wanting and recording)
+
+
+def _dims(about: str, cuts: Sequence[Cut], count: int) -> list[int]:
+    """The cuts' dims, counted from the front."""
+    found = []
+    for cut in cuts:
+        if not -count <= cut.dim < count:
+            raise SpecError(
+                f"{about}: dim={cut.dim} of group {cut.group!r}, but the source's tensors have "
+                f"{count} dims; expected {-count} to {count - 1}"
+            )
+        found.append(cut.dim % count)
+    if len(set(found)) < len(found):
+        raise SpecError(
+            f"{about}: groups {', '.join(repr(cut.group) for cut in cuts)} cut one dim; name a "
+            "group along all their axes instead, such as 'dp_cp'"
+        )
+    return found
+
+
+def _whole(
+    about: str, shapes: Mapping[int, tuple[int, ...]], source: GridSide, own: Sequence[int]
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """The shape of the whole tensor, and for each cut the lengths at its places."""
+    first = source.ranks[0]
+    whole = list(shapes[first])
+    lengths = [[0] * size for size in source.sizes]
+    by: list[dict[int, int]] = [{} for _ in own]  # the rank that each length is of
+    for rank in source.ranks:
+        for dim, length in enumerate(shapes[rank]):
+            if dim not in own:
+                if length != whole[dim]:
+                    raise ShapeError(_differ(about, dim, first, rank, shapes))
+                continue
+            cut = own.index(dim)
+            place = source.side.places[rank][cut]
+            lead = by[cut].setdefault(place, rank)
+            if shapes[lead][dim] != length:
+                raise ShapeError(_differ(about, dim, lead, rank, shapes))
+            lengths[cut][place] = length
+    for dim, many in zip(own, lengths, strict=True):
+        whole[dim] = sum(many)
+    return whole, [tuple(many) for many in lengths]
+
+
+def _held(
+    about: str,
+    side: GridSide,
+    own: Sequence[int],
+    dims: Sequence[int],
+    whole: Sequence[int],
+    lengths: Sequence[Sequence[int]] | None,
+) -> Held:
+    """What each place of a side holds along each dim that either side cuts."""
+    held = []
+    for dim in dims:
+        if dim not in own:
+            held.append(one_by_one([whole[dim]]))
+            continue
+        at = own.index(dim)
+        known = None if lengths is None else lengths[at]
+        try:
+            held.append(side.cuts[at].held(whole[dim], known, side.sizes[at]))
+        except ShapeError as error:
+            raise ShapeError(f"{about}: {error}") from error
+    return tuple(held)
+
+
+def _differ(
+    about: str, dim: int, one: int, other: int, shapes: Mapping[int, tuple[int, ...]]
+) -> str:
+    return (
+        f"{about}: rank {one} gave a tensor of shape {shapes[one]}, rank {other} of "
+        f"{shapes[other]}; they hold the same positions of dim {dim}, whose lengths must be equal"
+    )

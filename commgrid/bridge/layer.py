@@ -1,0 +1,384 @@
+"""Bridge: a layer whose input is on one grid, and its output on another."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from commgrid.bridge.crossing import Crossing, Facts, conclude
+from commgrid.bridge.links import Links
+from commgrid.bridge.meeting import SIDES, Card, check_grid, find_cards, forget_cards
+from commgrid.bridge.moving import move
+from commgrid.bridge.sides import Cut, GridSide, grid_side
+from commgrid.errors import (
+    CommGridError,
+    GridDestroyedError,
+    NotInGridError,
+    ShapeError,
+    SpecError,
+)
+from commgrid.runtime import torch_world
+from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.grid import Seconds, as_seconds
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+
+class Bridge(nn.Module):
+    """Takes a tensor from one grid to another, and its gradient back.
+
+    The source's last pipeline stage has a tensor, cut along `dim` over `group`; the target's first
+    stage gets it, cut along the same dim over its own. The grids may have any sizes, on the same
+    ranks, some of them or others. Every rank of both grids makes the bridge with the same arguments
+    but for the grid that it is not in, which is None, and those of the two stages call it:
+
+    | rank | calls | gets |
+    |---|---|---|
+    | of the source's stage | `bridge(x)` | a zero, whose `backward()` takes the gradient's way |
+    | of the target's | `bridge(None)` | its part of the whole tensor |
+    | of both | `bridge(x)` | its part of the whole tensor |
+    | of neither | `bridge(None)`, or not | None |
+
+    The source's parts may have any lengths along `dim`, which are joined in the group's order; the
+    target's are equal, or where the whole is no multiple the first ones are 1 longer, as
+    `torch.tensor_split` does.
+
+    **Copies.** Ranks of a stage that differ only along axes that the tensor is not cut along hold
+    copies. On the source they hold the same values; one of them sends, the nearest or in turn; all
+    get the whole gradient. On the target each gets the values, and `partial` says what their
+    gradients are. Along `tp` they are equal, because commgrid's column-parallel layers (and
+    Megatron-LM's) sum the gradient of their input over tp: it comes from one copy. Along any other
+    axis each copy computes something of its own, and has a part of the gradient: these are summed.
+    Nothing is divided: the gradient is that of the sum of all losses of the target's data ranks.
+
+    Args:
+        source_grid, target_grid: None on ranks that are not in it.
+        dim: of the tensor, along which it is cut.
+        group: over whose ranks: a name, or a pair of names, the source's and the target's.
+        source_sequence, target_sequence: a further dim that is cut, such as the sequence over `cp`,
+            or over `tp` as sequence parallelism does. A cut of `dim` itself takes its place.
+        source_stage, target_stage: pipeline stages.
+        copies: axes along which ranks may hold copies. An axis of size above 1 that is not in it
+            and not cut is an error, since its ranks may hold parts.
+        partial: the axes among the target's copies whose gradients are summed; None: all but tp.
+        dynamic: whether shapes may change from call to call, for which all ranks then tell each
+            other theirs every time. Else they do in the first call, and where autograd begins or
+            ceases to record.
+        name: what both grids meet under; bridges that are made at one time have different ones.
+        timeout: of its messages; None: the longer one of the grids'.
+        startup_timeout: how long making it may take.
+        device: where tensors arrive; None: the current CUDA device, or the CPU on gloo.
+
+    Raises:
+        SpecError: neither grid is given, or a group, stage or axis does not fit its grid.
+        GridDestroyedError, GridNotInitializedError: a grid's communicators are gone, as with a
+            torch.distributed that has ended.
+        GridMismatchError: ranks were given other arguments.
+        PeerTimeoutError: a rank of either grid did not come; it is named.
+
+    Example:
+        >>> import commgrid
+        >>> grid = commgrid.initialize()
+        >>> bridge = Bridge(grid, grid, dim=0)
+        >>> x = torch.ones(2, 3, requires_grad=True)
+        >>> (2 * bridge(x)).sum().backward()
+        >>> x.grad[0]
+        tensor([2., 2., 2.])
+        >>> commgrid.shutdown()
+    """
+
+    def __init__(
+        self,
+        source_grid: HyperCommGrid | None,
+        target_grid: HyperCommGrid | None,
+        *,
+        dim: int = 0,
+        group: str | tuple[str, str] = "dp",
+        source_sequence: Cut | None = None,
+        target_sequence: Cut | None = None,
+        source_stage: int = -1,
+        target_stage: int = 0,
+        copies: Sequence[str] = ("tp",),
+        partial: Sequence[str] | None = None,
+        dynamic: bool = False,
+        name: str = "bridge",
+        timeout: Seconds | None = None,
+        startup_timeout: Seconds = 600.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.name, self.dynamic = name, dynamic
+        self._about = f"bridge {name!r}"
+        deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
+        limit = None if timeout is None else as_seconds("timeout", timeout)
+        grids = {"source": source_grid, "target": target_grid}
+        if source_grid is None and target_grid is None:
+            raise SpecError(
+                f"{self._about}: source_grid and target_grid are both None, so that this rank has "
+                "no part in it; make it on the ranks of either grid only"
+            )
+        for what, grid in grids.items():
+            check_grid(what, grid)
+        self.rank = torch_world.world_rank()
+        groups = (group, group) if isinstance(group, str) else tuple(group)
+        if len(groups) != 2:
+            raise SpecError(f"group={group!r}: expected a name, or the source's and the target's")
+        self._cuts = {
+            "source": _cuts(dim, groups[0], source_sequence),
+            "target": _cuts(dim, groups[1], target_sequence),
+        }
+        self._stages = {"source": source_stage, "target": target_stage}
+        self._copies = tuple(copies)
+        self._partial = None if partial is None else tuple(partial)
+        self._links: Links | None = None
+        self._crossings: dict[bool, Crossing] = {}
+        self._calls = 0
+        self._meet(grids, deadline, limit, device)
+        for grid in grids.values():
+            if grid is not None:
+                grid.before_destroy(self._grid_ends)
+
+    # -- making it ----------------------------------------------------------------------
+
+    def _meet(
+        self,
+        grids: dict[str, HyperCommGrid | None],
+        deadline: float,
+        timeout: float | None,
+        device: torch.device | str | None,
+    ) -> None:
+        """Finds the other grid, compares arguments, and makes the communicator."""
+        cards = find_cards(self.name, grids, deadline)
+        try:
+            everyone = sorted({r for card in cards.values() for r in card.spec.grid_ranks})
+            limits = [card.timeout for card in cards.values() if card.timeout is not None]
+            limit = timeout if timeout is not None else max(limits, default=None)
+            backends = {card.backend for card in cards.values()}
+            backend = backends.pop() if len(backends) == 1 else None
+            with Meeting(
+                torch_world.world_store(),
+                name=f"bridge/{self.name}",
+                rank=self.rank,
+                ranks=everyone,
+                document=self._document(cards, timeout),
+                deadline=deadline,
+            ) as meeting:
+                # Only now has every rank read the cards, so that one that fails may take its away.
+                self._source, self._target = (self._side(cards, what) for what in SIDES)
+                crossing = sorted({*self._source.ranks, *self._target.ranks})
+                if self.rank in crossing:
+                    self._links = Links(
+                        self._about,
+                        f"commgrid/bridge/{self.name}/{meeting.incarnation}/"
+                        f"{cards['source'].identity}/{cards['target'].identity}",
+                        crossing,
+                        backend=backend,
+                        timeout=limit,
+                        startup_timeout=meeting.patience(),
+                        device=device,
+                    )
+                forget_cards(self.name, cards)
+                meeting.meet()
+                if self._links is not None:
+                    self._links.connect(meeting.patience())
+                meeting.meet()
+        except BaseException as error:
+            forget_cards(self.name, cards)
+            if self._links is not None:
+                self._links.close(wait=False)
+            if isinstance(error, CommGridError):
+                error.add_note(f"commgrid: while {self._about} was made, which every rank of both "
+                               "grids does")  # fmt: skip
+            raise
+
+    def _side(self, cards: dict[str, Card], what: str) -> GridSide:
+        return grid_side(
+            what,
+            cards[what].spec,
+            self._cuts[what],
+            stage=self._stages[what],
+            copies=self._copies,
+            partial=() if what == "source" else self._partial,
+        )
+
+    def _document(self, cards: dict[str, Card], timeout: float | None) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        said: dict[str, Any] = {
+            "copies": list(self._copies), "timeout": timeout, "dynamic": self.dynamic,
+            "partial": None if self._partial is None else list(self._partial),
+        }  # fmt: skip
+        for what, card in cards.items():
+            said[f"{what}_grid"] = card.identity
+            said[f"{what}_stage"] = self._stages[what]
+            said[f"{what}_cuts"] = json.dumps([cut.to_dict() for cut in self._cuts[what]])
+        return said
+
+    # -- what it is ---------------------------------------------------------------------
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank gives a tensor."""
+        return self.rank in self._source.side.places
+
+    @property
+    def is_target(self) -> bool:
+        """Whether this rank gets one."""
+        return self.rank in self._target.side.places
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that call it, of both stages."""
+        return tuple(sorted({*self._source.ranks, *self._target.ranks}))
+
+    def extra_repr(self) -> str:
+        said = [
+            f"{what} {', '.join(f'dim {cut.dim} over {cut.group!r}' for cut in side.cuts)} "
+            f"on {len(side.ranks)} ranks"
+            for what, side in (("source", self._source), ("target", self._target))
+        ]
+        return f"{self.name!r}, {', '.join(said)}"
+
+    # -- crossing it --------------------------------------------------------------------
+
+    def forward(self, x: Tensor | None = None) -> Tensor | None:
+        """Crosses it; on every rank of both stages, which all call it in one order.
+
+        Args:
+            x: this rank's part of the tensor; None on ranks that are not on the source's stage. It
+                is not changed in place until its backward, or `finish`.
+
+        Returns:
+            This rank's part as the target cuts it; on a rank of the source's stage alone a zero, to
+            call `backward()` of, or to add to a loss; elsewhere None.
+
+        Raises:
+            ShapeError: a rank gave no tensor, or tensors do not fit each other or the cuts.
+            SpecError: the tensors have not the dim, or a dtype that NCCL does not send.
+            GoneError: a rank did not come, or is gone; it is named.
+            GridDestroyedError: the bridge was destroyed, or one of its grids.
+        """
+        if not self.is_source and not self.is_target:
+            if x is not None:
+                raise NotInGridError(
+                    f"{self._about}: rank {self.rank} gave a tensor, but is on neither stage of "
+                    f"it, which have ranks {self.ranks}; call bridge(None), or not at all"
+                )
+            return None
+        crossing = self._crossing(x)
+        call = f"call {self._calls}"
+        self._calls += 1
+        anchor = x
+        if anchor is None and crossing.needs_grad:
+            anchor = torch.zeros((), device=self._live.device, requires_grad=True)
+        with torch.set_grad_enabled(crossing.needs_grad and torch.is_grad_enabled()):
+            crossed: Tensor = _Crossing.apply(x, anchor, self, crossing, call)  # type: ignore[no-untyped-call]
+        return crossed
+
+    def forget_shapes(self) -> None:
+        """Has ranks tell each other their shapes anew in the next call; on all of them."""
+        self._crossings.clear()
+
+    def finish(self) -> None:
+        """Returns when everything that this rank has sent has left."""
+        if self._links is not None:
+            self._links.finish()
+
+    def destroy(self) -> None:
+        """Gives up the communicator, which the end of either grid does as well; not twice."""
+        if self._links is not None:
+            self._links.close(wait=True)
+            self._links = None
+        self._crossings.clear()
+
+    def _grid_ends(self) -> None:
+        if self._links is not None:
+            # While an error is under way those who should receive may be gone.
+            self._links.close(wait=sys.exc_info()[0] is None)
+            self._links = None
+
+    @property
+    def _live(self) -> Links:
+        if self._links is None:
+            raise GridDestroyedError(
+                f"{self._about} was destroyed, or one of its grids was; make it again"
+            )
+        return self._links
+
+    def _crossing(self, x: Tensor | None) -> Crossing:
+        """What was agreed for such a call, or is now."""
+        facts = Facts.of(x, self.is_source, self._live.device)
+        known = None if self.dynamic else self._crossings.get(facts.records)
+        if known is not None:
+            if known.facts != facts:
+                raise ShapeError(
+                    f"{self._about}: rank {self.rank} gives {_given(facts)}, but gave "
+                    f"{_given(known.facts)} in the first call; give every call one shape, make "
+                    "the bridge with dynamic=True, or call forget_shapes() on all ranks"
+                )
+            return known
+        told = self._live.tell(facts.encode(), f"call {self._calls}")
+        heard = {rank: Facts.decode(row) for rank, row in told.items()}
+        found = conclude(self._about, heard, self._source, self._target, self.rank)
+        if not self._live.can_send(found.dtype):
+            raise SpecError(f"{self._about}: a tensor of {found.dtype}, which NCCL does not send; "
+                            "convert it")  # fmt: skip
+        self._crossings[facts.records] = found
+        return found
+
+    # -- not to be copied ---------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise CommGridError(
+            f"{self._about} cannot be pickled or copied: its ranks share one communicator, which "
+            "they make together; leave it out of what is saved, and make it again"
+        )
+
+
+class _Crossing(torch.autograd.Function):
+    """Forward the source's tensor, backward the target's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor | None, anchor: Tensor | None, bridge: Bridge, crossing: Crossing,
+        call: str,
+    ) -> Tensor:  # fmt: skip
+        ctx.bridge, ctx.crossing, ctx.call = bridge, crossing, call
+        ctx.shape = None if x is None else x.shape
+        arrived = move(
+            bridge._live, crossing.forward, crossing, x, crossing.arrives, f"forward of {call}"
+        )
+        if arrived is None:
+            return torch.zeros((), dtype=crossing.dtype, device=bridge._live.device)
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        bridge, crossing = ctx.bridge, ctx.crossing
+        given = gradient if bridge.is_target else None
+        back = move(
+            bridge._live, crossing.backward, crossing, given, ctx.shape, f"backward of {ctx.call}"
+        )
+        bridge._live.let_leave(f"forward of {ctx.call}")
+        return back, None, None, None, None
+
+
+def _cuts(dim: int, group: str, sequence: Cut | None) -> tuple[Cut, ...]:
+    own = Cut(dim, group)
+    if sequence is None:
+        return (own,)
+    return (sequence,) if sequence.dim == dim else (own, sequence)
+
+
+def _given(facts: Facts) -> str:
+    if facts.dtype is None:
+        return "no tensor"
+    return f"{facts.said}{' that needs a gradient' if facts.needs_grad else ''}"

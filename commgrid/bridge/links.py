@@ -1,0 +1,239 @@
+"""The communicator of a bridge: who has what, tensors from rank to rank, and who did not come.
+
+One call of a bridge is one exchange: a rank starts all its sends and receives at once and waits for
+what it receives. Nobody waits for ever:
+
+- What a rank sends in a call it has before the call; so nothing that it sends waits for something
+  that it receives in the same call.
+- Between two ranks messages are taken in the order in which they were sent, and every rank calls
+  forwards in one order and backwards in one order. Where the two grids share no rank these are two
+  separate ways, and may be mixed as each side likes; on shared ranks all keep one order of calls.
+- What was sent is waited for in the backward of the same call, when receivers have answered, or
+  when it is `MOST_AHEAD` calls old: a source may run so many calls ahead of its target.
+
+So look at the earliest call that is not over: all it waits for are sends of ranks that have come to
+it or will come, since what they do before are earlier calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commgrid.errors import CommGridError
+from commgrid.planning.groups import GroupOptions
+from commgrid.planning.rank_lists import describe_ranks
+from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime.failures import GoneError
+from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers
+
+MOST_AHEAD = 16
+"""So many calls a rank's messages may be on their way: gloo does not say when they have left."""
+_ROLL_CALL_SECONDS = 2.0
+_POLL_SECONDS = 0.02
+
+Addressed = tuple[Tensor, int]
+"""A tensor, and the global rank that it goes to or comes from."""
+
+
+@dataclass
+class _Leaving:
+    """What one call has sent."""
+
+    works: list[dist.Work]
+    tensors: list[Addressed]
+    versions: list[int]
+
+
+class Links:
+    """The ranks on a bridge and their communicator; made on all of them at once.
+
+    Args:
+        about: what messages speak of: `bridge 'images'`.
+        key: what the communicator meets under; no other ever does.
+        ranks: global ranks, in one order on all of them.
+        backend, timeout: of the communicator; None: WORLD's, and torch's default.
+        device: where tensors are received; None: CUDA where the communicator has it.
+    """
+
+    def __init__(
+        self,
+        about: str,
+        key: str,
+        ranks: Sequence[int],
+        *,
+        backend: str | None,
+        timeout: float | None,
+        startup_timeout: float,
+        device: torch.device | str | None,
+    ) -> None:
+        self.about, self.key, self.ranks = about, key, tuple(ranks)
+        self._options, self._timeout = GroupOptions(), timeout
+        self.group = torch_groups.create_group(
+            key, about, self.ranks, backend=backend, options=self._options,
+            timeout=timeout, startup_timeout=startup_timeout, connect=True,
+        )  # fmt: skip
+        self.device = torch_groups.devices_of(self.group)[-1]
+        if device is not None:
+            self.device = torch.device(device)
+        self._position = {rank: i for i, rank in enumerate(self.ranks)}
+        self._leaving: dict[str, _Leaving] = {}
+
+    def connect(self, timeout: float) -> None:
+        """Connects all its ranks, after all have made it; collective.
+
+        Raises:
+            PeerTimeoutError: a rank did not connect within `timeout` seconds.
+        """
+        if self.group.size() == 1 or torch_groups.backend_of(self.group) == torch_world.FAKE:
+            return
+        try:
+            for device in torch_groups.devices_of(self.group):
+                start_exchange(self.group, device).wait(timeout)
+        except RuntimeError as error:
+            raise torch_world.as_peer_error(f"{self.about} cannot be connected", error) from error
+        torch_groups.keep_timeout(self.group, self._options, self._timeout)
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor to be filled."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def can_send(self, dtype: torch.dtype) -> bool:
+        """Whether the communicator sends tensors of a dtype."""
+        return can_send(dtype, self.group, self.device)
+
+    def tell(self, row: Sequence[int], call: str) -> dict[int, list[int]]:
+        """Every rank's row of numbers; collective.
+
+        Raises:
+            GoneError: a rank did not come; it is named.
+        """
+        mine = torch.tensor(row, device=self.device)
+        heard = [torch.empty_like(mine) for _ in self.ranks]
+        try:
+            dist.all_gather(heard, mine, group=self.group)
+            return {rank: one.tolist() for rank, one in zip(self.ranks, heard, strict=True)}
+        except RuntimeError as error:
+            if not torch_world.is_peer_failure(error):
+                raise
+            raise GoneError(
+                f"{self.about}: {self._who_is_missing(call)} ({torch_world.first_line(error)})"
+            ) from error
+
+    def exchange(
+        self, call: str, leaving: Sequence[Addressed], arriving: Sequence[Addressed]
+    ) -> None:
+        """Sends tensors and fills others; returns when the latter are there.
+
+        Args:
+            call: which one this is, such as `forward 3`.
+            leaving: with the ranks that they go to; contiguous.
+            arriving: with the ranks that they come from.
+
+        Raises:
+            GoneError: a rank that one is awaited from is gone, or did not call; it is named.
+        """
+        sends, recvs = (
+            [(tensor, self._position[rank]) for tensor, rank in many if tensor.numel()]
+            for many in (leaving, arriving)
+        )
+        awaited = [rank for tensor, rank in arriving if tensor.numel()]
+        peer = awaited[0] if awaited else None
+        try:
+            works = start_transfers(self.group, sends, recvs)
+            one_by_one = len(works) == len(sends) + len(recvs)
+            waits = works[len(sends) :] if one_by_one else works
+            for i, work in enumerate(waits):
+                peer = awaited[i] if one_by_one else peer
+                work.wait()
+        except RuntimeError as error:
+            raise self._explain(error, peer, call) from error
+        if one_by_one and sends:
+            versions = [_version(tensor) for tensor, _ in leaving]
+            self._leaving[call] = _Leaving(works[: len(sends)], list(leaving), versions)
+        while len(self._leaving) > MOST_AHEAD:
+            self.let_leave(next(iter(self._leaving)))
+
+    def let_leave(self, call: str) -> None:
+        """Waits until all that a call has sent has left.
+
+        Raises:
+            GoneError: who should receive is gone, or did not call.
+            CommGridError: it was changed meanwhile, so that something else has left.
+        """
+        left = self._leaving.pop(call, None)
+        if left is None:
+            return
+        peers = [rank for tensor, rank in left.tensors if tensor.numel()]
+        for work, peer in zip(left.works, peers, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._explain(error, peer, call) from error
+        if left.versions != [_version(tensor) for tensor, _ in left.tensors]:
+            raise CommGridError(
+                f"{self.about}: a tensor that {call} was sending was changed in place before it "
+                "had left; clone it before, or change it after backward or bridge.finish()"
+            )
+
+    def finish(self) -> None:
+        """Waits until all that was sent has left."""
+        for call in list(self._leaving):
+            self.let_leave(call)
+
+    def close(self, *, wait: bool) -> None:
+        """Destroys the communicator, not twice.
+
+        Args:
+            wait: whether for what is leaving. After a failure nobody may be there to take it, and
+                ranks that wait for this one get an error instead.
+        """
+        if not torch_groups.is_alive(self.group):
+            return
+        if wait:
+            with suppress(GoneError):  # who should receive has ended before us
+                self.finish()
+            torch_groups.destroy_group(self.group)
+        else:
+            self._leaving.clear()
+            torch_groups.abort_all([self.group])
+
+    # -- when something is wrong ----------------------------------------------------------
+
+    def _explain(self, error: RuntimeError, peer: int | None, call: str) -> RuntimeError:
+        if not torch_world.is_peer_failure(error) or peer is None:
+            return error
+        return GoneError(
+            f"{self.about}: rank {peer} is gone or has not come to {call}: rank "
+            f"{torch_world.world_rank()} waited for it and got {torch_world.first_line(error)}; "
+            "every rank on either stage calls the bridge equally often, and its backward"
+        )
+
+    def _who_is_missing(self, call: str) -> str:
+        """After a collective that failed on all who came: they say so, and the others are missing.
+
+        Nothing of it costs anything while all goes well.
+        """
+        store = torch_world.world_store()
+        at = f"commgrid/bridge/late/{self.key}"
+        missing = set(self.ranks)
+        with suppress(RuntimeError):  # the store has gone with the rank that served it
+            store.set(f"{at}/{torch_world.world_rank()}", call)
+            until = time.monotonic() + _ROLL_CALL_SECONDS
+            while missing and time.monotonic() < until:
+                missing -= {rank for rank in missing if store.check([f"{at}/{rank}"])}
+                time.sleep(_POLL_SECONDS)
+            if missing:
+                others = "others have" if len(self.ranks) - len(missing) > 1 else "this rank has"
+                return f"{describe_ranks(missing)} did not come to {call}, to which {others} come"
+        return f"a rank is gone or did not answer in {call}"
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
