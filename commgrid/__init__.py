@@ -23,6 +23,7 @@ from commgrid.errors import (
     PeerTimeoutError,
     ShapeError,
     SpecError,
+    TransferError,
     UnknownGroupError,
 )
 from commgrid.planning.layout import RankLayout
@@ -68,6 +69,7 @@ __all__ = [
     "RankLayout",
     "ShapeError",
     "SpecError",
+    "TransferError",
     "UnknownGroupError",
     "destroy",
     "get_grid",
