@@ -145,11 +145,10 @@ def wrong(
     return found
 
 
-def optimizer_of(cut: Cut, chunks: list[nn.Module], salt: float) -> torch.optim.Optimizer:
+def optimizer_of(
+    cut: Cut, chunks: list[nn.Module], grid: commgrid.HyperCommGrid, salt: float
+) -> torch.optim.Optimizer:
     """AdamW after a step, whose state depends on the salt."""
-    whole: Any = nn.Module()
-    for number, chunk in enumerate(chunks):
-        whole.add_module(str(number), chunk)
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     if cut.way in ("fsdp", "hsdp"):
         optimizer: Any = torch.optim.AdamW(parameters, lr=salt)
@@ -159,7 +158,7 @@ def optimizer_of(cut: Cut, chunks: list[nn.Module], salt: float) -> torch.optim.
         optimizer.zero_grad()
         return optimizer  # type: ignore[no-any-return]
     model: nn.Module = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
-    reducer = GradientReducer(model, shard=cut.shard)
+    reducer = GradientReducer(model, shard=cut.shard, grid=grid)
     optimizer = ShardedOptimizer(reducer, torch.optim.AdamW, lr=salt)
     sum((p.square() * salt + p * 0.1).sum() for p in parameters).backward()
     reducer.finish()

@@ -199,10 +199,13 @@ def move_state(pairs: Sequence[Pair], folder: str) -> list[list[str]]:
         mine = theirs = again = None
         if source is not None:
             fill(source, source_grid, 0.5)
-            mine = optimizer_of(source_cut, source, 0.25)
+            mine = optimizer_of(source_cut, source, source_grid, 0.25)
         if target is not None:
-            theirs = optimizer_of(target_cut, target, 0.75)
-            again = optimizer_of(target_cut, loaded, 0.125)
+            # One salt, so that what pads a vocabulary, which nobody sends, is alike.
+            fill(target, target_grid, 0.3)
+            fill(loaded, target_grid, 0.2)
+            theirs = optimizer_of(target_cut, target, target_grid, 0.75)
+            again = optimizer_of(target_cut, loaded, target_grid, 0.75)
         if source is not None or target is not None:
             transfer = Transfer(
                 source, target, source_grid=source_grid, target_grid=target_grid,
