@@ -36,13 +36,16 @@ class Gate:
         self._line, self._roll = line, Roll(store, f"{key}/here", ranks)
         self._verdict = f"{key}/verdict"
 
-    def come(self, seconds: float, what: str, before: Gate | None = None) -> None:
+    def come(
+        self, seconds: float, what: str, before: Gate | None = None, limit: float | None = None
+    ) -> None:
         """Marks this rank and waits for the others.
 
         Args:
             seconds: how long.
             what: what a rank that does not come has not done, for the message.
             before: the gate that all have passed once all are here, which is forgotten.
+            limit: of which these seconds are what is left; None: they are all.
 
         Raises:
             PeerTimeoutError: some did not come, as it names.
@@ -54,7 +57,9 @@ class Gate:
             self.conclude("open", "")
         elif not self._line.within(self._verdict, seconds):
             missing = sorted(set(self._ranks) - set(self._roll.here(self._ranks)))
-            self.conclude("absent", f"{describe_ranks(missing)} {what} within {seconds:.3g} s")
+            self.conclude(
+                "absent", f"{describe_ranks(missing)} {what} within {limit or seconds:.3g} s"
+            )
         found = self.read()
         if found is not None:
             raise found

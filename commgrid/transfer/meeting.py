@@ -2,7 +2,8 @@
 
 The first rank of each grid counts the transfers of a name on its side and writes down, under that
 number, which ranks its grid has; the others of its grid read the number from it. So the n-th source
-of a name meets its n-th target. Whoever has given up says so there, and is passed over.
+of a name meets its n-th target. What somebody has given up on is passed over by all, also by ranks
+that were not there.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 SIDES = ("source", "target")
 
-_COUNTS: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
-"""Of each store, how many transfers this process has begun, by what they are called."""
+_LAST: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+"""Of each store, the number of the last transfer that this process knows of, by side and grid."""
 
 
 class Meeting:
@@ -56,6 +57,7 @@ class Meeting:
         self._room = f"commgrid/transfer/{name}"
         deadline = time.monotonic() + seconds
         self.line = Line(self.store, max(grid.world_size for grid in grids.values()))
+        self._links: list[str] = []
         numbers = {
             side: self._number(side, grid, seconds, deadline) for side, grid in grids.items()
         }
@@ -64,7 +66,8 @@ class Meeting:
         self.ranks = {side: self._ranks(side, seconds, deadline) for side in SIDES}
         self.union = tuple(sorted({*self.ranks["source"], *self.ranks["target"]}))
         self.first = self.gate("calls")
-        self.first.come(max(seconds_until(deadline), 0.01), "did not call Transfer")
+        left = max(seconds_until(deadline), 0.01)
+        self.first.come(left, "did not call Transfer", limit=seconds)
 
     def gate(self, key: str) -> Gate:
         """A gate of all ranks of both sides."""
@@ -75,35 +78,50 @@ class Meeting:
         if self.rank == self.union[0]:
             for side in SIDES:
                 self.store.delete_key(f"{self.base}/{side}")
+        for link in self._links:
+            self.store.delete_key(link)
 
     def close(self) -> None:
         """Lets the store's connections go."""
         self.line.close()
 
     def _number(self, side: str, grid: HyperCommGrid, seconds: float, deadline: float) -> int:
-        """Which of the transfers of this name it is, as the grid's first rank says."""
-        counts = _COUNTS.setdefault(self.store, {})
-        mine = f"{self._room}/of/{side}/{grid.identity}"
-        counts[mine] = count = counts.get(mine, 0) + 1
-        key = f"{mine}/{count}"
-        first = grid.spec.grid_ranks[0]
-        if self.rank == first:
-            number = self._store_count(side)
-            while self.store.check([f"{self._room}/{number}/calls/verdict"]):
-                number = self._store_count(side)
-            self.store.set(f"{self._room}/{number}/{side}", json.dumps(list(grid.spec.grid_ranks)))
-            self.store.set(key, str(number))
-            if count > 1:
-                self.store.delete_key(f"{mine}/{count - 1}")
-        elif not self.line.within(key, seconds_until(deadline)):
-            raise PeerTimeoutError(
-                f"transfer: rank {first}, the first of the {side} grid {grid.name!r}, did not call "
-                f"Transfer within {seconds:.3g} s; call it on all ranks of both grids"
-            )
-        return int(self.store.get(key))
+        """Which of the transfers of this name it is, as the grid's first rank says.
 
-    def _store_count(self, side: str) -> int:
-        return int(self.store.add(f"{self._room}/{side}s", 1))
+        After each number stands the next; one that has a verdict is over, and is passed over.
+        """
+        last = _LAST.setdefault(self.store, {})
+        mine = f"{self._room}/of/{side}/{grid.identity}"
+        first = grid.spec.grid_ranks[0]
+        link = f"{mine}/after/{last.get(mine, 0)}"
+        if self.rank == first:
+            number = self._next(side)
+            self.store.set(f"{self._room}/{number}/{side}", json.dumps(list(grid.spec.grid_ranks)))
+            self.store.set(link, str(number))
+            self._links.append(link)
+        else:
+            while True:
+                if not self.line.within(link, seconds_until(deadline)):
+                    raise PeerTimeoutError(
+                        f"transfer: rank {first}, the first of the {side} grid {grid.name!r}, did "
+                        f"not call Transfer within {seconds:.3g} s; call it on all ranks of both "
+                        "grids"
+                    )
+                number = int(self.store.get(link))
+                if not self._is_over(number):
+                    break
+                link = f"{mine}/after/{number}"
+        last[mine] = number
+        return number
+
+    def _next(self, side: str) -> int:
+        """The next number of a side that nobody has given up on."""
+        while self._is_over(number := int(self.store.add(f"{self._room}/{side}s", 1))):
+            pass
+        return number
+
+    def _is_over(self, number: int) -> bool:
+        return bool(self.store.check([f"{self._room}/{number}/calls/verdict"]))
 
     def _ranks(self, side: str, seconds: float, deadline: float) -> tuple[int, ...]:
         key = f"{self.base}/{side}"
