@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Shared, Value, key_of
-from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.errors import SpecError, TransferError
-from commgrid.transfer.held import Held, Model, Names, mapped_items, model_items, state_of
+from commgrid.transfer.held import Held, Model, Names, TransferredModel, mapped_items
 from commgrid.transfer.layouts import Form
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ class SourceSide:
         values: list[Value] = []
         if model is None:
             return held
-        state = state_of(model, self._grid)
-        items = mapped_items(model) if isinstance(model, Mapping) else model_items(_is(state))
+        items, state = _items_of(model, self._grid)
         for item in items:
             name = self._names.of_source(item.path[-1])
             if self._names.has(name):
@@ -113,7 +111,7 @@ class TargetSide:
         names: Names,
     ) -> None:
         self._model, self._grid, self._optimizer, self._names = model, grid, optimizer, names
-        self._state: ModelState | None = None
+        self._state: TransferredModel | None = None
         self._optimizer_state: OptimizerState | None = None
         self._offered: dict[str, Form] = {}
         self._stored: dict[str, Any] = {}
@@ -147,8 +145,8 @@ class TargetSide:
         model = self._model
         if model is None:
             return held
-        self._state = state = state_of(model, self._grid)
-        items = mapped_items(model) if isinstance(model, Mapping) else model_items(_is(state))
+        items, state = _items_of(model, self._grid)
+        self._state = state
         for item in items:
             name = item.path[-1]
             if self._names.has(name):
@@ -221,15 +219,19 @@ class TargetSide:
             self._state.tell_loaded()
 
 
-def _is(state: ModelState | None) -> ModelState:
-    assert state is not None  # of a module or chunks
-    return state
+def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], TransferredModel | None]:
+    """The tensors of a model, and what else is known of it; of a mapping nothing is."""
+    if isinstance(model, Mapping):
+        return mapped_items(model), None
+    state = TransferredModel(model, grid)
+    return state.tensors(), state
 
 
-def _with(state: ModelState | None) -> ModelState:
+def _with(state: TransferredModel | None) -> TransferredModel:
     """What an optimizer's state goes with."""
     if state is None:
         raise SpecError("optimizer= goes with a module or a stage's chunks, not with a mapping")
+    state.check_no_foreign()
     return state
 
 
