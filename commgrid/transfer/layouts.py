@@ -136,7 +136,10 @@ class Side:
             for name, form, _ in entries:
                 first = found.setdefault(name, form)
                 if first is not form and (first.shape, first.dtype) != (form.shape, form.dtype):
-                    raise TransferError(self._disagreement(name))
+                    raise TransferError(
+                        f"{name} has {self._said(name)}; expected the same full tensor on all "
+                        "ranks of a side"
+                    )
         return found
 
     @cached_property
@@ -157,14 +160,14 @@ class Side:
                 )  # fmt: skip
         return "its tensors come in another order"
 
-    def _disagreement(self, name: str) -> str:
+    def _said(self, name: str) -> str:
+        """What ranks say of a tensor."""
         said: dict[str, list[int]] = {}
         for ranks, entries in zip(self.ranks_of, self.layouts, strict=True):
             for entry in entries:
                 if entry.name == name:
                     said.setdefault(str(entry.form), []).extend(ranks)
-        told = " and ".join(f"{form} on {describe_ranks(ranks)}" for form, ranks in said.items())
-        return f"{name} has {told}; expected the same full tensor on all ranks of a side"
+        return " and ".join(f"{form} on {describe_ranks(ranks)}" for form, ranks in said.items())
 
 
 def check_sides(source: Side, target: Side, partly: bool) -> None:
