@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from commgrid.runtime.grid import HyperCommGrid
 
+COPIES = ("compare", "any")
 _TIMEOUT = 600.0
 _UNUSABLE = "the target is not to be used: some of its tensors may be new and others old"
 Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
@@ -46,6 +47,7 @@ class _Told:
         devices: of its tensors.
         more: what goes with an optimizer.
         partly: whether only= was given.
+        compares: whether copies may be compared.
     """
 
     layout: bytes | None
@@ -53,6 +55,7 @@ class _Told:
     devices: frozenset[str]
     more: Any
     partly: bool
+    compares: bool
 
 
 class Transfer:
@@ -75,6 +78,8 @@ class Transfer:
         rename: what the source's names are on the target: a mapping, or a function of one name.
         only: which of the target's names are moved: patterns as `blocks.*`, or a function; without
             it both sides have the same.
+        copies: "compare" refuses a source of whose copies any bit differs, before anything moves;
+            "any" sends one of them whatever the others are. Of mappings nobody knows.
         max_bytes: of buffers on a rank at once, about; larger ones travel in parts.
         timeout: seconds to wait for other ranks; None: the grid's, or 600.
         name: tells transfers between different grids of one world from each other.
@@ -112,12 +117,16 @@ class Transfer:
         optimizer: Optimizers | None = None,
         rename: Rename | None = None,
         only: Only | None = None,
+        copies: str = "compare",
         max_bytes: int = 1 << 28,
         timeout: Seconds | None = None,
         name: str = "default",
     ) -> None:
         if type(max_bytes) is not int or max_bytes < 1:
             raise SpecError(f"max_bytes={max_bytes!r}: expected a whole number from 1")
+        if copies not in COPIES:
+            raise SpecError(f"copies={copies!r}: expected one of {', '.join(COPIES)}")
+        self._copies = copies
         self._grids = _grids(source, target, source_grid, target_grid)
         given = [grid.timeout for grid in self._grids.values() if grid.timeout is not None]
         self._timeout = as_seconds("timeout", timeout or max(given, default=_TIMEOUT))
@@ -154,13 +163,14 @@ class Transfer:
             held = side.hold()
             layout = held.layout() if held is not None else None
             devices = frozenset(held.device_types if held is not None else ())
-            return _Told(layout, host, devices, side.more, self._names.is_partial)
+            compares = self._copies == "compare" and self._source.knows_copies
+            return _Told(layout, host, devices, side.more, self._names.is_partial, compares)
 
         told = at_first(self._group, lambda: tell(self._source), self._gathered, failed)
-        self._source_side, hosts, devices, offers, _ = told
+        self._source_side, hosts, devices, offers, _, self._compares = told
         self._target.take_offer(self._source_side.forms, offers)
         told = at_first(self._group, lambda: tell(self._target), self._gathered, failed)
-        self._target_side, _, more_devices, wants, partly = told
+        self._target_side, _, more_devices, wants, partly, _ = told
         self._target.check_offer(offers, wants)
         self._device = _device_of(self._group, devices | more_devices)
         at_first(self._group, lambda: self._planned(hosts, partly), self._same, failed)
@@ -182,7 +192,7 @@ class Transfer:
 
     def _gathered(
         self, told: list[_Told]
-    ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool]:
+    ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool, bool]:
         by_rank = dict(zip(self._meeting.union, told, strict=True))
         layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
         return (
@@ -191,6 +201,7 @@ class Transfer:
             frozenset(device for one in told for device in one.devices),
             [one.more for one in told if one.more is not None],
             any(one.partly for one in told),
+            all(one.compares for one in told),
         )
 
     # -- moving -------------------------------------------------------------------------
@@ -206,8 +217,8 @@ class Transfer:
         Nothing moves before all ranks have come and found everything as it was planned.
 
         Raises:
-            TransferError: on all ranks: a model has changed since it was planned, or a run before
-                this one was ended by an error. Nothing was moved.
+            TransferError: on all ranks: a model has changed since it was planned, copies of a
+                tensor differ, or a run before this one was ended by an error. Nothing was moved.
             PeerTimeoutError: a rank did not come; names it. Nothing was moved.
             PeerFailedError: a rank failed or is gone in the middle, as it names; the target is not
                 to be used, and neither is this transfer.
@@ -224,6 +235,7 @@ class Transfer:
         done = self._meeting.gate(f"run {self._runs} is done")
         consequence = "nothing was moved; make a new Transfer"
         try:
+            self._compare_copies()
             values = self._exchange_values()
             consequence = _UNUSABLE
             self._carry()
@@ -267,6 +279,10 @@ class Transfer:
                         "new Transfer"
                     )
         _refuse_shared_memory(self._source.held, self._target.held)
+
+    def _compare_copies(self) -> None:
+        if self._compares:
+            at_first(self._group, self._source.compare_copies, lambda _: None, TransferError)
 
     def _exchange_values(self) -> dict[str, Any]:
         """What optimizers have beside tensors, of all ranks; {}: no optimizer is moved."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     TensorProperties,
@@ -16,7 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Shared, Value, key_of
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
-from commgrid.errors import SpecError, TransferError
+from commgrid.checkpoint.saving import differing_copies
+from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.transfer.held import Held, Model, Names, TransferredModel, mapped_items
 from commgrid.transfer.layouts import Form
 
@@ -62,6 +64,7 @@ class SourceSide:
         names: Names,
     ) -> None:
         self._model, self._grid, self._optimizer, self._names = model, grid, optimizer, names
+        self._items: list[Item] = []
         self.held: Held | None = None
         self.values: dict[str, Any] = {}
         self.more: Offer | None = None
@@ -73,6 +76,7 @@ class SourceSide:
         held = self.held = Held()
         model = self._model
         values: list[Value] = []
+        self._items.clear()
         if model is None:
             return held
         items, state = _items_of(model, self._grid)
@@ -80,15 +84,35 @@ class SourceSide:
             name = self._names.of_source(item.path[-1])
             if self._names.has(name):
                 held.add(name, item.shape, item.dtype, item.chunks)
+                self._items.append(item)
         if self._optimizer is not None:
             for one in OptimizerState(self._optimizer, _with(state)).items(Turns(self._grid)):
                 if isinstance(one, Item):
                     held.add(one.key, one.shape, one.dtype, one.chunks)
+                    self._items.append(one)
                 else:
                     values.append(one)
             self.more = Offer(tuple(value.key for value in values))
         self.values = {value.key: _plain(value) for value in values if value.writes}
         return held
+
+    @property
+    def knows_copies(self) -> bool:
+        """Whether it says which ranks should have copies, or is not on that side."""
+        return self._grid is None or isinstance(self._model, Sequence | nn.Module)
+
+    def compare_copies(self) -> None:
+        """Refuses to send one of several copies that differ; collective over the source's grid.
+
+        Raises:
+            GridMismatchError: names tensor and ranks.
+        """
+        told = differing_copies(self._items, self._grid) if self._grid is not None else None
+        if told is not None:
+            raise GridMismatchError(
+                f"{told}; these should be copies, of which any may be sent. Make them equal, or "
+                'where they may differ say Transfer(…, copies="any")'
+            )
 
 
 class TargetSide:

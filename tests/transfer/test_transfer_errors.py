@@ -101,10 +101,17 @@ def refused() -> dict[str, Any]:
     ):
         if target is not None:
             said["parts"] = [p.detach()[0].max().item() for p in target.parameters()]
+    if source is not None and sides.rank == 1:
+        with torch.no_grad():
+            source.down.bias[2] += 1e-3
+    differs = sides.made(source, target)
+    said["copies"] = told(differs.run)
+    with sides_moved(sides, source, target, copies="any"):
+        pass
     if sides.rank != 4:
         said["late"] = sides.refused(source, target, timeout=1)
     torch.distributed.barrier()
-    with sides_moved(sides, source, target) as moved:
+    with sides_moved(sides, source, target, copies="any") as moved:
         torch.distributed.barrier()
         if sides.rank != 0:
             moved._timeout = 1.0
@@ -147,6 +154,8 @@ def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
         "memory": "rank 2: up.weight of the target shares its memory with up.weight of the source",
         "nothing": "the target has no tensors",
         "no model": "rank 1: model=[1]: expected a module, or a list of a stage's chunks",
+        "copies": "down.bias differs between rank 1 and ranks 0, 2 of group 'dp'; these should be "
+        "copies, of which any may be sent.*nothing was moved",
         "destroyed": "grid 'serving' was destroyed",
     }
     for rank, said in enumerate(ranks):
