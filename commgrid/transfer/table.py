@@ -10,7 +10,7 @@ from commgrid.planning.rank_lists import describe_ranks
 if TYPE_CHECKING:
     from commgrid.transfer.plan import TransferPlan
 
-_MOST_PAIRS = 8
+_MOST_PAIRS = 4
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 

@@ -94,9 +94,9 @@ EXPERTS_LONG: list[Pair] = [
 ]
 OPTIMIZERS_SHORT: list[Pair] = [
     (on(4, tp=2, dp=2, shard=True), on(4, 2, tp=4)),
-    (on(4, dp=4, shard=True, dtype=BF16), on(3, 2, dp=3, shard=True, dtype=BF16)),
 ]
 OPTIMIZERS_LONG: list[Pair] = [
+    (on(4, dp=4, shard=True, dtype=BF16), on(3, 2, dp=3, shard=True, dtype=BF16)),
     (on(4, dp=4, shard=True), on(4, 4, **HSDP)),
     (on(4, dp=4, way="fsdp"), on(4, tp=2, dp=2, shard=True)),
     (on(4, dp=4, shard=True), on(4, dp=4, shard=True)),

@@ -109,16 +109,16 @@ def refused() -> dict[str, Any]:
     with sides_moved(sides, source, target, copies="any"):
         pass
     if sides.rank != 4:
-        said["late"] = sides.refused(source, target, timeout=1)
+        said["late"] = sides.refused(source, target, timeout=0.5)
     torch.distributed.barrier()
     with sides_moved(sides, source, target, copies="any") as moved:
         torch.distributed.barrier()
         if sides.rank != 0:
-            moved._timeout = 1.0
+            moved._timeout = 0.5
             said["no run"] = told(moved.run)
     if sides.serving is not None:
         said["no source"] = told(
-            lambda: Transfer(None, target, target_grid=sides.serving, timeout=1)
+            lambda: Transfer(None, target, target_grid=sides.serving, timeout=0.5)
         )
     torch.distributed.barrier()
     last = sides.made(source, target, name="last")
@@ -165,13 +165,13 @@ def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
         assert "up.weight had shape (6, 4)" in said["changed"] or "weight" in said["changed"]
         assert "on rank 3 has changed since the transfer was planned" in said["changed"]
         if rank != 4:
-            assert "PeerTimeoutError: rank 4 did not call Transfer within 1 s" in said["late"]
+            assert "PeerTimeoutError: rank 4 did not call Transfer within 0.5 s" in said["late"]
         if rank != 0:
             assert "PeerTimeoutError: rank 0 did not call run() of a transfer" in said["no run"]
         if rank in TARGET:
             assert said["only"] == said["parts"] == [0.5, 1.5, -1.0 + 2, -1.0 + 3]
         if rank in TARGET:
-            assert "PeerTimeoutError: transfer: no source came within 1 s" in said["no source"]
+            assert "PeerTimeoutError: transfer: no source came within 0.5 s" in said["no source"]
 
 
 def fails_in_the_middle(how: str, folder: str) -> None:
