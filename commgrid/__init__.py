@@ -24,6 +24,7 @@ from commgrid.errors import (
     PeerTimeoutError,
     ShapeError,
     SpecError,
+    TransferError,
     UnknownGroupError,
 )
 from commgrid.planning.layout import RankLayout
@@ -71,6 +72,7 @@ __all__ = [
     "RankLayout",
     "ShapeError",
     "SpecError",
+    "TransferError",
     "UnknownGroupError",
     "destroy",
     "get_grid",

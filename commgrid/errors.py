@@ -55,5 +55,9 @@ class CheckpointError(CommGridError, RuntimeError):
     """A checkpoint could not be written, or does not hold what is to be loaded; names what."""
 
 
+class TransferError(CommGridError, RuntimeError):
+    """Weights could not go from one grid to another; names parameter and ranks."""
+
+
 class ShapeError(CommGridError, ValueError):
     """A tensor does not fit the group or layer it was given to; names shape and group."""

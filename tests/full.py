@@ -185,6 +185,22 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_megatron_names_table",
         "test_tools_pass[mypy --strict]",
     ],
+    "tests/transfer/test_transfer_pairs.py": [
+        "test_every_pair_of_cuts[*]",
+        "test_every_pair_of_cuts_of_experts",
+        "test_experts_go_from_any_cut_to_any_other",
+        "test_optimizer_state_goes_from_any_cut_to_any_other",
+    ],
+    "tests/transfer/test_transfer_plan.py": [
+        "test_nobody_waits_for_ever_however_they_take_turns",
+        "test_ten_thousand_tensors_of_thirteen_hundred_ranks_are_a_short_table",
+    ],
+    "tests/transfer/test_transfer_foreign.py": [
+        "test_megatrons_slices_go_there_and_back[1]",
+    ],
+    "tests/transfer/test_transfer_errors.py": [
+        "test_a_rank_that_fails_in_the_middle_is_named_by_all[raised]",
+    ],
     "tests/checkpoint/test_round_trip.py": [
         "test_dtensors_that_fsdp_has_cut_again[4]",
         "test_every_number_is_where_it_belongs[{'dp': 4}]",

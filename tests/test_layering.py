@@ -10,11 +10,13 @@ ROOT = Path(__file__).parents[1]
 # Rows of the design, top to bottom; files of one row do not import each other.
 ROWS = [
     ["errors", "version"],
-    ["planning.names", "planning.yaml_io", "planning.ranks"],
+    ["planning.names", "planning.yaml_io", "planning.ranks", "planning.boxes"],
     ["planning.layout", "planning.rank_lists", "planning.summary", "context_parallel.balance"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],
     ["planning.group_table", "pipeline.simulator", "context_parallel.ranges"],
     ["planning.spec", "pipeline.exchange", "context_parallel.tiles", "bridge.plan"],
+    ["transfer.layouts", "transfer.shares", "transfer.table"],
+    ["transfer.plan"],
     ["context_parallel.length_groups", "context_parallel.drawing"],
     ["planning.plan", "context_parallel.plans"],
     ["planning.sockets", "context_parallel.volume", "bridge.pipelines"],
@@ -75,6 +77,11 @@ ROWS = [
     ["checkpoint.optimizer_state", "checkpoint.folder", "checkpoint.meeting"],
     ["checkpoint.saving", "checkpoint.loading"],
     ["checkpoint"],
+    ["transfer.foreign", "transfer.gate"],
+    ["transfer.held"],
+    ["transfer.carry", "transfer.meeting", "transfer.sides"],
+    ["transfer.live"],
+    ["transfer"],
     ["pipeline.backward", "pipeline.p2p", "pipeline.shared"],
     ["pipeline.run"],
     ["pipeline.runner"],
@@ -91,7 +98,7 @@ ROWS = [
     ["cli"],
     ["__main__"],
 ]
-PURE = 17  # rows that import neither torch nor anything below them
+PURE = 19  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

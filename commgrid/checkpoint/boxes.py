@@ -16,7 +16,7 @@ that so far has least to write.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,43 +26,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement
+from commgrid.planning.boxes import Shape, boxes_of_range
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
-
-Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
-"""Offset and size."""
-
-
-def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    """The boxes that hold elements start … stop - 1 of a row-major tensor, in their order.
-
-    >>> list(boxes_of_range(1, 11, (4, 3)))
-    [((0, 1), (1, 2)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]
-    """
-    rest = tuple(shape[1:])
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = math.prod(rest)
-    first, last = start // row, stop // row
-
-    def within(index: int, begin: int, end: int) -> Iterator[Box]:
-        for offset, size in boxes_of_range(begin, end, rest):
-            yield (index, *offset), (1, *size)
-
-    if first == last:
-        yield from within(first, start - first * row, stop - first * row)
-        return
-    if start % row:
-        yield from within(first, start % row, row)
-        first += 1
-    if first < last:
-        yield (first, *[0] * len(rest)), (last - first, *rest)
-    yield from within(last, 0, stop % row)
 
 
 @dataclass(frozen=True)

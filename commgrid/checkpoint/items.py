@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.checkpoint.boxes import Chunk, Shape
+from commgrid.checkpoint.boxes import Chunk
+from commgrid.planning.boxes import Shape
 
 Path = tuple[str, ...]
 """A name in the nested dict that torch's readers make of a checkpoint: ("model", "norm.weight")."""

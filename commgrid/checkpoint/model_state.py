@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,20 +30,27 @@ class ModelState:
         model: a module, or a pipeline stage's chunks, whose modules have the names that they have
             in the whole model.
         grid: where it lies.
+        takes: whether the caller knows by itself how a parameter lies that somebody else's layer
+            has cut; None: it knows of none.
 
     Raises:
         SpecError: two chunks have different parameters of one name, or a parameter is sliced over
             something that is not of the grid.
     """
 
-    def __init__(self, model: nn.Module | Sequence[nn.Module], grid: HyperCommGrid) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        grid: HyperCommGrid,
+        takes: Callable[[nn.Module, nn.Parameter], bool] | None = None,
+    ) -> None:
         self.grid = grid
         self.chunks = chunks_of(model)
         for chunk in self.chunks:
             for name, module in chunk.named_modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # so that parameters are the sharded ones
-                _check_known(_clean(name), module, grid)
+                _check_known(_clean(name), module, grid, takes)
         self.placements: dict[str, Placement] = {}
         known: set[int] = set()
         for chunk in self.chunks:
@@ -165,14 +172,19 @@ def _whole_of(name: str, buffer: Tensor) -> Tensor:
     return local_part(buffer)
 
 
-def _check_known(name: str, module: nn.Module, grid: HyperCommGrid) -> None:
+def _check_known(
+    name: str,
+    module: nn.Module,
+    grid: HyperCommGrid,
+    takes: Callable[[nn.Module, nn.Parameter], bool] | None,
+) -> None:
     """Refuses what looks like whole parameters and is not, or has no numbers."""
     for key, parameter in module.named_parameters(recurse=False):
         told = ""
         foreign = foreign_slice(module, parameter, grid)
         if parameter.is_meta:
             told = "is on the meta device, without numbers; call to_empty(device=…) first"
-        elif foreign is not None:
+        elif foreign is not None and (takes is None or not takes(module, parameter)):
             told = f"{foreign.what}; {foreign.instead_of_saving}"
         if told:
             raise SpecError(f"{_join(name, key)} of shape {tuple(parameter.shape)} {told}")

@@ -152,6 +152,21 @@ def _compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
     Raises:
         GridMismatchError: names tensor and ranks.
     """
+    told = differing_copies(items, grid)
+    if told is not None:
+        raise GridMismatchError(
+            f"{told}; these should be copies, of which one would have been saved for all. Where "
+            "ranks have slices, say so with a ShardedModule's shard_dims; buffers that ranks have "
+            "of their own register as persistent=False; where copies may differ, as kernels that "
+            'are not deterministic make them, save(…, copies="first") writes the first rank\'s'
+        )
+
+
+def differing_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> str | None:
+    """What differs between ranks that should have copies, with who; None: nothing.
+
+    Collective over the grid, on all of whose ranks there are the items of one model.
+    """
     copies: list[Copy] = []
     num_shared = 0
     for item in items:
@@ -164,14 +179,7 @@ def _compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
                     num_shared += 1
     axes = dict.fromkeys(axis for region in grid.spec.regions for axis in region.axes)
     everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
-    told = differing(copies, groups=[group for groups in everywhere for group in groups])
-    if told is not None:
-        raise GridMismatchError(
-            f"{told}; these should be copies, of which one would have been saved for all. Where "
-            "ranks have slices, say so with a ShardedModule's shard_dims; buffers that ranks have "
-            "of their own register as persistent=False; where copies may differ, as kernels that "
-            'are not deterministic make them, save(…, copies="first") writes the first rank\'s'
-        )
+    return differing(copies, groups=[group for groups in everywhere for group in groups])
 
 
 def _items(

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commgrid
-from commgrid.checkpoint.boxes import HeldBox, Turns, boxes_of_range
+from commgrid.checkpoint.boxes import HeldBox, Turns
+from commgrid.planning.boxes import boxes_of_range
 from tests.ranks import run_on_ranks
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)

@@ -11,7 +11,7 @@ PUBLIC = [
     "commgrid.context_parallel",
     "commgrid.data_parallel",
     "commgrid.expert", "commgrid.failures", "commgrid.parameters", "commgrid.pipeline",
-    "commgrid.sharding", "commgrid.tensor_parallel", "megatron_adapter",
+    "commgrid.sharding", "commgrid.tensor_parallel", "commgrid.transfer", "megatron_adapter",
     "megatron_adapter.parallel_state.buffers", "megatron_adapter.parallel_state.dense",
     "megatron_adapter.parallel_state.expert", "megatron_adapter.parallel_state.pipeline",
     "megatron_adapter.parallel_state.rank_groups",

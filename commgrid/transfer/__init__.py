@@ -1,0 +1,37 @@
+"""Weights from any grid to any other, without a disk.
+
+    transfer = Transfer(model, served, source_grid=training, target_grid=serving)
+    print(transfer.plan)        who sends how much to whom
+    transfer.run()              as often as the weights change
+
+`Transfer` is called on all ranks of both grids, with `None` for a side that a rank is not on. What
+each rank holds is known as checkpoints know it: boxes of full tensors, by their names in the whole
+model. Both sides tell each other once; the plan is arithmetic from then on, without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from commgrid.transfer.plan import Message, Move, TransferPlan
+
+if TYPE_CHECKING:
+    from commgrid.transfer.held import Part
+    from commgrid.transfer.live import Transfer
+
+__all__ = ["Message", "Move", "Part", "Transfer", "TransferPlan"]
+
+_LIVE = {"Part": "commgrid.transfer.held", "Transfer": "commgrid.transfer.live"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LIVE:
+        raise AttributeError(f"module 'commgrid.transfer' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LIVE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LIVE})

@@ -1,0 +1,264 @@
+"""What this rank holds of one side: the layout that others are told, and the tensors behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from commgrid.checkpoint.boxes import Chunk, Turns, local_part
+from commgrid.checkpoint.items import Item
+from commgrid.checkpoint.model_state import ModelState
+from commgrid.errors import ShapeError, SpecError
+from commgrid.parameters import ShardedModule
+from commgrid.planning.boxes import Box, Shape, common
+from commgrid.transfer.foreign import ForeignCut, foreign_cut
+from commgrid.transfer.layouts import Entry, Form, pack
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+Rename = Mapping[str, str] | Callable[[str], str]
+Only = Iterable[str] | Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a full tensor, for a mapping of names to tensors.
+
+    Args:
+        tensor: this rank's, which is read, or written in place.
+        shape: of the full tensor.
+        offset: of the tensor's first element in the full one.
+
+    Raises:
+        ShapeError: it does not lie within the full tensor.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        held, full, offset = tuple(self.tensor.shape), tuple(self.shape), tuple(self.offset)
+        if not len(held) == len(full) == len(offset) or any(
+            begin < 0 or begin + size > whole
+            for begin, size, whole in zip(offset, held, full, strict=True)
+        ):
+            raise ShapeError(
+                f"Part: a tensor of shape {held} at offset {offset} is not within one of shape "
+                f"{full}; give shape and offset of the full tensor, one number for each dim"
+            )
+
+
+Model = nn.Module | Sequence[nn.Module] | Mapping[str, Tensor | Part]
+"""A module, a pipeline stage's chunks, or tensors by name: whole ones, DTensors or parts."""
+
+
+@dataclass
+class _HeldTensor:
+    shape: Shape
+    dtype: torch.dtype
+    source: str
+    chunks: dict[Box, list[Tensor]] = field(default_factory=dict)
+
+
+class Held:
+    """Tensors of this rank by name, and where each lies in the full one."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, _HeldTensor] = {}
+
+    def add(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: torch.dtype,
+        chunks: Iterable[Chunk],
+        source: str = "",
+    ) -> None:
+        """Adds a tensor's boxes; one of a name that is there already is a further copy.
+
+        Raises:
+            SpecError: that one has another shape or dtype.
+        """
+        held = self._tensors.setdefault(name, _HeldTensor(tuple(shape), dtype, source))
+        if (held.shape, held.dtype) != (tuple(shape), dtype):
+            raise SpecError(
+                f"{name} is twice on this rank, of shape {held.shape} and dtype {held.dtype}, and "
+                f"of shape {tuple(shape)} and dtype {dtype}; expected copies"
+            )
+        for chunk in chunks:
+            box = (tuple(chunk.offset), tuple(chunk.data.shape))
+            held.chunks.setdefault(box, []).append(chunk.data)
+
+    def layout(self) -> bytes:
+        """What the others are told."""
+        entries = []
+        for name, held in self._tensors.items():
+            dtype = str(held.dtype).removeprefix("torch.")
+            form = Form(held.shape, dtype, held.dtype.itemsize, tuple(held.chunks))
+            entries.append(Entry(name, form, held.source))
+        return pack(entries)
+
+    def view(self, name: str, box: Box) -> Tensor:
+        """The part of this rank's tensor that a box is."""
+        for (offset, size), tensors in self._tensors[name].chunks.items():
+            if common((offset, size), box) == box:
+                places = zip(box[0], box[1], offset, strict=True)
+                return tensors[0][tuple(slice(b - o, b - o + n) for b, n, o in places)]
+        raise AssertionError(f"{name} has no {box}")
+
+    def copy_further(self) -> None:
+        """Gives copies of a name on this rank what the first of them has got."""
+        for held in self._tensors.values():
+            for first, *others in held.chunks.values():
+                for other in others:
+                    other.copy_(first)
+
+    def storages(self) -> dict[int, str]:
+        """Where the tensors' memory begins, and whose it is."""
+        return {
+            tensor.untyped_storage().data_ptr(): name
+            for name, held in self._tensors.items()
+            for tensors in held.chunks.values()
+            for tensor in tensors if tensor.numel()
+        }  # fmt: skip
+
+    @property
+    def device_types(self) -> set[str]:
+        """Where they are."""
+        return {
+            tensor.device.type
+            for held in self._tensors.values()
+            for tensors in held.chunks.values()
+            for tensor in tensors
+        }
+
+
+class Names:
+    """Which tensors are moved, and what they are called on the target.
+
+    Args:
+        rename: the source's names to the target's; those that it does not have stay.
+        only: patterns of the target's names, as `blocks.*`, or a function of one; None: all.
+
+    Raises:
+        SpecError: something else.
+    """
+
+    def __init__(self, rename: Rename | None, only: Only | None) -> None:
+        if isinstance(only, str):
+            only = [only]
+        if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
+            raise SpecError(f"rename={rename!r}: expected a mapping of names, or a function")
+        self._rename = rename
+        self._only = only if only is None or callable(only) else list(only)
+        if isinstance(self._only, list) and not all(isinstance(p, str) for p in self._only):
+            raise SpecError(f"only={self._only!r}: expected patterns of names, or a function")
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the sides may have tensors that are not moved."""
+        return self._only is not None
+
+    def of_source(self, name: str) -> str:
+        """The target's name for one of the source's."""
+        if self._rename is None:
+            return name
+        if callable(self._rename):
+            return self._rename(name)
+        return self._rename.get(name, name)
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of this name on the target is moved."""
+        if self._only is None:
+            return True
+        if callable(self._only):
+            return self._only(name)
+        return any(fnmatchcase(name, pattern) for pattern in self._only)
+
+
+class TransferredModel(ModelState):
+    """A model as checkpoints know it, and as others' layers say that they have cut it.
+
+    Args:
+        model, grid: as ModelState's.
+    """
+
+    def __init__(self, model: nn.Module | Sequence[nn.Module], grid: HyperCommGrid) -> None:
+        self._cuts: dict[int, ForeignCut] = {}
+
+        def takes(module: nn.Module, parameter: nn.Parameter) -> bool:
+            foreign_cut(module, parameter, grid)  # refuses what it does not know
+            return type(parameter).__name__ != "FlatParameter"  # FSDP1's
+
+        super().__init__(model, grid, takes)
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                for parameter in module.parameters(recurse=False):
+                    cut = None
+                    if not isinstance(module, ShardedModule):
+                        cut = foreign_cut(module, parameter, grid)
+                    if cut is not None:
+                        self._cuts[id(parameter)] = cut
+
+    def tensors(self) -> list[Item]:
+        """Parameters and persistent buffers."""
+        found = []
+        for item in self.items(Turns(self.grid)):
+            if not isinstance(item, Item):
+                continue
+            placement = self.placements.get(item.path[-1])
+            cut = self._cuts.get(id(placement.parameter)) if placement is not None else None
+            if placement is not None and cut is not None:
+                data = placement.parameter.detach()
+                chunks = list(cut.chunks(data))
+                item = Item(item.path, cut.full_shape(data), chunks, data.dtype)
+            found.append(item)
+        return found
+
+    def check_no_foreign(self) -> None:
+        """Refuses to move optimizer state of slices that others have cut."""
+        if self._cuts:
+            raise SpecError(
+                "optimizer= does not go with parameters that Megatron-core's or Transformers' "
+                "layers have cut, of whose optimizers nothing is known here; move the weights alone"
+            )
+
+
+def mapped_items(tensors: Mapping[str, Tensor | Part]) -> list[Item]:
+    """The tensors of a mapping.
+
+    Raises:
+        SpecError: something in it is no tensor, or has no numbers.
+    """
+    return [_mapped(name, given) for name, given in tensors.items()]
+
+
+def _mapped(name: str, given: Tensor | Part) -> Item:
+    tensor = given.tensor if isinstance(given, Part) else given
+    if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.is_meta:
+        raise SpecError(
+            f"{{{name!r}: {type(tensor).__name__!s}}}: expected names, and tensors with "
+            "numbers, DTensors, or Part(tensor, shape, offset)"
+        )
+    data = local_part(tensor)
+    shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(given, Part):
+        shape, offset = tuple(given.shape), tuple(given.offset)
+    elif isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise SpecError(
+                f"{name} is a DTensor with placements {tensor.placements}, parts of a sum; "
+                "redistribute it to Shard or Replicate first"
+            )
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        offset = tuple(chunk.offsets)
+    chunks = [Chunk(offset, data)] if data.numel() else []
+    return Item(("model", name), shape, chunks, tensor.dtype)

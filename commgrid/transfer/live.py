@@ -1,0 +1,388 @@
+"""Transfer: weights from one grid to another, any number of times."""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commgrid.collectives.objects import at_first
+from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
+from commgrid.planning.groups import GroupOptions
+from commgrid.runtime import torch_groups
+from commgrid.runtime.failures import GoneError
+from commgrid.runtime.grid import Seconds, as_seconds
+from commgrid.runtime.registry import get_grid
+from commgrid.runtime.torch_world import first_line, is_peer_failure
+from commgrid.transfer.carry import Carrier, most_of
+from commgrid.transfer.gate import Gate
+from commgrid.transfer.held import Held, Model, Names, Only, Rename
+from commgrid.transfer.layouts import Side
+from commgrid.transfer.meeting import Meeting, check_alive
+from commgrid.transfer.plan import TransferPlan
+from commgrid.transfer.sides import SourceSide, TargetSide
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from commgrid.runtime.grid import HyperCommGrid
+
+COPIES = ("compare", "any")
+_TIMEOUT = 600.0
+_UNUSABLE = "the target is not to be used: some of its tensors may be new and others old"
+Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells of one side.
+
+    Args:
+        layout: of what it holds; None: it is not on that side.
+        host: where it runs.
+        devices: of its tensors.
+        more: what goes with an optimizer.
+        partly: whether only= was given.
+        compares: whether copies may be compared.
+    """
+
+    layout: bytes | None
+    host: str
+    devices: frozenset[str]
+    more: Any
+    partly: bool
+    compares: bool
+
+
+class Transfer:
+    """Weights from one grid to another: planned once, moved as often as they change.
+
+    Made on every rank of both grids at once, and on no others; the grids may be the same, overlap,
+    or have separate ranks, of any number. What ranks hold is known as checkpoints know it, so that
+    any cut of a model goes to any other: the target is as if it had loaded a checkpoint that the
+    source has saved, but for extra states of modules, which stay.
+
+    Args:
+        source: a module, a stage's list of chunks, or a mapping of names to tensors, which are
+            whole, DTensors, or `Part(tensor, shape, offset)`; None on ranks that have none.
+        target: likewise; its tensors are written in place.
+        source_grid: where the source lies; None: the default grid where `source` is given, else
+            this rank is in none.
+        target_grid: where the target lies, likewise.
+        optimizer: the source's and the target's optimizer, whose state is moved too; None: weights
+            alone.
+        rename: what the source's names are on the target: a mapping, or a function of one name.
+        only: which of the target's names are moved: patterns as `blocks.*`, or a function; without
+            it both sides have the same.
+        copies: "compare" refuses a source of whose copies any bit differs, before anything moves;
+            "any" sends one of them whatever the others are. Of mappings nobody knows.
+        max_bytes: of buffers on a rank at once, about; larger ones travel in parts.
+        timeout: seconds to wait for other ranks; None: the grid's, or 600.
+        name: tells transfers between different grids of one world from each other.
+
+    Attributes:
+        plan: who sends what to whom.
+
+    Raises:
+        TransferError: on all ranks: the sides differ in names or shapes, or what a rank gave
+            cannot be moved; names parameter and ranks.
+        PeerTimeoutError: a rank did not call; names it.
+        GridDestroyedError: a grid was destroyed.
+        SpecError: neither side was given, or options that mean nothing.
+
+    Example:
+        >>> import commgrid, torch
+        >>> grid = commgrid.initialize()
+        >>> model, served = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+        >>> transfer = Transfer(model, served, source_grid=grid, target_grid=grid)
+        >>> transfer.run()
+        >>> torch.equal(served.weight, model.weight.bfloat16())
+        True
+        >>> commgrid.shutdown()
+    """
+
+    plan: TransferPlan
+
+    def __init__(
+        self,
+        source: Model | None,
+        target: Model | None,
+        *,
+        source_grid: HyperCommGrid | None = None,
+        target_grid: HyperCommGrid | None = None,
+        optimizer: Optimizers | None = None,
+        rename: Rename | None = None,
+        only: Only | None = None,
+        copies: str = "compare",
+        max_bytes: int = 1 << 28,
+        timeout: Seconds | None = None,
+        name: str = "default",
+    ) -> None:
+        if type(max_bytes) is not int or max_bytes < 1:
+            raise SpecError(f"max_bytes={max_bytes!r}: expected a whole number from 1")
+        if copies not in COPIES:
+            raise SpecError(f"copies={copies!r}: expected one of {', '.join(COPIES)}")
+        self._copies = copies
+        self._grids = _grids(source, target, source_grid, target_grid)
+        given = [grid.timeout for grid in self._grids.values() if grid.timeout is not None]
+        self._timeout = as_seconds("timeout", timeout or max(given, default=_TIMEOUT))
+        self._max_bytes, self._broken, self._runs = max_bytes, "", 0
+        self._names = Names(rename, only)
+        optimizers = optimizer or (None, None)
+        if optimizer is not None and (rename is not None or only is not None):
+            raise SpecError("optimizer= goes with a whole model; leave rename= and only= out")
+        self._source = SourceSide(source, self._grids.get("source"), optimizers[0], self._names)
+        self._target = TargetSide(target, self._grids.get("target"), optimizers[1], self._names)
+        self._meeting = Meeting(self._grids, name, self._timeout)
+        self._group = _make_group(self._meeting, self._timeout)
+        self._close = weakref.finalize(self, _end, self._group, self._meeting)
+        self._close.atexit = False  # which could wait for ranks that have ended
+        for grid in self._grids.values():
+            grid.before_destroy(self._close)
+        self._gate = self._meeting.first
+        planned = self._meeting.gate("planned")
+        try:
+            self._make_plan()
+            self._pass(planned, "did not get as far as its plan")
+        except BaseException as error:
+            self._fail(planned, error)
+            self.close()
+            raise
+        self._meeting.forget()
+
+    def _make_plan(self) -> None:
+        """Tells the others what this rank holds, hears what they do, and plans."""
+        failed = _failure("nothing was moved")
+        host = socket.gethostname()
+
+        def tell(side: SourceSide | TargetSide) -> _Told:
+            held = side.hold()
+            layout = held.layout() if held is not None else None
+            devices = frozenset(held.device_types if held is not None else ())
+            compares = self._copies == "compare" and self._source.knows_copies
+            return _Told(layout, host, devices, side.more, self._names.is_partial, compares)
+
+        told = at_first(self._group, lambda: tell(self._source), self._gathered, failed)
+        self._source_side, hosts, devices, offers, _, self._compares = told
+        self._target.take_offer(self._source_side.forms, offers)
+        told = at_first(self._group, lambda: tell(self._target), self._gathered, failed)
+        self._target_side, _, more_devices, wants, partly, _ = told
+        self._target.check_offer(offers, wants)
+        self._device = _device_of(self._group, devices | more_devices)
+        at_first(self._group, lambda: self._planned(hosts, partly), self._same, failed)
+
+    def _planned(self, hosts: Mapping[int, str], partly: bool) -> str:
+        """Makes the plan; its digest."""
+        _refuse_shared_memory(self._source.held, self._target.held)
+        self.plan = TransferPlan(self._source_side, self._target_side, hosts, partly=partly)
+        return self.plan.digest
+
+    def _same(self, digests: list[str]) -> None:
+        """That all ranks have made one plan, before anything moves."""
+        for rank, each in zip(self._meeting.union, digests, strict=True):
+            if each != digests[0]:
+                raise TransferError(
+                    f"the plan has digest {digests[0][:12]} on rank {self._meeting.union[0]} "
+                    f"and {each[:12]} on rank {rank}; run one version of commgrid on all"
+                )
+
+    def _gathered(
+        self, told: list[_Told]
+    ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool, bool]:
+        by_rank = dict(zip(self._meeting.union, told, strict=True))
+        layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
+        return (
+            Side.of(layouts),
+            {rank: one.host for rank, one in by_rank.items()},
+            frozenset(device for one in told for device in one.devices),
+            [one.more for one in told if one.more is not None],
+            any(one.partly for one in told),
+            all(one.compares for one in told),
+        )
+
+    # -- moving -------------------------------------------------------------------------
+
+    @property
+    def broken(self) -> str:
+        """What ended a run in the middle, so that the target is not to be used; "": nothing has."""
+        return self._broken
+
+    def run(self) -> None:
+        """Moves the source's numbers into the target's tensors; on all ranks of both grids.
+
+        Nothing moves before all ranks have come and found everything as it was planned.
+
+        Raises:
+            TransferError: on all ranks: a model has changed since it was planned, copies of a
+                tensor differ, or a run before this one was ended by an error. Nothing was moved.
+            PeerTimeoutError: a rank did not come; names it. Nothing was moved.
+            PeerFailedError: a rank failed or is gone in the middle, as it names; the target is not
+                to be used, and neither is this transfer.
+            GridDestroyedError: a grid was destroyed.
+        """
+        self._runs += 1
+        start = self._meeting.gate(f"run {self._runs}")
+        try:
+            self._prepare()
+        except BaseException as error:
+            self._fail(start, error)
+            raise
+        self._pass(start, "did not call run() of a transfer")
+        done = self._meeting.gate(f"run {self._runs} is done")
+        consequence = "nothing was moved; make a new Transfer"
+        try:
+            self._compare_copies()
+            values = self._exchange_values()
+            consequence = _UNUSABLE
+            self._carry()
+            self._pass(done, "did not finish a transfer")
+            self._target.finish(values)
+        except BaseException as error:
+            told = self._fail(done, error)
+            self._broken = f"{told}; {consequence}"
+            self.close(broken=True)
+            if not isinstance(error, Exception):
+                raise
+            kind = type(told) if isinstance(told, CommGridError) else TransferError
+            raise (PeerFailedError if kind is GoneError else kind)(self._broken) from error
+
+    def _carry(self) -> None:
+        rank = self._meeting.rank
+        carrier = Carrier(
+            self._group, self._meeting.union, self._device,
+            self._source.held or Held(), self._target.held or Held(), self._max_bytes,
+        )  # fmt: skip
+        messages = self.plan.messages(rank, most_of(self._max_bytes))
+        carrier.carry(messages, self.plan.copies(rank))
+
+    def _prepare(self) -> None:
+        """That everything is as it was planned, on this rank."""
+        if self._broken:
+            raise TransferError(f"an earlier run has ended: {self._broken}; make a new Transfer")
+        for grid in self._grids.values():
+            check_alive(grid)
+        if not self._close.alive:
+            raise TransferError("this transfer was closed; make a new one")
+        planned = (self._source, self._source_side), (self._target, self._target_side)
+        for side, plan in planned:
+            held = side.hold()
+            if held is not None:
+                place = plan.places[self._meeting.rank]
+                if held.layout() != plan.packed[place]:
+                    raise TransferError(
+                        f"the {side.what} on rank {self._meeting.rank} has changed since the "
+                        f"transfer was planned: {plan.difference(place, held.layout())}; make a "
+                        "new Transfer"
+                    )
+        _refuse_shared_memory(self._source.held, self._target.held)
+
+    def _compare_copies(self) -> None:
+        if self._compares:
+            at_first(self._group, self._source.compare_copies, lambda _: None, TransferError)
+
+    def _exchange_values(self) -> dict[str, Any]:
+        """What optimizers have beside tensors, of all ranks; {}: no optimizer is moved."""
+        if not self._target.wants:
+            return {}
+
+        def merged(values: list[dict[str, Any]]) -> dict[str, Any]:
+            return {key: value for one in values for key, value in one.items()}
+
+        values = at_first(self._group, lambda: self._source.values, merged, TransferError)
+        at_first(self._group, lambda: self._target.begin(values), lambda _: None, TransferError)
+        return values
+
+    # -- ending -------------------------------------------------------------------------
+
+    def _pass(self, gate: Gate, what: str) -> None:
+        gate.come(self._timeout, what, before=self._gate)
+        self._gate = gate
+
+    def _fail(self, gate: Gate, error: BaseException) -> BaseException:
+        """Tells the others; what then is the error of all."""
+        kind, told = "failed", f"rank {self._meeting.rank}: {first_line(error)}"
+        if isinstance(error, GoneError):
+            kind, told = "gone", str(error)
+        elif is_peer_failure(error):
+            kind = "gone"
+            told = f"a rank is gone or does not answer: {told}"
+        elif isinstance(error, CommGridError):
+            told = f"{error}"
+        stands = gate.conclude(kind, told)
+        return stands if stands is not None and str(stands) != str(error) else error
+
+    def close(self, broken: bool = False) -> None:
+        """Ends the transfer's communicator; the grids' end does it too.
+
+        Args:
+            broken: whether something may be under way, which is not waited for.
+        """
+        if broken and self._close.detach():
+            torch_groups.abort_all([self._group], by_pairs=[self._group])
+            self._meeting.close()
+        self._close()
+
+
+def _failure(what: str) -> Callable[[str], TransferError]:
+    return lambda told: TransferError(f"{what}: {told}")
+
+
+def _end(group: ProcessGroup, meeting: Meeting) -> None:
+    torch_groups.destroy_group(group)
+    meeting.close()
+
+
+def _grids(
+    source: Model | None,
+    target: Model | None,
+    source_grid: HyperCommGrid | None,
+    target_grid: HyperCommGrid | None,
+) -> dict[str, HyperCommGrid]:
+    """This rank's grid of each side that it is on."""
+    found: dict[str, HyperCommGrid] = {}
+    for side, model, grid in (("source", source, source_grid), ("target", target, target_grid)):
+        if grid is not None or model is not None:
+            found[side] = grid or get_grid()
+    if not found:
+        raise SpecError(
+            "Transfer(None, None): call it on the ranks of the two grids alone, each with what it "
+            "has; a rank of a grid that has none of a model gives the grid"
+        )
+    return found
+
+
+def _make_group(meeting: Meeting, timeout: float) -> ProcessGroup:
+    return torch_groups.create_group(
+        meeting.base,
+        "commgrid transfer",
+        meeting.union,
+        backend=None,
+        options=GroupOptions(),
+        timeout=timeout,
+        startup_timeout=timeout,
+    )
+
+
+def _device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
+    """What messages travel on: the GPU where the group can and all tensors are there."""
+    kinds = {device.type: device for device in torch_groups.devices_of(group)}
+    if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
+        return kinds["cuda"]
+    return kinds["cpu"]
+
+
+def _refuse_shared_memory(source: Held | None, target: Held | None) -> None:
+    """A target in the source's memory would be overwritten while it is sent."""
+    if source is None or target is None:
+        return
+    sources = source.storages()
+    for place, name in target.storages().items():
+        if place in sources:
+            raise TransferError(
+                f"{name} of the target shares its memory with {sources[place]} of the source; give "
+                "the target tensors of its own, or leave it out with only="
+            )

@@ -1,0 +1,219 @@
+"""What is refused, by all ranks at once and before anything moves; and what ends in the middle."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commgrid
+from commgrid import CommGridError
+from commgrid.transfer import Part, Transfer, carry
+from tests.ranks import RanksFailed, run_on_ranks
+
+TARGET = (2, 3, 4)
+
+
+def net(salt: float, wide: int = 6) -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("up", nn.Linear(4, wide))
+    model.add_module("down", nn.Linear(wide, 4))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(salt + number)
+    return model
+
+
+class Sides:
+    """Ranks 0 to 2 train, ranks 2 to 4 serve."""
+
+    def __init__(self) -> None:
+        self.training = commgrid.initialize(ranks=range(3), name="training")
+        self.serving = commgrid.initialize(ranks=TARGET, name="serving")
+        self.rank = torch.distributed.get_rank()
+        self.grids = {"source_grid": self.training, "target_grid": self.serving}
+
+    def models(self, salt: float = 0.5) -> tuple[Any, Any]:
+        return (
+            net(salt) if self.training is not None else None,
+            net(-1.0) if self.serving is not None else None,
+        )
+
+    def made(self, source: Any, target: Any, **options: Any) -> Transfer:
+        return Transfer(source, target, **self.grids, **{"timeout": 20, **options})
+
+    def refused(self, source: Any, target: Any, **options: Any) -> str:
+        with pytest.raises(CommGridError) as error:
+            self.made(source, target, **options)
+        return f"{type(error.value).__name__}: {error.value}"
+
+
+def told(call: Any) -> str:
+    with pytest.raises(CommGridError) as error:
+        call()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def refused() -> dict[str, Any]:
+    """One after the other on the same grids, which stay good."""
+    sides, said = Sides(), {}
+    source, target = sides.models()
+    other = net(0.0, wide=8) if target is not None else None
+    said["shapes"] = sides.refused(source, other)
+    more = None
+    if source is not None:
+        more = net(0.5)
+        more.add_module("extra", nn.Linear(1, 1))
+    said["more"] = sides.refused(more, target)
+    optimizer = torch.optim.SGD(source.parameters(), momentum=0.9) if source is not None else None
+    said["optimizer"] = sides.refused(source, target, optimizer=(optimizer, None))
+    said["dtype"] = sides.refused(
+        {"w": torch.zeros(2, dtype=torch.float64 if sides.rank else torch.float32)}
+        if source is not None else None,
+        {"w": torch.zeros(2)} if target is not None else None,
+    )  # fmt: skip
+    shared = source if sides.rank == 2 else target
+    said["memory"] = sides.refused(source, shared)
+    said["nothing"] = sides.refused(source, target, only="nothing.*")
+    said["no model"] = sides.refused([1] if sides.rank == 1 else source, target)
+
+    with sides_moved(sides, more, target, only=["up.*"]) as moved:
+        if target is not None:
+            said["only"] = [p.detach()[0].max().item() for p in target.parameters()]
+        with torch.no_grad():
+            if sides.rank == 3:
+                target.up.weight.data = target.up.weight.data[:2]  # type: ignore[union-attr]
+        said["changed"] = told(moved.run)
+    target = net(-1.0) if target is not None else None
+    renamed = None
+    if source is not None:
+        renamed = {
+            f"model.{name}": Part(p[:3], tuple(p.shape), (0,) * p.dim())
+            if sides.rank == 0 else Part(p[3:], tuple(p.shape), (3, *[0] * (p.dim() - 1)))
+            for name, p in source.named_parameters() if len(p) == 6
+        }  # fmt: skip
+    with sides_moved(
+        sides, renamed, target, only=["up.*"], rename=lambda name: name.removeprefix("model.")
+    ):
+        if target is not None:
+            said["parts"] = [p.detach()[0].max().item() for p in target.parameters()]
+    if source is not None and sides.rank == 1:
+        with torch.no_grad():
+            source.down.bias[2] += 1e-3
+    differs = sides.made(source, target)
+    said["copies"] = told(differs.run)
+    with sides_moved(sides, source, target, copies="any"):
+        pass
+    if sides.rank != 4:
+        said["late"] = sides.refused(source, target, timeout=0.5)
+    torch.distributed.barrier()
+    with sides_moved(sides, source, target, copies="any") as moved:
+        torch.distributed.barrier()
+        if sides.rank != 0:
+            moved._timeout = 0.5
+            said["no run"] = told(moved.run)
+    if sides.serving is not None:
+        said["no source"] = told(
+            lambda: Transfer(None, target, target_grid=sides.serving, timeout=0.5)
+        )
+    torch.distributed.barrier()
+    last = sides.made(source, target, name="last")
+    commgrid.destroy("serving")
+    said["destroyed"] = told(last.run)
+    commgrid.shutdown()
+    return said
+
+
+class sides_moved:
+    """A transfer that has run once, and is closed after."""
+
+    def __init__(self, sides: Sides, source: Any, target: Any, **options: Any) -> None:
+        self._transfer = sides.made(source, target, **options)
+
+    def __enter__(self) -> Transfer:
+        self._transfer.run()
+        return self._transfer
+
+    def __exit__(self, *_: object) -> None:
+        self._transfer.close()
+
+
+def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
+    ranks = run_on_ranks(refused, 5, init=None, launcher="torchrun")
+    expected = {
+        "shapes": "TransferError: nothing was moved: .*up.weight has shape (6, 4) on ranks "
+        "0-2 of the source and (8, 4) on ranks 2-4 of the target",
+        "more": "extra.bias, extra.weight on ranks 0-2 of the source is on no rank of the target",
+        "optimizer": "the source has an optimizer and the target has none",
+        "dtype": "w has shape (2,) and dtype float32 on rank 0 and shape (2,) and dtype float64 on "
+        "ranks 1-2",
+        "memory": "rank 2: up.weight of the target shares its memory with up.weight of the source",
+        "nothing": "the target has no tensors",
+        "no model": "rank 1: model=[1]: expected a module, or a list of a stage's chunks",
+        "copies": "down.bias differs between rank 1 and ranks 0, 2 of group 'dp'; these should be "
+        "copies, of which any may be sent.*nothing was moved",
+        "destroyed": "grid 'serving' was destroyed",
+    }
+    for rank, said in enumerate(ranks):
+        for case, text in expected.items():
+            for part in text.split(".*"):
+                assert part in said[case], (rank, case, said[case])
+        assert "up.weight had shape (6, 4)" in said["changed"] or "weight" in said["changed"]
+        assert "on rank 3 has changed since the transfer was planned" in said["changed"]
+        if rank != 4:
+            assert "PeerTimeoutError: rank 4 did not call Transfer within 0.5 s" in said["late"]
+        if rank != 0:
+            assert "PeerTimeoutError: rank 0 did not call run() of a transfer" in said["no run"]
+        if rank in TARGET:
+            assert said["only"] == said["parts"] == [0.5, 1.5, -1.0 + 2, -1.0 + 3]
+        if rank in TARGET:
+            assert "PeerTimeoutError: transfer: no source came within 0.5 s" in said["no source"]
+
+
+def fails_in_the_middle(how: str, folder: str) -> None:
+    sides = Sides()
+    source, target = sides.models()
+    transfer = sides.made(source, target, max_bytes=64, timeout=15)
+    transfer.run()
+    unpack, calls = carry.Carrier._finish, []
+
+    def failing(self: Any, batch: Any) -> None:
+        calls.append(batch)
+        if sides.rank == 3 and len(calls) == 2:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MemoryError("no more")
+        unpack(self, batch)
+
+    carry.Carrier._finish = failing  # type: ignore[method-assign]
+    started = time.monotonic()
+    said = told(transfer.run)
+    took = time.monotonic() - started
+    again = told(transfer.run) if how == "raised" else ""
+    Path(folder, str(sides.rank)).write_text(f"{took}\n{said}\n{again}")
+    torch.distributed.distributed_c10d._get_default_store().add("done", 1)
+    while sides.rank == 0:  # whose process is the store's
+        if torch.distributed.distributed_c10d._get_default_store().add("done", 0) >= 4:
+            break
+        time.sleep(0.02)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["raised", "killed"])
+def test_a_rank_that_fails_in_the_middle_is_named_by_all(how: str, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):  # they end without a result
+        run_on_ranks(fails_in_the_middle, 5, how, str(tmp_path), init=None, launcher="torchrun")
+    for rank in range(5) if how == "raised" else (0, 1, 2, 4):
+        took, said, again = Path(tmp_path, str(rank)).read_text().split("\n")
+        assert float(took) < 15
+        assert "rank 3" in said, said
+        assert "the target is not to be used" in said, said
+        if how == "killed":
+            assert said.startswith("PeerFailedError: rank 3 is gone"), said
+        else:
+            assert "MemoryError" in said or "no more" in said, said
+            assert "make a new Transfer" in again, again

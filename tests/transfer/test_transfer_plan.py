@@ -1,0 +1,307 @@
+"""The plan against every element of every tensor, its order against every way it can run."""
+
+import itertools
+import math
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commgrid.errors import TransferError
+from commgrid.planning.boxes import Box, boxes_of_range, common, volume, without
+from commgrid.transfer.layouts import Entry, Form, Side, pack, unpack
+from commgrid.transfer.plan import TransferPlan
+from commgrid.transfer.shares import Demand, fair_shares
+
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
+Layout = dict[str, tuple[str, list[Box]]]  # name to dtype and boxes
+
+
+def elements(box: Box) -> set[tuple[int, ...]]:
+    return set(itertools.product(*(range(o, o + n) for o, n in zip(*box, strict=True))))
+
+
+def form(shape: tuple[int, ...], dtype: str, boxes: list[Box]) -> Form:
+    return Form(shape, dtype, SIZES[dtype], tuple(boxes))
+
+
+shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+
+
+@st.composite
+def cuts(draw: Any, shape: tuple[int, ...], parts: int) -> list[list[Box]]:
+    """The boxes of each of some parts, which together are all of a tensor: slices or ranges."""
+    count = math.prod(shape)
+    if not shape or draw(st.booleans()):
+        places = sorted([0, count, *(draw(st.integers(0, count)) for _ in range(parts - 1))])
+        return [list(boxes_of_range(a, b, shape)) for a, b in itertools.pairwise(places)]
+    dim = draw(st.integers(0, len(shape) - 1))
+    share = math.ceil(shape[dim] / parts)
+    found: list[list[Box]] = []
+    for part in range(parts):
+        start, stop = (min(place * share, shape[dim]) for place in (part, part + 1))
+        offset = tuple(start if d == dim else 0 for d in range(len(shape)))
+        size = tuple(stop - start if d == dim else n for d, n in enumerate(shape))
+        found.append([(offset, size)] if stop > start else [])
+    return found
+
+
+@st.composite
+def sides(draw: Any) -> tuple[dict[int, Layout], dict[int, Layout], dict[str, tuple[int, ...]]]:
+    """What the ranks of a source and of a target hold of one to four tensors."""
+    tensors = {f"t{number}": draw(shapes) for number in range(draw(st.integers(1, 4)))}
+    found: list[dict[int, Layout]] = []
+    for first in (0, draw(st.integers(0, 4))):
+        ranks = range(first, first + draw(st.integers(1, 4)))
+        side: dict[int, Layout] = {rank: {} for rank in ranks}
+        for name, shape in tensors.items():
+            parts = draw(st.integers(1, len(ranks)))
+            dtype = draw(st.sampled_from(sorted(SIZES)))
+            pieces = draw(cuts(shape, parts))
+            for place, rank in enumerate(ranks):
+                side[rank][name] = dtype, pieces[place % parts]
+        found.append(side)
+    return found[0], found[1], tensors
+
+
+def packed(side: dict[int, Layout], tensors: dict[str, tuple[int, ...]]) -> Side:
+    return Side.of(
+        {
+            rank: pack([Entry(n, form(tensors[n], d, b)) for n, (d, b) in layout.items()])
+            for rank, layout in side.items()
+        }
+    )
+
+
+@given(sides(), st.sampled_from([1, 7, 64, 1 << 20]))
+@settings(max_examples=40, deadline=None)
+def test_every_element_comes_once_and_from_who_has_it(given_sides: Any, most: int) -> None:
+    source, target, tensors = given_sides
+    plan = TransferPlan(packed(source, tensors), packed(target, tensors))
+    sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for rank in {*source, *target}:
+        got: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        lacked = 0
+        for move in plan.copies(rank):
+            assert any(
+                common(box, move.box) == move.box for box in source[rank][move.tensor.name][1]
+            )
+            got[move.tensor.name] += elements(move.box)
+        for message in plan.messages(rank, most):
+            assert message.size <= most or len(message.moves) == 1
+            if message.is_send:
+                sent[rank, message.peer].append(message.moves)
+                for move in message.moves:
+                    boxes = source[rank][move.tensor.name][1]
+                    assert any(common(box, move.box) == move.box for box in boxes)
+            else:
+                received[message.peer, rank].append(message.moves)
+                lacked += message.size
+                for move in message.moves:
+                    got[move.tensor.name] += elements(move.box)
+        expected = 0
+        for name, (dtype, boxes) in target.get(rank, {}).items():
+            wanted = set().union(*map(elements, boxes))
+            assert sorted(got.pop(name, [])) == sorted(wanted)
+            own = set().union(*map(elements, source.get(rank, {}).get(name, ("", []))[1]))
+            width = min(SIZES[dtype], SIZES[next(iter(source.values()))[name][0]])
+            expected += len(wanted - own) * width
+        assert not got
+        assert lacked == plan.received.get(rank, 0) == expected
+    assert sent == received  # message by message, in one order on both sides
+    assert {p: sum(m.size for ms in msgs for m in ms) for p, msgs in sent.items()} == plan.pairs
+
+
+@given(sides(), st.integers(1, 40), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_nobody_waits_for_ever_however_they_take_turns(
+    given_sides: Any, room: int, random: Any
+) -> None:
+    """A send ends with its receive; a rank starts its messages in order, two batches at once."""
+    source, target, tensors = given_sides
+    plan = TransferPlan(packed(source, tensors), packed(target, tensors))
+    ranks = sorted({*source, *target})
+    left = {rank: list(plan.messages(rank, max(room // 8, 1))) for rank in ranks}
+    posted: dict[tuple[int, int, bool], int] = defaultdict(int)
+    waiting: dict[int, list[list[tuple[int, int, bool, int]]]] = {rank: [] for rank in ranks}
+
+    def is_done(place: tuple[int, int, bool, int]) -> bool:
+        sender, receiver, is_send, number = place
+        return posted[sender, receiver, not is_send] > number
+
+    def step(rank: int) -> bool:
+        queue = waiting[rank]
+        if queue and all(map(is_done, queue[0])):
+            queue.pop(0)
+            return True
+        if len(queue) == 2 or not left[rank]:
+            return False
+        batch, size = [], 0
+        while left[rank] and (not batch or size + left[rank][0].size <= room // 2):
+            message = left[rank].pop(0)
+            size += message.size
+            pair = (rank, message.peer) if message.is_send else (message.peer, rank)
+            batch.append((*pair, message.is_send, posted[*pair, message.is_send]))
+            posted[*pair, message.is_send] += 1
+        queue.append(batch)
+        return True
+
+    while any(left.values()) or any(waiting.values()):
+        order = random.sample(ranks, len(ranks))
+        assert any(step(rank) for rank in order), "all of them wait"
+
+
+def fewest(demands: list[Demand]) -> float:
+    """The least that the most loaded sender can send: the worst of all sets of senders."""
+    senders = sorted({s for demand in demands for s in demand.senders})
+    most = 0.0
+    for count in range(1, len(senders) + 1):
+        for chosen in itertools.combinations(senders, count):
+            bound = sum(d.size * len(d.receivers) for d in demands if set(d.senders) <= set(chosen))
+            most = max(most, bound / count)
+    return most
+
+
+demand_lists = st.lists(
+    st.builds(
+        Demand,
+        st.integers(1, 400).map(lambda n: 4096 * n),
+        st.sets(st.integers(0, 5), min_size=1).map(lambda s: tuple(sorted(s))),
+        st.sets(st.integers(6, 12), min_size=1).map(lambda s: tuple(sorted(s))),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(demand_lists)
+@settings(max_examples=60, deadline=None)
+def test_no_sender_is_a_funnel_where_copies_allow_it(demands: list[Demand]) -> None:
+    shares = fair_shares(demands)
+    loads: dict[int, int] = {s: 0 for d in demands for s in d.senders}
+    for demand, share in zip(demands, shares, strict=True):
+        assert set(share) <= set(demand.senders)
+        assert sum(share.values()) == demand.size * len(demand.receivers)
+        for rank, size in share.items():
+            loads[rank] += size
+    mean = sum(loads.values()) / len(loads)
+    best = fewest(demands)
+    if best <= 1.1 * mean:
+        assert max(loads.values()) <= 1.25 * mean
+    assert max(loads.values()) <= best + 0.25 * mean
+
+
+def whole(shape: tuple[int, ...] = (64, 64)) -> bytes:
+    return pack([Entry("weight", form(shape, "float32", [((0, 0), shape)]))])
+
+
+def test_one_copy_of_many_is_not_asked_for_all() -> None:
+    plan = TransferPlan(
+        Side.of(dict.fromkeys(range(8), whole())), Side.of(dict.fromkeys(range(8, 13), whole()))
+    )
+    assert max(plan.sent.values()) <= 1.25 * sum(plan.sent.values()) / 8
+    assert set(plan.received.values()) == {64 * 64 * 4}
+
+
+def test_a_sender_on_the_same_host_is_preferred() -> None:
+    hosts = {rank: f"host{rank % 2}" for rank in range(8)}
+    plan = TransferPlan(
+        Side.of(dict.fromkeys(range(4), whole())),
+        Side.of(dict.fromkeys(range(4, 8), whole())),
+        hosts,
+    )
+    assert all(hosts[sender] == hosts[receiver] for sender, receiver in plan.pairs)
+    assert plan.on_one_host == sum(plan.sent.values())
+
+
+def test_the_plan_is_the_same_in_whatever_order_ranks_were_heard() -> None:
+    half = pack([Entry("weight", form((64, 64), "float32", [((32, 0), (32, 64))]))])
+    sides = {0: whole(), 1: whole(), 5: half}, {2: half, 3: whole()}
+    one, other = (
+        TransferPlan(*(Side.of(dict(order(side.items()))) for side in sides))
+        for order in (list, lambda pairs: reversed(list(pairs)))
+    )
+    assert one.pairs == other.pairs
+    assert TransferPlan(*map(Side.of, sides)).digest == one.digest
+    assert TransferPlan(Side.of(sides[0]), Side.of({2: half})).digest != one.digest
+
+
+def test_layouts_come_back_as_they_were() -> None:
+    entries = [
+        Entry("a", form((), "float64", [((), ())])),
+        Entry("b", form((3, 0), "bfloat16", []), "a"),
+    ]
+    assert unpack(pack(entries)) == entries
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "partly", "told"),
+    [
+        ({0: whole()}, {1: whole((8, 64))}, False, r"weight has shape \(64, 64\) on rank 0 of the "
+         r"source and \(8, 64\) on rank 1 of the target"),
+        ({0: whole()}, {1: pack([]), 2: pack([])}, False, "the target has no tensors"),
+        ({0: whole()}, {3: pack([Entry("weigth", form((1,), "float32", [((0,), (1,))]))])}, True,
+         "weigth is on rank 3 of the target, and the source has no weigth; did you mean 'weight'"),
+        ({0: pack([*unpack(whole()), Entry("bias", form((1,), "float32", [((0,), (1,))]))])},
+         {1: whole()}, False, "bias on rank 0 of the source is on no rank of the target"),
+        ({0: pack([Entry("weight", form((64, 64), "float32", [((0, 0), (60, 64))]))])},
+         {1: whole()}, False, r"no rank of the source holds \[60:64, 0:64\] of weight, which rank"),
+        ({0: whole(), 1: whole((8, 8))}, {1: whole()}, False,
+         r"weight has shape \(64, 64\) and dtype float32 on rank 0 and shape \(8, 8\)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(source: Any, target: Any, partly: bool, told: str) -> None:
+    with pytest.raises(TransferError, match=told):
+        TransferPlan(Side.of(source), Side.of(target), partly=partly)
+
+
+def test_a_source_may_have_more_where_only_parts_are_moved() -> None:
+    more = pack([*unpack(whole()), Entry("bias", form((1,), "float32", [((0,), (1,))]))])
+    plan = TransferPlan(Side.of({0: more}), Side.of({1: whole()}), partly=True)
+    assert plan.pairs == {(0, 1): 64 * 64 * 4}
+
+
+@given(shapes, st.data())
+def test_a_box_without_a_part_is_the_rest_of_it(shape: Any, data: st.DataObject) -> None:
+    sizes = tuple(data.draw(st.integers(1, n)) for n in shape)
+    part = tuple(data.draw(st.integers(0, n - s)) for n, s in zip(shape, sizes, strict=True)), sizes
+    box = (0,) * len(shape), shape
+    rest = list(without(box, part))
+    assert sum(map(volume, rest)) == volume(box) - volume(part)
+    assert set().union(elements(part), *map(elements, rest)) == elements(box)
+
+
+def test_ten_thousand_tensors_of_thirteen_hundred_ranks_are_a_short_table() -> None:
+    """tp 8 · pp 8 · dp 16 to tp 4 · dp 64, each kind of rank planned once."""
+
+    def layout(tensor: tuple[int, int], stage: tuple[int, int]) -> bytes:
+        (tp, rank), (pp, place) = tensor, stage
+        entries = []
+        for layer in range(place * 1250 // pp, (place + 1) * 1250 // pp):
+            for name, shape, dim in (
+                ("norm", (64,), None), ("up", (256, 64), 0), ("down", (64, 256), 1),
+                ("bias", (256,), 0), ("q", (64, 64), 0), ("k", (64, 64), 0), ("v", (64, 64), 0),
+                ("proj", (64, 64), 1),
+            ):  # fmt: skip
+                offset, size = [0] * len(shape), list(shape)
+                if dim is not None:
+                    size[dim] //= tp
+                    offset[dim] = rank * size[dim]
+                box = tuple(offset), tuple(size)
+                entries.append(Entry(f"blocks.{layer}.{name}", form(shape, "bfloat16", [box])))
+        return pack(entries)
+
+    sources = {(t, p): layout((8, t), (8, p)) for t in range(8) for p in range(8)}
+    targets = {t: layout((4, t), (1, 0)) for t in range(4)}
+    plan = TransferPlan(
+        Side.of({rank: sources[rank % 8, rank // 128] for rank in range(1024)}),
+        Side.of({1024 + rank: targets[rank % 4] for rank in range(256)}),
+    )
+    assert max(plan.sent.values()) <= 1.25 * sum(plan.sent.values()) / 1024
+    needs = 1250 * 2 * (64 + (256 * 64 * 2 + 256 + 64 * 64 * 4) // 4)
+    assert set(plan.received.values()) == {needs}
+    assert len(str(plan).splitlines()) == 5
+    assert all(len(line) < 320 for line in str(plan).splitlines())
