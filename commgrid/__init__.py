@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         join,
         shutdown,
         size,
+        use_grid,
     )
 
 __version__ = VERSION
@@ -81,6 +82,7 @@ __all__ = [
     "join",
     "shutdown",
     "size",
+    "use_grid",
 ]
 
 # These import torch, which planning on a laptop does not need; they load when first asked for.
@@ -96,6 +98,7 @@ _LIVE = {
     "join": "commgrid.runtime.registry",
     "shutdown": "commgrid.runtime.registry",
     "size": "commgrid.runtime.registry",
+    "use_grid": "commgrid.runtime.registry",
 }
 
 

@@ -131,7 +131,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
     if way == "auto":
         way = choose(
             sharding, heads=q.shape[1], kv_heads=k.shape[1], head_size=q.shape[3],
-            batch=q.shape[0], causal=causal, window=window, inner=inner,
+            batch=q.shape[0], causal=causal, window=window, inner=inner, device=q.device.type,
         ).way  # fmt: skip
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if members.size() == 1 or way == "ring":

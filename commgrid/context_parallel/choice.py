@@ -17,9 +17,17 @@ from commgrid.planning.names import nearest
 WAYS = ("ring", "allgather", "ulysses", "2d")
 """The ways to talk; "auto" chooses among them."""
 
-_RING_POSITIONS = 4096
-"""From so many positions a rank on, a step of ring attention takes longer than its transfer, and
-all ranks' keys would be large."""
+_HIDDEN_FROM = {"cpu": 256}
+_HIDDEN_FROM_ELSEWHERE = 8192
+"""From so many positions a rank on, times the query heads of a head of keys, a step of a ring hides
+the transfer of the next one's keys.
+
+A step over s positions and H heads of size d takes 4 · s² · H · d operations, its K heads of keys
+and values 4 · s · K · d bytes in bf16: the step takes longer where s · H / K is over operations by
+bytes a second. 8192 are 400 TFLOP/s over 50 GB/s, an H100 that reaches 40 % of its peak, and a
+port between nodes. On the CPU it was measured (`tests/benchmarks/context.py`): over gloo both ways
+are alike at 128 positions, and from 256 on the ring takes less.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ def choose(
     causal: bool = True,
     window: int | None = None,
     inner: int | None = None,
+    device: str = "cuda",
 ) -> Choice:
     """What `attention(way="auto")` takes. It depends on the arguments alone, so ranks agree.
 
@@ -62,6 +71,7 @@ def choose(
         heads, kv_heads, head_size, batch: of the tensors; kv_heads None: as many as heads.
         causal, window: the mask.
         inner: ranks inside, where cp is split into two levels; None: it is not.
+        device: type of the tensors' device: how long a step takes beside its transfer.
 
     Example:
         >>> sharding = SequenceSharding.zigzag(32_768, 4)
@@ -69,17 +79,20 @@ def choose(
         ulysses: sends least: 100663296 numbers a rank, ring and allgather 150994944
         >>> print(choose(sharding, heads=30, kv_heads=2, head_size=128))
         ring: sends least, with allgather: 9437184 numbers a rank; 8192 positions a rank hide its \
-transfers (from 4096 on)
+transfers (547 do)
         >>> choose(sharding, heads=30, kv_heads=2).sent
         mappingproxy({'ring': 73728, 'allgather': 73728})
     """
     kv_heads = heads if kv_heads is None else kv_heads
     shape = Heads(heads, kv_heads, head_size * batch)
-    return _choose(sharding, shape, Mask(causal, window), inner)
+    hidden = -(-_HIDDEN_FROM.get(device, _HIDDEN_FROM_ELSEWHERE) * kv_heads // heads)
+    return _choose(sharding, shape, Mask(causal, window), inner, hidden)
 
 
 @lru_cache(maxsize=256)
-def _choose(sharding: SequenceSharding, heads: Heads, mask: Mask, inner: int | None) -> Choice:
+def _choose(
+    sharding: SequenceSharding, heads: Heads, mask: Mask, inner: int | None, hidden: int
+) -> Choice:
     sent = _estimates(sharding, heads, mask, inner)
     if sharding.parts == 1:
         return Choice("ring", "one rank has the whole sequence", sent)
@@ -91,12 +104,12 @@ def _choose(sharding: SequenceSharding, heads: Heads, mask: Mask, inner: int | N
         reason = f"sends least: {least} numbers a rank, ring and allgather {sent['ring']}"
         return Choice(way, reason, sent)
     positions = sharding.length // sharding.parts
-    long = positions >= _RING_POSITIONS
+    long = positions >= hidden
     way, other = ("ring", "allgather") if long else ("allgather", "ring")
     why = (
-        f"{positions} positions a rank hide its transfers (from {_RING_POSITIONS} on)"
+        f"{positions} positions a rank hide its transfers ({hidden} do)"
         if long
-        else f"{positions} positions a rank are too few to hide a ring's (below {_RING_POSITIONS})"
+        else f"{positions} positions a rank are too few to hide a ring's ({hidden} would)"
     )
     return Choice(way, f"sends least, with {other}: {least} numbers a rank; {why}", sent)
 

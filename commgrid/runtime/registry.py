@@ -41,6 +41,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.grids: dict[str, HyperCommGrid] = {}
+        self.default = "default"  # the grid that is meant where none is named
         # Grid name to its table of groups: what get_group reads.
         self.tables: dict[str, dict[str, ProcessGroup]] = {}
         self.launch: Launch | None = None
@@ -341,12 +342,13 @@ def _from_config(
     return spec if ranks is None else replace(spec, ranks=as_ranks(ranks))
 
 
-def get_grid(name: str = "default") -> HyperCommGrid:
-    """The grid registered under a name.
+def get_grid(name: str | None = None) -> HyperCommGrid:
+    """The grid registered under a name; None: the default one, which is "default" or `use_grid`'s.
 
     Raises:
         GridNotInitializedError: there is none, or none any more.
     """
+    name = name or _registry.default
     grid = _registry.find(name)
     if grid is None:
         others = ", ".join(repr(other) for other in _registry.grids)
@@ -357,30 +359,65 @@ def get_grid(name: str = "default") -> HyperCommGrid:
     return grid
 
 
+@contextmanager
+def use_grid(grid: HyperCommGrid | str) -> Iterator[HyperCommGrid]:
+    """Within it a grid is the default one: names that are given without a grid mean its groups.
+
+    For programs with several grids. Layers, reducers and pipelines that are made within it belong
+    to the grid, and stay with it afterwards. It holds for all threads, since backward runs on
+    others.
+
+    Args:
+        grid: a registered one, or its name.
+
+    Raises:
+        GridNotInitializedError: it was destroyed, or made without `initialize`.
+
+    Example:
+        >>> grid = initialize(name="docs")
+        >>> with use_grid("docs"):
+        ...     get_ranks("dp_cp")
+        (0,)
+        >>> shutdown()
+    """
+    name = grid if isinstance(grid, str) else grid.name
+    found = get_grid(name)
+    if not isinstance(grid, str) and found is not grid:
+        raise GridNotInitializedError(
+            f"use_grid: the grid {name!r} that was given is not the one of that name in the "
+            "registry; give one that commgrid.initialize has made"
+        )
+    before, _registry.default = _registry.default, name
+    try:
+        yield found
+    finally:
+        _registry.default = before
+
+
 def live_grids() -> tuple[HyperCommGrid, ...]:
     """Every registered grid that is alive, in the order in which they were made."""
     found = (_registry.find(name) for name in list(_registry.grids))
     return tuple(grid for grid in found if grid is not None)
 
 
-def is_initialized(name: str = "default") -> bool:
-    """Whether a grid of this name is alive."""
-    return _registry.find(name) is not None
+def is_initialized(name: str | None = None) -> bool:
+    """Whether a grid of this name is alive; None: the default one."""
+    return _registry.find(name or _registry.default) is not None
 
 
-def get_group(name: str, grid: str = "default") -> ProcessGroup:
+def get_group(name: str, grid: str | None = None) -> ProcessGroup:
     """The communicator of a group, by name, from the registry: one dictionary access after another.
 
     Args:
         name: a group name, axes in any order: `"tp"`, `"dp_cp"`.
-        grid: the grid's name.
+        grid: the grid's name; None: the default one.
 
     Raises:
         GridNotInitializedError: there is no such grid.
         UnknownGroupError, NotInGroupError: see `HyperCommGrid.get_group`.
     """
     try:
-        return _registry_tables[grid][name]
+        return _registry_tables[grid or _registry.default][name]
     except KeyError:
         pass  # so that what is raised below does not begin with a KeyError
     return get_grid(grid).get_group(name)
@@ -389,17 +426,17 @@ def get_group(name: str, grid: str = "default") -> ProcessGroup:
 _registry_tables = _registry.tables
 
 
-def get_ranks(*names: str, grid: str = "default") -> tuple[int, ...]:
+def get_ranks(*names: str, grid: str | None = None) -> tuple[int, ...]:
     """The global ranks of this rank's group in a registered grid: `HyperCommGrid.get_ranks`."""
     return get_grid(grid).get_ranks(*names)
 
 
-def get_local_rank(*names: str, grid: str = "default") -> int:
+def get_local_rank(*names: str, grid: str | None = None) -> int:
     """This rank's position in a group of a registered grid: `HyperCommGrid.get_local_rank`."""
     return get_grid(grid).get_local_rank(*names)
 
 
-def size(*names: str, grid: str = "default") -> int:
+def size(*names: str, grid: str | None = None) -> int:
     """The number of ranks in a group of a registered grid: `HyperCommGrid.size`."""
     return get_grid(grid).size(*names)
 
