@@ -16,6 +16,7 @@ import commgrid
 from commgrid.context_parallel import WAYS
 from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.planning.names import nearest
+from gpt_switch import read_switches
 from gpt_values import above_zero, count, inner_share, not_negative, positive, probability
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -70,8 +71,13 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     if args.config:
         parser.set_defaults(**read_config(args.config, parser))
         args = parser.parse_args(argv)
-    check_together(args, parser)
-    fill_in(args)
+
+    def finish(flags: argparse.Namespace, begin: str = "") -> None:
+        check_together(flags, parser, begin)
+        fill_in(flags)
+
+    args.switches = read_switches(args, parser, finish)
+    finish(args)
     return args
 
 
@@ -118,6 +124,13 @@ def add_grid(add: Add) -> None:
         metavar="LIST",
         help="the ranks that train, in the grid's order, as 0-2,4,5,7 (default: all); the others "
         "end at once",
+    )
+    add(
+        "--switch",
+        action="append",
+        metavar="step=N:FLAGS",
+        help="after step N go on on another grid, in the same processes: any of this group's flags "
+        "and the next one's, ep and etp, as step=10:tp=4,dp=2,zero1; may be given several times",
     )
 
 
@@ -338,8 +351,10 @@ GROUPS: dict[str, Callable[[Add], None]] = {
 # -- what goes together, and what follows --------------------------------------------------
 
 
-def check_together(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuses flags that contradict each other, on any grid."""
+def check_together(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, begin: str = ""
+) -> None:
+    """Refuses flags that contradict each other, on any grid; messages begin as given."""
     about_experts = args.ep > 1 or args.etp or args.capacity_factor or args.aux_loss_coef
     decays = args.lr_decay != "constant"
     for wrong, message in (
@@ -382,7 +397,7 @@ def check_together(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         (args.sample == "", "--sample '': give a prompt of a character or more"),
     ):
         if wrong:
-            parser.error(message)
+            parser.error(f"{begin}{message}")
 
 
 def fill_in(args: argparse.Namespace) -> None:
@@ -420,6 +435,9 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if action.nargs == 0:  # a switch
             if not isinstance(value, bool):
                 parser.error(f"--config {path}: {key}: {value!r}: expected true or false")
+            continue
+        if key == "switch":
+            given[key] = [str(one) for one in (value if isinstance(value, list) else [value])]
             continue
         if action.nargs == "?" and isinstance(value, bool):
             given[key] = action.const if value else None

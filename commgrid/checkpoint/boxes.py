@@ -31,6 +31,7 @@ from commgrid.planning.boxes import Shape, boxes_of_range
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
+
 @dataclass(frozen=True)
 class Chunk:
     """A box of a full tensor.
