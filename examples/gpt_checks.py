@@ -28,16 +28,16 @@ def check_switches(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> No
 
 
 def check_sizes(
-    args: argparse.Namespace, grid: commgrid.HyperCommGrid, spec: commgrid.GridSpec | None = None
+    args: argparse.Namespace, grid: commgrid.HyperCommGrid | None, spec: commgrid.GridSpec
 ) -> None:
     """Refuses sizes that a grid cannot share out, naming the flag.
 
     Args:
-        args: the command line's, or a switch's.
+        args: of that grid.
         grid: whose first rank says it.
-        spec: of the grid; None: `grid`'s.
+        spec: of the grid.
     """
-    groups = commgrid.GroupPlan.for_rank(spec or grid.spec, dist.get_rank()).groups
+    groups = commgrid.GroupPlan.for_rank(spec, spec.grid_ranks[0]).groups
     for flag, value, by in (
         ("--heads", args.heads, "tp"),
         ("--batch-size", args.batch_size, "dp"),

@@ -16,11 +16,13 @@ import commgrid
 from commgrid.context_parallel import WAYS
 from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.planning.names import nearest
-from gpt_switch import read_switches
+from gpt_switch import cut_anew, read_switches
 from gpt_values import above_zero, count, inner_share, not_negative, positive, probability
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 PROMPT = "The "
+Add = Callable[..., Any]
+"""argparse's add_argument."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,12 +52,15 @@ def refuse(message: str, grid: commgrid.HyperCommGrid | None = None) -> NoReturn
     raise SystemExit(message if first else 1)
 
 
-def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
+def parse(
+    argv: list[str] | None, description: str | None, own: Callable[[Add], None] | None = None
+) -> argparse.Namespace:
     """The flags of a list, or the command line's; what does not go together ends the program.
 
     Args:
         argv: None: the command line.
         description: what --help begins with.
+        own: adds a program's own flags; of these `generate` is another grid's.
     """
     parser = Parser(
         description=description,
@@ -65,7 +70,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     parser.add_argument(
         "--config", metavar="FILE", help="YAML with any of these flags, as batch_size: 32"
     )
-    for title, add_flags in GROUPS.items():
+    for title, add_flags in {**GROUPS, **({"its own": own} if own else {})}.items():
         add_flags(parser.add_argument_group(title).add_argument)
     args = parser.parse_args(argv)
     if args.config:
@@ -77,13 +82,14 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         fill_in(flags)
 
     args.switches = read_switches(args, parser, finish)
+    if own:
+        begin = f"--generate {args.generate}: "
+        args.generate = cut_anew(args, args.generate, parser, finish, begin, also=("ranks",))
     finish(args)
     return args
 
 
 # -- the flags, by what they are about -----------------------------------------------------
-
-Add = Callable[..., Any]
 
 
 def add_grid(add: Add) -> None:

@@ -48,7 +48,7 @@ def train(args: argparse.Namespace) -> None:
     if grid is None:  # a spare rank
         commgrid.shutdown()
         return
-    check_sizes(args, grid)
+    check_sizes(args, grid, grid.spec)
     check_switches(args, grid)
     text = split_text(read_text(args.data, args.seq_len), args)
     check_files(args, grid, own_device())
