@@ -8,15 +8,36 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import commgrid
 from commgrid.collectives import all_reduce
 from gpt_context import check_context
 from gpt_flags import refuse
+from gpt_grid import grid_arguments
 
 
-def check_sizes(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
-    """Refuses sizes that the grid cannot share out, naming the flag."""
+def check_switches(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
+    """Refuses grids of --switch that do not fit, before the first step."""
+    for step, after in args.switches.items():
+        try:
+            spec = commgrid.GridSpec.build(**grid_arguments(after)).resolve(dist.get_world_size())
+        except commgrid.SpecError as error:
+            raise commgrid.SpecError(f"--switch after step {step}: {error}") from error
+        check_sizes(after, grid, spec)
+
+
+def check_sizes(
+    args: argparse.Namespace, grid: commgrid.HyperCommGrid | None, spec: commgrid.GridSpec
+) -> None:
+    """Refuses sizes that a grid cannot share out, naming the flag.
+
+    Args:
+        args: of that grid.
+        grid: whose first rank says it.
+        spec: of the grid.
+    """
+    groups = commgrid.GroupPlan.for_rank(spec, spec.grid_ranks[0]).groups
     for flag, value, by in (
         ("--heads", args.heads, "tp"),
         ("--batch-size", args.batch_size, "dp"),
@@ -27,17 +48,18 @@ def check_sizes(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:
             else ()
         ),
     ):
-        if value % grid.size(by):
+        if value % len(groups[by]):
             refuse(
-                f"{flag} {value} cannot be shared equally by the {grid.size(by)} ranks of {by}; "
-                f"expected a multiple of {grid.size(by)}",
+                f"{flag} {value} cannot be shared equally by the {len(groups[by])} ranks of {by}; "
+                f"expected a multiple of {len(groups[by])}",
                 grid,
             )
-    share = args.batch_size // grid.size("dp")
+    data = len(groups["dp"])
+    share = args.batch_size // data
     if share % args.microbatches:
         refuse(
             f"--microbatches (--grad-accum) {args.microbatches} does not divide the {share} "
-            f"sequences a step that each of the {grid.size('dp')} ranks of dp has of --batch-size "
+            f"sequences a step that each of the {data} ranks of dp has of --batch-size "
             f"{args.batch_size}; expected a divisor of {share}",
             grid,
         )

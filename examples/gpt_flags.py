@@ -16,10 +16,13 @@ import commgrid
 from commgrid.context_parallel import WAYS
 from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.planning.names import nearest
+from gpt_switch import cut_anew, read_switches
 from gpt_values import above_zero, count, inner_share, not_negative, positive, probability
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 PROMPT = "The "
+Add = Callable[..., Any]
+"""argparse's add_argument."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,12 +52,15 @@ def refuse(message: str, grid: commgrid.HyperCommGrid | None = None) -> NoReturn
     raise SystemExit(message if first else 1)
 
 
-def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
+def parse(
+    argv: list[str] | None, description: str | None, own: Callable[[Add], None] | None = None
+) -> argparse.Namespace:
     """The flags of a list, or the command line's; what does not go together ends the program.
 
     Args:
         argv: None: the command line.
         description: what --help begins with.
+        own: adds a program's own flags; of these `generate` is another grid's.
     """
     parser = Parser(
         description=description,
@@ -64,20 +70,26 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     parser.add_argument(
         "--config", metavar="FILE", help="YAML with any of these flags, as batch_size: 32"
     )
-    for title, add_flags in GROUPS.items():
+    for title, add_flags in {**GROUPS, **({"its own": own} if own else {})}.items():
         add_flags(parser.add_argument_group(title).add_argument)
     args = parser.parse_args(argv)
     if args.config:
         parser.set_defaults(**read_config(args.config, parser))
         args = parser.parse_args(argv)
-    check_together(args, parser)
-    fill_in(args)
+
+    def finish(flags: argparse.Namespace, begin: str = "") -> None:
+        check_together(flags, parser, begin)
+        fill_in(flags)
+
+    args.switches = read_switches(args, parser, finish)
+    if own:
+        begin = f"--generate {args.generate}: "
+        args.generate = cut_anew(args, args.generate, parser, finish, begin, also=("ranks",))
+    finish(args)
     return args
 
 
 # -- the flags, by what they are about -----------------------------------------------------
-
-Add = Callable[..., Any]
 
 
 def add_grid(add: Add) -> None:
@@ -118,6 +130,13 @@ def add_grid(add: Add) -> None:
         metavar="LIST",
         help="the ranks that train, in the grid's order, as 0-2,4,5,7 (default: all); the others "
         "end at once",
+    )
+    add(
+        "--switch",
+        action="append",
+        metavar="step=N:FLAGS",
+        help="after step N go on on another grid, in the same processes: any of this group's flags "
+        "and the next one's, ep and etp, as step=10:tp=4,dp=2,zero1; may be given several times",
     )
 
 
@@ -338,8 +357,10 @@ GROUPS: dict[str, Callable[[Add], None]] = {
 # -- what goes together, and what follows --------------------------------------------------
 
 
-def check_together(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuses flags that contradict each other, on any grid."""
+def check_together(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, begin: str = ""
+) -> None:
+    """Refuses flags that contradict each other, on any grid; messages begin as given."""
     about_experts = args.ep > 1 or args.etp or args.capacity_factor or args.aux_loss_coef
     decays = args.lr_decay != "constant"
     for wrong, message in (
@@ -382,7 +403,7 @@ def check_together(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         (args.sample == "", "--sample '': give a prompt of a character or more"),
     ):
         if wrong:
-            parser.error(message)
+            parser.error(f"{begin}{message}")
 
 
 def fill_in(args: argparse.Namespace) -> None:
@@ -420,6 +441,9 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if action.nargs == 0:  # a switch
             if not isinstance(value, bool):
                 parser.error(f"--config {path}: {key}: {value!r}: expected true or false")
+            continue
+        if key == "switch":
+            given[key] = [str(one) for one in (value if isinstance(value, list) else [value])]
             continue
         if action.nargs == "?" and isinstance(value, bool):
             given[key] = action.const if value else None

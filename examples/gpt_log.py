@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import commgrid
+from commgrid.transfer import TransferPlan
 from gpt_context import about
 
 
@@ -49,9 +50,7 @@ class Log:
             held: the most that a rank has of them.
         """
         args, grid = self.args, self.grid
-        axes = " · ".join(f"{axis} {size}" for axis, size in grid.shape.items() if size > 1)
-        ranks = several(grid.world_size, "rank")
-        self.say(f"grid   {f'{axes} on ' if axes else ''}{ranks} ({self.device.type})")
+        self.say(f"grid   {axes_of(grid)} ({self.device.type})")
         shared = "" if held == parameters else f", at most {held:,} on a rank"
         mlp = f", {args.experts} experts each" if args.experts else ""
         self.say(
@@ -83,6 +82,17 @@ class Log:
 
             self.board = SummaryWriter(self.args.tensorboard, purge_step=step + 1)
         self.started = time.perf_counter()
+
+    def switched(
+        self, step: int, grid: commgrid.HyperCommGrid, plan: TransferPlan, seconds: float
+    ) -> None:
+        """Training goes on on another grid of the same processes."""
+        self.grid = grid
+        sent = sum(plan.sent.values()) / 1e6
+        self.say(
+            f"step {step:4}  goes on over {axes_of(grid)}: {sent:,.1f} MB of weights and optimizer "
+            f"state sent in {duration(seconds)}"
+        )
 
     @property
     def tokens(self) -> int:
@@ -164,6 +174,12 @@ class Log:
         step, folder = self.saved
         more = f" --steps {steps}" if steps else ""
         return f"step {step} is saved in {folder}; to go on: --resume {folder}{more}"
+
+
+def axes_of(grid: commgrid.HyperCommGrid) -> str:
+    """Such as `tp 2 · dp 2 on 4 ranks`."""
+    axes = " · ".join(f"{axis} {size}" for axis, size in grid.shape.items() if size > 1)
+    return f"{f'{axes} on ' if axes else ''}{several(grid.world_size, 'rank')}"
 
 
 def several(number: int, what: str) -> str:

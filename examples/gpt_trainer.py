@@ -171,8 +171,12 @@ class Trainer:
             for flag, saved in found.extra.get("curve", {}).items()
             if getattr(self.args, flag, None) not in (saved, None)
         ]
-        set_random_seed(self.args.seed * 1_000_003 + found.step)  # not the same masks again
+        self.go_on_from(found.step)
         return found.step
+
+    def go_on_from(self, step: int) -> None:
+        """After a step that another trainer has done: not with its dropout masks again."""
+        set_random_seed(self.args.seed * 1_000_003 + step)
 
 
 def spelled(flag: str) -> str:

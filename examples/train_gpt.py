@@ -6,6 +6,7 @@ parallelism.
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --experts 8 --ep 4
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --cp 4 --seq-len 1024 --packed
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --fsdp --dp-replicate 2
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --switch step=100:tp=4
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --save runs/1 --save-every 100
     torchrun … --max-restarts 3 examples/train_gpt.py --save runs/1 --save-every 100 --resume runs/1
     python examples/train_gpt.py --steps 20                  # one process, no launcher
@@ -15,8 +16,9 @@ Every rank draws the same weights and the same batches from --seed, so the loss 
 not depend on how the job is cut: not on --tp, --cp, --cp-comm, --dp, --sequence-parallel, --zero1,
 --fsdp, --pp, --chunks, --schedule, --microbatches, --ep or --etp. (It does with --dropout, since
 ranks drop other elements, and with --capacity-factor and --aux-loss-coef, which look at the tokens
-of a rank.) Nor does it depend on where --resume takes up what --save has saved, or on how that job
-was cut. The text is Python's own documentation, unless --data names a file.
+of a rank.) Nor does it depend on where --resume takes up what --save has saved, on how that job was
+cut, or on --switch, which goes on on another grid. The text is Python's own documentation, unless
+--data names a file.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import commgrid
 import gpt_flags
 from commgrid.runtime.failures import named_failures
-from gpt_checks import check_files, check_sizes
-from gpt_context import split_of_cp
+from gpt_checks import check_files, check_sizes, check_switches
 from gpt_data import Text, evaluation_batches, global_batch, read_text, split_text
+from gpt_grid import make_grid, switch
 from gpt_log import Log
 from gpt_model import count_parameters
 from gpt_sample import generate
@@ -46,7 +48,8 @@ def train(args: argparse.Namespace) -> None:
     if grid is None:  # a spare rank
         commgrid.shutdown()
         return
-    check_sizes(args, grid)
+    check_sizes(args, grid, grid.spec)
+    check_switches(args, grid)
     text = split_text(read_text(args.data, args.seq_len), args)
     check_files(args, grid, own_device())
     log = Log(args, grid, own_device())
@@ -55,7 +58,8 @@ def train(args: argparse.Namespace) -> None:
             trainer = Trainer(args, grid)
             log.begin(*count_parameters(trainer.model))
         try:
-            run(trainer, log, text)
+            with ExitStack() as in_use:
+                run(trainer, log, text, in_use)
         except Exception as error:
             if log.loss is not None:  # else there is nothing to go on from
                 log.stopped(type(error).__name__)
@@ -63,50 +67,34 @@ def train(args: argparse.Namespace) -> None:
     commgrid.shutdown()
 
 
-def make_grid(args: argparse.Namespace) -> commgrid.HyperCommGrid | None:
-    """The grid of --tp, --pp, … with the names that the model asks for; None on a spare rank."""
-    groups: dict[str, Any] = split_of_cp(args)
-    data = {"dp": args.dp}
-    if args.tie_embeddings:
-        groups["embedding"] = {"of": "pp", "pick": ["first", "last"]}
-    if args.fsdp:
-        groups["fsdp"] = "dp_shard_cp"
-        shards = args.dp // args.dp_replicate if args.dp > 0 else -1
-        data = {"dp_replicate": args.dp_replicate, "dp_shard": shards}
-    return commgrid.initialize(
-        tp=args.tp,
-        cp=args.cp,
-        pp=args.pp,
-        ep=args.ep,
-        etp=args.etp,
-        groups=groups,
-        ranks=args.ranks,
-        **data,
-    )
-
-
-def run(trainer: Trainer, log: Log, text: Text) -> None:
-    """All steps, with the looks at the text held out and the checkpoints between them."""
-    args, grid, done = trainer.args, trainer.grid, 0
+def run(trainer: Trainer, log: Log, text: Text, in_use: ExitStack) -> None:
+    """All steps, with the looks at the text held out, checkpoints and switches between them."""
+    args, done = trainer.args, 0
     if args.resume:
-        with named_failures(grid, lambda: "loading a checkpoint"):
+        with named_failures(trainer.grid, lambda: "loading a checkpoint"):
             done = trainer.resume()
     log.resumed(done, trainer.changed)
+    left = dict(args.switches)
     for step in range(done + 1, args.steps + 1):
+        due = [number for number in left if number < step]
+        if due:
+            trainer = switch(trainer, left[due[-1]], step - 1, log, in_use)
+            for number in due:
+                del left[number]
         started = time.perf_counter()
-        with named_failures(grid, partial("step {}".format, step)):
+        with named_failures(trainer.grid, partial("step {}".format, step)):
             loss, norm = trainer.step(step, global_batch(text.training, step, args))
         log.step(step, loss, norm, learning_rate(step, args), time.perf_counter() - started)
         if args.eval_every and step % args.eval_every == 0 and step < args.steps:
             evaluate(trainer, log, text)
         if args.save and (step % args.save_every == 0 or step == args.steps):
-            with named_failures(grid, partial("saving step {}".format, step)):
+            with named_failures(trainer.grid, partial("saving step {}".format, step)):
                 trainer.save(step)
             log.saved_step()
     if args.eval_every:
         evaluate(trainer, log, text)
     if args.sample is not None:
-        with named_failures(grid, lambda: "the sample"):
+        with named_failures(trainer.grid, lambda: "the sample"):
             log.sample(generate(trainer))
     log.end()
 

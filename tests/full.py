@@ -298,6 +298,9 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_saved_by_fsdp_and_by_one_process",
         "test_saved_on_2_2_2_and_resumed_on_any_grid[tied]",
     ],
+    "tests/examples/test_train_gpt_switch.py": [
+        "test_a_resumed_job_is_on_the_grid_of_its_step",
+    ],
     "tests/expert/test_layer.py": [
         "test_as_a_loop_over_experts[1]",
         "test_as_a_loop_over_experts[2]",
