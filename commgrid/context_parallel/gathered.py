@@ -54,7 +54,7 @@ class _Gathered(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.plan, ctx.group, ctx.scale = plan, group, scale
         found = Partial(q, scale)
-        found.add(*unpack(_gather(pack(k, v), plan, group)), plan.tiles)
+        found.add(*_gather(pack(k, v), plan, group), plan.tiles)
         out, lse = found.result()
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -63,27 +63,32 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        rows = _gather(pack(k, v), ctx.plan, ctx.group)  # keeping them would cost their memory
+        both = _gather(pack(k, v), ctx.plan, ctx.group)  # keeping them would cost their memory
         found = Backward(gradient, q, out, lse, ctx.scale)
-        gradients = torch.zeros_like(rows, dtype=wide(k.dtype))
-        found.add(*unpack(rows), ctx.plan.tiles, *unpack(gradients))
+        gradients = torch.zeros_like(both, dtype=wide(k.dtype))
+        found.add(*both, ctx.plan.tiles, *gradients)
         dk, dv = unpack(_give_back(gradients.to(k.dtype), k.shape[2], ctx.plan, ctx.group))
         return found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def _gather(rows: Tensor, plan: Gathering, group: ProcessGroup) -> Tensor:
-    """The rows of all that this rank attends, by position."""
+    """Keys and values of all that this rank attends, by position: (2, batch, kv_heads, …).
+
+    A head's positions lie one after the other, which a kernel on the CPU takes up to a tenth less
+    time for than for rows of all heads.
+    """
     if plan.everything:
         pending = start_all_gather(rows, group, sizes=plan.receive)
     else:
         sent = take_runs(rows, tuple(run for runs in plan.send for run in runs))
         pending = start_all_to_all(sent, group, [count(runs) for runs in plan.send], plan.receive)
-    return take_runs(pending.wait(), plan.order)
+    return take_runs(pending.wait().permute(1, 2, 3, 0, 4), plan.order, 3).contiguous()
 
 
 def _give_back(gradients: Tensor, length: int, plan: Gathering, group: ProcessGroup) -> Tensor:
-    """The gradients of this rank's rows, from all that had them."""
-    gradients = take_runs(gradients, inverse(plan.order))
+    """The gradients of this rank's rows, as `pack` makes them, from all that had them."""
+    rows = gradients.permute(3, 0, 1, 2, 4)
+    gradients = take_runs(rows, inverse(plan.order)).contiguous()
     if plan.everything:
         return start_reduce_scatter(gradients, group, sizes=plan.receive).wait()
     returned = [count(runs) for runs in plan.send]
