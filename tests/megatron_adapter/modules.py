@@ -359,14 +359,14 @@ def _reshard() -> None:
     run_on_gloo()
     from megatron.core.resharding.refit import clear_all_caches, swap_model_weights
 
-    source = _gpt("source", tp=2, pp=2)
-    target = _gpt("target", tp=4)
+    source = gpt("source", tp=2, pp=2)
+    target = gpt("target", tp=4)
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.fill_(7.0)
     with Unpinned():
         swap_model_weights([source], [target], "gloo")
-    expected = _gpt("again", tp=4)
+    expected = gpt("again", tp=4)
     found = dict(target.named_parameters())
     for name, parameter in expected.named_parameters():
         assert torch.equal(found[name], parameter), name
@@ -374,7 +374,7 @@ def _reshard() -> None:
     commgrid.shutdown()
 
 
-def _gpt(name: str, tp: int = 1, pp: int = 1) -> Any:
+def gpt(name: str, tp: int = 1, pp: int = 1, layers: int = 4, width: int = 32) -> Any:
     """Megatron's GPT on a grid, with weights that are cut from the same whole on every grid."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -386,8 +386,9 @@ def _gpt(name: str, tp: int = 1, pp: int = 1) -> Any:
     )
     collection = megatron_adapter.process_group_collection(grid)
     config = TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        num_layers=layers, hidden_size=width, num_attention_heads=width // 8,
+        use_cpu_initialization=True, tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
         pipeline_dtype=torch.float32, hidden_dropout=0.0, attention_dropout=0.0,
         gradient_accumulation_fusion=False, persist_layer_norm=False,
     )  # fmt: skip
@@ -399,7 +400,7 @@ def _gpt(name: str, tp: int = 1, pp: int = 1) -> Any:
         share_embeddings_and_output_weights=False, position_embedding_type="rope",
         pg_collection=collection,
     )  # fmt: skip
-    first = grid.get_local_rank("pp") * (4 // pp)
+    first = grid.get_local_rank("pp") * (layers // pp)
     with torch.no_grad(), contextlib.suppress(StopIteration):
         for key, parameter in model.named_parameters():
             parameter.copy_(_part_of_whole(key, parameter, first, tp, places.tp))
