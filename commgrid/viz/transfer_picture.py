@@ -98,8 +98,10 @@ def _matrix(axes: Axes, traffic: Traffic, rows: Sequence[Block], columns: Sequen
     }
     if places:
         area = max(8.0, min(200.0, 12000.0 / max(len(rows), len(columns)) ** 2))
+        across, down = ([at[i] for at in sorted(places)] for i in (0, 1))
         axes.scatter(
-            *zip(*sorted(places), strict=True),
+            across,
+            down,
             s=area,
             facecolors="none",
             edgecolors=ALERT,
