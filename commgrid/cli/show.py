@@ -1,4 +1,4 @@
-"""`commgrid show`: pictures of a grid, of a schedule, and of runs."""
+"""`commgrid show`: pictures of a grid, of a schedule, of runs, and of a transfer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
+from commgrid.transfer.table import as_table
+from commgrid.transfer.traffic import read_traffic
 from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
 from commgrid.viz.curves_picture import draw_curves, read_curve
 from commgrid.viz.figure import drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, page_data, write_page
 from commgrid.viz.schedule_picture import draw_schedule, read_spans
+from commgrid.viz.transfer_picture import draw_transfer
 from commgrid.viz.view import DEFAULT_GPUS_PER_NODE, GridView
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ _EXAMPLES = """examples:
   commgrid show --benchmark startup.json --rows "creation calls" -o startup.svg
   commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
   commgrid show --sharding 30,4,9 --cp 3 --way ring
+  commgrid show --transfer plan.json -o plan.svg
 
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
@@ -90,12 +94,19 @@ def add_parser(commands: Any) -> None:
         "--rows", nargs="+", default=[], metavar="TEXT",
         help="only the benchmark's rows whose case or metric holds one of these",
     )  # fmt: skip
+    parser.add_argument(
+        "--transfer", type=Path, metavar="FILE",
+        help="what transfer.plan.save wrote: who sends how much to whom",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.benchmark is not None:
         return _show_benchmark(args)
+    if args.transfer is not None:
+        plan = read_traffic(args.transfer)
+        return _give(args, plan.as_dict, lambda: as_table(plan), lambda: draw_transfer(plan), {})
     if args.sharding:
         shown = ShownSharding(args)
         return _give(args, shown.as_dict, shown.as_text, shown.draw, {})
@@ -162,6 +173,9 @@ def _staircase(simulation: Simulation, room: int | None) -> str:
 
 def _check(args: argparse.Namespace) -> None:
     """What does not go together."""
+    others = args.schedule or args.metrics or args.benchmark or args.sharding
+    if args.transfer is not None and (others or grid_flags_given(args)):
+        raise SpecError("--transfer: draws a plan alone; leave the grid and other pictures out")
     alone = "--metrics" if args.metrics else "--benchmark" if args.benchmark else None
     if alone and (args.schedule or grid_flags_given(args)):
         raise SpecError(f"{alone}: draws runs alone; leave the grid and --schedule out")

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from commgrid.errors import TransferError
 from commgrid.planning.boxes import Box, common, part_of_range, volume, without
@@ -24,6 +25,7 @@ from commgrid.planning.rank_lists import describe_ranks
 from commgrid.transfer.layouts import Form, Side, check_sides
 from commgrid.transfer.shares import Demand, cut, fair_shares
 from commgrid.transfer.table import as_table
+from commgrid.transfer.traffic import Traffic
 
 Ranks = tuple[int, ...]
 
@@ -175,21 +177,15 @@ class TransferPlan:
                     found[pair] = found.get(pair, 0) + stop - start
         return dict(sorted(found.items()))
 
-    @cached_property
+    @property
     def sent(self) -> dict[int, int]:
         """Rank of the source to the bytes that it sends."""
-        found = dict.fromkeys(self.source_ranks, 0)
-        for (sender, _), size in self.pairs.items():
-            found[sender] += size
-        return found
+        return self.traffic.sent
 
-    @cached_property
+    @property
     def received(self) -> dict[int, int]:
         """Rank of the target to the bytes that it receives, which are those that it lacks."""
-        found = dict.fromkeys(self.target_ranks, 0)
-        for (_, receiver), size in self.pairs.items():
-            found[receiver] += size
-        return found
+        return self.traffic.received
 
     @cached_property
     def copied(self) -> dict[int, int]:
@@ -205,6 +201,25 @@ class TransferPlan:
         """The bytes sent between ranks of one host."""
         here = self._hosts
         return sum(n for (s, r), n in self.pairs.items() if s in here and here[s] == here.get(r))
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """All of these numbers."""
+        return Traffic(
+            len(self.tensors), self.source_ranks, self.target_ranks, self.pairs, self.copied,
+            self.on_one_host,
+        )  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file for `commgrid show --transfer`; on one rank, since all have one plan.
+
+        Args:
+            path: of the file, as `plan.json`.
+
+        Raises:
+            SpecError: it cannot be written.
+        """
+        self.traffic.save(Path(path))
 
     @cached_property
     def digest(self) -> str:
@@ -256,7 +271,7 @@ class TransferPlan:
         return {}
 
     def __str__(self) -> str:
-        return as_table(self)
+        return as_table(self.traffic)
 
     # -- what a rank does ---------------------------------------------------------------
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from commgrid.planning.rank_lists import describe_ranks
-
-if TYPE_CHECKING:
-    from commgrid.transfer.plan import TransferPlan
+from commgrid.transfer.traffic import Traffic
 
 _MOST_PAIRS = 4
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def as_table(plan: TransferPlan) -> str:
+def as_table(plan: Traffic) -> str:
     """The plan for people: who sends and receives how much, and the pairs with most.
 
     Example:
-        >>> from commgrid.transfer.layouts import Entry, Form, Side, pack
-        >>> from commgrid.transfer.plan import TransferPlan
-        >>> weight = pack([Entry("weight", Form((8, 4), "float32", 4, (((0, 0), (8, 4)),)))])
-        >>> print(TransferPlan(Side.of({0: weight, 1: weight}), Side.of({1: weight, 2: weight})))
+        >>> print(as_table(Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128})))
         1 tensor from 2 ranks (0-1) to 2 (1-2): 128 B sent, 128 B copied
                   ranks       most     mean    least
         send          2       64 B     64 B     64 B   most: rank 0
@@ -29,7 +23,7 @@ def as_table(plan: TransferPlan) -> str:
         pairs         2   0 → 2 64 B, 1 → 2 64 B
     """
     total, copied = sum(plan.sent.values()), sum(plan.copied.values())
-    count = len(plan.tensors)
+    count = plan.tensors
     lines = [
         f"{count:,} tensor{'s' if count > 1 else ''} from {_who(plan.source_ranks)} to "
         f"{_who(plan.target_ranks, '')}: {bytes_of(total)} sent, {bytes_of(copied)} copied"

@@ -15,6 +15,7 @@ import pytest
 
 from commgrid import cli
 from commgrid.cli.output import JSON_VERSION
+from commgrid.transfer.traffic import Traffic
 from tests.docs.pages import DOCS, ROOT
 from tests.ranks import run_on_ranks
 
@@ -90,6 +91,7 @@ def paths(value: Any, known: dict[str, str], at: str = "") -> dict[str, list[Any
 def printed(which: str, folder: Path) -> Any:
     (folder / "a.jsonl").write_text(METRICS)
     (folder / "b.json").write_text(json.dumps({"rows": [BENCHMARK]}))
+    Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128}).save(folder / "c.json")
     argv = {
         "plan": ["plan", *GRID],
         "explain": ["explain", *GRID, "--rank", "5"],
@@ -98,6 +100,7 @@ def printed(which: str, folder: Path) -> Any:
         "show --metrics": ["show", "--metrics", str(folder / "a.jsonl")],
         "show --sharding": ["show", "--sharding", "900,90x4", "--cp", "4"],
         "show --benchmark": ["show", "--benchmark", str(folder / "b.json")],
+        "show --transfer": ["show", "--transfer", str(folder / "c.json")],
     }
     return said(*argv[which])
 
@@ -112,7 +115,7 @@ def schema(which: str) -> dict[str, str]:
     "which",
     [
         "plan", "explain", "show for a grid", "show --schedule", "show --metrics",
-        "show --benchmark", "show --sharding",
+        "show --benchmark", "show --sharding", "show --transfer",
     ],
 )  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:
