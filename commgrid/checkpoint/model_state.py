@@ -46,9 +46,11 @@ class ModelState:
     ) -> None:
         self.grid = grid
         self.chunks = chunks_of(model)
+        self._by_fsdp: list[FSDPModule] = []
         for chunk in self.chunks:
             for name, module in chunk.named_modules():
                 if isinstance(module, FSDPModule):
+                    self._by_fsdp.append(module)
                     module.reshard()  # so that parameters are the sharded ones
                 _check_known(_clean(name), module, grid, takes)
         self.placements: dict[str, Placement] = {}
@@ -67,6 +69,12 @@ class ModelState:
                 known.add(id(placement.parameter))
                 self.placements[name] = placement
         self.boxes = {name: held_box(p, grid) for name, p in self.placements.items()}
+        self.settle()
+
+    def settle(self) -> None:
+        """Has every parameter be where it was looked at, with weights that are whole."""
+        for module in self._by_fsdp:
+            module.reshard()
         for reducer in self._reducers():
             reducer.wait_for_weights()
 

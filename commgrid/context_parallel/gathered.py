@@ -54,7 +54,8 @@ class _Gathered(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.plan, ctx.group, ctx.scale = plan, group, scale
         found = Partial(q, scale)
-        found.add(*_gather(pack(k, v), plan, group), plan.tiles)
+        keys, values = _gather(pack(k, v), plan, group).unbind()
+        found.add(keys, values, plan.tiles)
         out, lse = found.result()
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -66,7 +67,8 @@ class _Gathered(torch.autograd.Function):
         both = _gather(pack(k, v), ctx.plan, ctx.group)  # keeping them would cost their memory
         found = Backward(gradient, q, out, lse, ctx.scale)
         gradients = torch.zeros_like(both, dtype=wide(k.dtype))
-        found.add(*both, ctx.plan.tiles, *gradients)
+        keys, values = both.unbind()
+        found.add(keys, values, ctx.plan.tiles, gradients[0], gradients[1])
         dk, dv = unpack(_give_back(gradients.to(k.dtype), k.shape[2], ctx.plan, ctx.group))
         return found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 

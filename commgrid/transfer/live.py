@@ -23,7 +23,7 @@ from commgrid.transfer.gate import Gate
 from commgrid.transfer.held import Held, Model, Names, Only, Rename
 from commgrid.transfer.layouts import Side
 from commgrid.transfer.meeting import Meeting, check_alive
-from commgrid.transfer.plan import TransferPlan
+from commgrid.transfer.plan import Message, Move, TransferPlan
 from commgrid.transfer.sides import SourceSide, TargetSide
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class Transfer:
         given = [grid.timeout for grid in self._grids.values() if grid.timeout is not None]
         self._timeout = as_seconds("timeout", timeout or max(given, default=_TIMEOUT))
         self._max_bytes, self._broken, self._runs = max_bytes, "", 0
+        self._own: tuple[list[Message], list[Move]] | None = None
         self._names = Names(rename, only)
         optimizers = optimizer or (None, None)
         if optimizer is not None and (rename is not None or only is not None):
@@ -161,7 +162,7 @@ class Transfer:
 
         def tell(side: SourceSide | TargetSide) -> _Told:
             held = side.hold()
-            layout = held.layout() if held is not None else None
+            layout = held.layout if held is not None else None
             devices = frozenset(held.device_types if held is not None else ())
             compares = self._copies == "compare" and self._source.knows_copies
             return _Told(layout, host, devices, side.more, self._names.is_partial, compares)
@@ -256,8 +257,10 @@ class Transfer:
             self._group, self._meeting.union, self._device,
             self._source.held or Held(), self._target.held or Held(), self._max_bytes,
         )  # fmt: skip
-        messages = self.plan.messages(rank, most_of(self._max_bytes))
-        carrier.carry(messages, self.plan.copies(rank))
+        if self._own is None:  # the same in every run
+            messages = self.plan.messages(rank, most_of(self._max_bytes))
+            self._own = messages, list(self.plan.copies(rank))
+        carrier.carry(*self._own)
 
     def _prepare(self) -> None:
         """That everything is as it was planned, on this rank."""
@@ -272,10 +275,10 @@ class Transfer:
             held = side.hold()
             if held is not None:
                 place = plan.places[self._meeting.rank]
-                if held.layout() != plan.packed[place]:
+                if held.layout != plan.packed[place]:
                     raise TransferError(
                         f"the {side.what} on rank {self._meeting.rank} has changed since the "
-                        f"transfer was planned: {plan.difference(place, held.layout())}; make a "
+                        f"transfer was planned: {plan.difference(place, held.layout)}; make a "
                         "new Transfer"
                     )
         _refuse_shared_memory(self._source.held, self._target.held)

@@ -19,7 +19,7 @@ from commgrid.checkpoint.items import Item, Shared, Value, key_of
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.saving import differing_copies
 from commgrid.errors import GridMismatchError, SpecError, TransferError
-from commgrid.transfer.held import Held, Model, Names, TransferredModel, mapped_items
+from commgrid.transfer.held import Held, Model, Names, TransferredModel, mapped_items, tensors_of
 from commgrid.transfer.layouts import Form
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class SourceSide:
     ) -> None:
         self._model, self._grid, self._optimizer, self._names = model, grid, optimizer, names
         self._items: list[Item] = []
+        self._state: TransferredModel | None = None
+        self._seen: list[Any] = []
         self.held: Held | None = None
         self.values: dict[str, Any] = {}
         self.more: Offer | None = None
@@ -73,6 +75,8 @@ class SourceSide:
         """Looks at the model and its optimizer, once more before every run."""
         if self._grid is None:
             return None
+        if self._optimizer is None and _is_as_seen(self._model, self._state, self._seen):
+            return self.held
         held = self.held = Held()
         model = self._model
         values: list[Value] = []
@@ -80,6 +84,7 @@ class SourceSide:
         if model is None:
             return held
         items, state = _items_of(model, self._grid)
+        self._state, self._seen = state, tensors_of(model)
         for item in items:
             name = self._names.of_source(item.path[-1])
             if self._names.has(name):
@@ -136,6 +141,7 @@ class TargetSide:
     ) -> None:
         self._model, self._grid, self._optimizer, self._names = model, grid, optimizer, names
         self._state: TransferredModel | None = None
+        self._seen: list[Any] = []
         self._optimizer_state: OptimizerState | None = None
         self._offered: dict[str, Form] = {}
         self._stored: dict[str, Any] = {}
@@ -165,12 +171,14 @@ class TargetSide:
         """Looks at the model and its optimizer, once more before every run."""
         if self._grid is None:
             return None
+        if self._optimizer is None and _is_as_seen(self._model, self._state, self._seen):
+            return self.held
         held = self.held = Held()
         model = self._model
         if model is None:
             return held
         items, state = _items_of(model, self._grid)
-        self._state = state
+        self._state, self._seen = state, tensors_of(model)
         for item in items:
             name = item.path[-1]
             if self._names.has(name):
@@ -249,6 +257,15 @@ def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], Transferre
         return mapped_items(model), None
     state = TransferredModel(model, grid)
     return state.tensors(), state
+
+
+def _is_as_seen(model: Model | None, state: TransferredModel | None, seen: list[Any]) -> bool:
+    """Whether a model has the tensors that it had when it was looked at last, where they were."""
+    if model is None or not seen:
+        return False
+    if state is not None:
+        state.settle()
+    return tensors_of(model) == seen
 
 
 def _with(state: TransferredModel | None) -> TransferredModel:
