@@ -247,15 +247,14 @@ def tensors_of(model: Model) -> list[Any]:
         _trace_of(tensor)
         for root in roots
         for module in root.modules()
-        for tensors in (module._parameters, module._buffers)
-        for tensor in tensors.values() if tensor is not None
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]  # fmt: skip
 
 
 def _trace_of(tensor: Any) -> tuple[Any, ...]:
     if not isinstance(tensor, Tensor):  # which is refused
         return (id(tensor),)
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return id(tensor), local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
