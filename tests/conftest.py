@@ -1,6 +1,7 @@
 """What every test runs under, and which of them only `pytest --full` runs."""
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,10 @@ collect_ignore = [f"megatron_adapter/{name}.py" for name in ("modules", "on_rele
 # A store's server looks up the name of whoever connects; where no name server answers, that takes
 # 5 s by default, for everybody.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# A job in the background of a shell ignores Ctrl-C, and what it starts does too; tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Ranks are forked, and a forked child hangs if its parent has used several OpenMP threads.
 torch.set_num_threads(1)
