@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +41,9 @@ class Offer:
     keys: tuple[str, ...]
 
 
-class SourceSide:
-    """What this rank has of the source.
+@dataclass
+class OneSide(ABC):
+    """What this rank has of one side.
 
     Args:
         model: None: nothing.
@@ -50,48 +52,79 @@ class SourceSide:
         names: what is moved, and what it is called.
 
     Attributes:
-        held: since `hold` was called last.
-        values: an optimizer's that are no tensors, which this rank tells.
+        held: since `hold` was called last; of a target's optimizer state, new tensors.
     """
 
-    what = "source"
+    model: Model | None
+    grid: HyperCommGrid | None
+    optimizer: torch.optim.Optimizer | None
+    names: Names
+    held: Held | None = field(default=None, init=False)
+    _state: TransferredModel | None = field(default=None, init=False)
+    _seen: list[Any] = field(default_factory=list, init=False)
 
-    def __init__(
-        self,
-        model: Model | None,
-        grid: HyperCommGrid | None,
-        optimizer: torch.optim.Optimizer | None,
-        names: Names,
-    ) -> None:
-        self._model, self._grid, self._optimizer, self._names = model, grid, optimizer, names
-        self._items: list[Item] = []
-        self._state: TransferredModel | None = None
-        self._seen: list[Any] = []
-        self.held: Held | None = None
-        self.values: dict[str, Any] = {}
-        self.more: Offer | None = None
+    @property
+    @abstractmethod
+    def what(self) -> str:
+        """Which side it is, for messages."""
 
     def hold(self) -> Held | None:
-        """Looks at the model and its optimizer, once more before every run."""
-        if self._grid is None:
+        """Looks at the model and its optimizer, once more before every run.
+
+        Without an optimizer a model is not looked at again while it has the same tensors.
+        """
+        if self.grid is None:
             return None
-        if self._optimizer is None and _is_as_seen(self._model, self._state, self._seen):
+        if self.optimizer is None and self._is_as_seen():
             return self.held
-        held = self.held = Held()
-        model = self._model
+        self._seen, self.held = [], Held()
+        if self.model is None:
+            return self.held
+        items, self._state = _items_of(self.model, self.grid)
+        self._fill(self.held, items, self.grid)
+        self._seen = tensors_of(self.model)
+        return self.held
+
+    def _is_as_seen(self) -> bool:
+        """Whether the model has the tensors that it had at the last look, where they were."""
+        if self.model is None or not self._seen:
+            return False
+        if self._state is not None:
+            self._state.settle()
+        return tensors_of(self.model) == self._seen
+
+    @abstractmethod
+    def _fill(self, held: Held, items: Iterable[Item], grid: HyperCommGrid) -> None:
+        """Adds the tensors of the model and its optimizer."""
+
+
+@dataclass
+class SourceSide(OneSide):
+    """What this rank has of the source.
+
+    Attributes:
+        values: an optimizer's that are no tensors, which this rank tells.
+        more: what targets have to know of these; None: there is no optimizer.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict, init=False)
+    more: Offer | None = field(default=None, init=False)
+    _items: list[Item] = field(default_factory=list, init=False)
+
+    @property
+    def what(self) -> str:
+        return "source"
+
+    def _fill(self, held: Held, items: Iterable[Item], grid: HyperCommGrid) -> None:
         values: list[Value] = []
         self._items.clear()
-        if model is None:
-            return held
-        items, state = _items_of(model, self._grid)
-        self._state, self._seen = state, tensors_of(model)
         for item in items:
-            name = self._names.of_source(item.path[-1])
-            if self._names.has(name):
+            name = self.names.of_source(item.path[-1])
+            if self.names.has(name):
                 held.add(name, item.shape, item.dtype, item.chunks)
                 self._items.append(item)
-        if self._optimizer is not None:
-            for one in OptimizerState(self._optimizer, _with(state)).items(Turns(self._grid)):
+        if self.optimizer is not None:
+            for one in OptimizerState(self.optimizer, _with(self._state)).items(Turns(grid)):
                 if isinstance(one, Item):
                     held.add(one.key, one.shape, one.dtype, one.chunks)
                     self._items.append(one)
@@ -99,12 +132,11 @@ class SourceSide:
                     values.append(one)
             self.more = Offer(tuple(value.key for value in values))
         self.values = {value.key: _plain(value) for value in values if value.writes}
-        return held
 
     @property
     def knows_copies(self) -> bool:
         """Whether it says which ranks should have copies, or is not on that side."""
-        return self._grid is None or isinstance(self._model, Sequence | nn.Module)
+        return self.grid is None or isinstance(self.model, Sequence | nn.Module)
 
     def compare_copies(self) -> None:
         """Refuses to send one of several copies that differ; collective over the source's grid.
@@ -112,7 +144,7 @@ class SourceSide:
         Raises:
             GridMismatchError: names tensor and ranks.
         """
-        told = differing_copies(self._items, self._grid) if self._grid is not None else None
+        told = differing_copies(self._items, self.grid) if self.grid is not None else None
         if told is not None:
             raise GridMismatchError(
                 f"{told}; these should be copies, of which any may be sent. Make them equal, or "
@@ -120,34 +152,24 @@ class SourceSide:
             )
 
 
-class TargetSide:
+@dataclass
+class TargetSide(OneSide):
     """What this rank has of the target.
 
-    Args:
-        model, grid, optimizer, names: as the source's.
-
     Attributes:
-        held: since `hold` was called last; of an optimizer's state, new tensors.
+        more: the parameters that its optimizer updates; None: there is none.
+        wants: whether the source has an optimizer.
     """
 
-    what = "target"
+    more: tuple[str, ...] | None = field(default=None, init=False)
+    wants: bool = field(default=False, init=False)
+    _optimizer_state: OptimizerState | None = field(default=None, init=False)
+    _offered: dict[str, Form] = field(default_factory=dict, init=False)
+    _stored: dict[str, Any] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        model: Model | None,
-        grid: HyperCommGrid | None,
-        optimizer: torch.optim.Optimizer | None,
-        names: Names,
-    ) -> None:
-        self._model, self._grid, self._optimizer, self._names = model, grid, optimizer, names
-        self._state: TransferredModel | None = None
-        self._seen: list[Any] = []
-        self._optimizer_state: OptimizerState | None = None
-        self._offered: dict[str, Form] = {}
-        self._stored: dict[str, Any] = {}
-        self.held: Held | None = None
-        self.more: tuple[str, ...] | None = None
-        self.wants = False
+    @property
+    def what(self) -> str:
+        return "target"
 
     def take_offer(self, forms: Mapping[str, Form], offers: Iterable[Offer]) -> None:
         """Hears what the source has.
@@ -167,29 +189,18 @@ class TargetSide:
         self._stored.update(values)
         self.wants = bool(values)
 
-    def hold(self) -> Held | None:
-        """Looks at the model and its optimizer, once more before every run."""
-        if self._grid is None:
-            return None
-        if self._optimizer is None and _is_as_seen(self._model, self._state, self._seen):
-            return self.held
-        held = self.held = Held()
-        model = self._model
-        if model is None:
-            return held
-        items, state = _items_of(model, self._grid)
-        self._state, self._seen = state, tensors_of(model)
+    def _fill(self, held: Held, items: Iterable[Item], grid: HyperCommGrid) -> None:
         for item in items:
             name = item.path[-1]
-            if self._names.has(name):
+            if self.names.has(name):
                 held.add(name, item.shape, item.dtype, item.chunks, self._read_from(item))
-        if self._optimizer is not None and not self.wants:
+        if self.optimizer is not None and not self.wants:
             raise TransferError(
                 "the target has an optimizer and the source has none; give both, "
                 "optimizer=(source's, target's), or neither"
             )
-        if self._optimizer is not None:
-            self._optimizer_state = OptimizerState(self._optimizer, _with(state))
+        if self.optimizer is not None:
+            self._optimizer_state = OptimizerState(self.optimizer, _with(self._state))
             self.more = tuple(self._optimizer_state.keys)
             for one in self._optimizer_state.targets(self._stored):
                 if isinstance(one, Item) and one.path[0] == "model":  # an fp32 copy that starts so
@@ -197,7 +208,6 @@ class TargetSide:
                     held.add(name, one.shape, one.dtype, one.chunks, one.path[-1])
                 elif isinstance(one, Item):
                     held.add(one.key, one.shape, one.dtype, one.chunks)
-        return held
 
     def _read_from(self, item: Item) -> str:
         """What a tensor of the model is read from, where an fp32 copy says more than a weight."""
@@ -257,15 +267,6 @@ def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], Transferre
         return mapped_items(model), None
     state = TransferredModel(model, grid)
     return state.tensors(), state
-
-
-def _is_as_seen(model: Model | None, state: TransferredModel | None, seen: list[Any]) -> bool:
-    """Whether a model has the tensors that it had when it was looked at last, where they were."""
-    if model is None or not seen:
-        return False
-    if state is not None:
-        state.settle()
-    return tensors_of(model) == seen
 
 
 def _with(state: TransferredModel | None) -> TransferredModel:
