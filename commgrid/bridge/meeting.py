@@ -25,8 +25,9 @@ from uuid import uuid4
 from commgrid.errors import GridDestroyedError, GridNotInitializedError, PeerTimeoutError, SpecError
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime import torch_world
 from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.roll import Line, seconds_until
 
 if TYPE_CHECKING:
     from commgrid.runtime.roll import Store
@@ -75,7 +76,7 @@ def check_grid(what: str, grid: HyperCommGrid | None) -> None:
                         "it")  # fmt: skip
     if grid.is_destroyed:
         raise GridDestroyedError(f"{what}_grid: grid {grid.name!r} was destroyed; make another one")
-    if not all(torch_groups.is_alive(each.group) for each in grid.communicators):
+    if not grid.is_alive:
         raise GridNotInitializedError(
             f"{what}_grid: grid {grid.name!r} was made on a torch.distributed that has ended; both "
             "grids of a bridge live on the same one, so make it again"
@@ -108,8 +109,12 @@ def find_cards(
     if len(known) < 2:
         (mine,) = known
         key = _told_key(name, mine, known[mine])
-        if not _appears(store, key, deadline):
-            raise _nobody(name, mine, known[mine])
+        line = Line(store, len(known[mine].spec.grid_ranks))
+        try:
+            if not line.within(key, seconds_until(deadline)):
+                raise _nobody(name, mine, known[mine])
+        finally:
+            line.close()
         known[_other(mine)] = Card.from_dict(json.loads(store.get(key)))
     return {what: known[what] for what in SIDES}
 

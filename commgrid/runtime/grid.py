@@ -317,6 +317,13 @@ class HyperCommGrid:
         """Whether `destroy` was called."""
         return self._destroyed
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is not destroyed, and the torch.distributed it was made in has not ended."""
+        return not self._destroyed and all(
+            torch_groups.is_alive(communicator.group) for communicator in self.communicators[:1]
+        )
+
     # -- what it is ---------------------------------------------------------------------
 
     @property

@@ -23,7 +23,7 @@ from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
-from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime import torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
 from commgrid.runtime.launch import Launch
@@ -84,9 +84,7 @@ class Registry:
         grid = self.grids.get(name)
         if grid is None:
             return None
-        if not grid.is_destroyed and all(
-            torch_groups.is_alive(c.group) for c in grid.communicators[:1]
-        ):
+        if grid.is_alive:
             return grid
         grid.destroy()
         self.grids.pop(name, None)

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from commgrid.errors import GridDestroyedError, PeerTimeoutError
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.ranks import as_ranks
-from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime import torch_world
 from commgrid.runtime.roll import Line, seconds_until
 from commgrid.transfer.gate import Gate
 
@@ -144,10 +144,7 @@ def check_alive(grid: HyperCommGrid) -> None:
     Raises:
         GridDestroyedError: it has not.
     """
-    gone = not torch_world.is_initialized() or any(
-        not torch_groups.is_alive(communicator.group) for communicator in grid.communicators
-    )
-    if grid.is_destroyed or gone:
+    if not grid.is_alive:
         raise GridDestroyedError(
             f"transfer: grid {grid.name!r} was destroyed, or the torch.distributed it was made in "
             "has ended; make it again, and the transfer after it"
