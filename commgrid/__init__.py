@@ -6,9 +6,8 @@ that any form of parallelism needs exists and is found by name.
 
 from __future__ import annotations
 
-import importlib
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from commgrid.errors import (
     CheckpointError,
@@ -27,6 +26,7 @@ from commgrid.errors import (
     TransferError,
     UnknownGroupError,
 )
+from commgrid.on_demand import on_demand
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.spec import GridSpec
@@ -103,14 +103,4 @@ _LIVE = {
     "use_grid": "commgrid.runtime.registry",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LIVE:
-        raise AttributeError(f"module 'commgrid' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LIVE[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+__getattr__, __dir__ = on_demand(globals(), _LIVE)

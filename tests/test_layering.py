@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 # Rows of the design, top to bottom; files of one row do not import each other.
 ROWS = [
-    ["errors", "version"],
+    ["errors", "version", "on_demand"],
     ["planning.names", "planning.yaml_io", "planning.ranks", "planning.boxes"],
     ["planning.layout", "planning.rank_lists", "planning.summary", "context_parallel.balance"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],

@@ -5,8 +5,9 @@ The plan is arithmetic; only what runs it imports torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from commgrid.on_demand import on_demand
 
 if TYPE_CHECKING:
     from commgrid.bridge.layer import Bridge
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Bridge", "Cut", "split_schedule"]
 
-_WHERE = {"Bridge": "layer", "Cut": "sides", "split_schedule": "pipelines"}
+_LIVE = {
+    "Bridge": "commgrid.bridge.layer",
+    "Cut": "commgrid.bridge.sides",
+    "split_schedule": "commgrid.bridge.pipelines",
+}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"commgrid.bridge.{_WHERE[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = on_demand(globals(), _LIVE)

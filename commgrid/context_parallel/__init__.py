@@ -6,8 +6,7 @@ torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from commgrid.context_parallel.balance import Mask, balanced
 from commgrid.context_parallel.choice import WAYS, Choice, choose
@@ -16,6 +15,7 @@ from commgrid.context_parallel.length_groups import LengthGroups
 from commgrid.context_parallel.length_plan import Costs, LengthPlan, Turn
 from commgrid.context_parallel.lengths import fixed_lengths, plan_lengths
 from commgrid.context_parallel.sharding import SequenceSharding
+from commgrid.on_demand import on_demand
 
 if TYPE_CHECKING:
     from commgrid.context_parallel.attention import attention
@@ -39,14 +39,4 @@ __all__ = [
 
 _LIVE = {"attention": "commgrid.context_parallel.attention"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LIVE:
-        raise AttributeError(f"module 'commgrid.context_parallel' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LIVE[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LIVE})
+__getattr__, __dir__ = on_demand(globals(), _LIVE)

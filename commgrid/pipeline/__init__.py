@@ -5,9 +5,9 @@ The schedules, the simulator and the partition are arithmetic; only what runs th
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from commgrid.on_demand import on_demand
 from commgrid.pipeline.exchange import Exchange, programs
 from commgrid.pipeline.partition import partition_layers
 from commgrid.pipeline.schedule import (
@@ -57,14 +57,4 @@ __all__ = [
 
 _LIVE = {"Pipeline": "commgrid.pipeline.runner", "StageLinks": "commgrid.pipeline.p2p"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LIVE:
-        raise AttributeError(f"module 'commgrid.pipeline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LIVE[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LIVE})
+__getattr__, __dir__ = on_demand(globals(), _LIVE)

@@ -11,9 +11,9 @@ model. Both sides tell each other once; the plan is arithmetic from then on, wit
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from commgrid.on_demand import on_demand
 from commgrid.transfer.plan import Message, Move, TransferPlan
 
 if TYPE_CHECKING:
@@ -24,14 +24,4 @@ __all__ = ["Message", "Move", "Part", "Transfer", "TransferPlan"]
 
 _LIVE = {"Part": "commgrid.transfer.held", "Transfer": "commgrid.transfer.live"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LIVE:
-        raise AttributeError(f"module 'commgrid.transfer' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LIVE[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LIVE})
+__getattr__, __dir__ = on_demand(globals(), _LIVE)

@@ -1,0 +1,37 @@
+"""Names of a package that import torch, and do so when they are first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def on_demand(
+    module: dict[str, Any], where: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__`, by which its names are found (PEP 562).
+
+    `dir` shows what is public.
+
+    Args:
+        module: the package's `globals()`.
+        where: name to the module that has it.
+
+    Example:
+        >>> package = {"__name__": "package", "__all__": ["sqrt"], "json": None}
+        >>> get, listed = on_demand(package, {"sqrt": "math"})
+        >>> get("sqrt")(9.0), listed()
+        (3.0, ['sqrt'])
+    """
+
+    def get(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")
+        value = module[name] = getattr(importlib.import_module(where[name]), name)
+        return value
+
+    def listed() -> list[str]:
+        return sorted({*module["__all__"], *({"__version__"} & module.keys())})
+
+    return get, listed
