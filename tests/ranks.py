@@ -227,7 +227,7 @@ def _collect(
 ) -> list[Any]:
     results: list[Any] = [None] * world_size
     failures = []
-    kinds = []
+    first = ""
     for rank, child in children.items():
         path = folder / f"{rank}.result"
         kind, value = pickle.loads(path.read_bytes()) if path.exists() else ("lost", "")
@@ -238,9 +238,9 @@ def _collect(
         where = _own(stacks.read_text()) if stacks.exists() else ""
         how = f"exit code {child.exitcode}, timeout {timeout:g} s"
         failures.append(f"--- rank {rank} ({how})\n{value if kind != 'ok' else ''}{where}")
-        kinds.append(kind)
+        first = first or kind
     if failures:
-        kind_of_error = TorchNotStarted if kinds[0] == "not started" else RanksFailed
+        kind_of_error = TorchNotStarted if first == "not started" else RanksFailed
         raise kind_of_error(
             "\n".join([f"{len(failures)} of {len(children)} ranks failed", *failures])
         )

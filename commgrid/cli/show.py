@@ -17,14 +17,13 @@ from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
 from commgrid.transfer.table import as_table
-from commgrid.transfer.traffic import read_traffic
 from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
 from commgrid.viz.curves_picture import draw_curves, read_curve
 from commgrid.viz.figure import drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, page_data, write_page
 from commgrid.viz.schedule_picture import draw_schedule, read_spans
-from commgrid.viz.transfer_picture import draw_transfer
+from commgrid.viz.transfer_picture import draw_transfer, read_traffic
 from commgrid.viz.view import DEFAULT_GPUS_PER_NODE, GridView
 
 if TYPE_CHECKING:

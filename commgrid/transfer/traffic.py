@@ -11,7 +11,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 
-_VERSION = 1
+VERSION = 1
 """Of the file; it rises when a key goes or comes to mean something else."""
 
 
@@ -62,54 +62,12 @@ class Traffic:
         }
 
     def save(self, path: Path) -> None:
-        """Writes a file that `read_traffic` reads.
+        """Writes a file for `commgrid show --transfer`.
 
         Raises:
             SpecError: it cannot be written.
         """
         try:
-            path.write_text(json.dumps({"version": _VERSION, **self.as_dict()}) + "\n")
+            path.write_text(json.dumps({"version": VERSION, **self.as_dict()}) + "\n")
         except OSError as error:
             raise SpecError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-def read_traffic(path: Path) -> Traffic:
-    """What `TransferPlan.save` wrote.
-
-    Raises:
-        SpecError: a file that is not there, or is something else.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        version, traffic = found["version"], _traffic(found)
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpecError(
-            f"{path}: expected what transfer.plan.save(FILE) writes, "
-            f'{{"version": {_VERSION}, "tensors": …, "source": […], …}}: '
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if version != _VERSION:
-        raise SpecError(
-            f"{path}: has version {version!r}, this commgrid reads {_VERSION}; save the plan again"
-        )
-    return traffic
-
-
-def _traffic(found: Any) -> Traffic:
-    source, target = (tuple(_counts(found[key])) for key in ("source", "target"))
-    pairs = {(s, r): size for s, r, size in map(_counts, found["pairs"])}
-    copied = {rank: size for rank, size in map(_counts, found["copied"])}  # noqa: C416
-    senders, receivers = {s for s, _ in pairs}, {r for _, r in pairs}
-    strange = (senders - {*source}) | ((receivers | {*copied}) - {*target})
-    if not source or not target or strange:
-        raise ValueError(f"ranks {sorted(strange)} are on neither side" if strange else "no ranks")
-    tensors, on_one_host = _counts([found["tensors"], found["on_one_host"]])
-    return Traffic(tensors, source, target, pairs, copied, on_one_host)
-
-
-def _counts(values: Any) -> list[int]:
-    if not isinstance(values, list) or any(type(n) is not int or n < 0 for n in values):
-        raise ValueError(f"{values!r:.60} is no list of numbers from 0")
-    return values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError
 from commgrid.viz.figure import INK, colour, new_figure
+from commgrid.viz.json_lines import read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,16 +44,12 @@ def read_benchmark(path: Path, wanted: Sequence[str] = ()) -> list[Measured]:
     Raises:
         SpecError: a file that is not there, is no such object, or has no row that is wanted.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [_row(row) for row in found["rows"]]
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpecError(
-            f"{path}: expected the object that a benchmark prints with --json, "
-            f'{{"machine": …, "versions": …, "rows": […]}}: {type(error).__name__}: {error}'
-        ) from error
+    rows = read_json(
+        path,
+        "the object that a benchmark prints with --json, "
+        '{"machine": …, "versions": …, "rows": […]}',
+        lambda found: [_row(row) for row in found["rows"]],
+    )
     kept = [r for r in rows if not wanted or any(w in r.metric or w in r.case for w in wanted)]
     if not kept:
         metrics = ", ".join(sorted({repr(row.metric) for row in rows})) or "none"

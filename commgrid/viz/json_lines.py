@@ -1,4 +1,4 @@
-"""Files of JSON lines that runs have written, read with errors that name file and line."""
+"""Files of JSON that runs have written, read with errors that name file and line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,25 @@ from typing import Any, TypeVar
 from commgrid.errors import SpecError
 
 T = TypeVar("T")
+
+
+def read_json(path: Path, expected: str, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """What `read` makes of a file's one object.
+
+    Args:
+        path: of the file.
+        expected: what it looks like, for the error.
+        read: raises KeyError, TypeError or ValueError where it is something else.
+
+    Raises:
+        SpecError: a file that is not there, or is not as expected.
+    """
+    try:
+        return read(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecError(f"{path}: expected {expected}: {type(error).__name__}: {error}") from error
 
 
 def read_json_lines(path: Path, expected: str, read: Callable[[Mapping[str, Any]], T]) -> list[T]:

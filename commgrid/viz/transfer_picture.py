@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from commgrid.errors import SpecError
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.transfer.table import as_table, bytes_of
-from commgrid.transfer.traffic import Traffic
+from commgrid.transfer.traffic import VERSION, Traffic
 from commgrid.viz.figure import ALERT, FAINT, INK, PAPER, ink_on, new_figure
+from commgrid.viz.json_lines import read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,3 +157,42 @@ def _bare(axes: Axes) -> None:
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
+
+
+# -- what it is read from ------------------------------------------------------------------
+
+
+def read_traffic(path: Path) -> Traffic:
+    """What `TransferPlan.save` wrote.
+
+    Raises:
+        SpecError: a file that is not there, or is something else.
+    """
+    expected = (
+        f'what transfer.plan.save(FILE) writes, {{"version": {VERSION}, "tensors": …, '
+        '"source": […], …}'
+    )
+    version, traffic = read_json(path, expected, lambda found: (found["version"], _traffic(found)))
+    if version != VERSION:
+        raise SpecError(
+            f"{path}: has version {version!r}, this commgrid reads {VERSION}; save the plan again"
+        )
+    return traffic
+
+
+def _traffic(found: Any) -> Traffic:
+    source, target = (tuple(_counts(found[key])) for key in ("source", "target"))
+    pairs = {(s, r): size for s, r, size in map(_counts, found["pairs"])}
+    copied = {rank: size for rank, size in map(_counts, found["copied"])}  # noqa: C416
+    senders, receivers = {s for s, _ in pairs}, {r for _, r in pairs}
+    strange = (senders - {*source}) | ((receivers | {*copied}) - {*target})
+    if not source or not target or strange:
+        raise ValueError(f"ranks {sorted(strange)} are on neither side" if strange else "no ranks")
+    tensors, on_one_host = _counts([found["tensors"], found["on_one_host"]])
+    return Traffic(tensors, source, target, pairs, copied, on_one_host)
+
+
+def _counts(values: Any) -> list[int]:
+    if not isinstance(values, list) or any(type(n) is not int or n < 0 for n in values):
+        raise ValueError(f"{values!r:.60} is no list of numbers from 0")
+    return values

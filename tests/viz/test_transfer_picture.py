@@ -11,8 +11,8 @@ from commgrid import SpecError
 from commgrid.cli import main
 from commgrid.transfer.layouts import Entry, Form, Side, pack
 from commgrid.transfer.plan import TransferPlan
-from commgrid.transfer.traffic import Traffic, read_traffic
-from commgrid.viz.transfer_picture import blocks_of
+from commgrid.transfer.traffic import Traffic
+from commgrid.viz.transfer_picture import blocks_of, read_traffic
 
 
 def rows(start: int, stop: int) -> bytes:
