@@ -52,6 +52,13 @@ def refuse(message: str, grid: commgrid.HyperCommGrid | None = None) -> NoReturn
     raise SystemExit(message if first else 1)
 
 
+def last_words(error: commgrid.CommGridError) -> str | int:
+    """What a program that an error ends exits with: a line, said once where all ranks have it."""
+    # Sizes that do not fit are wrong on all ranks alike; its surroundings are a rank's own.
+    alike = isinstance(error, commgrid.SpecError) and not f"{error}".startswith("environment")
+    return f"{type(error).__name__}: {error}" if is_first_of_node() or not alike else 1
+
+
 def parse(
     argv: list[str] | None, description: str | None, own: Callable[[Add], None] | None = None
 ) -> argparse.Namespace:

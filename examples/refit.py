@@ -26,6 +26,7 @@ import torch.distributed as dist
 import commgrid
 import gpt_flags
 from commgrid import GridSpec, checkpoint
+from commgrid.collectives.objects import gathered
 from commgrid.transfer import Transfer
 from gpt_checks import check_sizes
 from gpt_data import Text, global_batch, read_text, split_text
@@ -125,9 +126,7 @@ def by_checkpoint(
     """The same through a directory that all ranks see: --save's, or a temporary one."""
     first = dist.get_rank() == 0
     with tempfile.TemporaryDirectory() if first and not args.save else nullcontext("") as made:
-        folder = [args.save or made]
-        dist.broadcast_object_list(folder)
-        where = Path(folder[0]) / "refit"
+        where = Path(gathered(args.save or made, dist.group.WORLD)[0]) / "refit"
         if trainer:
             checkpoint.save(where, 0, trainer.chunks, progress=False, grid=trainer.grid)
         dist.barrier()
@@ -146,4 +145,4 @@ if __name__ == "__main__":
     try:
         main()
     except commgrid.CommGridError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(gpt_flags.last_words(error))

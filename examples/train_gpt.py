@@ -115,10 +115,7 @@ def main() -> None:
     try:
         train(parse())
     except commgrid.CommGridError as error:
-        told = f"{type(error).__name__}: {error}"
-        # Sizes that do not fit are wrong on all ranks alike; its surroundings are a rank's own.
-        alike = isinstance(error, commgrid.SpecError) and not f"{error}".startswith("environment")
-        sys.exit(told if gpt_flags.is_first_of_node() or not alike else 1)
+        sys.exit(gpt_flags.last_words(error))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -69,3 +70,24 @@ def same_curve(ours: list[dict[str, float]], theirs: list[dict[str, float]], dty
     for mine, reference in zip(ours, theirs, strict=True):
         for key in ("loss", "grad_norm"):
             assert mine[key] == pytest.approx(reference[key], rel=bound), (key, mine["step"])
+
+
+WITHOUT_NUMPY = """
+import pkgutil, sys
+sys.modules["numpy"] = None  # importing it fails, as where only commgrid is installed
+from tests.ranks import run_on_ranks
+run_on_ranks(
+    pkgutil.resolve_name(sys.argv[1]), int(sys.argv[2]), sys.argv[3:], init=None,
+    launcher="torchrun",
+)
+"""
+
+
+def without_numpy(function: str, world: int, job: list[str]) -> str:
+    """What so many ranks print that run a function, by its full name, with a list of arguments."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMPY, function, str(world), *job], cwd=ROOT,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import commgrid
-from tests.examples.curves import ROOT, load
+from tests.examples.curves import ROOT, load, without_numpy
 from tests.full import some
 from tests.ranks import run_on_ranks
 
@@ -57,6 +57,11 @@ def test_same_curve_as_one_process(tmp_path: Path) -> None:
     for job, found in zip(jobs, losses(8, jobs, tmp_path), strict=True):
         # Promise 6's bound: sums in another order differ by some ulps, which Adam amplifies.
         assert found == pytest.approx(alone, rel=1e-9), job
+
+
+def test_numpy_is_not_needed() -> None:
+    job = [*SMALL, "--encoder", "0-1", "--decoder", "2-3", "--steps", "2"]
+    assert "step   2" in without_numpy("tests.examples.test_encoder_decoder.run", 4, job)
 
 
 def test_it_runs_by_itself() -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.examples.curves import load
+from tests.examples.curves import load, without_numpy
 from tests.full import full
 from tests.ranks import run_on_ranks
 
@@ -51,6 +51,15 @@ def test_samples_are_those_of_one_process(name: str) -> None:
     assert len(moved) == 2
     assert "through a checkpoint" in moved[0]
     assert any(re.match(r"\d+ tensors from \d ranks", line) for line in said)
+
+
+def print_it(job: list[str]) -> None:
+    print(*written(job), sep="\n")
+
+
+def test_numpy_is_not_needed() -> None:
+    job = [*TINY, "--generate", "tp=2", "--every", "2"]
+    assert "through a checkpoint" in without_numpy("tests.examples.test_refit.print_it", 2, job)
 
 
 def test_a_wrong_grid_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

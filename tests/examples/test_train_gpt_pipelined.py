@@ -1,14 +1,12 @@
 """The same curve through every pipeline, on top of tensor and data parallelism."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.examples.curves import ROOT, curve, run, same_curve
+from tests.examples.curves import curve, run, same_curve, without_numpy
 from tests.full import full
 from tests.ranks import run_on_ranks
 
@@ -66,24 +64,10 @@ def cuts(pp: int, tp: int, dp: int) -> Iterator[tuple[str, str, list[str]]]:
                 yield f"{schedule}-{chunks}-{tied}", tied, cut
 
 
-WITHOUT_NUMPY = """
-import sys
-sys.modules["numpy"] = None  # importing it fails, as where only commgrid is installed
-from tests.examples.curves import run
-from tests.ranks import run_on_ranks
-run_on_ranks(run, 2, sys.argv[1:], init=None, launcher="torchrun")
-"""
-
-
 def test_numpy_is_not_needed() -> None:
     """It comes with what tests need, but not with what commgrid needs."""
     job = ["--pp", "2", "--layers", "2", "--tie-embeddings", *TINY, "--steps", "2"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NUMPY, *job], cwd=ROOT, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "step    2" in done.stdout
+    assert "step    2" in without_numpy("tests.examples.curves.run", 2, job)
 
 
 @pytest.mark.parametrize(("pp", "tp", "dp"), GRIDS)
