@@ -45,11 +45,15 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
 
 import commgrid  # <- commgrid
 import megatron_adapter  # <- commgrid
 
 VOCABULARY, LENGTH = 64, 16
+
+# Megatron's router asks whether this is None, but only Transformer Engine gives it a value.
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 def start(args: argparse.Namespace) -> Any:
@@ -298,7 +302,7 @@ def run_without_cuda() -> None:
         return
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
-    from megatron.core.transformer.moe import moe_utils, shared_experts
+    from megatron.core.transformer.moe import shared_experts
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     warnings.simplefilter("ignore", FutureWarning)
@@ -310,7 +314,6 @@ def run_without_cuda() -> None:
     cuda.get_rng_state = random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1)
     cuda.set_rng_state = random._set_cuda_rng_state = lambda *_, **__: None
     torch_norm.WrappedTorchNorm.__new__ = lambda cls, *args, **more: Norm(*args, **more)
-    moe_utils.te_general_gemm = None
     shared_experts.is_te_min_version = lambda *_: False
     exchange = dist.all_to_all_single
 

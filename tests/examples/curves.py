@@ -53,8 +53,11 @@ def run_example(example: Any, *jobs: list[str]) -> list[int]:
         commgrid.destroy()
 
     down, commgrid.shutdown = commgrid.shutdown, end
-    for job in jobs:
-        example.train(example.parse(job))
+    try:
+        for job in jobs:
+            example.train(example.parse(job))
+    finally:
+        commgrid.shutdown = down
     down()
     return made
 

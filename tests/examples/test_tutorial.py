@@ -120,7 +120,14 @@ def test_what_goes_wrong_says_what_the_page_says(mistake: str) -> None:
     assert text_of(step).count(right) == 1
     changed = text_of(step).replace(right, wrong)
     said = run_on_ranks(run_changed, 4, changed, init=None, launcher="torchrun")[0]
-    assert said in re.sub(r"\s+", " ", PAGE)
+    assert told(said) in told(re.sub(r"\s+", " ", PAGE))
+
+
+def told(text: str) -> str:
+    """Without what is another one in every run: which copy of a stage was the first to fail, and
+    how far rank 0 had come when it heard of it."""
+    text = re.sub(r"rank [23] failed in", "rank 2 failed in", text)
+    return re.sub(r"\(rank 0 was in the \w+ of microbatch \d", "(rank 0 was there", text)
 
 
 def test_without_a_launcher() -> None:

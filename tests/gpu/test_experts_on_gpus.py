@@ -163,7 +163,7 @@ def waits(device: str) -> list[int]:
             torch.cuda.set_sync_debug_mode("warn")
             layer(x).sum().backward()
             torch.cuda.set_sync_debug_mode("default")
-        found.append(sum("synchronizing" in str(one.message) for one in seen))
+        found.append(sum("called a synchronizing" in str(one.message) for one in seen))
     return found
 
 
