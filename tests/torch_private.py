@@ -70,7 +70,7 @@ _PATCHES = "commgrid/runtime/torch_patches.py"
 _MESH = "commgrid/runtime/device_mesh.py"
 _SHARDING = "commgrid/sharding.py"
 _KEPT = "commgrid/data_parallel/kept.py"
-_KERNEL = "commgrid/context_parallel/kernel.py"
+_KERNEL = "commgrid/context_parallel/kernels.py"
 
 ROWS = (
     # -- groups and the store ----------------------------------------------------------------
@@ -340,14 +340,29 @@ ROWS = (
         "its successor that gives the log-sum-exp, or `_Products` beside it",
     ),
     Private(
-        "torch.ops.aten._scaled_dot_product_flash_attention",
+        "torch.ops.aten._flash_attention_forward",
         (_KERNEL,),
         "its successor that gives the log-sum-exp, or `_Products` beside it",
     ),
     Private(
-        "torch.ops.aten._scaled_dot_product_flash_attention_backward",
+        "torch.ops.aten._flash_attention_backward",
         (_KERNEL,),
         "its successor that gives the log-sum-exp, or `_Products` beside it",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_cudnn_attention",
+        (_KERNEL,),
+        "flash attention, which takes twice the time there",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
+        (_KERNEL,),
+        "flash attention, which takes twice the time there",
+    ),
+    Private(
+        "torch._fused_sdp_choice",
+        (_KERNEL,),
+        "flash attention, which takes twice the time there",
     ),
     Private(
         "torch.ops.aten._scaled_dot_product_efficient_attention",

@@ -23,7 +23,8 @@ from commgrid.collectives.asynchronous import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from commgrid.context_parallel.kernel import Backward, Partial, wide
+from commgrid.context_parallel.kernels import wide
+from commgrid.context_parallel.merge import Backward, Partial
 from commgrid.context_parallel.plans import Gathering
 from commgrid.context_parallel.ranges import count, inverse
 from commgrid.context_parallel.ring import pack, unpack

@@ -29,7 +29,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.context_parallel.balance import Ranges
-from commgrid.context_parallel.kernel import Backward, Partial, wide
+from commgrid.context_parallel.kernels import wide
+from commgrid.context_parallel.merge import Backward, Partial
 from commgrid.context_parallel.plans import Step
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import add_runs, take_runs

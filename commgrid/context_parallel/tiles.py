@@ -16,9 +16,9 @@ against its own queries is one causal rectangle, whatever lies between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commgrid.context_parallel.balance import Mask, Ranges
 from commgrid.context_parallel.ranges import Piece, meet, pieces, union
@@ -51,9 +51,32 @@ class Tile(NamedTuple):
         return self.offset == 0 and self.window is None
 
 
-def tiles(
-    queries: Ranges, keys: Ranges, documents: tuple[int, ...], mask: Mask
-) -> tuple[Tile, ...]:
+_Of = tuple[Ranges, Ranges, tuple[int, ...], Mask]
+
+
+class Tiles(tuple[Tile, ...]):
+    """What `tiles` gives, cut for a kernel that knows no window; and uncut, for one that does."""
+
+    passes: Any = None
+    """What such a kernel makes of them; kept, since a step of training calls it again."""
+    _of: _Of
+
+    def __new__(cls, found: Iterable[Tile], of: _Of) -> Tiles:
+        made = super().__new__(cls, found)
+        made._of = of
+        return made
+
+    @property
+    def of_one_document(self) -> bool:
+        """Whether the sequence is one."""
+        return len(self._of[2]) == 2
+
+    def uncut(self) -> tuple[Tile, ...]:
+        """The same pairs, of a window in as few rectangles as there are pieces."""
+        return self if self._of[3].window is None else tuple(_all(*self._of, cut=False))
+
+
+def tiles(queries: Ranges, keys: Ranges, documents: tuple[int, ...], mask: Mask) -> Tiles:
     """The rectangles in which queries attend keys, each pair in just one of them.
 
     Args:
@@ -65,13 +88,19 @@ def tiles(
         >>> tiles(((4, 8), (16, 20)), ((0, 4), (20, 24)), (0, 24), Mask())
         (Tile(q_start=0, q_stop=8, k_start=0, k_stop=4, offset=None, window=None),)
     """
-    found: list[Tile] = []
+    of = queries, keys, documents, mask
+    return Tiles(_all(*of), of)
+
+
+def _all(
+    queries: Ranges, keys: Ranges, documents: tuple[int, ...], mask: Mask, cut: bool = True
+) -> Iterator[Tile]:
+    """Args: as `tiles`'; `cut`: whether a window's rectangles are cut at its edges."""
     theirs = pieces(keys, documents)
     for document, own in pieces(queries, documents).items():
         if document in theirs:
             length = documents[document + 1] - documents[document]
-            found += _document(own, theirs[document], mask, length)
-    return tuple(found)
+            yield from _document(own, theirs[document], mask, length, cut)
 
 
 def needed(queries: Ranges, keys: Ranges, documents: tuple[int, ...], mask: Mask) -> Ranges:
@@ -95,14 +124,16 @@ def needed(queries: Ranges, keys: Ranges, documents: tuple[int, ...], mask: Mask
     return meet(keys, union(attended))
 
 
-def _document(own: list[Piece], keys: list[Piece], mask: Mask, length: int) -> list[Tile]:
+def _document(
+    own: list[Piece], keys: list[Piece], mask: Mask, length: int, cut: bool
+) -> list[Tile]:
     """The rectangles of one document."""
     rows = (own[0].row, own[-1].row + own[-1].stop - own[-1].start)
     columns = (keys[0].row, keys[-1].row + keys[-1].stop - keys[-1].start)
     if not mask.causal:
         return [Tile(*rows, *columns)]
     if mask.window is not None and mask.window < length:
-        return _stacked(list(_windowed(own, keys, mask.window)))
+        return _stacked(list(_windowed(own, keys, mask.window, cut)))
     if [p[:2] for p in own] == [p[:2] for p in keys]:
         return [Tile(*rows, *columns, offset=0)]
     return _stacked(list(_causal(own, keys)))
@@ -132,18 +163,18 @@ def _corner(query: Piece, start: int, stop: int, key: Piece) -> Iterator[Tile]:
         yield Tile(row + size, query.row + query.stop - query.start, column, column + size)
 
 
-def _windowed(own: list[Piece], keys: list[Piece], window: int) -> Iterator[Tile]:
+def _windowed(own: list[Piece], keys: list[Piece], window: int, cut: bool) -> Iterator[Tile]:
     """Block by block of queries, and of its keys the far edge, the middle and the near edge.
 
     Of a window of few keys all three are one rectangle with a mask: calls would cost more.
     """
     block = _FEW_ROWS if window < _FEW_ROWS else min(window, _BLOCK_ROWS)
     for query in own:
-        for start in range(query.start, query.stop, block):
-            stop = min(start + block, query.stop)
+        for start in range(query.start, query.stop, block if cut else query.stop - query.start):
+            stop = min(start + block, query.stop) if cut else query.stop
             first = start - window + 1
             far = stop - window
-            cuts = [first, far, start, stop] if window >= _FEW_ROWS else [first, stop]
+            cuts = [first, far, start, stop] if cut and window >= _FEW_ROWS else [first, stop]
             for left, right in pairwise(cuts):
                 for key in keys:
                     yield from _band(query, start, stop, key, left, right, window)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commgrid.context_parallel.kernel import Backward, Kernel, Partial, _OnCpu, _Products
+from commgrid.context_parallel.kernels import Kernel, _OnCpu, _Products
+from commgrid.context_parallel.merge import Backward, Partial
 from commgrid.context_parallel.tiles import Tile
 
 TILES = [

@@ -42,7 +42,12 @@ def pytest_terminal_summary(
         f"- torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}", "",
     ]  # fmt: skip
     for outcome in ("passed", "failed", "skipped"):
+        seconds: dict[str, list[float]] = {}
         for report in terminalreporter.stats.get(outcome, []):
             if "tests/gpu" in report.nodeid:
-                lines.append(f"- {outcome}: {report.nodeid} ({report.duration:.1f} s)")
+                name = report.nodeid.removeprefix("tests/gpu/").partition("[")[0]
+                seconds.setdefault(name, []).append(report.duration)
+        for name, each in sorted(seconds.items()):
+            many = f"{len(each)} cases, " if len(each) > 1 else ""
+            lines.append(f"- {outcome}: {name} ({many}{sum(each):.1f} s)")
     RESULTS.write_text("\n".join(lines) + "\n")

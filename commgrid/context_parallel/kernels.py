@@ -1,130 +1,43 @@
-"""Torch's attention kernels on rectangles, and how their partial results become one.
-
-A kernel gives the output o and the log-sum-exp l of each query over the keys it was given. Those of
-two sets of keys are joined by l = log(exp l₁ + exp l₂), o = o₁ · exp(l₁ - l) + o₂ · exp(l₂ - l)
-(arXiv 2310.01889). Backward, a kernel that is given the joint o and l makes of each rectangle the
-part of the gradients that comes of it, so that these only have to be added.
+"""Torch's attention kernels on rectangles, forward with a log-sum-exp and backward from one.
 
 | device | dtype | kernel |
 |---|---|---|
 | CPU | any | `_scaled_dot_product_flash_attention_for_cpu` |
-| CUDA | bf16, fp16 | `_scaled_dot_product_flash_attention`; with a mask the next |
+| CUDA | bf16, fp16 | `_flash_attention_forward`, many rectangles in a call (`Pass`) |
+| | of one document | `_scaled_dot_product_cudnn_attention` where torch itself would take it |
 | CUDA | fp32 | `_scaled_dot_product_efficient_attention` |
 | else | any | matrix products |
 
 A head of keys serves its group of query heads without a copy: torch's flash kernels take them as
-they are, the efficient one is called for each query head of the groups in turn. Every rectangle is
-a call, small ones too: on the CPU one call with a mask over eight documents of eight tokens takes
-as long as eight calls, and reads all the pairs between them for nothing.
+they are, the efficient one is called for each query head of the groups in turn. But for flash on
+CUDA every rectangle is a call, small ones too: on the CPU one call with a mask over eight documents
+of eight tokens takes as long as eight calls, and reads all the pairs between them for nothing.
+
+cuDNN's takes half of flash's time on an H100, and builds a plan for each shape that it meets. So it
+is for rectangles that are the same in every step, those of a sequence of one document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+from commgrid.context_parallel.passes import Pass, passes
 from commgrid.context_parallel.tiles import Tile
 
 _ops = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
-
-
-class Partial:
-    """Output and log-sum-exp of queries over the keys that were added so far.
-
-    Args:
-        q: (batch, heads, queries, head_size).
-        scale: of the products of queries and keys.
-    """
-
-    def __init__(self, q: Tensor, scale: float) -> None:
-        self.q, self.scale, self.kernel = q, scale, kernel_for(q)
-        self._seen: list[tuple[int, int]] = []
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
-
-    def add(self, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> None:
-        """Adds keys and values (batch, kv_heads, keys, head_size), in the tiles of a buffer."""
-        for tile in tiles:
-            q, k_part, v_part = _rows(self.q, tile), _columns(k, tile), _columns(v, tile)
-            out, lse = self.kernel.forward(q, k_part, v_part, tile, self.scale)
-            self._join(out, lse, tile)
-
-    def _join(self, out: Tensor, lse: Tensor, tile: Tile) -> None:
-        start, stop = tile.q_start, tile.q_stop
-        if self._out is None or self._lse is None:
-            if stop - start == self.q.shape[2]:
-                self._out, self._lse = out.to(wide(self.q.dtype)), lse
-                self._seen.append((start, stop))
-                return
-            self._out, self._lse = self._empty()
-        own, own_lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
-        if all(stop <= first or last <= start for first, last in self._seen):
-            own.copy_(out)
-            own_lse.copy_(lse)
-        else:
-            joint = torch.logaddexp(own_lse, lse)
-            own.mul_((own_lse - joint).exp_().unsqueeze(-1))
-            own.addcmul_(out.to(own.dtype), (lse - joint).exp_().unsqueeze(-1))
-            own_lse.copy_(joint)
-        if self._seen and self._seen[-1][1] == start:
-            self._seen[-1] = (self._seen[-1][0], stop)
-        elif not any(first <= start and stop <= last for first, last in self._seen):
-            self._seen.append((start, stop))
-
-    def _empty(self) -> tuple[Tensor, Tensor]:
-        """Of no keys at all."""
-        kind = wide(self.q.dtype)
-        lse = self.q.new_full(self.q.shape[:3], -torch.inf, dtype=kind)
-        return torch.zeros_like(self.q, dtype=kind), lse
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """The output, of the queries' dtype, and the log-sum-exp (batch, heads, queries)."""
-        if self._out is None or self._lse is None:
-            self._out, self._lse = self._empty()
-        return self._out.to(self.q.dtype), self._lse
-
-
-class Backward:
-    """Gradients of the queries, added up over the keys that are asked for one after the other.
-
-    Args:
-        gradient: of the output.
-        q, out, lse: the queries, and what `Partial.result` gave.
-        scale: as `Partial`'s.
-    """
-
-    def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
-        self.gradient, self.q, self.out, self.lse = gradient, q, out, lse
-        self.scale, self.kernel = scale, kernel_for(q)
-        self.dq = torch.zeros_like(q, dtype=wide(q.dtype))
-
-    def add(self, k: Tensor, v: Tensor, tiles: Sequence[Tile], dk: Tensor, dv: Tensor) -> None:
-        """Adds what some keys and values contribute to `dq`, and to their own `dk` and `dv`."""
-        for tile in tiles:
-            dq, dk_part, dv_part = self.kernel.backward(
-                _rows(self.gradient, tile), _rows(self.q, tile), _columns(k, tile),
-                _columns(v, tile), _rows(self.out, tile), _rows(self.lse, tile), tile, self.scale,
-            )  # fmt: skip
-            _rows(self.dq, tile).add_(dq)
-            _columns(dk, tile).add_(dk_part)
-            _columns(dv, tile).add_(dv_part)
+Part = Tile | Pass
+"""What a kernel takes at once: a rectangle, or several."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What partial results of a dtype are added up in."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _rows(tensor: Tensor, tile: Tile) -> Tensor:
-    return tensor[:, :, tile.q_start : tile.q_stop]
-
-
-def _columns(tensor: Tensor, tile: Tile) -> Tensor:
-    return tensor[:, :, tile.k_start : tile.k_stop]
 
 
 def _allowed(tile: Tile, device: torch.device) -> Tensor:
@@ -160,19 +73,33 @@ def _grouped(tensor: Tensor, groups: int) -> Tensor:
     return tensor.view(tensor.shape[0], groups, -1, *tensor.shape[2:])
 
 
+def _in_rows(tensor: Tensor) -> Tensor:
+    """(batch, heads, rows, head_size) as (batch · rows, heads, head_size)."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _by_head(tensor: Tensor, batch: int) -> Tensor:
+    """The way back."""
+    return tensor.view(batch, -1, *tensor.shape[1:]).transpose(1, 2)
+
+
 class Kernel(Protocol):
     """One of torch's attention kernels."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the tile's queries over its keys."""
+    def parts(tiles: Sequence[Tile]) -> Sequence[Any]:
+        """The tiles as the kernel takes them, one `Part` after the other."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of the part's queries over its keys; minus infinity over none."""
 
     @staticmethod
     def backward(
-        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile,
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Any,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        """What the tile adds to the gradients of its queries, keys and values."""
+        """What the part adds to the gradients of its queries, keys and values."""
 
 
 def kernel_for(q: Tensor) -> type[Kernel]:
@@ -187,7 +114,13 @@ def kernel_for(q: Tensor) -> type[Kernel]:
     return _Products
 
 
-class _OnCpu:
+class _TileByTile:
+    @staticmethod
+    def parts(tiles: Sequence[Tile]) -> Sequence[Tile]:
+        return tiles
+
+
+class _OnCpu(_TileByTile):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
@@ -207,34 +140,86 @@ class _OnCpu:
 
 
 class _Flash:
-    """Its causal mask starts in the corner of queries and keys, as many of both in such a tile."""
+    """Rows of all heads, one sequence after the other: (batch · rows, heads, head_size)."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-        if tile.offset is not None and not tile.is_causal:
-            return _Efficient.forward(q, k, v, tile, scale)
-        found = _ops._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, tile.is_causal, False, scale=scale
-        )
-        return found[0], found[1]
+    def parts(tiles: Sequence[Tile]) -> Sequence[Pass]:
+        return passes(tiles)
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, part: Pass, scale: float) -> tuple[Tensor, Tensor]:
+        if _is_for_cudnn(q, k, v, part):
+            return _cudnn_forward(q, k, v, part, scale)
+        batch = len(q)
+        q_ends, k_ends, idle = part.on(q.device, batch)
+        left, right = part.band
+        out, lse, *_ = _ops._flash_attention_forward(
+            *map(_in_rows, (q, k, v)), q_ends, k_ends, *part.longest, 0.0, False, False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        lse = lse.view(-1, batch, q.shape[2]).transpose(0, 1)
+        if idle is not None:  # flash says infinity
+            lse = lse.masked_fill(idle, -torch.inf)
+        return _by_head(out, batch), lse
 
     @staticmethod
     def backward(
-        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile,
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Pass,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        if tile.offset is not None and not tile.is_causal:
-            return _Efficient.backward(gradient, q, k, v, out, lse, tile, scale)
+        if _is_for_cudnn(q, k, v, part):
+            return _cudnn_backward(gradient, q, k, v, out, lse, part, scale)
+        batch = len(q)
+        q_ends, k_ends, _ = part.on(q.device, batch)
+        left, right = part.band
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout there is not
-        dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
-            tile.is_causal, state, state, scale=scale,
+        found = _ops._flash_attention_backward(
+            *map(_in_rows, (gradient, q, k, v, out)), lse.transpose(0, 1).flatten(1).contiguous(),
+            q_ends, k_ends, *part.longest, 0.0, False, state, state, scale=scale,
+            window_size_left=left, window_size_right=right,
         )  # fmt: skip
+        dq, dk, dv = (_by_head(x, batch) for x in found)
         return dq, dk, dv
 
 
-class _Efficient:
-    """Takes as many heads of keys as of queries: one query head of each group at a time."""
+def _is_for_cudnn(q: Tensor, k: Tensor, v: Tensor, part: Pass) -> bool:
+    """Whether torch would take cuDNN's kernel, as it is set, for tensors like these.
+
+    Of heads above 128 cuDNN may have no backward, which torch does not look at here.
+    """
+    if not part.recurs or q.shape[-1] > 128:
+        return False
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=part.is_causal, enable_gqa=True)
+    return choice == SDPBackend.CUDNN_ATTENTION.value
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, part: Pass, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _ops._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, part.is_causal, False, scale=scale
+    )
+    return out, lse.view(q.shape[:3])
+
+
+def _cudnn_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Pass,
+    scale: float,
+) -> Gradients:  # fmt: skip
+    state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout there is not
+    dq, dk, dv = _ops._scaled_dot_product_cudnn_attention_backward(
+        gradient, q, k, v, out, lse.unsqueeze(-1).contiguous(), state, state, None, None, None,
+        q.shape[2], k.shape[2], 0.0, part.is_causal, scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+class _Efficient(_TileByTile):
+    """Takes as many heads of keys as of queries: one query head of each group at a time.
+
+    For fp32 only: of half precision its backward reads the output as if that lay by row and then by
+    head, whatever its strides say.
+    """
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
@@ -278,7 +263,7 @@ class _Efficient:
         return None if bias is None else bias.expand(q.shape[0], q.shape[1], -1, -1)
 
 
-class _Products:
+class _Products(_TileByTile):
     """Plain matrix products, where torch has no kernel."""
 
     @staticmethod

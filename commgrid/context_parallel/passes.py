@@ -1,0 +1,176 @@
+"""Many rectangles in one call of a kernel that takes sequences of several lengths one after the
+other, as flash attention on CUDA does.
+
+Such a kernel is given rows of queries and of keys that are cut into segments, the n-th of queries
+for the n-th of keys, and one mask for all: query i of s attends key j of t if
+-left ≤ j - i - (t - s) ≤ right. Rectangles of one such mask that follow each other in queries and
+in keys are one call; what lies between them is a segment of the one without any of the other.
+
+    documents     0 0 0 0 1 1 2 2 2       queries  4 2 3     one call with right = 0,
+    each causal                           keys     4 2 3     however many documents
+
+So a rank's hundreds of documents take a handful of calls, where one for each would leave the device
+waiting for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from commgrid.context_parallel.tiles import Tile, Tiles
+
+Band = tuple[int, int]
+"""How far a query sees to the left and to the right of the diagonal that ends in the last corner of
+its rectangle; -1: all the way."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Rectangles for one call.
+
+    Args:
+        band: what of each is attended.
+        tiles: in the order of their queries, and of their keys.
+        recurs: whether it is one rectangle without a window whose shape no document's length
+            decides, so that every step of training has it.
+    """
+
+    band: Band
+    tiles: tuple[Tile, ...]
+    recurs: bool = False
+    _made: dict[tuple[torch.device, int], tuple[Tensor, Tensor, Tensor | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @property
+    def q_start(self) -> int:
+        """The first row of queries that it takes; those between its tiles are among them."""
+        return self.tiles[0].q_start
+
+    @property
+    def q_stop(self) -> int:
+        """The row after the last one."""
+        return self.tiles[-1].q_stop
+
+    @property
+    def k_start(self) -> int:
+        """As `q_start`, of keys."""
+        return self.tiles[0].k_start
+
+    @property
+    def k_stop(self) -> int:
+        """As `q_stop`, of keys."""
+        return self.tiles[-1].k_stop
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is one rectangle, cut by the diagonal that begins in its first corner."""
+        return len(self.tiles) == 1 and self.tiles[0].is_causal
+
+    @cached_property
+    def segments(self) -> tuple[list[int], list[int]]:
+        """How many queries and how many keys each has."""
+        queries, keys = [], []
+        row, column = self.q_start, self.k_start
+        for tile in self.tiles:
+            sizes = (tile.q_stop - tile.q_start, tile.k_stop - tile.k_start)
+            between = (tile.q_start - row, tile.k_start - column)  # each with none of the other
+            for q_size, k_size in ((between[0], 0), (0, between[1]), sizes):
+                if q_size or k_size:
+                    queries.append(q_size)
+                    keys.append(k_size)
+            row, column = tile.q_stop, tile.k_stop
+        return queries, keys
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a segment, or more, as the kernel is to be told.
+
+        Where it is told of one query it expects one in each segment, and where of no more keys
+        than a side of the band it takes that side for one without end.
+        """
+        queries, keys = self.segments
+        return max(2, *queries), max(*keys, *self.band) + 1
+
+    def on(self, device: torch.device, batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the kernel takes beside tensors of (batch · rows, heads, head_size).
+
+        Returns:
+            Where the segments end, of queries and of keys, int32, after a zero, and (rows,) which
+            queries attend nothing in this call; None: all attend something.
+        """
+        if (device, batch) not in self._made:
+            q_ends, k_ends = (
+                torch.tensor([0, *accumulate(sizes * batch)], dtype=torch.int32).to(device)
+                for sizes in self.segments
+            )
+            queries, keys = (torch.tensor(sizes) for sizes in self.segments)
+            idle = (keys == 0).repeat_interleave(queries)
+            self._made[device, batch] = (
+                q_ends, k_ends, idle.to(device) if idle.any() else None
+            )  # fmt: skip
+        return self._made[device, batch]
+
+
+def passes(tiles: Sequence[Tile]) -> tuple[Pass, ...]:
+    """Tiles in as few calls as a greedy search finds; kept with `Tiles`.
+
+    Example:
+        >>> documents = [Tile(0, 4, 0, 4, 0), Tile(4, 6, 4, 6, 0), Tile(6, 9, 6, 9, 0)]
+        >>> [(found.band, len(found.tiles)) for found in passes(documents)]
+        [((-1, 0), 3)]
+    """
+    if not isinstance(tiles, Tiles):
+        return _passes(tiles)
+    found: tuple[Pass, ...] | None = tiles.passes
+    if found is None:
+        found = tiles.passes = _passes(tiles.uncut(), one_document=tiles.of_one_document)
+    return found
+
+
+def _passes(tiles: Sequence[Tile], one_document: bool = False) -> tuple[Pass, ...]:
+    calls: dict[Band, list[list[Tile]]] = {}
+    for tile in sorted(map(_trimmed, tiles)):
+        for call in calls.setdefault(_band(tile), []):
+            if call[-1].q_stop <= tile.q_start and call[-1].k_stop <= tile.k_start:
+                call.append(tile)
+                break
+        else:
+            calls[_band(tile)].append([tile])
+    return tuple(
+        Pass(band, tuple(call), one_document and _is_plain(call))
+        for band, found in calls.items()
+        for call in found
+    )
+
+
+def _is_plain(call: list[Tile]) -> bool:
+    """Whether it is one rectangle, whole or cut by its diagonal from corner to corner."""
+    tile = call[0]
+    square = tile.q_stop - tile.q_start == tile.k_stop - tile.k_start
+    return len(call) == 1 and (tile.offset is None or (tile.is_causal and square))
+
+
+def _trimmed(tile: Tile) -> Tile:
+    """Without last keys that no query attends and last queries that attend none, so that neither
+    side of the band is short of the diagonal."""
+    if tile.offset is None:
+        return tile
+    rows, columns = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+    columns = min(columns, tile.offset + rows)
+    if tile.window is not None:
+        rows = min(rows, tile.window + columns - 1 - tile.offset)
+    return tile._replace(q_stop=tile.q_start + rows, k_stop=tile.k_start + columns)
+
+
+def _band(tile: Tile) -> Band:
+    if tile.offset is None:
+        return -1, -1
+    right = tile.offset + (tile.q_stop - tile.q_start) - (tile.k_stop - tile.k_start)
+    return -1 if tile.window is None else tile.window - 1 - right, right
