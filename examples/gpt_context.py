@@ -121,7 +121,7 @@ def about(args: argparse.Namespace, grid: commgrid.HyperCommGrid, device: str) -
     if args.cp == 1:
         return [f"text   {packed}"] if packed else []
     if args.packed:
-        way = "what sends least for each" if args.cp_comm == "auto" else args.cp_comm
+        way = "what suits each" if args.cp_comm == "auto" else args.cp_comm
         return [f"cp     {packed}, balanced over {args.cp} ranks; attention by {way}"]
     sharding = of_one_text(args)
     way = args.cp_comm

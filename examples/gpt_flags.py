@@ -120,7 +120,7 @@ def add_grid(add: Add) -> None:
         "--cp-comm",
         choices=["auto", *WAYS],
         default="auto",
-        help="how attention talks over cp (default auto: what sends least, as the run says)",
+        help="how attention talks over cp (default auto: what suits the lengths, as the run says)",
     )
     add("--sequence-parallel", action="store_true", help="shard activations over tp as well")
     add("--zero1", action="store_true", help="shard the optimizer over dp")

@@ -28,6 +28,15 @@ bytes a second. 8192 are 400 TFLOP/s over 50 GB/s, an H100 that reaches 40 % of 
 port between nodes. On the CPU it was measured (`tests/benchmarks/context.py`): over gloo both ways
 are alike at 128 positions, and from 256 on the ring takes less.
 """
+_RING_FIRST_FROM = {"cpu": 2048}
+_RING_FIRST_FROM_ELSEWHERE = 4096
+"""From so many positions a rank on, if its transfers are hidden too, the ring comes before a way
+that sends less, of which nothing is hidden.
+
+A ring cuts the work into a step for each rank, and joins what they give: on the CPU measured as
+above; an H100 takes some 0.7 ms for a step of 4096 positions and 32 heads of 128, far more than it
+takes to launch.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,8 +72,8 @@ def choose(
 ) -> Choice:
     """What `attention(way="auto")` takes. It depends on the arguments alone, so ranks agree.
 
-    The way that sends least is taken; of the ring and the all-gather, which send alike, the ring
-    where its transfers hide behind long steps.
+    Where a step is so long that a ring's transfers hide behind it, the ring is taken; else the way
+    that sends least, and of the ring and the all-gather, which send alike, the all-gather.
 
     Args:
         sharding: of the sequence.
@@ -74,24 +83,25 @@ def choose(
         device: type of the tensors' device: how long a step takes beside its transfer.
 
     Example:
-        >>> sharding = SequenceSharding.zigzag(32_768, 4)
+        >>> sharding = SequenceSharding.zigzag(32_768, 8)
         >>> print(choose(sharding, heads=32, kv_heads=32, head_size=128))
-        ulysses: sends least: 100663296 numbers a rank, ring and allgather 150994944
+        ulysses: sends least: 58720256 numbers a rank, ring and allgather 176160768
         >>> print(choose(sharding, heads=30, kv_heads=2, head_size=128))
-        ring: sends least, with allgather: 9437184 numbers a rank; 8192 positions a rank hide its \
+        ring: sends least, with allgather: 11010048 numbers a rank; 4096 positions a rank hide its \
 transfers (547 do)
         >>> choose(sharding, heads=30, kv_heads=2).sent
-        mappingproxy({'ring': 73728, 'allgather': 73728})
+        mappingproxy({'ring': 86016, 'allgather': 86016})
     """
     kv_heads = heads if kv_heads is None else kv_heads
     shape = Heads(heads, kv_heads, head_size * batch)
     hidden = -(-_HIDDEN_FROM.get(device, _HIDDEN_FROM_ELSEWHERE) * kv_heads // heads)
-    return _choose(sharding, shape, Mask(causal, window), inner, hidden)
+    first = max(hidden, _RING_FIRST_FROM.get(device, _RING_FIRST_FROM_ELSEWHERE))
+    return _choose(sharding, shape, Mask(causal, window), inner, hidden, first)
 
 
 @lru_cache(maxsize=256)
 def _choose(
-    sharding: SequenceSharding, heads: Heads, mask: Mask, inner: int | None, hidden: int
+    sharding: SequenceSharding, heads: Heads, mask: Mask, inner: int | None, hidden: int, first: int
 ) -> Choice:
     sent = _estimates(sharding, heads, mask, inner)
     if sharding.parts == 1:
@@ -99,11 +109,14 @@ def _choose(
     if sent["ring"] == 0:
         return Choice("ring", "no document lies on two ranks, so nothing is sent", sent)
     least = min(sent.values())
+    positions = sharding.length // sharding.parts
     if sent["ring"] > least:
         way = min(sent, key=lambda way: (sent[way], way))
-        reason = f"sends least: {least} numbers a rank, ring and allgather {sent['ring']}"
-        return Choice(way, reason, sent)
-    positions = sharding.length // sharding.parts
+        numbers = f"{least} numbers a rank, ring and allgather {sent['ring']}"
+        if positions < first:
+            return Choice(way, f"sends least: {numbers}", sent)
+        why = f"{positions} positions a rank hide its transfers ({first} do)"
+        return Choice("ring", f"{why}; {way} sends less, which nothing hides: {numbers}", sent)
     long = positions >= hidden
     way, other = ("ring", "allgather") if long else ("allgather", "ring")
     why = (

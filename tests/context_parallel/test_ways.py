@@ -155,9 +155,13 @@ def test_a_rings_memory_does_not_grow_with_its_ranks() -> None:
 # -- what is chosen -----------------------------------------------------------------------
 
 
-def test_auto_takes_what_sends_least_and_says_so() -> None:
-    short, long = SequenceSharding.zigzag(4096, 8), SequenceSharding.zigzag(65_536, 8)
-    many = choose(long, heads=32, kv_heads=32, head_size=128)
+def test_auto_takes_what_hides_or_sends_least_and_says_so() -> None:
+    short, middle, long = (SequenceSharding.zigzag(n, 8) for n in (4096, 32_768, 65_536))
+    hidden = choose(long, heads=32, kv_heads=32, head_size=128)
+    assert hidden.way == "ring"
+    assert "8192 positions a rank hide its transfers (8192 do); ulysses sends less" in str(hidden)
+    assert choose(middle, heads=32, kv_heads=32, device="cpu").way == "ring"
+    many = choose(middle, heads=32, kv_heads=32, head_size=128)
     assert many.way == "ulysses"
     assert many.sent["ulysses"] < many.sent["ring"]
     assert str(many).startswith("ulysses: sends least: ")
@@ -167,7 +171,7 @@ def test_auto_takes_what_sends_least_and_says_so() -> None:
     assert choose(short, heads=30, kv_heads=15).way == "allgather"
     assert "512 positions a rank are too few to hide" in choose(short, heads=30, kv_heads=15).reason
     assert choose(short, heads=30, kv_heads=15, device="cpu").way == "ring"  # where steps are slow
-    split = choose(long, heads=4, kv_heads=4, inner=4)  # heads for 4 ranks, not for 8
+    split = choose(middle, heads=4, kv_heads=4, inner=4)  # heads for 4 ranks, not for 8
     assert split.way == "2d"
     assert set(split.sent) == {"ring", "allgather", "2d"}
     assert choose(SequenceSharding.packed([64] * 64, 8), heads=8).reason.startswith("no document")
