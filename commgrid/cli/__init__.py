@@ -1,4 +1,4 @@
-"""The command line: `commgrid plan`, `commgrid explain`, `commgrid check`, `commgrid show`."""
+"""The command line: `commgrid plan`, `explain`, `check`, `show` and `presets`."""
 
 # PYTHON_ARGCOMPLETE_OK
 
@@ -13,14 +13,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from commgrid.cli import check, explain, plan, show
+from commgrid.cli import check, explain, plan, presets, show
 from commgrid.cli.output import guarded
 from commgrid.cli.terminal import RED, has_colour, paint
 from commgrid.errors import CommGridError
 from commgrid.planning.names import nearest
 from commgrid.version import VERSION
 
-_COMMANDS = {"plan": plan, "explain": explain, "check": check, "show": show}
+_COMMANDS = {
+    "plan": plan, "explain": explain, "check": check, "show": show, "presets": presets,
+}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,8 +54,8 @@ def _run(argv: Sequence[str] | None) -> int:
             raise
         return _fail(
             args.command,
-            "needs torch, which is not installed here (pip install torch); plan, explain and show "
-            "do without it",
+            "needs torch, which is not installed here (pip install torch); plan, explain, "
+            "show and presets do without it",
         )
     return status
 

@@ -18,6 +18,7 @@ from commgrid.planning.spec import (
     SHARE_CHOICES,
     GridSpec,
 )
+from commgrid.planning.yaml_io import read_change
 
 _SIZES = {
     "dp": "data parallel; what the others leave, unless given",
@@ -68,8 +69,15 @@ def add_command(
 
 def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True) -> None:
     """Adds the grid's flags."""
-    grid = parser.add_argument_group("grid", "a YAML file, or sizes; one size may be -1")
+    grid = parser.add_argument_group("grid", "a YAML file, a preset, or sizes; one size may be -1")
     grid.add_argument("yaml", nargs="?", metavar="GRID.yaml", help="a spec, see docs/yaml.md")
+    grid.add_argument(
+        "--preset", metavar="NAME", help="a grid that others use; `commgrid presets` lists them"
+    )
+    grid.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
+        help="another value of a key of the file or preset, such as axes.tp=2; may be repeated",
+    )  # fmt: skip
     for name, meaning in _SIZES.items():
         flag = f"--{name.replace('_', '-')}"
         grid.add_argument(flag, dest=name, metavar="N", help=meaning)
@@ -96,7 +104,19 @@ def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True
 
 def grid_flags_given(args: argparse.Namespace) -> bool:
     """Whether a file or any flag says something of a grid."""
-    keys = (*_SIZES, "yaml", "axis", "order", "create", "connect", "ranks", "share", "world_size")
+    keys = (
+        *_SIZES,
+        "yaml",
+        "preset",
+        "changes",
+        "axis",
+        "order",
+        "create",
+        "connect",
+        "ranks",
+        "share",
+        "world_size",
+    )
     return any(getattr(args, key, None) not in (None, []) for key in keys)
 
 
@@ -119,12 +139,27 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         value = getattr(args, key)
         if value:
             rest[key] = value if value in words else value.split(",")
+    changes = dict(map(read_change, args.changes))
+    if args.preset is not None:
+        if args.yaml is not None:
+            raise SpecError(f"--preset {args.preset} beside {args.yaml}: give one of them")
+        return GridSpec.from_preset(
+            args.preset, ranks=args.ranks, changes={**rest, **changes}, **sizes
+        )
     if args.yaml is None:
+        if changes:
+            raise SpecError(
+                f"--set {args.changes[0]}: changes a file or a preset, and there is none; give "
+                "GRID.yaml or --preset NAME, or sizes as flags"
+            )
         return GridSpec.build(**sizes, **rest, ranks=args.ranks)
     if sizes or rest:
         beside = ", ".join(f"--{key.replace('_', '-')}" for key in (*sizes, *rest))
-        raise SpecError(f"{beside} beside {args.yaml}: the file describes the whole grid")
-    spec = GridSpec.from_yaml(args.yaml)
+        raise SpecError(
+            f"{beside} beside {args.yaml}: the file describes the whole grid; change it with "
+            "--set, as --set axes.tp=2"
+        )
+    spec = GridSpec.from_yaml(args.yaml, changes=changes)
     return spec if args.ranks is None else replace(spec, ranks=as_ranks(args.ranks))
 
 

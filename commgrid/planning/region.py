@@ -172,7 +172,8 @@ def make_region(
         if not isinstance(axis, str) or not axis.isidentifier():
             raise SpecError(f"{prefix}{axis}: an axis needs a name of letters, digits and _")
         checked[axis] = check_size(f"{prefix}{axis}", size, dense)
-    checked = _stand_in_for_dp(checked, prefix)
+    if name == "dense":
+        checked = _stand_in_for_dp(checked, prefix)
     filled = [axis for axis, size in checked.items() if size == -1]
     if len(filled) > 1:
         both = " and ".join(f"{prefix}{axis}=-1" for axis in filled)

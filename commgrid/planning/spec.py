@@ -19,6 +19,7 @@ from commgrid.planning import names, summary
 from commgrid.planning.group_table import define_groups, find_name
 from commgrid.planning.groups import UNWANTED, GroupDef, GroupEntry
 from commgrid.planning.layout import RankLayout
+from commgrid.planning.presets import find_preset
 from commgrid.planning.ranks import RankTuple, as_index, as_ranks
 from commgrid.planning.region import (
     STANDARD,
@@ -29,7 +30,7 @@ from commgrid.planning.region import (
     parse_order,
     region_from,
 )
-from commgrid.planning.yaml_io import load_yaml
+from commgrid.planning.yaml_io import changed, load_yaml
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 SHARE_CHOICES = ("aliases", "region", "all")
@@ -188,16 +189,52 @@ class GridSpec:
         return cls._assemble(regions, **rest)
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> GridSpec:
+    def from_yaml(cls, path: str | Path, *, changes: Mapping[str, Any] | None = None) -> GridSpec:
         """A spec from a YAML file, safely loaded.
+
+        Args:
+            path: of the file.
+            changes: values that are others than in the file, by key, as `{"axes.tp": 2}`.
 
         Raises:
             SpecError: the file is not there, not YAML, not a mapping, or describes no grid.
         """
         try:
-            return cls.from_dict(load_yaml(Path(path)))
+            return cls.from_dict(changed(load_yaml(Path(path)), changes or {}))
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_preset(
+        cls,
+        name: str,
+        *,
+        ranks: range | Sequence[int] | str | None = None,
+        changes: Mapping[str, Any] | None = None,
+        **sizes: int,
+    ) -> GridSpec:
+        """A spec that another system uses, by name; `commgrid presets` lists them.
+
+        Args:
+            name: of the preset.
+            ranks: see `GridSpec`.
+            changes: values of its YAML that are others, by key, as `{"share": "region"}`.
+            **sizes: of its axes; those not given are the preset's.
+
+        Raises:
+            SpecError: no such preset, an axis that it does not have, or a value that does not fit.
+
+        Example:
+            >>> GridSpec.from_preset("hsdp", dp_shard=4).resolve(32).shape
+            {'tp': 1, 'cp': 1, 'dp_shard': 4, 'dp_replicate': 8, 'pp': 1}
+        """
+        preset = find_preset(name)
+        config = changed(preset.with_sizes(sizes), changes or {})
+        try:
+            spec = cls.from_dict(config)
+        except SpecError as error:
+            raise SpecError(f"preset {name!r}: {error}") from error
+        return spec if ranks is None else replace(spec, ranks=as_ranks(ranks))
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, Any] | GridSpec) -> GridSpec:

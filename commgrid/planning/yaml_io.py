@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,51 @@ def load_yaml(path: Path) -> dict[str, Any]:
         kind = "nothing" if loaded is None else type(loaded).__name__
         raise SpecError(f"expected a mapping such as `axes: {{tp: 2, dp: -1}}`, found {kind}")
     return loaded
+
+
+def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping with some of its values others.
+
+    Args:
+        config: stays as it is.
+        changes: by key, a dot between the keys of nested mappings; what is not there is added.
+
+    Raises:
+        SpecError: a key below what is no mapping.
+
+    >>> changed({"axes": {"tp": 8, "dp": -1}}, {"axes.tp": 2, "share": "all"})
+    {'axes': {'tp': 2, 'dp': -1}, 'share': 'all'}
+    """
+    made = dict(config)
+    for key, value in changes.items():
+        inner = made
+        *path, last = key.split(".")
+        for place, name in enumerate(path, 1):
+            found = inner.get(name, {})
+            if not isinstance(found, Mapping):
+                raise SpecError(
+                    f"{key}={value!r}: {'.'.join(path[:place])} is {found!r}, which has no keys"
+                )
+            inner[name] = inner = dict(found)
+        inner[last] = value
+    return made
+
+
+def read_change(text: str) -> tuple[str, Any]:
+    """A key and its value, as `KEY=VALUE` of a command line has them, the value in YAML.
+
+    Raises:
+        SpecError: not that.
+
+    >>> read_change("groups.dp.timeout=600")
+    ('groups.dp.timeout', 600)
+    >>> read_change("create=[tp, dp]")
+    ('create', ['tp', 'dp'])
+    """
+    key, sign, value = text.partition("=")
+    if not sign or not all(key.split(".")):
+        raise SpecError(f"--set {text}: expected KEY=VALUE, such as --set axes.tp=2")
+    try:
+        return key, yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise SpecError(f"--set {text}: the value is not plain YAML: {error}") from error

@@ -189,6 +189,7 @@ def initialize(
     backend: str | None = None,
     timeout: Seconds | None = None,
     startup_timeout: Seconds = 600.0,
+    preset: str | None = None,
     config: str | Path | Mapping[str, Any] | GridSpec | None = None,
     name: str = "default",
     **axes: int,
@@ -219,6 +220,8 @@ def initialize(
         timeout: of collectives, seconds or timedelta; None: torch's default.
         startup_timeout: how long this call may take, likewise; ten minutes, since the processes
             of a large job come minutes apart.
+        preset: a grid that others use, by name, as `commgrid presets` lists them; what is given of
+            dp to groups, other than by its default, is laid over it.
         config: a YAML path, dict or GridSpec, instead of everything from dp to groups.
         name: the name to register the grid under.
         **axes: sizes of further axes, named in `order`; `dp_replicate` and `dp_shard`
@@ -243,12 +246,15 @@ def initialize(
     limit = None if timeout is None else as_seconds("timeout", timeout)
     sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, **axes}
     rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups}
-    for axis in axes.keys() - {*str(order).split("-"), "dp_replicate", "dp_shard"}:
+    known = {*str(order).split("-"), "dp_replicate", "dp_shard"}
+    for axis in axes.keys() - known if preset is None else ():
         raise SpecError(
             f"{axis}={axes[axis]!r}: neither an argument of initialize nor an axis of "
             f"order={order!r}{nearest(axis, _ARGUMENTS)}"
         )
-    if config is None:
+    if preset is not None:
+        spec = _from_preset(preset, config, sizes, rest, ranks)
+    elif config is None:
         spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
     else:
         spec = _from_config(config, {**sizes, **rest}, ranks)
@@ -321,7 +327,26 @@ _DEFAULTS: dict[str, Any] = {
     "create": "all", "connect": "axes", "share": DEFAULT_SHARE, "groups": None,
 }  # fmt: skip
 _ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
-              "startup_timeout", "config", "name")  # fmt: skip
+              "startup_timeout", "preset", "config", "name")  # fmt: skip
+
+
+def _from_preset(
+    preset: str,
+    config: object,
+    sizes: Mapping[str, Any],
+    rest: Mapping[str, Any],
+    ranks: range | Sequence[int] | str | None,
+) -> GridSpec:
+    """The preset's spec, with what differs from the defaults laid over it."""
+    if config is not None:
+        raise SpecError(f"preset={preset!r} beside config=: give one of them")
+    given, changes = (
+        {k: v for k, v in part.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
+        for part in (sizes, rest)
+    )
+    rows = changes.pop("groups", None) or {}
+    changes.update({f"groups.{name}": row for name, row in rows.items()})
+    return GridSpec.from_preset(preset, ranks=ranks, changes=changes, **given)
 
 
 def _from_config(

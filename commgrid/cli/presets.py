@@ -1,0 +1,79 @@
+"""`commgrid presets`: the grids that others use, and any of them as YAML."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from typing import Any
+
+from commgrid.cli.output import give
+from commgrid.cli.terminal import BOLD, CYAN, columns
+from commgrid.planning.presets import PRESETS, Preset, find_preset
+from commgrid.planning.spec import GridSpec
+
+_EXAMPLES = """examples:
+  commgrid presets
+  commgrid presets hsdp > grid.yaml
+  commgrid plan --preset hsdp --dp-shard 4 --world-size 32
+
+Sizes are laid over a preset: --tp 8, or initialize(preset="megatron", tp=8).
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "presets",
+        help="grids that others use, by name; any of them as YAML",
+        description="Lists the presets, or prints one as YAML to start one's own from.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the one to print as YAML")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    chosen = list(PRESETS.values()) if args.name is None else [find_preset(args.name)]
+    found = {
+        "presets": [
+            {"name": one.name, "summary": one.summary, "source": one.source,
+             "spec": one.with_sizes({})}
+            for one in chosen
+        ]
+    }  # fmt: skip
+    if args.name is None:
+        give(args, lambda: found, lambda: as_table(columns(sys.stdout)), {r"^  \w+": CYAN})
+    else:
+        give(args, lambda: found, lambda: as_yaml(chosen[0]), {r"^#.*": BOLD})
+    return 0
+
+
+def as_table(width: int | None) -> str:
+    """A paragraph for each: the name, axes fastest first with their sizes, and what it is for."""
+    names = max(map(len, PRESETS))
+    lines = ["presets: axes fastest first, n is what the ranks leave"]
+    for one in PRESETS.values():
+        spec = GridSpec.from_dict(one.with_sizes({}))
+        regions = [
+            " · ".join(f"{axis} {_size(size)}" for axis, size in region.sizes if axis in one.axes)
+            for region in spec.regions
+        ]
+        head = f"  {one.name:{names}}  {'; experts '.join(regions)}"
+        told = textwrap.wrap(one.summary, max((width or 100) - names - 4, 30))
+        lines += [head, *(f"  {'':{names}}  {line}" for line in told)]
+    return "\n".join(lines)
+
+
+def as_yaml(preset: Preset) -> str:
+    """A file to start from."""
+    import yaml
+
+    config = preset.with_sizes({})
+    text = str(yaml.safe_dump(config, sort_keys=False, default_flow_style=None)).rstrip()
+    return f"# {preset.name}: {preset.summary}\n# after {preset.source}\n{text}"
+
+
+def _size(size: int | str) -> str:
+    return "n" if size == -1 else str(size)
