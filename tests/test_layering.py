@@ -96,11 +96,11 @@ ROWS = [
     ["cli.terminal"],
     ["cli.grid_options", "cli.output"],
     ["cli.show_sharding"],
-    ["cli.plan", "cli.explain", "cli.check", "cli.show"],
+    ["cli.plan", "cli.presets", "cli.explain", "cli.check", "cli.show"],
     ["cli"],
     ["__main__"],
 ]
-PURE = 19  # rows that import neither torch nor anything below them
+PURE = 20  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 
