@@ -1,4 +1,4 @@
-"""A gate at the store: all of some ranks pass it, or all of them learn why not.
+"""Gates at the store: all ranks of a transfer pass each, or all of them learn why not.
 
 Ranks mark themselves as here; the last of them opens it for all. One that fails, or that has waited
 long enough, writes why instead. Whatever is written first stands, so that all have one answer.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError, TransferError
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.runtime import torch_world
 from commgrid.runtime.roll import Coming, Line, Roll
 
 KINDS: dict[str, type[CommGridError]] = {
@@ -20,49 +20,67 @@ KINDS: dict[str, type[CommGridError]] = {
 }  # fmt: skip
 
 
-class Gate:
-    """One place that ranks come to.
+class Gates:
+    """The gates that the same ranks come to, one after the other.
 
     Args:
-        store: shared by all ranks.
-        key: what it is called there; used once.
+        key: what nothing else at the store is called.
         rank: this one.
         ranks: who has to come.
-        line: over the same store.
     """
 
-    def __init__(self, store: Any, key: str, rank: int, ranks: Sequence[int], line: Line) -> None:
-        self._store, self._key, self._rank, self._ranks = store, key, rank, ranks
-        self._line, self._roll = line, Roll(store, f"{key}/here", ranks)
+    def __init__(self, key: str, rank: int, ranks: Sequence[int]) -> None:
+        self.store = torch_world.world_store()
+        self.key, self.rank, self.ranks = key, rank, ranks
+        self.line = Line(self.store, len(ranks))
+        self.passed: Gate | None = None
+
+    def gate(self, name: str) -> Gate:
+        """One of them; a name is used once."""
+        return Gate(self, f"{self.key}/{name}")
+
+    def close(self) -> None:
+        """Lets the store's connections go; the last rank to do so takes away what is left there."""
+        self.line.close()
+        with suppress(RuntimeError):  # the store is gone with the rank that served it
+            left = Roll(self.store, f"{self.key}/left", self.ranks)
+            if left.come(self.rank) is Coming.LAST:
+                left.delete()
+                if self.passed is not None:
+                    self.passed.forget()
+
+
+class Gate:
+    """One place that ranks come to; made by `Gates.gate`."""
+
+    def __init__(self, gates: Gates, key: str) -> None:
+        self._gates, self._store = gates, gates.store
+        self._roll = Roll(gates.store, f"{key}/here", gates.ranks)
         self._verdict = f"{key}/verdict"
 
-    def come(
-        self, seconds: float, what: str, before: Gate | None = None, limit: float | None = None
-    ) -> None:
+    def come(self, seconds: float, what: str) -> None:
         """Marks this rank and waits for the others.
 
         Args:
             seconds: how long.
             what: what a rank that does not come has not done, for the message.
-            before: the gate that all have passed once all are here, which is forgotten.
-            limit: of which these seconds are what is left; None: they are all.
 
         Raises:
             PeerTimeoutError: some did not come, as it names.
             CommGridError: one has said why not.
         """
-        if self._roll.come(self._rank) is Coming.LAST:
-            if before is not None:
-                before.forget()
+        ranks = self._gates.ranks
+        if self._roll.come(self._gates.rank) is Coming.LAST:
+            if self._gates.passed is not None:  # by all, since all are here
+                self._gates.passed.forget()
             self.conclude("open", "")
-        elif not self._line.within(self._verdict, seconds):
-            missing = sorted(set(self._ranks) - set(self._roll.here(self._ranks)))
-            self.conclude(
-                "absent", f"{describe_ranks(missing)} {what} within {limit or seconds:.3g} s"
-            )
+        elif not self._gates.line.within(self._verdict, seconds):
+            missing = sorted(set(ranks) - set(self._roll.here(ranks)))
+            self.conclude("absent", f"{describe_ranks(missing)} {what} within {seconds:.3g} s")
         found = self.read()
         if found is not None:
             raise found
+        self._gates.passed = self
 
     def conclude(self, kind: str, message: str) -> CommGridError | None:
         """Says how it ends, unless somebody was first; what stands, None where all may pass."""
