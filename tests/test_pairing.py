@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import commgrid
 from commgrid.bridge import Bridge
 from commgrid.runtime import board
-from commgrid.runtime.board import BOARD, Caller, find
+from commgrid.runtime.board import BOARD, find
 from commgrid.runtime.pairing import Card
 from commgrid.runtime.roll import Line
 from commgrid.runtime.torch_world import world_store
@@ -23,10 +24,13 @@ from commgrid.transfer import Transfer
 from tests.ranks import run_on_ranks
 from tests.test_agreement import CountingStore, Killed, MortalLine, MortalStore
 
+Caller = tuple[Sequence[str], Sequence[str | None], str]
+
 
 def caller(side: str, who: str, wants: str | None = None, what: str = "this") -> Caller:
+    """What one is, whom it looks for, and its card."""
     other = "target" if side == "source" else "source"
-    return Caller(what, side, other, who, wants, f"card of {who}")
+    return (what, side, who), (what, other, wants), f"card of {who}"
 
 
 class Finding:
@@ -41,7 +45,7 @@ class Finding:
     def _run(self) -> None:
         one, seconds, among = self._given
         line = Line(self.store, among)
-        self.found = str(find(self.store, line, one, time.monotonic() + seconds))
+        self.found = str(find(self.store, line, *one, time.monotonic() + seconds))
         line.close()
 
     def end(self) -> str:
@@ -54,7 +58,7 @@ def waiting(store: Any) -> list[str]:
     """Who is on the board."""
     if not store.check([BOARD]):
         return []
-    return [entry[3] for entry in json.loads(store.get(BOARD))["waiting"]]
+    return [entry[1][2] for entry in json.loads(store.get(BOARD))["waiting"]]
 
 
 def await_waiting(store: Any, *who: str) -> None:
@@ -116,7 +120,7 @@ def test_who_is_gone_is_not_met(side: str, monkeypatch: pytest.MonkeyPatch) -> N
         store = HashStore()
         mortal = MortalStore(store, left)
         with pytest.raises(Killed):
-            find(mortal, MortalLine(mortal, 2), caller(side, "gone"), time.monotonic() + 5)
+            find(mortal, MortalLine(mortal, 2), *caller(side, "gone"), time.monotonic() + 5)
         first = Finding(store, caller(other, "first"))
         await_waiting(store, "first")
         second = Finding(store, caller(side, "second"))
@@ -193,7 +197,8 @@ def engines() -> dict[str, Any]:
     found["keys"], found["w"] = keys, mine["w"].tolist()
     if rank < 4:  # which is told by the first of its grid, of which rank 0 is
         found["bridge"] = said(lambda: Bridge(trainer, engine, dim=rank // 3, startup_timeout=10))
-    if rank < 2:
+    if rank < 2:  # rank 1 gives up before the first of its grid, which came later, can tell it
+        time.sleep(0.6 * (1 - rank))
         how = {"source_grid": trainer, "timeout": 1}
         found["alone"] = said(lambda: Transfer(mine, None, name="alone", **how))
     return found

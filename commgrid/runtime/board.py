@@ -1,8 +1,8 @@
 """Two who do not know each other meet at a store: on a board, where the first to come waits.
 
-Who comes and finds one of the other side there takes it off the board and asks it; who is asked
-answers, and the two have each other's cards. So the first of one side meets the first of the
-other, the second the second, and nobody asks the store again and again.
+Who comes and finds one it looks for takes it off the board and asks it; who is asked answers, and
+the two have each other's cards. So the first of one side meets the first of the other, the second
+the second, and nobody asks the store again and again.
 
     first to come     written on the board ──── waits ────► asked ── answers ──►
     second            takes it off the board, asks ─────────►     waits ────────► answered
@@ -15,8 +15,7 @@ that this is no longer awaited, and comes anew.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 from uuid import uuid4
@@ -28,51 +27,22 @@ _ANSWER_SECONDS = 1.0
 _WITHDRAWN = "withdrawn"
 
 Found = TypeVar("Found")
-Entry = list[str | None]
-"""What `Caller.entry` makes."""
+Words = Sequence[str | None]
+Entry = tuple[str, Words, Words]
+"""Where to ask who has written it, what that is, and whom it looks for."""
 
 
-@dataclass(frozen=True)
-class Caller:
-    """Who looks for somebody.
-
-    Args:
-        what: they meet for; who comes for something else is not seen.
-        side: this one's.
-        other: who is looked for.
-        identity: what no other caller is called.
-        wants: the other's identity; None: whoever comes.
-        card: what the other is told.
-    """
-
-    what: str
-    side: str
-    other: str
-    identity: str
-    wants: str | None
-    card: str
-
-    def entry(self, key: str) -> Entry:
-        """What stands on the board; who takes it off asks at the key."""
-        return [key, self.what, self.side, self.identity, self.wants]
-
-    def fits(self, entry: Entry) -> bool:
-        """Whether that is one of those it looks for, and one that looks for it."""
-        _, what, side, identity, wants = entry
-        return (
-            (what, side) == (self.what, self.other)
-            and self.wants in (None, identity)
-            and wants in (None, self.identity)
-        )
-
-
-def find(store: Store, line: Line, caller: Caller, deadline: float) -> str | None:
+def find(
+    store: Store, line: Line, mine: Words, theirs: Words, card: str, deadline: float
+) -> str | None:
     """The other's card, once it has this one's.
 
     Args:
         store: shared by all.
         line: over the same store.
-        caller: who looks, and for whom.
+        mine: what this one is, in words.
+        theirs: what the other is, word by word; None: whatever it is there.
+        card: what the other is told.
         deadline: `time.monotonic()` until which to wait.
 
     Returns:
@@ -80,62 +50,63 @@ def find(store: Store, line: Line, caller: Caller, deadline: float) -> str | Non
     """
     while True:
         key = f"{BOARD}/{uuid4().hex}"
-        asked = _change(store, partial(_take, caller, key))
-        found = (
-            _ask(store, line, caller, asked, key, deadline)
-            if asked is not None
-            else _wait(store, line, caller, key, deadline)
-        )
+        asked = _change(store, partial(_take, (key, mine, theirs)))
+        if asked is not None:
+            found = _ask(store, line, card, asked, key, deadline)
+        else:
+            found = _wait(store, line, card, key, deadline)
         if found is not None or seconds_until(deadline) == 0:
             return found
 
 
-def _take(caller: Caller, key: str, waiting: list[Entry]) -> str | None:
-    """Takes the first that fits off the board, or writes the caller on it."""
+def _take(own: Entry, waiting: list[Entry]) -> str | None:
+    """Takes the first that fits off the board; or else writes this one's entry on it."""
+    _, mine, theirs = own
     for entry in waiting:
-        if caller.fits(entry):
+        key, words, wanted = entry
+        if _fits(words, theirs) and _fits(mine, wanted):
             waiting.remove(entry)
-            return entry[0]
-    waiting.append(caller.entry(key))
+            return key
+    waiting.append(own)
     return None
 
 
-def _ask(
-    store: Store, line: Line, caller: Caller, asked: str, key: str, deadline: float
-) -> str | None:
+def _fits(words: Words, wanted: Words) -> bool:
+    return all(want in (None, word) for word, want in zip(words, wanted, strict=True))
+
+
+def _leave(key: str, waiting: list[Entry]) -> bool:
+    """Takes an own entry off the board, if it still is there."""
+    before = len(waiting)
+    waiting[:] = [entry for entry in waiting if entry[0] != key]
+    return len(waiting) < before
+
+
+def _ask(store: Store, line: Line, card: str, asked: str, key: str, deadline: float) -> str | None:
     """What who was on the board answers; None: it is gone, or slow."""
-    store.set(asked, json.dumps({"card": caller.card, "answer": key}))
-    if not line.within(key, min(_ANSWER_SECONDS, seconds_until(deadline))):
-        stands = store.compare_set(key, "", _WITHDRAWN).decode()
-        if stands == _WITHDRAWN:
-            return None
+    store.set(asked, json.dumps({"card": card, "answer": key}))
+    answered = line.within(key, min(_ANSWER_SECONDS, seconds_until(deadline)))
+    if not answered and store.compare_set(key, "", _WITHDRAWN).decode() == _WITHDRAWN:
+        return None
     answer = store.get(key).decode()
     store.delete_key(key)
-    return str(json.loads(answer)["card"])
+    return answer
 
 
-def _wait(store: Store, line: Line, caller: Caller, key: str, deadline: float) -> str | None:
+def _wait(store: Store, line: Line, card: str, key: str, deadline: float) -> str | None:
     """The card of who asks; None: nobody did, or did not wait for the answer."""
-
-    def leave(waiting: list[Entry]) -> bool:
-        mine = [entry for entry in waiting if entry[0] == key]
-        for entry in mine:
-            waiting.remove(entry)
-        return bool(mine)
-
     try:
-        # One that has been taken off the board just now is asked at once.
         if not line.within(key, seconds_until(deadline)) and (
-            _change(store, leave) or not line.within(key, _ANSWER_SECONDS)
+            _change(store, partial(_leave, key))
+            or not line.within(key, _ANSWER_SECONDS)  # taken off just now, and asked at once
         ):
             return None
     except BaseException:
-        _change(store, leave)
+        _change(store, partial(_leave, key))
         raise
     question = json.loads(store.get(key))
     store.delete_key(key)
-    answer = json.dumps({"card": caller.card})
-    if store.compare_set(question["answer"], "", answer).decode() == answer:
+    if store.compare_set(question["answer"], "", card).decode() == card:
         return str(question["card"])
     store.delete_key(question["answer"])
     return None

@@ -31,7 +31,7 @@ from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_world
 from commgrid.runtime.agreement import Meeting
-from commgrid.runtime.board import Caller, find
+from commgrid.runtime.board import find
 from commgrid.runtime.roll import Line, seconds_until
 
 if TYPE_CHECKING:
@@ -207,18 +207,25 @@ class Pairing:
 
     def _find(self, known: Mapping[str, Card], side: str, other: str) -> Card:
         mine, wanted = known[side], known.get(other)
-        caller = Caller(
-            self._about, side, other, mine.identity,
-            wanted.identity if wanted is not None else None, mine.to_text(),
-        )  # fmt: skip
-        text = find(self._store, self._line, caller, self._until)
+        text = find(
+            self._store,
+            self._line,
+            (self._about, side, mine.identity),
+            (self._about, other, wanted.identity if wanted is not None else None),
+            mine.to_text(),
+            self._until,
+        )
         if text is None:
-            raise PeerTimeoutError(
-                f"{self._about}: no {other} grid has come to meet the {side} grid of "
-                f"{describe_ranks(mine.spec.grid_ranks)} within {self._limit}; is its first rank "
-                f"running, and does every rank call {self._advice}, on one torch.distributed?"
-            )
+            raise self._nobody(side, mine)
         return Card.from_text(text)
+
+    def _nobody(self, side: str, card: Card) -> PeerTimeoutError:
+        (other,) = {*SIDES} - {side}
+        return PeerTimeoutError(
+            f"{self._about}: no {other} grid has come to meet the {side} grid of "
+            f"{describe_ranks(card.spec.grid_ranks)} within {self._limit}; is its first rank "
+            f"running, and does every rank call {self._advice}, on one torch.distributed?"
+        )
 
     # -- the first rank tells the others of its grid --------------------------------------
 
@@ -242,6 +249,8 @@ class Pairing:
         call = self._store.add(counter, 0)
         key = f"{counter}/{call + 1 - call % 2}"
         if not self._line.within(key, seconds_until(self._deadline)):
+            if self._store.add(counter, 0) % 2:  # it came later than this rank, and waits itself
+                raise self._nobody(side, card)
             raise PeerTimeoutError(
                 f"{self._about}: rank {card.first}, the first of the {side} grid, did not come "
                 f"within {self._limit}; is it running, and does every rank call {self._advice}?"

@@ -21,7 +21,7 @@ KINDS: dict[str, type[CommGridError]] = {
 
 
 class Gates:
-    """The gates that the same ranks come to, one after the other.
+    """The gates that the same ranks come to, one after the other, each under a name of its own.
 
     Args:
         key: what nothing else at the store is called.
@@ -30,38 +30,16 @@ class Gates:
     """
 
     def __init__(self, key: str, rank: int, ranks: Sequence[int]) -> None:
-        self.store = torch_world.world_store()
-        self.key, self.rank, self.ranks = key, rank, ranks
-        self.line = Line(self.store, len(ranks))
-        self.passed: Gate | None = None
+        self.rank, self.ranks = rank, ranks
+        self._store, self._key = torch_world.world_store(), key
+        self._line = Line(self._store, len(ranks))
+        self._used: set[str] = set()
 
-    def gate(self, name: str) -> Gate:
-        """One of them; a name is used once."""
-        return Gate(self, f"{self.key}/{name}")
-
-    def close(self) -> None:
-        """Lets the store's connections go; the last rank to do so takes away what is left there."""
-        self.line.close()
-        with suppress(RuntimeError):  # the store is gone with the rank that served it
-            left = Roll(self.store, f"{self.key}/left", self.ranks)
-            if left.come(self.rank) is Coming.LAST:
-                left.delete()
-                if self.passed is not None:
-                    self.passed.forget()
-
-
-class Gate:
-    """One place that ranks come to; made by `Gates.gate`."""
-
-    def __init__(self, gates: Gates, key: str) -> None:
-        self._gates, self._store = gates, gates.store
-        self._roll = Roll(gates.store, f"{key}/here", gates.ranks)
-        self._verdict = f"{key}/verdict"
-
-    def come(self, seconds: float, what: str) -> None:
+    def come(self, gate: str, seconds: float, what: str) -> None:
         """Marks this rank and waits for the others.
 
         Args:
+            gate: its name.
             seconds: how long.
             what: what a rank that does not come has not done, for the message.
 
@@ -69,38 +47,50 @@ class Gate:
             PeerTimeoutError: some did not come, as it names.
             CommGridError: one has said why not.
         """
-        ranks = self._gates.ranks
-        if self._roll.come(self._gates.rank) is Coming.LAST:
-            if self._gates.passed is not None:  # by all, since all are here
-                self._gates.passed.forget()
-            self.conclude("open", "")
-        elif not self._gates.line.within(self._verdict, seconds):
-            missing = sorted(set(ranks) - set(self._roll.here(ranks)))
-            self.conclude("absent", f"{describe_ranks(missing)} {what} within {seconds:.3g} s")
-        found = self.read()
+        roll, verdict = self._roll(gate), self._verdict(gate)
+        if roll.come(self.rank) is Coming.LAST:
+            self._forget(but=gate)  # the others, which all have left
+            found = self.conclude(gate, "open", "")
+        elif self._line.within(verdict, seconds):
+            found = _error(self._store.get(verdict))
+        else:
+            missing = sorted(set(self.ranks) - set(roll.here(self.ranks)))
+            told = f"{describe_ranks(missing)} {what} within {seconds:.3g} s"
+            found = self.conclude(gate, "absent", told)
         if found is not None:
             raise found
-        self._gates.passed = self
+        self._used = {gate}
 
-    def conclude(self, kind: str, message: str) -> CommGridError | None:
+    def conclude(self, gate: str, kind: str, message: str) -> CommGridError | None:
         """Says how it ends, unless somebody was first; what stands, None where all may pass."""
-        mine = json.dumps([kind, message])
+        self._used.add(gate)
+        mine = json.dumps([kind, message]).encode()
         with suppress(RuntimeError):  # the store is gone with the rank that served it
-            mine = bytes(self._store.compare_set(self._verdict, "", mine)).decode()
+            mine = self._store.compare_set(self._verdict(gate), "", mine.decode())
         return _error(mine)
 
-    def read(self) -> CommGridError | None:
-        """What stands there; None: all may pass, or nothing yet."""
-        if not self._store.check([self._verdict]):
-            return None
-        return _error(bytes(self._store.get(self._verdict)).decode())
+    def close(self) -> None:
+        """Lets the store's connections go; the last rank to do so takes away what is left there."""
+        self._line.close()
+        with suppress(RuntimeError):  # the store is gone
+            left = self._roll("left")
+            if left.come(self.rank) is Coming.LAST:
+                left.delete()
+                self._forget()
 
-    def forget(self) -> None:
-        """Takes it from the store."""
-        self._roll.delete()
-        self._store.delete_key(self._verdict)
+    def _forget(self, but: str = "") -> None:
+        """Takes gates from the store."""
+        for gate in self._used - {but}:
+            self._roll(gate).delete()
+            self._store.delete_key(self._verdict(gate))
+
+    def _roll(self, gate: str) -> Roll:
+        return Roll(self._store, f"{self._key}/{gate}/here", self.ranks)
+
+    def _verdict(self, gate: str) -> str:
+        return f"{self._key}/{gate}/verdict"
 
 
-def _error(verdict: str) -> CommGridError | None:
+def _error(verdict: bytes) -> CommGridError | None:
     kind, message = json.loads(verdict)
     return None if kind == "open" else KINDS[kind](message)

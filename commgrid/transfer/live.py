@@ -21,7 +21,7 @@ from commgrid.runtime.pairing import Pairing, check_alive
 from commgrid.runtime.registry import get_grid
 from commgrid.runtime.torch_world import first_line, is_peer_failure
 from commgrid.transfer.carry import Carrier, most_of
-from commgrid.transfer.gate import Gate, Gates
+from commgrid.transfer.gate import Gates
 from commgrid.transfer.held import Held, Model, Names, Only, Rename
 from commgrid.transfer.layouts import Side
 from commgrid.transfer.plan import Message, Move, TransferPlan
@@ -151,13 +151,12 @@ class Transfer:
             self._close.atexit = False  # which could wait for ranks that have ended
             for grid in self._grids.values():
                 grid.before_destroy(self._close)
-            planned = self._gates.gate("planned")
             try:
                 pair.meet()
                 self._make_plan()
-                planned.come(self._timeout, "did not get as far as its plan")
+                self._gates.come("planned", self._timeout, "did not get as far as its plan")
             except BaseException as error:
-                self._fail(planned, error)
+                self._fail("planned", error)
                 self.close()
                 raise
 
@@ -229,24 +228,25 @@ class Transfer:
             PeerTimeoutError: a rank did not come; names it. Nothing was moved.
             PeerFailedError: a rank failed or is gone in the middle, as it names; the target is not
                 to be used, and neither is this transfer.
-            GridDestroyedError: a grid was destroyed.
+            GridDestroyedError, GridNotInitializedError: a grid was destroyed, or its
+                torch.distributed has ended.
         """
         self._runs += 1
-        start = self._gates.gate(f"run {self._runs}")
+        start = f"run {self._runs}"
         try:
             self._prepare()
         except BaseException as error:
             self._fail(start, error)
             raise
-        start.come(self._timeout, "did not call run() of a transfer")
-        done = self._gates.gate(f"run {self._runs} is done")
+        self._gates.come(start, self._timeout, "did not call run() of a transfer")
+        done = f"{start} is done"
         consequence = "nothing was moved; make a new Transfer"
         try:
             self._compare_copies()
             values = self._exchange_values()
             consequence = _UNUSABLE
             self._carry()
-            done.come(self._timeout, "did not finish a transfer")
+            self._gates.come(done, self._timeout, "did not finish a transfer")
             self._target.finish(values)
         except BaseException as error:
             told = self._fail(done, error)
@@ -307,7 +307,7 @@ class Transfer:
 
     # -- ending -------------------------------------------------------------------------
 
-    def _fail(self, gate: Gate, error: BaseException) -> BaseException:
+    def _fail(self, gate: str, error: BaseException) -> BaseException:
         """Tells the others; what then is the error of all."""
         kind, told = "failed", f"rank {self._gates.rank}: {first_line(error)}"
         if isinstance(error, GoneError):
@@ -317,7 +317,7 @@ class Transfer:
             told = f"a rank is gone or does not answer: {told}"
         elif isinstance(error, CommGridError):
             told = f"{error}"
-        stands = gate.conclude(kind, told)
+        stands = self._gates.conclude(gate, kind, told)
         return stands if stands is not None and str(stands) != str(error) else error
 
     def close(self, broken: bool = False) -> None:
