@@ -28,7 +28,7 @@ ROWS = [
     ["viz.benchmark_picture", "viz.sharding_picture", "viz.transfer_picture"],
     ["viz.live"],
     ["viz"],
-    ["runtime.launch", "runtime.roll", "runtime.torch_nccl"],
+    ["runtime.launch", "runtime.roll", "runtime.torch_nccl", "runtime.seconds"],
     ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis", "runtime.board"],
     ["runtime.agreement"],
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches", "runtime.pairing"],

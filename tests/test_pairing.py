@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import commgrid
 from commgrid.bridge import Bridge
-from commgrid.runtime import board
+from commgrid.runtime import board, pairing
 from commgrid.runtime.board import BOARD, find
 from commgrid.runtime.pairing import Card
 from commgrid.runtime.roll import Line
@@ -160,6 +160,10 @@ def said(call: Any) -> str:
     return ""
 
 
+def no_find(*_: Any) -> None:
+    raise ValueError("no more")
+
+
 def engines() -> dict[str, Any]:
     """Ranks 0 and 1 send to 2 and 3, and to 4; all under one name, some late, some twice."""
     rank, found = dist.get_rank(), {}
@@ -197,6 +201,12 @@ def engines() -> dict[str, Any]:
     found["keys"], found["w"] = keys, mine["w"].tolist()
     if rank < 4:  # which is told by the first of its grid, of which rank 0 is
         found["bridge"] = said(lambda: Bridge(trainer, engine, dim=rank // 3, startup_timeout=10))
+    if rank < 2:
+        if rank == 0:
+            pairing.find, find = no_find, pairing.find
+        found["broken"] = said(lambda: Bridge(trainer, None, name="broken"))
+        if rank == 0:
+            pairing.find = find
     if rank < 2:  # rank 1 gives up before the first of its grid, which came later, can tell it
         time.sleep(0.6 * (1 - rank))
         how = {"source_grid": trainer, "timeout": 1}
@@ -222,4 +232,7 @@ def test_a_trainer_meets_its_engines_one_after_the_other() -> None:
         assert found["keys"][0] == found["keys"][-1]
         assert found["w"][0] == (rank if rank < 2 else found["w"][-1])
     assert "no target grid has come" in ranks[0]["nobody"]
+    assert ranks[0]["broken"] == "ValueError: no more"
+    told = "PeerFailedError: bridge 'broken': rank 0 failed: ValueError('no more')"
+    assert ranks[1]["broken"] == told  # long before its timeout
     assert ranks[4]["w"][0] in (0.0, 1.0)

@@ -24,8 +24,9 @@ from commgrid.errors import (
     SpecError,
 )
 from commgrid.runtime.agreement import PHASES
-from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pairing import SIDES, Card, Pairing
+from commgrid.runtime.seconds import Seconds, as_seconds
 
 
 class Bridge(nn.Module):

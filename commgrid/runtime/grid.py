@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -18,6 +17,7 @@ from commgrid.runtime.agreement import PHASES, Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.named_groups import NamedGroups
+from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.sub_grid import SubGrid
 
 if TYPE_CHECKING:
@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from commgrid.runtime.communicator import CheckReport
-
-Seconds = float | timedelta
-
-
-def as_seconds(key: str, value: Seconds) -> float:
-    """A duration given as seconds or timedelta, in seconds.
-
-    Raises:
-        SpecError: not above 0, endless, or no duration.
-    """
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if type(seconds) not in (int, float) or not 0 < seconds < 1e9:
-        raise SpecError(f"{key}={value!r}: expected seconds above 0, or a timedelta")
-    return float(seconds)
 
 
 class HyperCommGrid(NamedGroups):

@@ -16,9 +16,9 @@ from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferE
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_groups
 from commgrid.runtime.failures import GoneError
-from commgrid.runtime.grid import Seconds, as_seconds
 from commgrid.runtime.pairing import Pairing, check_alive
 from commgrid.runtime.registry import get_grid
+from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.torch_world import first_line, is_peer_failure
 from commgrid.transfer.carry import Carrier, most_of
 from commgrid.transfer.gate import Gates
@@ -81,7 +81,8 @@ class Transfer:
             it both sides have the same.
         copies: "compare" refuses a source of whose copies any bit differs, before anything moves;
             "any" sends one of them whatever the others are. Of mappings nobody knows.
-        max_bytes: of buffers on a rank at once, about; larger ones travel in parts.
+        max_bytes: of buffers on a rank at once, about; larger ones travel in parts. The same on all
+            ranks.
         timeout: seconds to wait for other ranks; None: the grid's, or 600.
         name: tells transfers between different grids of one world from each other.
 
