@@ -14,7 +14,8 @@ import commgrid
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.ranks import as_index
 from commgrid.planning.spec import DEFAULT_SHARE
-from commgrid.runtime.grid import HyperCommGrid, Seconds
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.seconds import Seconds
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.grid_state import MegatronState
 from megatron_adapter.spec import (

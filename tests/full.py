@@ -147,6 +147,9 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_rank_whose_grid_covers_fewer_ranks[first]",
         "test_a_rank_whose_grid_covers_fewer_ranks[middle]",
     ],
+    "tests/test_pairing.py": [
+        "test_a_trainer_meets_its_engines_one_after_the_other",
+    ],
     "tests/test_plan.py": [
         "test_every_dense_spec_equals_enumeration[12]",
         "test_every_dense_spec_equals_enumeration[14]",

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from commgrid.bridge.crossing import Crossing, Facts, conclude
 from commgrid.bridge.links import Links
-from commgrid.bridge.meeting import SIDES, Card, check_grid, find_cards, forget_cards
 from commgrid.bridge.moving import move
 from commgrid.bridge.sides import Cut, GridSide, grid_side
 from commgrid.errors import (
@@ -24,12 +23,10 @@ from commgrid.errors import (
     ShapeError,
     SpecError,
 )
-from commgrid.runtime import torch_world
-from commgrid.runtime.agreement import Meeting
-from commgrid.runtime.grid import Seconds, as_seconds
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.agreement import PHASES
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.pairing import SIDES, Card, Pairing
+from commgrid.runtime.seconds import Seconds, as_seconds
 
 
 class Bridge(nn.Module):
@@ -119,15 +116,18 @@ class Bridge(nn.Module):
         self._about = f"bridge {name!r}"
         deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
         limit = None if timeout is None else as_seconds("timeout", timeout)
-        grids = {"source": source_grid, "target": target_grid}
-        if source_grid is None and target_grid is None:
+        given = {"source": source_grid, "target": target_grid}
+        for what, grid in given.items():
+            if grid is not None and not isinstance(grid, HyperCommGrid):
+                raise SpecError(
+                    f"{what}_grid={grid!r}: expected a grid, or None on ranks that are not in it"
+                )
+        grids = {what: grid for what, grid in given.items() if grid is not None}
+        if not grids:
             raise SpecError(
                 f"{self._about}: source_grid and target_grid are both None, so that this rank has "
                 "no part in it; make it on the ranks of either grid only"
             )
-        for what, grid in grids.items():
-            check_grid(what, grid)
-        self.rank = torch_world.world_rank()
         groups = (group, group) if isinstance(group, str) else tuple(group)
         if len(groups) != 2:
             raise SpecError(f"group={group!r}: expected a name, or the source's and the target's")
@@ -143,60 +143,47 @@ class Bridge(nn.Module):
         self._calls = 0
         self._meet(grids, deadline, limit, device)
         for grid in grids.values():
-            if grid is not None:
-                grid.before_destroy(self._grid_ends)
+            grid.before_destroy(self._grid_ends)
 
     # -- making it ----------------------------------------------------------------------
 
     def _meet(
         self,
-        grids: dict[str, HyperCommGrid | None],
+        grids: dict[str, HyperCommGrid],
         deadline: float,
         timeout: float | None,
         device: torch.device | str | None,
     ) -> None:
         """Finds the other grid, compares arguments, and makes the communicator."""
-        cards = find_cards(self.name, grids, deadline)
+        document = self._document(timeout)
         try:
-            everyone = sorted({r for card in cards.values() for r in card.spec.grid_ranks})
-            limits = [card.timeout for card in cards.values() if card.timeout is not None]
-            limit = timeout if timeout is not None else max(limits, default=None)
-            backends = {card.backend for card in cards.values()}
-            backend = backends.pop() if len(backends) == 1 else None
-            with Meeting(
-                torch_world.world_store(),
-                name=f"bridge/{self.name}",
-                rank=self.rank,
-                ranks=everyone,
-                document=self._document(cards, timeout),
-                deadline=deadline,
-            ) as meeting:
-                # Only now has every rank read the cards, so that one that fails may take its away.
-                self._source, self._target = (self._side(cards, what) for what in SIDES)
+            with Pairing(
+                "bridge", self.name, grids, document, deadline,
+                phases=PHASES, limit="startup_timeout",
+            ) as pair:  # fmt: skip
+                self.rank = pair.rank
+                self._source, self._target = (self._side(pair.cards, what) for what in SIDES)
                 crossing = sorted({*self._source.ranks, *self._target.ranks})
+                cards = pair.cards.values()
+                limits = [card.timeout for card in cards if card.timeout is not None]
+                backends = {card.backend for card in cards}
                 if self.rank in crossing:
                     self._links = Links(
                         self._about,
-                        f"commgrid/bridge/{self.name}/{meeting.incarnation}/"
-                        f"{cards['source'].identity}/{cards['target'].identity}",
+                        pair.key,
                         crossing,
-                        backend=backend,
-                        timeout=limit,
-                        startup_timeout=meeting.patience(),
+                        backend=backends.pop() if len(backends) == 1 else None,
+                        timeout=max(limits, default=None) if timeout is None else timeout,
+                        startup_timeout=pair.patience(),
                         device=device,
                     )
-                forget_cards(self.name, cards)
-                meeting.meet()
+                pair.meet()
                 if self._links is not None:
-                    self._links.connect(meeting.patience())
-                meeting.meet()
-        except BaseException as error:
-            forget_cards(self.name, cards)
+                    self._links.connect(pair.patience())
+                pair.meet()
+        except BaseException:
             if self._links is not None:
                 self._links.close(wait=False)
-            if isinstance(error, CommGridError):
-                error.add_note(f"commgrid: while {self._about} was made, which every rank of both "
-                               "grids does")  # fmt: skip
             raise
 
     def _side(self, cards: dict[str, Card], what: str) -> GridSide:
@@ -209,14 +196,13 @@ class Bridge(nn.Module):
             partial=() if what == "source" else self._partial,
         )
 
-    def _document(self, cards: dict[str, Card], timeout: float | None) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+    def _document(self, timeout: float | None) -> dict[str, Any]:
+        """What must be the same on all ranks, beside the grids."""
         said: dict[str, Any] = {
             "copies": list(self._copies), "timeout": timeout, "dynamic": self.dynamic,
             "partial": None if self._partial is None else list(self._partial),
         }  # fmt: skip
-        for what, card in cards.items():
-            said[f"{what}_grid"] = card.identity
+        for what in SIDES:
             said[f"{what}_stage"] = self._stages[what]
             said[f"{what}_cuts"] = json.dumps([cut.to_dict() for cut in self._cuts[what]])
         return said

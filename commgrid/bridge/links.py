@@ -17,7 +17,6 @@ it or will come, since what they do before are earlier calls.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,12 +30,12 @@ from commgrid.planning.groups import GroupOptions
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.failures import GoneError
+from commgrid.runtime.roll import Coming, Line, Roll
 from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers
 
 MOST_AHEAD = 16
 """So many calls a rank's messages may be on their way: gloo does not say when they have left."""
 _ROLL_CALL_SECONDS = 2.0
-_POLL_SECONDS = 0.02
 
 Addressed = tuple[Tensor, int]
 """A tensor, and the global rank that it goes to or comes from."""
@@ -220,18 +219,21 @@ class Links:
 
         Nothing of it costs anything while all goes well.
         """
-        store = torch_world.world_store()
-        at = f"commgrid/bridge/late/{self.key}"
-        missing = set(self.ranks)
+        at = f"commgrid/bridge/late/{self.key}/{call}"
         with suppress(RuntimeError):  # the store has gone with the rank that served it
-            store.set(f"{at}/{torch_world.world_rank()}", call)
-            until = time.monotonic() + _ROLL_CALL_SECONDS
-            while missing and time.monotonic() < until:
-                missing -= {rank for rank in missing if store.check([f"{at}/{rank}"])}
-                time.sleep(_POLL_SECONDS)
-            if missing:
-                others = "others have" if len(self.ranks) - len(missing) > 1 else "this rank has"
-                return f"{describe_ranks(missing)} did not come to {call}, to which {others} come"
+            store = torch_world.world_store()
+            roll, line = Roll(store, at, self.ranks), Line(store, len(self.ranks))
+            all_came = roll.come(torch_world.world_rank()) is Coming.LAST
+            if all_came:
+                store.set(f"{at}/all", "")
+            else:
+                all_came = line.within(f"{at}/all", _ROLL_CALL_SECONDS)
+            line.close()
+            if not all_came:
+                here = roll.here(self.ranks)
+                others = "others have" if len(here) > 1 else "this rank has"
+                missing = describe_ranks(set(self.ranks) - set(here))
+                return f"{missing} did not come to {call}, to which {others} come"
         return f"a rank is gone or did not answer in {call}"
 
 

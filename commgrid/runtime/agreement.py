@@ -62,6 +62,7 @@ class Meeting:
         line: over the same store, to wait on; None: one of its own.
         call: what ranks do to come here, for messages.
         limit: what the user sets the deadline with, for messages.
+        about: what messages speak of; None: the grid of this name.
 
     Raises:
         GridMismatchError: ranks hold other documents.
@@ -82,14 +83,16 @@ class Meeting:
         line: Line | None = None,
         call: str = CALL,
         limit: str = LIMIT,
+        about: str | None = None,
     ) -> None:
-        self._name, self._rank, self._ranks = name, rank, ranks
+        self._about = about or f"grid {name!r}"
+        self._rank, self._ranks = rank, ranks
         self._store, self._line = store, line or Line(store, len(ranks))
         self._phases, self._phase = ("compare", *phases), 0
         self._deadline = deadline
         if seconds_until(deadline) == 0:
             raise PeerTimeoutError(
-                f"grid {name!r}: {limit} was over before rank {rank} came to meet the "
+                f"{self._about}: {limit} was over before rank {rank} came to meet the "
                 "others: its own start took the time (importing modules, starting CUDA, a stopped "
                 f"process), no peer did; find out what did on this rank, or raise {limit}"
             )
@@ -99,7 +102,7 @@ class Meeting:
         place = ranks.index(rank) if rank in ranks else 0
         self._grace = 0.0 if place % every == 0 else self._margin
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
-        self._examiner = Examiner(store, name, rank, self._document, call, limit)
+        self._examiner = Examiner(store, name, rank, self._document, self._about, call, limit)
         # Grids on separate ranks may share a name: they have different lowest ranks.
         self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
         self._room, self._number, self._base, self._left = f"{name}@{self._first}", 0, "", False
@@ -343,7 +346,7 @@ class Meeting:
         """Raises what a bad verdict is on this rank."""
         if verdict["kind"] == "moved" and self._rank == self._first:
             raise PeerTimeoutError(
-                f"grid {self._name!r}: another process has come as rank {self._rank} after this "
+                f"{self._about}: another process has come as rank {self._rank} after this "
                 "one; is it running twice?"
             )
         if verdict["kind"] not in ("agreed", "moved"):
@@ -417,7 +420,7 @@ class Meeting:
             raise
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError among them
             raise PeerTimeoutError(
-                f"grid {self._name!r}: the store of torch.distributed stopped answering "
+                f"{self._about}: the store of torch.distributed stopped answering "
                 f"({str(error).splitlines()[0]}); has the process that serves it, usually rank 0 "
                 "or the launcher, ended?"
             ) from error

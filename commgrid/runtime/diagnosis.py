@@ -49,14 +49,15 @@ class Examiner:
         name: what they meet for, the grid's name.
         rank: this process's global rank.
         document: this rank's.
+        about: what messages speak of, as a Meeting has it.
         call, limit: as a Meeting takes them.
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, document: str, call: str, limit: str
+        self, store: Store, name: str, rank: int, document: str, about: str, call: str, limit: str
     ) -> None:
         self._store, self._name, self._rank, self._document = store, name, rank, document
-        self._call, self._limit = call, limit
+        self._about, self._call, self._limit = about, call, limit
 
     # -- what ranks leave ---------------------------------------------------------------
 
@@ -211,13 +212,11 @@ class Examiner:
         """The error that a verdict is on this rank."""
         if verdict["kind"] == "absent":
             late = self._rank in unpack(verdict["missing"])
-            return PeerTimeoutError(
-                f"grid {self._name!r}: {verdict['late' if late else 'message']}"
-            )
+            return PeerTimeoutError(f"{self._about}: {verdict['late' if late else 'message']}")
         kinds: dict[str, type[CommGridError]] = {
             "mismatch": GridMismatchError, "failed": PeerFailedError,
         }  # fmt: skip
-        return kinds[verdict["kind"]](f"grid {self._name!r}: {verdict['message']}")
+        return kinds[verdict["kind"]](f"{self._about}: {verdict['message']}")
 
 
 def latest(store: Store, room: str) -> tuple[int, bool]:

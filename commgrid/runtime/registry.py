@@ -25,9 +25,10 @@ from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.runtime import torch_world
 from commgrid.runtime.agreement import Meeting
-from commgrid.runtime.grid import HyperCommGrid, Seconds, as_seconds
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.roll import Line
+from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.torch_world import versions
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A gate at the store: all of some ranks pass it, or all of them learn why not.
+"""Gates at the store: all ranks of a transfer pass each, or all of them learn why not.
 
 Ranks mark themselves as here; the last of them opens it for all. One that fails, or that has waited
 long enough, writes why instead. Whatever is written first stands, so that all have one answer.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError, TransferError
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.runtime import torch_world
 from commgrid.runtime.roll import Coming, Line, Roll
 
 KINDS: dict[str, type[CommGridError]] = {
@@ -20,69 +20,77 @@ KINDS: dict[str, type[CommGridError]] = {
 }  # fmt: skip
 
 
-class Gate:
-    """One place that ranks come to.
+class Gates:
+    """The gates that the same ranks come to, one after the other, each under a name of its own.
 
     Args:
-        store: shared by all ranks.
-        key: what it is called there; used once.
+        key: what nothing else at the store is called.
         rank: this one.
         ranks: who has to come.
-        line: over the same store.
     """
 
-    def __init__(self, store: Any, key: str, rank: int, ranks: Sequence[int], line: Line) -> None:
-        self._store, self._key, self._rank, self._ranks = store, key, rank, ranks
-        self._line, self._roll = line, Roll(store, f"{key}/here", ranks)
-        self._verdict = f"{key}/verdict"
+    def __init__(self, key: str, rank: int, ranks: Sequence[int]) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._store, self._key = torch_world.world_store(), key
+        self._line = Line(self._store, len(ranks))
+        self._used: set[str] = set()
 
-    def come(
-        self, seconds: float, what: str, before: Gate | None = None, limit: float | None = None
-    ) -> None:
+    def come(self, gate: str, seconds: float, what: str) -> None:
         """Marks this rank and waits for the others.
 
         Args:
+            gate: its name.
             seconds: how long.
             what: what a rank that does not come has not done, for the message.
-            before: the gate that all have passed once all are here, which is forgotten.
-            limit: of which these seconds are what is left; None: they are all.
 
         Raises:
             PeerTimeoutError: some did not come, as it names.
             CommGridError: one has said why not.
         """
-        if self._roll.come(self._rank) is Coming.LAST:
-            if before is not None:
-                before.forget()
-            self.conclude("open", "")
-        elif not self._line.within(self._verdict, seconds):
-            missing = sorted(set(self._ranks) - set(self._roll.here(self._ranks)))
-            self.conclude(
-                "absent", f"{describe_ranks(missing)} {what} within {limit or seconds:.3g} s"
-            )
-        found = self.read()
+        roll, verdict = self._roll(gate), self._verdict(gate)
+        if roll.come(self.rank) is Coming.LAST:
+            self._forget(but=gate)  # the others, which all have left
+            found = self.conclude(gate, "open", "")
+        elif self._line.within(verdict, seconds):
+            found = _error(self._store.get(verdict))
+        else:
+            missing = sorted(set(self.ranks) - set(roll.here(self.ranks)))
+            told = f"{describe_ranks(missing)} {what} within {seconds:.3g} s"
+            found = self.conclude(gate, "absent", told)
         if found is not None:
             raise found
+        self._used = {gate}
 
-    def conclude(self, kind: str, message: str) -> CommGridError | None:
+    def conclude(self, gate: str, kind: str, message: str) -> CommGridError | None:
         """Says how it ends, unless somebody was first; what stands, None where all may pass."""
-        mine = json.dumps([kind, message])
+        self._used.add(gate)
+        mine = json.dumps([kind, message]).encode()
         with suppress(RuntimeError):  # the store is gone with the rank that served it
-            mine = bytes(self._store.compare_set(self._verdict, "", mine)).decode()
+            mine = self._store.compare_set(self._verdict(gate), "", mine.decode())
         return _error(mine)
 
-    def read(self) -> CommGridError | None:
-        """What stands there; None: all may pass, or nothing yet."""
-        if not self._store.check([self._verdict]):
-            return None
-        return _error(bytes(self._store.get(self._verdict)).decode())
+    def close(self) -> None:
+        """Lets the store's connections go; the last rank to do so takes away what is left there."""
+        self._line.close()
+        with suppress(RuntimeError):  # the store is gone
+            left = self._roll("left")
+            if left.come(self.rank) is Coming.LAST:
+                left.delete()
+                self._forget()
 
-    def forget(self) -> None:
-        """Takes it from the store."""
-        self._roll.delete()
-        self._store.delete_key(self._verdict)
+    def _forget(self, but: str = "") -> None:
+        """Takes gates from the store."""
+        for gate in self._used - {but}:
+            self._roll(gate).delete()
+            self._store.delete_key(self._verdict(gate))
+
+    def _roll(self, gate: str) -> Roll:
+        return Roll(self._store, f"{self._key}/{gate}/here", self.ranks)
+
+    def _verdict(self, gate: str) -> str:
+        return f"{self._key}/{gate}/verdict"
 
 
-def _error(verdict: str) -> CommGridError | None:
+def _error(verdict: bytes) -> CommGridError | None:
     kind, message = json.loads(verdict)
     return None if kind == "open" else KINDS[kind](message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferE
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_groups
 from commgrid.runtime.failures import GoneError
-from commgrid.runtime.grid import Seconds, as_seconds
+from commgrid.runtime.pairing import Pairing, check_alive
 from commgrid.runtime.registry import get_grid
+from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.torch_world import first_line, is_peer_failure
 from commgrid.transfer.carry import Carrier, most_of
-from commgrid.transfer.gate import Gate
+from commgrid.transfer.gate import Gates
 from commgrid.transfer.held import Held, Model, Names, Only, Rename
 from commgrid.transfer.layouts import Side
-from commgrid.transfer.meeting import Meeting, check_alive
 from commgrid.transfer.plan import Message, Move, TransferPlan
 from commgrid.transfer.sides import SourceSide, TargetSide
 
@@ -80,7 +81,8 @@ class Transfer:
             it both sides have the same.
         copies: "compare" refuses a source of whose copies any bit differs, before anything moves;
             "any" sends one of them whatever the others are. Of mappings nobody knows.
-        max_bytes: of buffers on a rank at once, about; larger ones travel in parts.
+        max_bytes: of buffers on a rank at once, about; larger ones travel in parts. The same on all
+            ranks.
         timeout: seconds to wait for other ranks; None: the grid's, or 600.
         name: tells transfers between different grids of one world from each other.
 
@@ -91,7 +93,9 @@ class Transfer:
         TransferError: on all ranks: the sides differ in names or shapes, or what a rank gave
             cannot be moved; names parameter and ranks.
         PeerTimeoutError: a rank did not call; names it.
-        GridDestroyedError: a grid was destroyed.
+        GridMismatchError: ranks were given different max_bytes.
+        GridDestroyedError, GridNotInitializedError: a grid was destroyed, or its torch.distributed
+            has ended.
         SpecError: neither side was given, or options that mean nothing.
 
     Example:
@@ -138,22 +142,24 @@ class Transfer:
             raise SpecError("optimizer= goes with a whole model; leave rename= and only= out")
         self._source = SourceSide(source, self._grids.get("source"), optimizers[0], self._names)
         self._target = TargetSide(target, self._grids.get("target"), optimizers[1], self._names)
-        self._meeting = Meeting(self._grids, name, self._timeout)
-        self._group = _make_group(self._meeting, self._timeout)
-        self._close = weakref.finalize(self, _end, self._group, self._meeting)
-        self._close.atexit = False  # which could wait for ranks that have ended
-        for grid in self._grids.values():
-            grid.before_destroy(self._close)
-        self._gate = self._meeting.first
-        planned = self._meeting.gate("planned")
-        try:
-            self._make_plan()
-            self._pass(planned, "did not get as far as its plan")
-        except BaseException as error:
-            self._fail(planned, error)
-            self.close()
-            raise
-        self._meeting.forget()
+        with Pairing(
+            "transfer", name, self._grids, {"max_bytes": max_bytes},
+            time.monotonic() + self._timeout, phases=("made",), limit="timeout",
+        ) as pair:  # fmt: skip
+            self._group = _make_group(pair, self._timeout)
+            self._gates = Gates(pair.key, pair.rank, pair.ranks)
+            self._close = weakref.finalize(self, _end, self._group, self._gates)
+            self._close.atexit = False  # which could wait for ranks that have ended
+            for grid in self._grids.values():
+                grid.before_destroy(self._close)
+            try:
+                pair.meet()
+                self._make_plan()
+                self._gates.come("planned", self._timeout, "did not get as far as its plan")
+            except BaseException as error:
+                self._fail("planned", error)
+                self.close()
+                raise
 
     def _make_plan(self) -> None:
         """Tells the others what this rank holds, hears what they do, and plans."""
@@ -184,17 +190,17 @@ class Transfer:
 
     def _same(self, digests: list[str]) -> None:
         """That all ranks have made one plan, before anything moves."""
-        for rank, each in zip(self._meeting.union, digests, strict=True):
+        for rank, each in zip(self._gates.ranks, digests, strict=True):
             if each != digests[0]:
                 raise TransferError(
-                    f"the plan has digest {digests[0][:12]} on rank {self._meeting.union[0]} "
+                    f"the plan has digest {digests[0][:12]} on rank {self._gates.ranks[0]} "
                     f"and {each[:12]} on rank {rank}; run one version of commgrid on all"
                 )
 
     def _gathered(
         self, told: list[_Told]
     ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool, bool]:
-        by_rank = dict(zip(self._meeting.union, told, strict=True))
+        by_rank = dict(zip(self._gates.ranks, told, strict=True))
         layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
         return (
             Side.of(layouts),
@@ -223,24 +229,25 @@ class Transfer:
             PeerTimeoutError: a rank did not come; names it. Nothing was moved.
             PeerFailedError: a rank failed or is gone in the middle, as it names; the target is not
                 to be used, and neither is this transfer.
-            GridDestroyedError: a grid was destroyed.
+            GridDestroyedError, GridNotInitializedError: a grid was destroyed, or its
+                torch.distributed has ended.
         """
         self._runs += 1
-        start = self._meeting.gate(f"run {self._runs}")
+        start = f"run {self._runs}"
         try:
             self._prepare()
         except BaseException as error:
             self._fail(start, error)
             raise
-        self._pass(start, "did not call run() of a transfer")
-        done = self._meeting.gate(f"run {self._runs} is done")
+        self._gates.come(start, self._timeout, "did not call run() of a transfer")
+        done = f"{start} is done"
         consequence = "nothing was moved; make a new Transfer"
         try:
             self._compare_copies()
             values = self._exchange_values()
             consequence = _UNUSABLE
             self._carry()
-            self._pass(done, "did not finish a transfer")
+            self._gates.come(done, self._timeout, "did not finish a transfer")
             self._target.finish(values)
         except BaseException as error:
             told = self._fail(done, error)
@@ -252,9 +259,9 @@ class Transfer:
             raise (PeerFailedError if kind is GoneError else kind)(self._broken) from error
 
     def _carry(self) -> None:
-        rank = self._meeting.rank
+        rank = self._gates.rank
         carrier = Carrier(
-            self._group, self._meeting.union, self._device,
+            self._group, self._gates.ranks, self._device,
             self._source.held or Held(), self._target.held or Held(), self._max_bytes,
         )  # fmt: skip
         if self._own is None:  # the same in every run
@@ -267,17 +274,17 @@ class Transfer:
         if self._broken:
             raise TransferError(f"an earlier run has ended: {self._broken}; make a new Transfer")
         for grid in self._grids.values():
-            check_alive(grid)
+            check_alive("transfer", grid)
         if not self._close.alive:
             raise TransferError("this transfer was closed; make a new one")
         planned = (self._source, self._source_side), (self._target, self._target_side)
         for side, plan in planned:
             held = side.hold()
             if held is not None:
-                place = plan.places[self._meeting.rank]
+                place = plan.places[self._gates.rank]
                 if held.layout != plan.packed[place]:
                     raise TransferError(
-                        f"the {side.what} on rank {self._meeting.rank} has changed since the "
+                        f"the {side.what} on rank {self._gates.rank} has changed since the "
                         f"transfer was planned: {plan.difference(place, held.layout)}; make a "
                         "new Transfer"
                     )
@@ -301,13 +308,9 @@ class Transfer:
 
     # -- ending -------------------------------------------------------------------------
 
-    def _pass(self, gate: Gate, what: str) -> None:
-        gate.come(self._timeout, what, before=self._gate)
-        self._gate = gate
-
-    def _fail(self, gate: Gate, error: BaseException) -> BaseException:
+    def _fail(self, gate: str, error: BaseException) -> BaseException:
         """Tells the others; what then is the error of all."""
-        kind, told = "failed", f"rank {self._meeting.rank}: {first_line(error)}"
+        kind, told = "failed", f"rank {self._gates.rank}: {first_line(error)}"
         if isinstance(error, GoneError):
             kind, told = "gone", str(error)
         elif is_peer_failure(error):
@@ -315,7 +318,7 @@ class Transfer:
             told = f"a rank is gone or does not answer: {told}"
         elif isinstance(error, CommGridError):
             told = f"{error}"
-        stands = gate.conclude(kind, told)
+        stands = self._gates.conclude(gate, kind, told)
         return stands if stands is not None and str(stands) != str(error) else error
 
     def close(self, broken: bool = False) -> None:
@@ -326,7 +329,7 @@ class Transfer:
         """
         if broken and self._close.detach():
             torch_groups.abort_all([self._group], by_pairs=[self._group])
-            self._meeting.close()
+            self._gates.close()
         self._close()
 
 
@@ -334,9 +337,9 @@ def _failure(what: str) -> Callable[[str], TransferError]:
     return lambda told: TransferError(f"{what}: {told}")
 
 
-def _end(group: ProcessGroup, meeting: Meeting) -> None:
+def _end(group: ProcessGroup, gates: Gates) -> None:
     torch_groups.destroy_group(group)
-    meeting.close()
+    gates.close()
 
 
 def _grids(
@@ -358,15 +361,15 @@ def _grids(
     return found
 
 
-def _make_group(meeting: Meeting, timeout: float) -> ProcessGroup:
+def _make_group(pair: Pairing, timeout: float) -> ProcessGroup:
     return torch_groups.create_group(
-        meeting.base,
+        pair.key,
         "commgrid transfer",
-        meeting.union,
+        pair.ranks,
         backend=None,
         options=GroupOptions(),
         timeout=timeout,
-        startup_timeout=timeout,
+        startup_timeout=pair.patience(),
     )
 
 

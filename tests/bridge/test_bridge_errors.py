@@ -172,9 +172,7 @@ def test_what_one_process_can_tell_alone() -> None:
         Bridge(grid, grid, group=("dp", "dp", "dp"))  # type: ignore[arg-type]
     bridge = Bridge(grid, grid)
     dist.destroy_process_group()  # behind the grid's back, as where a program starts it anew
-    with pytest.raises(
-        commgrid.GridNotInitializedError, match="that has ended; both grids of a bridge"
-    ):
+    with pytest.raises(commgrid.GridNotInitializedError, match="that has ended; both grids live"):
         Bridge(grid, grid)
     bridge.destroy()
     commgrid.shutdown()

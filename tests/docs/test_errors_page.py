@@ -71,7 +71,7 @@ FILLED_IN = {
         "rank … on … serves the store but does not reach it at …",
         "what listens at … did not answer as a store",
     ],
-    "PeerTimeoutError: grid …: …": [
+    "PeerTimeoutError: …: …": [
         "grid …: … did not arrive within startup_timeout",
         "grid …: … did not get as far as …",
         "grid …: … have all come, and …",

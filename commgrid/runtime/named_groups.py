@@ -1,0 +1,220 @@
+"""What a grid answers by name: communicators, ranks, sizes and places of this rank's groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from commgrid.errors import GridDestroyedError, NotInGroupError, UnknownGroupError
+from commgrid.planning.plan import GroupPlan
+from commgrid.planning.ranks import Ranks
+from commgrid.planning.spec import GridSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class NamedGroups:
+    """The groups of a plan, and where this rank is in them.
+
+    What was asked for once is kept: asking again is a look into a dictionary. What is kept goes
+    when the grid is destroyed, so that no look-up has to check whether it was.
+
+    Args:
+        name: the grid's.
+        spec: its resolved spec.
+        rank: this process's global rank.
+    """
+
+    def __init__(self, name: str, spec: GridSpec, rank: int) -> None:
+        self._name, self._spec, self._rank = name, spec, rank
+        self._plan = GroupPlan.for_rank(spec, rank)
+        self._layouts = {r.name: spec.layout(r.name) for r in spec.regions}
+        self._destroyed = False
+        self._groups: dict[str, ProcessGroup] = {}
+        self._positions: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._around: dict[tuple[str, int], int] = {}
+
+    def _forget(self) -> None:
+        self._groups.clear()
+        self._positions.clear()
+        self._sizes.clear()
+        self._ranks.clear()
+        self._around.clear()
+
+    # -- what it is ---------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name it was given."""
+        return self._name
+
+    @property
+    def spec(self) -> GridSpec:
+        """The resolved spec."""
+        return self._spec
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the grid."""
+        return self._spec.world_size
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis to size, fastest-varying first, of every region."""
+        return {axis: n for layout in self._layouts.values() for axis, n in layout.shape.items()}
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Axis to this rank's index, of every region."""
+        return self._plan.coordinate
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Every created name, in creation order, also of groups this rank is not in."""
+        return tuple(self._plan.created)
+
+    # -- looking up ---------------------------------------------------------------------
+
+    def get_group(self, name: str = "", *more: str) -> ProcessGroup:
+        """The communicator of a group, by name or by axes in any order.
+
+        Args:
+            name: a name, such as `dp_cp`, or the first of several axes; none: the whole grid.
+            *more: further axes: `get_group("cp", "dp")`.
+
+        Raises:
+            UnknownGroupError: no group has this name, or it was not created.
+            NotInGroupError: this rank is not in it.
+            GridDestroyedError: the grid was destroyed.
+        """
+        if more:
+            name = "_".join((name, *more))
+        try:
+            return self._groups[name]
+        except KeyError:
+            pass
+        canonical = self._resolve(name)
+        if canonical not in self._groups:
+            self._explain_missing(canonical)
+        return self._groups.setdefault(name, self._groups[canonical])
+
+    def _resolve(self, name: str) -> str:
+        """The canonical name; the empty one means the whole grid."""
+        if self._destroyed:
+            raise GridDestroyedError(
+                f"grid {self._name!r} was destroyed; call commgrid.initialize again"
+            )
+        return self._spec.resolve_name(name) if name else self._spec.resolve_name()
+
+    def _explain_missing(self, name: str) -> None:
+        if name not in self._plan.created:
+            raise UnknownGroupError(
+                f"group {name!r} of grid {self._name!r} was not created; add it to create="
+            )
+        definition = self._spec.definitions[name]
+        members = tuple(definition.ranks(self._layouts[definition.region], self._rank))
+        here = f"which here has ranks {members}" if members else "none of whose lists has it"
+        raise NotInGroupError(
+            f"rank {self._rank} is not in group {name!r}, {here}; ask "
+            f"grid.is_member({name!r}) first"
+        )
+
+    def is_member(self, *names: str) -> bool:
+        """Whether this rank is in the group, so that `get_group` would find it.
+
+        Raises:
+            UnknownGroupError: no group has this name, or it was not created.
+        """
+        name = self._resolve("_".join(names))
+        if name not in self._plan.created:
+            self._explain_missing(name)
+        return name in self._plan.members
+
+    def _members(self, name: str) -> Ranks:
+        """The group that goes with this rank; after a pick the rank may not be in it."""
+        definition = self._spec.definitions[self._resolve(name)]
+        found = definition.ranks(self._layouts[definition.region], self._rank)
+        if not found:
+            self._explain_missing(definition.name)
+        return found
+
+    def size(self, *names: str) -> int:
+        """The number of ranks in the group; without a name, in the grid.
+
+        Raises:
+            NotInGroupError: a group of listed ranks, and this rank is in no list.
+        """
+        name = names[0] if len(names) == 1 else "_".join(names)
+        try:
+            return self._sizes[name]
+        except KeyError:
+            pass
+        return self._sizes.setdefault(name, len(self._members(name)))
+
+    def get_local_rank(self, *names: str) -> int:
+        """This rank's position in the group (DeviceMesh's name for the group rank).
+
+        Raises:
+            NotInGroupError: this rank is not in it.
+        """
+        name = names[0] if len(names) == 1 else "_".join(names)
+        try:
+            return self._positions[name]
+        except KeyError:
+            pass
+        return self._positions.setdefault(name, self.get_ranks(name).index(self._rank))
+
+    def get_ranks(self, *names: str) -> tuple[int, ...]:
+        """The global ranks of this rank's group, in its order, which is the grid's.
+
+        Raises:
+            NotInGroupError: this rank is not in it.
+        """
+        name = names[0] if len(names) == 1 else "_".join(names)
+        try:
+            return self._ranks[name]
+        except KeyError:
+            pass
+        members = tuple(self._members(name))
+        if self._rank not in members:
+            self._explain_missing(self._resolve(name))
+        return self._ranks.setdefault(name, members)
+
+    def get_all_ranks(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of that name over the whole grid, ordered by their first ranks' places in it;
+        in a grid over a range, by first rank."""
+        definition = self._spec.definitions[self._resolve("_".join(names))]
+        return tuple(definition.all_ranks(self._layouts[definition.region]))
+
+    # -- around a ring ------------------------------------------------------------------
+
+    def next_rank(self, *names: str) -> int:
+        """The global rank after this one in the group; the first after the last."""
+        return self._step("_".join(names), 1)
+
+    def prev_rank(self, *names: str) -> int:
+        """The global rank before this one in the group; the last before the first."""
+        return self._step("_".join(names), -1)
+
+    def _step(self, name: str, by: int) -> int:
+        try:
+            return self._around[name, by]
+        except KeyError:
+            pass
+        ranks, position = self.get_ranks(name), self.get_local_rank(name)
+        return self._around.setdefault((name, by), ranks[(position + by) % len(ranks)])
+
+    def is_first(self, *names: str) -> bool:
+        """Whether this rank is the first of its group."""
+        return self.get_local_rank(*names) == 0
+
+    def is_last(self, *names: str) -> bool:
+        """Whether this rank is the last of its group."""
+        return self.get_local_rank(*names) == self.size(*names) - 1
