@@ -20,7 +20,7 @@ ROWS = [
     ["transfer.plan"],
     ["context_parallel.length_groups", "context_parallel.drawing"],
     ["planning.plan", "context_parallel.plans"],
-    ["planning.sockets", "context_parallel.volume", "bridge.pipelines"],
+    ["planning.sockets", "planning.diff", "context_parallel.volume", "bridge.pipelines"],
     ["context_parallel.length_plan"],
     ["context_parallel.lengths"],
     ["planning"],
@@ -102,7 +102,7 @@ ROWS = [
     ["cli.terminal"],
     ["cli.grid_options", "cli.output"],
     ["cli.show_sharding"],
-    ["cli.plan", "cli.presets", "cli.explain", "cli.check", "cli.show"],
+    ["cli.plan", "cli.presets", "cli.diff", "cli.explain", "cli.check", "cli.show"],
     ["cli"],
     ["__main__"],
 ]

@@ -1,0 +1,74 @@
+"""`commgrid diff`: what changes between two grids."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from commgrid.cli.grid_options import resolve
+from commgrid.cli.output import MARKS, give
+from commgrid.errors import SpecError
+from commgrid.planning.diff import compare
+from commgrid.planning.names import nearest
+from commgrid.planning.presets import PRESETS
+from commgrid.planning.spec import GridSpec
+from commgrid.planning.yaml_io import read_change
+
+_EXAMPLES = """examples:
+  commgrid diff old.yaml new.yaml --world-size 64
+  commgrid diff grid.yaml --set axes.tp=4 --world-size 64
+  commgrid diff megatron torchtitan --world-size 64
+
+Nothing is started and torch is not needed.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "diff",
+        help="what changes between two grids: sizes, names, neighbours, communicators",
+        description="Compares two grids: which names keep their ranks, and who gets other peers.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", metavar="BEFORE", help="a YAML file, or a preset's name")
+    parser.add_argument(
+        "after", nargs="?", metavar="AFTER", help="likewise (default: BEFORE, changed by --set)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="changes",
+        help="another value of a key of AFTER, such as axes.tp=2; may be repeated",
+    )
+    parser.add_argument("--world-size", metavar="N", help="number of ranks of both")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    changes = dict(map(read_change, args.changes))
+    if args.after is None and not changes:
+        raise SpecError(
+            f"diff {args.before}: there is nothing to compare it with; give AFTER, or --set "
+            "KEY=VALUE"
+        )
+    before = resolve(_read(args.before, {}), args.world_size)
+    after = resolve(_read(args.after or args.before, changes), args.world_size)
+    found = compare(before, after)
+    give(args, found.to_dict, lambda: str(found), MARKS)
+    return 0
+
+
+def _read(given: str, changes: dict[str, Any]) -> GridSpec:
+    if given in PRESETS and not Path(given).exists():
+        return GridSpec.from_preset(given, changes=changes)
+    if not Path(given).exists():
+        raise SpecError(
+            f"{given}: neither a file nor a preset; expected GRID.yaml, or one of "
+            f"{', '.join(PRESETS)}{nearest(given, PRESETS)}"
+        )
+    return GridSpec.from_yaml(given, changes=changes)

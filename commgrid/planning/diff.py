@@ -1,0 +1,223 @@
+"""What changes between two grids: sizes, order, and which names mean other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.planning.group_table import find_name
+from commgrid.planning.plan import GroupPlan
+from commgrid.planning.rank_lists import describe_ranks, pack
+from commgrid.planning.spec import GridSpec
+
+
+@dataclass(frozen=True)
+class GroupChange:
+    """A name whose groups are others.
+
+    Args:
+        name: which.
+        sizes: of its groups, before and after; of the largest where they differ.
+        moved: how many ranks have other peers under it.
+        rank: the first of them.
+        before, after: its group, () where it is in none.
+    """
+
+    name: str
+    sizes: tuple[int, int]
+    moved: int
+    rank: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GridDiff:
+    """Two grids beside each other.
+
+    Args:
+        ranks: how many each has.
+        axes: the sizes that differ, before and after, by axis; None where there is no such axis.
+        orders: by region, where they differ; the region's axes before and after.
+        same: names of the same groups.
+        changed: names of other groups; empty where the grids have other ranks.
+        gone, new: names that only one of them creates.
+        options: by name, what its communicator is created with, where that differs.
+        communicators, connecting: of the first rank, before and after.
+    """
+
+    ranks: tuple[int, int]
+    axes: dict[str, tuple[int | None, int | None]]
+    orders: dict[str, tuple[str, str]]
+    same: tuple[str, ...]
+    changed: tuple[GroupChange, ...]
+    gone: tuple[str, ...]
+    new: tuple[str, ...]
+    options: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    communicators: tuple[int, int]
+    connecting: tuple[int, int]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing differs, but for how communicators are shared."""
+        differs = self.axes or self.orders or self.changed or self.gone or self.new or self.options
+        return not differs and self.ranks[0] == self.ranks[1]
+
+    def __str__(self) -> str:
+        """The difference in words, a few lines however many ranks there are."""
+        lines = [_arrow(*self.ranks) + " ranks"]
+        if self.axes:
+            sizes = (f"{axis} {_arrow(*sizes)}" for axis, sizes in self.axes.items())
+            lines.append(f"  {', '.join(sizes)}")
+        lines += [f"  order of {r}: {_arrow(*orders)}" for r, orders in self.orders.items()]
+        lines.append(
+            f"  {_arrow(*self.communicators)} communicators a rank, {_arrow(*self.connecting)} of "
+            "which connect at start"
+        )
+        if self.is_empty:
+            return "\n".join([*lines, "", "the same groups under the same names"])
+        if self.ranks[0] == self.ranks[1]:
+            lines += ["", f"same ranks ({len(self.same)}){_listed(self.same)}"]
+        if self.changed:
+            lines += ["", f"other ranks ({len(self.changed)})"]
+            width = max(len(change.name) for change in self.changed)
+            lines += [_of_change(change, width, self.ranks[1]) for change in self.changed]
+        for what, names in (("no longer there", self.gone), ("new", self.new)):
+            if names:
+                lines += ["", f"{what} ({len(names)}){_listed(names)}"]
+        if self.options:
+            lines += ["", "created otherwise"]
+            lines += [
+                f"  {name}: {_arrow(*(one or 'as the grid' for one in pair))}"
+                for name, pair in self.options.items()
+            ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for machines."""
+        return {
+            "ranks": list(self.ranks),
+            "axes": {axis: list(sizes) for axis, sizes in self.axes.items()},
+            "orders": {region: list(orders) for region, orders in self.orders.items()},
+            "same": list(self.same),
+            "changed": [
+                {"name": c.name, "sizes": list(c.sizes), "moved": c.moved, "rank": c.rank,
+                 "before": list(c.before), "after": list(c.after)}
+                for c in self.changed
+            ],
+            "gone": list(self.gone),
+            "new": list(self.new),
+            "options": {name: list(pair) for name, pair in self.options.items()},
+            "communicators": list(self.communicators),
+            "connecting": list(self.connecting),
+        }  # fmt: skip
+
+
+def compare(before: GridSpec, after: GridSpec) -> GridDiff:
+    """What changes from one grid to another.
+
+    Args:
+        before, after: resolved.
+
+    Raises:
+        SpecError: a size is still open.
+
+    Example:
+        >>> one, other = (GridSpec.build(tp=tp).resolve(8) for tp in (2, 4))
+        >>> found = compare(one, other)
+        >>> found.axes, found.changed[0].before, found.changed[0].after
+        ({'tp': (2, 4), 'dp': (4, 2)}, (0, 1), (0, 1, 2, 3))
+        >>> found.same[:2]
+        ('cp', 'pp')
+    """
+    for spec in (before, after):
+        if not spec.is_resolved:
+            raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
+    plans = [GroupPlan.for_rank(spec, spec.grid_ranks[0]) for spec in (before, after)]
+    names = [plan.created for plan in plans]
+    # Another order spells combinations otherwise, pp_dp as dp_pp; each grid knows both.
+    spelled = {name: find_name(name, after.definitions, after.words) for name in names[0]}
+    both = {name: other for name, other in spelled.items() if other in names[1]}
+    changes = {}
+    if same_ranks := set(before.grid_ranks) == set(after.grid_ranks):
+        changes = {name: _groups_of(name, other, before, after) for name, other in both.items()}
+    options = {
+        name: (names[0][name].options.to_dict(), names[1][other].options.to_dict())
+        for name, other in both.items()
+    }
+    held = [plan.communicators for plan in plans]
+    return GridDiff(
+        ranks=(before.world_size, after.world_size),
+        axes=_sizes(before, after),
+        orders=_orders(before, after),
+        same=tuple(name for name in both if same_ranks and changes[name] is None),
+        changed=tuple(change for change in changes.values() if change is not None),
+        gone=tuple(name for name in names[0] if name not in both),
+        new=tuple(name for name in names[1] if name not in both.values()),
+        options={name: (a, b) for name, (a, b) in options.items() if a != b},
+        communicators=(len(held[0]), len(held[1])),
+        connecting=(sum(c.connect for c in held[0]), sum(c.connect for c in held[1])),
+    )
+
+
+def _sizes(before: GridSpec, after: GridSpec) -> dict[str, tuple[int | None, int | None]]:
+    one, other = before.shape, after.shape
+    axes = dict.fromkeys((*one, *other))
+    return {a: (one.get(a), other.get(a)) for a in axes if one.get(a) != other.get(a)}
+
+
+def _orders(before: GridSpec, after: GridSpec) -> dict[str, tuple[str, str]]:
+    """Axes of size 1 have no place, so they are left out."""
+    orders = [
+        {r.name: "-".join(a for a in r.axes if spec.shape[a] > 1) for r in spec.regions}
+        for spec in (before, after)
+    ]
+    shared = [name for name in orders[0] if name in orders[1]]
+    found = {}
+    for name in shared:
+        one, other = orders[0][name], orders[1][name]
+        common = set(one.split("-")) & set(other.split("-"))
+        kept = [[axis for axis in order.split("-") if axis in common] for order in (one, other)]
+        if kept[0] != kept[1]:
+            found[name] = (one, other)
+    return found
+
+
+def _groups_of(name: str, other: str, before: GridSpec, after: GridSpec) -> GroupChange | None:
+    """How the groups of a name, which `after` may spell otherwise, change; None if they do not."""
+    definitions = ((before, before.definitions[name]), (after, after.definitions[other]))
+    old, new = (
+        {*definition.all_ranks(spec.layout(definition.region))} for spec, definition in definitions
+    )
+    if old == new:
+        return None
+    moved = {rank for group in old ^ new for rank in group}
+    moved -= {rank for group in old & new for rank in group}
+    first = min(moved)
+    mine = [next((group for group in groups if first in group), ()) for groups in (old, new)]
+    sizes = [max(map(len, groups), default=0) for groups in (old, new)]
+    return GroupChange(name, (sizes[0], sizes[1]), len(moved), first, mine[0], mine[1])
+
+
+def _of_change(change: GroupChange, width: int, world: int) -> str:
+    moved = "every rank" if change.moved == world else f"{change.moved} of {world} ranks"
+    groups = (_written(one) if one else "none" for one in (change.before, change.after))
+    return (
+        f"  {change.name:{width}}  of {_arrow(*change.sizes)}, on {moved}; rank {change.rank}: "
+        f"{' → '.join(groups)}"
+    )
+
+
+def _written(ranks: tuple[int, ...]) -> str:
+    """As `--ranks` takes them; of very many runs the first ones, in words."""
+    text = pack(ranks)
+    return describe_ranks(ranks) if text.startswith("x") else text
+
+
+def _arrow(one: object, other: object) -> str:
+    return f"{one}" if one == other else f"{one or '–'} → {other or '–'}"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f": {', '.join(names)}" if names else ""
