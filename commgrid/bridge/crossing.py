@@ -58,7 +58,7 @@ class Facts:
     complaint: int = 0
 
     @classmethod
-    def of(cls, x: Tensor | None, is_source: bool, device: torch.device) -> Facts:
+    def of(cls, x: object, is_source: bool, device: torch.device) -> Facts:
         """What this rank has to tell."""
         records = torch.is_grad_enabled()
         none = cls(is_source, records)
