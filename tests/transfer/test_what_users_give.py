@@ -82,7 +82,7 @@ SAID = {
     "grid": "SpecError: source_grid='default': expected a grid, or None on other ranks",
     "timeout": "SpecError: timeout=0: expected seconds above 0, or a timedelta",
     "optimizer": "SpecError: optimizer=AdamW: expected the source's and the target's, with None",
-    "some optimizers": "TransferError: ranks 0-1: no rank of the source gave optimizer.param_groups",
+    "some optimizers": "TransferError: ranks 0-1: no rank of the source gave optimizer.",
 }
 
 
