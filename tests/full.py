@@ -179,6 +179,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_rings_memory_does_not_grow_with_its_ranks",
         "test_auto_is_what_was_chosen",
         "test_nobody_waits_for_ever_for_keys",
+        "test_who_does_not_come_to_an_exchange_is_named",
         "test_torchs_ring_runs_on_a_grids_mesh[alltoall]",
     ],
     "tests/test_quality.py": [

@@ -17,7 +17,6 @@ it or will come, since what they do before are earlier calls.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,15 +27,12 @@ from torch import Tensor
 
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
-from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_groups, torch_world
-from commgrid.runtime.failures import GoneError
+from commgrid.runtime.failures import GoneError, who_is_missing
 from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers
 
 MOST_AHEAD = 16
 """So many calls a rank's messages may be on their way: gloo does not say when they have left."""
-_ROLL_CALL_SECONDS = 2.0
-_POLL_SECONDS = 0.02
 
 Addressed = tuple[Tensor, int]
 """A tensor, and the global rank that it goes to or comes from."""
@@ -122,8 +118,10 @@ class Links:
         except RuntimeError as error:
             if not torch_world.is_peer_failure(error):
                 raise
+            late = f"commgrid/bridge/late/{self.key}"
             raise GoneError(
-                f"{self.about}: {self._who_is_missing(call)} ({torch_world.first_line(error)})"
+                f"{self.about}: {who_is_missing(late, self.ranks, call)} "
+                f"({torch_world.first_line(error)})"
             ) from error
 
     def exchange(
@@ -214,25 +212,6 @@ class Links:
             f"{torch_world.world_rank()} waited for it and got {torch_world.first_line(error)}; "
             "every rank on either stage calls the bridge equally often, and its backward"
         )
-
-    def _who_is_missing(self, call: str) -> str:
-        """After a collective that failed on all who came: they say so, and the others are missing.
-
-        Nothing of it costs anything while all goes well.
-        """
-        store = torch_world.world_store()
-        at = f"commgrid/bridge/late/{self.key}"
-        missing = set(self.ranks)
-        with suppress(RuntimeError):  # the store has gone with the rank that served it
-            store.set(f"{at}/{torch_world.world_rank()}", call)
-            until = time.monotonic() + _ROLL_CALL_SECONDS
-            while missing and time.monotonic() < until:
-                missing -= {rank for rank in missing if store.check([f"{at}/{rank}"])}
-                time.sleep(_POLL_SECONDS)
-            if missing:
-                others = "others have" if len(self.ranks) - len(missing) > 1 else "this rank has"
-                return f"{describe_ranks(missing)} did not come to {call}, to which {others} come"
-        return f"a rank is gone or did not answer in {call}"
 
 
 def _version(tensor: Tensor) -> int:

@@ -12,23 +12,49 @@ waits on the device, where torch's own watchdog ends what waits for a rank that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from commgrid.errors import GridDestroyedError, PeerFailedError, PeerTimeoutError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_world
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
+_ROLL_CALL_SECONDS = 2.0
 _PATIENCE_SECONDS = 2.0  # for the one who knows more than that a connection closed
 _POLL_SECONDS = 0.05
 
 
 class GoneError(PeerFailedError):
     """A certain rank is gone; raised where that is known from who was waited for."""
+
+
+def who_is_missing(at: str, ranks: Iterable[int], what: str) -> str:
+    """After a collective that failed on all who came: they say so, and the others are missing.
+
+    Nothing of it costs anything while all goes well.
+
+    Args:
+        at: what the collective is called at the store.
+        ranks: who takes part.
+        what: what it is, for the message.
+    """
+    store, every, me = torch_world.world_store(), set(ranks), torch_world.world_rank()
+    missing = set(every)
+    with suppress(RuntimeError):  # the store has gone with the rank that served it
+        store.set(f"{at}/{me}", what)
+        until = time.monotonic() + _ROLL_CALL_SECONDS
+        while missing and time.monotonic() < until:
+            missing -= {rank for rank in missing if store.check([f"{at}/{rank}"])}
+            time.sleep(_POLL_SECONDS)
+        if missing:
+            others = "others have" if len(every) - len(missing) > 1 else "this rank has"
+            return f"{describe_ranks(missing)} did not come to {what}, to which {others} come"
+    return f"a rank is gone or did not answer in {what}"
 
 
 @contextmanager
