@@ -196,6 +196,9 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_nobody_waits_for_ever_however_they_take_turns",
         "test_ten_thousand_tensors_of_thirteen_hundred_ranks_are_a_short_table",
     ],
+    "tests/transfer/test_what_users_give.py": [
+        "test_a_rank_that_was_interrupted_while_planning_is_named",
+    ],
     "tests/transfer/test_transfer_foreign.py": [
         "test_megatrons_slices_go_there_and_back[1]",
     ],

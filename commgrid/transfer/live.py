@@ -157,8 +157,10 @@ class Transfer:
             self._make_plan()
             self._pass(planned, "did not get as far as its plan")
         except BaseException as error:
-            self._fail(planned, error)
+            told = self._fail(planned, error)
             self.close()
+            if isinstance(error, Exception) and told is not error:
+                raise told from error
             raise
         self._meeting.forget()
 

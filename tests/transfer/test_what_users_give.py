@@ -60,6 +60,29 @@ def given() -> dict[str, str]:
     return said
 
 
+def interrupted() -> str:
+    """Ctrl-C reaches one rank while it looks at its model."""
+    rank = commgrid.initialize().rank
+
+    def wanted(name: str) -> bool:
+        if rank == 1:
+            raise KeyboardInterrupt
+        return True
+
+    try:
+        Transfer(nn.Linear(2, 2), nn.Linear(2, 2), only=wanted, timeout=3)
+    except (KeyboardInterrupt, Exception) as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def test_a_rank_that_was_interrupted_while_planning_is_named() -> None:
+    """The others said that gloo could not connect."""
+    assert run_on_ranks(interrupted, 2) == [
+        "TransferError: rank 1: KeyboardInterrupt", "KeyboardInterrupt: "
+    ]  # fmt: skip
+
+
 SAID = {
     "slices": "TransferError: ranks 0-1: weight, of which ranks 0-1 hold [2, 2] at [0, 0], differs "
     "between rank 0 and rank 1, and so do 1 more tensors (a tensor of a mapping is whole; give "
