@@ -32,6 +32,7 @@ from commgrid.tensor_parallel import (
     RowParallelLinear,
     initialize_parameters,
 )
+from gpt_flags import last_words
 
 PIXELS, LENGTH, VOCABULARY = 12, 6, 16
 
@@ -185,4 +186,4 @@ if __name__ == "__main__":
     try:
         train(parse())
     except commgrid.CommGridError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(last_words(error))

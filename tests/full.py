@@ -182,6 +182,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_rings_memory_does_not_grow_with_its_ranks",
         "test_auto_is_what_was_chosen",
         "test_nobody_waits_for_ever_for_keys",
+        "test_who_does_not_come_to_an_exchange_is_named",
         "test_torchs_ring_runs_on_a_grids_mesh[alltoall]",
     ],
     "tests/test_quality.py": [
@@ -197,6 +198,9 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/transfer/test_transfer_plan.py": [
         "test_nobody_waits_for_ever_however_they_take_turns",
         "test_ten_thousand_tensors_of_thirteen_hundred_ranks_are_a_short_table",
+    ],
+    "tests/transfer/test_what_users_give.py": [
+        "test_a_rank_that_was_interrupted_while_planning_is_named",
     ],
     "tests/transfer/test_transfer_foreign.py": [
         "test_megatrons_slices_go_there_and_back[1]",

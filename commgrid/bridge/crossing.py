@@ -34,6 +34,7 @@ _COMPLAINTS = (
     f"gave a tensor of a dtype or with more dims than a bridge takes (at most {MOST_DIMS} dims, "
     f"and {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)})",
     "gave a tensor on a device that the bridge's communicator does not send from",
+    "gave something else than a tensor; the source's ranks call bridge(x) with one",
 )
 
 
@@ -57,7 +58,7 @@ class Facts:
     complaint: int = 0
 
     @classmethod
-    def of(cls, x: Tensor | None, is_source: bool, device: torch.device) -> Facts:
+    def of(cls, x: object, is_source: bool, device: torch.device) -> Facts:
         """What this rank has to tell."""
         records = torch.is_grad_enabled()
         none = cls(is_source, records)
@@ -65,6 +66,8 @@ class Facts:
             return replace(none, complaint=1 if is_source else 0)
         if not is_source:
             return replace(none, complaint=2)
+        if not isinstance(x, Tensor):
+            return replace(none, complaint=5)
         if x.dtype not in DTYPES or x.dim() > MOST_DIMS:
             return replace(none, complaint=3)
         if x.device.type != device.type:

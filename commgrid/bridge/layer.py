@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from commgrid.bridge.crossing import Crossing, Facts, conclude
 from commgrid.bridge.links import Links
 from commgrid.bridge.moving import move
-from commgrid.bridge.sides import Cut, GridSide, grid_side
+from commgrid.bridge.sides import Cut, GridSide, check_axes, grid_side
 from commgrid.errors import (
     CommGridError,
     GridDestroyedError,
@@ -136,8 +136,8 @@ class Bridge(nn.Module):
             "target": _cuts(dim, groups[1], target_sequence),
         }
         self._stages = {"source": source_stage, "target": target_stage}
-        self._copies = tuple(copies)
-        self._partial = None if partial is None else tuple(partial)
+        self._copies = (copies,) if isinstance(copies, str) else tuple(copies)
+        self._partial = (partial,) if isinstance(partial, str) else partial and tuple(partial)
         self._links: Links | None = None
         self._crossings: dict[bool, Crossing] = {}
         self._calls = 0
@@ -187,6 +187,7 @@ class Bridge(nn.Module):
             raise
 
     def _side(self, cards: dict[str, Card], what: str) -> GridSide:
+        check_axes(self._copies, self._partial, *(cards[side].spec for side in SIDES))
         return grid_side(
             what,
             cards[what].spec,
@@ -359,6 +360,8 @@ class _Crossing(torch.autograd.Function):
 
 def _cuts(dim: int, group: str, sequence: Cut | None) -> tuple[Cut, ...]:
     own = Cut(dim, group)
+    if sequence is not None and not isinstance(sequence, Cut):
+        raise SpecError(f"sequence={sequence!r}: expected Cut(dim, group), or with a sharding")
     if sequence is None:
         return (own,)
     return (sequence,) if sequence.dim == dim else (own, sequence)

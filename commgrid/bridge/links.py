@@ -27,15 +27,12 @@ from torch import Tensor
 
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
-from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_groups, torch_world
-from commgrid.runtime.failures import GoneError
-from commgrid.runtime.roll import Coming, Line, Roll
+from commgrid.runtime.failures import GoneError, who_is_missing
 from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers
 
 MOST_AHEAD = 16
 """So many calls a rank's messages may be on their way: gloo does not say when they have left."""
-_ROLL_CALL_SECONDS = 2.0
 
 Addressed = tuple[Tensor, int]
 """A tensor, and the global rank that it goes to or comes from."""
@@ -121,8 +118,10 @@ class Links:
         except RuntimeError as error:
             if not torch_world.is_peer_failure(error):
                 raise
+            late = f"commgrid/bridge/late/{self.key}"
             raise GoneError(
-                f"{self.about}: {self._who_is_missing(call)} ({torch_world.first_line(error)})"
+                f"{self.about}: {who_is_missing(late, self.ranks, call)} "
+                f"({torch_world.first_line(error)})"
             ) from error
 
     def exchange(
@@ -213,28 +212,6 @@ class Links:
             f"{torch_world.world_rank()} waited for it and got {torch_world.first_line(error)}; "
             "every rank on either stage calls the bridge equally often, and its backward"
         )
-
-    def _who_is_missing(self, call: str) -> str:
-        """After a collective that failed on all who came: they say so, and the others are missing.
-
-        Nothing of it costs anything while all goes well.
-        """
-        at = f"commgrid/bridge/late/{self.key}/{call}"
-        with suppress(RuntimeError):  # the store has gone with the rank that served it
-            store = torch_world.world_store()
-            roll, line = Roll(store, at, self.ranks), Line(store, len(self.ranks))
-            all_came = roll.come(torch_world.world_rank()) is Coming.LAST
-            if all_came:
-                store.set(f"{at}/all", "")
-            else:
-                all_came = line.within(f"{at}/all", _ROLL_CALL_SECONDS)
-            line.close()
-            if not all_came:
-                here = roll.here(self.ranks)
-                others = "others have" if len(here) > 1 else "this rank has"
-                missing = describe_ranks(set(self.ranks) - set(here))
-                return f"{missing} did not come to {call}, to which {others} come"
-        return f"a rank is gone or did not answer in {call}"
 
 
 def _version(tensor: Tensor) -> int:

@@ -14,6 +14,7 @@ from commgrid.bridge.plan import Place, Side, even, one_by_one
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import ShapeError, SpecError
+from commgrid.planning.names import nearest
 from commgrid.planning.spec import GridSpec
 
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
@@ -102,6 +103,29 @@ class GridSide:
         return tuple(self.side.places)
 
 
+def check_axes(
+    copies: Sequence[str], partial: Sequence[str] | None, source: GridSpec, target: GridSpec
+) -> None:
+    """Refuses names of axes that nobody has: what they were meant for would not be done.
+
+    Raises:
+        SpecError: copies= names an axis of neither grid, or partial= one that the target has not.
+    """
+    theirs, all_axes = _axes(target), list(dict.fromkeys([*_axes(source), *_axes(target)]))
+    for key, given, known in (("partial", partial or (), theirs), ("copies", copies, all_axes)):
+        for axis in given:
+            if axis not in known and (key, axis) != ("copies", "tp"):  # tp is its default
+                raise SpecError(
+                    f"{key}={tuple(given)}: {axis!r} is no axis of "
+                    f"{'the target' if key == 'partial' else 'either grid'}, only "
+                    f"{', '.join(known)}{nearest(str(axis), known)}"
+                )
+
+
+def _axes(spec: GridSpec) -> list[str]:
+    return list(dict.fromkeys(axis for region in spec.regions for axis in region.axes))
+
+
 def grid_side(
     what: str,
     spec: GridSpec,
@@ -124,7 +148,8 @@ def grid_side(
 
     Raises:
         SpecError: a group of some ranks only, groups of two regions or along one axis, a stage that
-            there is not, or an axis that is neither cut nor named as one of copies.
+            there is not, an axis that is neither cut nor named as one of copies, or a sharding over
+            another number of ranks.
         UnknownGroupError: the spec has no such group.
     """
     names = [spec.resolve_name(cut.group) for cut in cuts]
@@ -156,7 +181,7 @@ def grid_side(
         raise SpecError(
             f"{what}: the ranks along {', '.join(unsaid)} hold parts or copies, and nothing says "
             f"which: cut along it ({what}_sequence=Cut(dim, {unsaid[0]!r}), or group="
-            f"'dp_{unsaid[0]}'), or name it in copies={(*copies, unsaid[0])!r}"
+            f"{'_'.join((*along, unsaid[0]))!r}), or name it in copies={(*copies, unsaid[0])!r}"
         )
     parted = [a for a in rest if (a != "tp" if partial is None else a in partial)]
     places: dict[int, Place] = {}
@@ -172,4 +197,10 @@ def grid_side(
         for axis in parted:
             parts[rank] = parts[rank] * shape[axis] + at[axis]
     sizes = tuple(definition.size(shape) for definition in definitions)
+    for cut, size in zip(cuts, sizes, strict=True):
+        if isinstance(cut.sharding, SequenceSharding) and cut.sharding.parts != size:
+            raise SpecError(
+                f"{what}: the sharding of dim {cut.dim} is over {cut.sharding.parts} ranks, group "
+                f"{cut.group!r} has {size}; give it parts={size}"
+            )
     return GridSide(tuple(cuts), sizes, Side(places, parts))

@@ -6,13 +6,22 @@ others, it would raise and the rest wait for it, so all tell each other first, a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.objects import gathered
 from commgrid.errors import ShapeError, SpecError
+from commgrid.runtime.failures import GoneError, who_is_missing
+from commgrid.runtime.torch_world import first_line, is_peer_failure
 
+Backward = TypeVar("Backward", bound=Callable[..., Any])
 Facts = tuple[tuple[str, str], ...]
 """What must be the same on all ranks: its name and what it is, in words."""
 
@@ -20,6 +29,38 @@ _MOST_KNOWN = 4096
 
 # What the ranks of a communicator have agreed on; it is gone with the communicator.
 _agreed: WeakKeyDictionary[ProcessGroup, set[object]] = WeakKeyDictionary()
+
+
+@contextmanager
+def named_peers(group: ProcessGroup) -> Iterator[None]:
+    """Within it, torch's error about a rank that does not answer is one that names the rank.
+
+    Raises:
+        GoneError: a rank is gone, or did not call attention or its backward as the others did.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_peer_failure(error):
+            raise
+        ranks = dist.get_process_group_ranks(group)
+        who = who_is_missing(f"commgrid/attention/late/{group.group_name}", ranks, "the call")
+        raise GoneError(
+            f"attention over group {group.group_desc!r} of {group.size()} ranks: {who} "
+            f"({first_line(error)}); its ranks call attention equally often, with tensors of one "
+            "sharding, and its backward"
+        ) from error
+
+
+def names_peers(backward: Backward) -> Backward:
+    """A backward of a ctx with a `group`, within `named_peers`."""
+
+    @wraps(backward)
+    def named(ctx: Any, *gradients: Tensor) -> Any:
+        with named_peers(ctx.group):
+            return backward(ctx, *gradients)
+
+    return cast("Backward", named)
 
 
 def agree(group: ProcessGroup, about: str, facts: Facts, complaint: str | None) -> None:

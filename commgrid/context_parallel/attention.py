@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.collectives.plain import Group, resolve
-from commgrid.context_parallel.agreement import agree
+from commgrid.context_parallel.agreement import agree, named_peers
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.choice import check_way, choose
 from commgrid.context_parallel.gathered import gathered_attention
@@ -91,6 +91,11 @@ def attention(
     """
     if dropout:
         raise SpecError(f"dropout={dropout}: attention over shards of a sequence has none; use 0")
+    if not isinstance(sharding, SequenceSharding):
+        raise SpecError(
+            f"sharding={sharding!r}: expected a SequenceSharding, which says what each rank holds, "
+            "such as SequenceSharding.zigzag(length, parts)"
+        )
     options = _Options(sharding, group, way, causal, window, scale, levels, grid)
     made: Tensor = _opaque(q, k, v, options)
     return made
@@ -110,8 +115,15 @@ class _Options(NamedTuple):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+    members = resolve(options.group, options.grid)
+    with named_peers(members):
+        return _attend_among(members, q, k, v, options)
+
+
+def _attend_among(
+    members: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, options: _Options
+) -> Tensor:
     sharding, group, way, causal, window, scale, levels, grid = options
-    members = resolve(group, grid)
     mask = Mask(causal, window)
     check_way(way)
     if sharding.parts != members.size():
@@ -147,9 +159,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
     agree(pair.across, _about(pair.across), facts, None)  # connects it, too
     found = two_levels(sharding, rank, mask, pair.inside.size())
     inside = pair.inside if pair.inside.size() > 1 else None
-    return two_level_attention(
-        q, k, v, levels=found, inside=inside, across=pair.across, scale=scale
-    )
+    with named_peers(pair.inside):
+        return two_level_attention(
+            q, k, v, levels=found, inside=inside, across=pair.across, scale=scale
+        )
 
 
 # torch.compile knows no messages between two ranks, and looks no plan up; so it leaves this alone.
@@ -246,6 +259,14 @@ def _shapes(q: Tensor, k: Tensor) -> str:
     return f"(batch, heads, kv_heads, head_size)={sizes}, {q.dtype}, {q.device.type}"
 
 
+def _turned(q: Tensor, own: int) -> str:
+    """How tensors that have the positions in another dim become as they should be."""
+    for dim, how in ((0, "permute(1, 2, 0, 3)"), (1, "transpose(1, 2)")):
+        if q.shape[dim] == own:
+            return f"; positions are dim 2, and q has as many in dim {dim}: give q.{how}"
+    return ""
+
+
 def _complaint(
     q: Tensor, k: Tensor, v: Tensor, sharding: SequenceSharding, rank: int, way: str,
     inner: int | None,
@@ -261,7 +282,7 @@ def _complaint(
     if q.shape[2] != own or k.shape[2] != own:
         return (
             f"{shapes}: its share of the sharding, {sharding}, is {own} positions; shard the "
-            "tensors with the sharding that attention is given"
+            f"tensors with the sharding that attention is given{_turned(q, own)}"
         )
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         return f"{shapes}: {k.shape[1]} heads of keys do not divide {q.shape[1]} query heads"

@@ -56,6 +56,8 @@ class Mask:
                 f"window={self.window} with causal=False: a window looks back, so it needs "
                 "causal=True; leave one of them out"
             )
+        if not hasattr(self.window, "__index__"):
+            raise SpecError(f"window={self.window!r}: expected a whole number of keys")
         if self.window < 1:
             raise SpecError(f"window={self.window}: expected 1 key (its own) or more")
 
@@ -173,7 +175,12 @@ def check_lengths(lengths: Iterable[int]) -> list[int]:
     Raises:
         SpecError: there are none, or one is below 1.
     """
-    sizes = [operator.index(length) for length in lengths]
+    try:
+        sizes = [operator.index(length) for length in lengths]
+    except TypeError:
+        raise SpecError(
+            f"lengths={lengths!r}: expected the length of each document, an int"
+        ) from None
     if not sizes:
         raise SpecError("lengths is empty: expected the length of 1 document or more")
     for i, size in enumerate(sizes):

@@ -23,6 +23,7 @@ from commgrid.collectives.asynchronous import (
     start_all_to_all,
     start_reduce_scatter,
 )
+from commgrid.context_parallel.agreement import names_peers
 from commgrid.context_parallel.kernels import wide
 from commgrid.context_parallel.merge import Backward, Partial
 from commgrid.context_parallel.plans import Gathering
@@ -63,6 +64,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @names_peers
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         both = _gather(pack(k, v), ctx.plan, ctx.group)  # keeping them would cost their memory

@@ -19,7 +19,14 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from commgrid.context_parallel.balance import Mask, Range, Ranges, balance, pairs_of
+from commgrid.context_parallel.balance import (
+    Mask,
+    Range,
+    Ranges,
+    balance,
+    check_lengths,
+    pairs_of,
+)
 from commgrid.context_parallel.ranges import count, joined, sorting_runs, union
 from commgrid.errors import ShapeError, SpecError
 from commgrid.planning.summary import several
@@ -136,7 +143,7 @@ class SequenceSharding:
             >>> SequenceSharding.packed([3, 5, 8], 2).ranges
             (((0, 5), (13, 16)), ((5, 13),))
         """
-        lengths = list(lengths)
+        lengths = check_lengths(lengths)
         held = balance(lengths, parts, Mask(causal, window))
         documents = (0, *accumulate(lengths))
         return cls(documents[-1], held, documents)
@@ -244,6 +251,11 @@ class SequenceSharding:
         return self._shard(batch, rank, dim, "a tensor")
 
     def _shard(self, tensor: Tensor, rank: int, dim: int, what: str) -> Tensor:
+        if not hasattr(tensor, "narrow"):
+            raise ShapeError(
+                f"{what} is of type {type(tensor).__name__}: expected a tensor, or None; leave "
+                "what is not to be cut out of the batch"
+            )
         if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != self.length:
             raise ShapeError(
                 f"{what} of shape {tuple(tensor.shape)} has not the {self.length} positions of "

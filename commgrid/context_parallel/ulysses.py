@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import start_all_to_all
+from commgrid.context_parallel.agreement import names_peers
 from commgrid.context_parallel.plans import HeadExchange, kv_heads_of
 from commgrid.context_parallel.ranges import inverse
 from commgrid.context_parallel.sharding import take_runs
@@ -97,6 +98,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @names_peers
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         back = start_all_to_all(gradient, ctx.group, ctx.receive, ctx.send).wait()
         return back, None, None, None

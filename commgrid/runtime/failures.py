@@ -12,23 +12,54 @@ waits on the device, where torch's own watchdog ends what waits for a rank that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from commgrid.errors import GridDestroyedError, PeerFailedError, PeerTimeoutError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_world
 from commgrid.runtime.registry import get_grid
+from commgrid.runtime.roll import Coming, Line, Roll
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
+_ROLL_CALL_SECONDS = 2.0
 _PATIENCE_SECONDS = 2.0  # for the one who knows more than that a connection closed
 _POLL_SECONDS = 0.05
 
 
 class GoneError(PeerFailedError):
     """A certain rank is gone; raised where that is known from who was waited for."""
+
+
+def who_is_missing(at: str, ranks: Iterable[int], what: str) -> str:
+    """After a collective that failed on all who came: they say so, and the others are missing.
+
+    Nothing of it costs anything while all goes well.
+
+    Args:
+        at: what the collective is called at the store.
+        ranks: who takes part.
+        what: what it is, for the message.
+    """
+    every = tuple(sorted(ranks))
+    with suppress(RuntimeError):  # the store has gone with the rank that served it
+        store = torch_world.world_store()
+        roll, line = Roll(store, at, every), Line(store, len(every))
+        all_came = roll.come(torch_world.world_rank()) is Coming.LAST
+        if all_came:
+            store.set(f"{at}/all", "")
+        else:
+            all_came = line.within(f"{at}/all", _ROLL_CALL_SECONDS)
+        line.close()
+        if not all_came:
+            here = roll.here(every)
+            others = "others have" if len(here) > 1 else "this rank has"
+            missing = describe_ranks(set(every) - set(here))
+            return f"{missing} did not come to {what}, to which {others} come"
+    return f"a rank is gone or did not answer in {what}"
 
 
 @contextmanager

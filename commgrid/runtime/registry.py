@@ -268,11 +268,15 @@ def initialize(
             grid = HyperCommGrid(
                 spec, name=name, backend=backend, timeout=timeout, startup_timeout=max(left, 1e-3)
             )
-        except NotInGridError:
+        except NotInGridError as error:
             if _registry.started_world:
                 # A rank without a part in the grid; its None is not in the annotation, which is
                 # for the many who give no ranks.
                 return cast("HyperCommGrid", None)
+            error.args = (
+                f"{error}; a program that starts torch.distributed itself calls initialize on the "
+                "grid's ranks alone: initialize(…) if rank in ranks else None",
+            )
             raise
         except BaseException:
             if started:

@@ -333,6 +333,8 @@ def is_store_gone(error: BaseException) -> bool:
     return isinstance(error, dist.DistNetworkError) and not _CANNOT_SERVE.search(str(error))
 
 
+_IN_GLOO = re.compile(r"^\[\S+\.cc:\d+\] ")
+
 # What torch 2.11 to 2.15 raise where a peer is gone or silent; each is provoked by a test, but for
 # NCCL's, which need GPUs and which nobody has provoked yet.
 _GONE = (
@@ -363,8 +365,9 @@ _CANNOT_SERVE = re.compile(r"^The server socket has failed to (listen|bind)")
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without what follows its first line."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """An error's message without what follows its first line, and where in gloo's source it is."""
+    lines = _IN_GLOO.sub("", str(error)).splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def check_backend(key: str, backend: str | None) -> None:

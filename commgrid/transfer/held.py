@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,6 +18,7 @@ from commgrid.checkpoint.model_state import ModelState
 from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule
 from commgrid.planning.boxes import Box, Shape, common
+from commgrid.planning.names import nearest
 from commgrid.transfer.foreign import ForeignCut, foreign_cut
 from commgrid.transfer.layouts import Entry, Form, pack
 
@@ -132,6 +133,12 @@ class Held:
             for tensor in tensors if tensor.numel()
         }  # fmt: skip
 
+    def begins(self) -> Iterator[tuple[str, int]]:
+        """Each tensor's name, and where in memory its parts begin."""
+        for name, held in self._tensors.items():
+            for tensors in held.chunks.values():
+                yield from ((name, tensor.data_ptr()) for tensor in tensors if tensor.numel())
+
     @property
     def device_types(self) -> set[str]:
         """Where they are."""
@@ -168,6 +175,22 @@ class Names:
     def is_partial(self) -> bool:
         """Whether the sides may have tensors that are not moved."""
         return self._only is not None
+
+    def check_used(self, names: Collection[str]) -> None:
+        """Refuses a pattern by which nothing is moved, such as one typed wrong.
+
+        Args:
+            names: the target's that are moved.
+
+        Raises:
+            SpecError: names the pattern.
+        """
+        for pattern in self._only if isinstance(self._only, list) else ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise SpecError(
+                    f"only={self._only}: {pattern!r} is the name of no tensor of the target"
+                    f"{nearest(pattern, names)}; leave it out, or give one that is"
+                )
 
     def of_source(self, name: str) -> str:
         """The target's name for one of the source's."""

@@ -170,6 +170,14 @@ class Side:
         return " and ".join(f"{form} on {describe_ranks(ranks)}" for form, ranks in said.items())
 
 
+def _kind(dtype: str) -> int:
+    """0 to 3: bool, whole numbers, floating point, complex; the higher holds the lower."""
+    for kind, beginnings in enumerate((("complex",), ("float", "bfloat"), ("int", "uint"))):
+        if dtype.startswith(beginnings):
+            return 3 - kind
+    return 0
+
+
 def check_sides(source: Side, target: Side, partly: bool) -> None:
     """Refuses sides that are not of one model.
 
@@ -184,9 +192,16 @@ def check_sides(source: Side, target: Side, partly: bool) -> None:
         raise TransferError("the target has no tensors; give a model, or other names to only=")
     for name, form in targets.items():
         read = reads[name]
-        if read in sources and sources[read].shape == form.shape:
-            continue
         needing = describe_ranks(target.holders(name))
+        if read in sources and sources[read].shape == form.shape:
+            if _kind(sources[read].dtype) > _kind(form.dtype):
+                raise TransferError(
+                    f"{name} has dtype {sources[read].dtype} on "
+                    f"{describe_ranks(source.holders(read))} of the source and {form.dtype} on "
+                    f"{needing} of the target, which cannot hold its numbers; quantize them first, "
+                    "or give the target a tensor that can"
+                )
+            continue
         if read not in sources:
             raise TransferError(
                 f"{name} is on {needing} of the target, and the source has no {read}"

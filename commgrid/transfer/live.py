@@ -16,6 +16,7 @@ from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferE
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_groups
 from commgrid.runtime.failures import GoneError
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pairing import Pairing, check_alive
 from commgrid.runtime.registry import get_grid
 from commgrid.runtime.seconds import Seconds, as_seconds
@@ -29,8 +30,6 @@ from commgrid.transfer.sides import SourceSide, TargetSide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from commgrid.runtime.grid import HyperCommGrid
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
@@ -48,7 +47,8 @@ class _Told:
         devices: of its tensors.
         more: what goes with an optimizer.
         partly: whether only= was given.
-        compares: whether copies may be compared.
+        compares: whether copies are to be compared.
+        mapped: whether the source's tensors come in a mapping, which does not say what are copies.
     """
 
     layout: bytes | None
@@ -57,6 +57,7 @@ class _Told:
     more: Any
     partly: bool
     compares: bool
+    mapped: bool
 
 
 class Transfer:
@@ -80,7 +81,8 @@ class Transfer:
         only: which of the target's names are moved: patterns as `blocks.*`, or a function; without
             it both sides have the same.
         copies: "compare" refuses a source of whose copies any bit differs, before anything moves;
-            "any" sends one of them whatever the others are. Of mappings nobody knows.
+            "any" sends one of them whatever the others are. Of mappings those are copies that are
+            the same box of a name, so that a slice given as a whole tensor is refused.
         max_bytes: of buffers on a rank at once, about; larger ones travel in parts. The same on all
             ranks.
         timeout: seconds to wait for other ranks; None: the grid's, or 600.
@@ -133,11 +135,17 @@ class Transfer:
         self._copies = copies
         self._grids = _grids(source, target, source_grid, target_grid)
         given = [grid.timeout for grid in self._grids.values() if grid.timeout is not None]
-        self._timeout = as_seconds("timeout", timeout or max(given, default=_TIMEOUT))
+        most = max(given, default=_TIMEOUT)
+        self._timeout = as_seconds("timeout", most if timeout is None else timeout)
         self._max_bytes, self._broken, self._runs = max_bytes, "", 0
         self._own: tuple[list[Message], list[Move]] | None = None
         self._names = Names(rename, only)
-        optimizers = optimizer or (None, None)
+        optimizers = (None, None) if optimizer is None else optimizer
+        if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+            raise SpecError(
+                f"optimizer={type(optimizers).__name__}: expected the source's and the target's, "
+                "with None for a side that this rank is not on"
+            )
         if optimizer is not None and (rename is not None or only is not None):
             raise SpecError("optimizer= goes with a whole model; leave rename= and only= out")
         self._source = SourceSide(source, self._grids.get("source"), optimizers[0], self._names)
@@ -157,8 +165,10 @@ class Transfer:
                 self._make_plan()
                 self._gates.come("planned", self._timeout, "did not get as far as its plan")
             except BaseException as error:
-                self._fail("planned", error)
+                told = self._fail("planned", error)
                 self.close()
+                if isinstance(error, Exception) and told is not error:
+                    raise told from error
                 raise
 
     def _make_plan(self) -> None:
@@ -170,14 +180,16 @@ class Transfer:
             held = side.hold()
             layout = held.layout if held is not None else None
             devices = frozenset(held.device_types if held is not None else ())
-            compares = self._copies == "compare" and self._source.knows_copies
-            return _Told(layout, host, devices, side.more, self._names.is_partial, compares)
+            compares, mapped = self._copies == "compare", not self._source.knows_copies
+            return _Told(layout, host, devices, side.more, self._names.is_partial, compares, mapped)
 
         told = at_first(self._group, lambda: tell(self._source), self._gathered, failed)
-        self._source_side, hosts, devices, offers, _, self._compares = told
+        self._source_side, hosts, devices, offers, _, self._compares, mapped = told
+        if mapped:
+            self._source.compare_boxes_of(self._source_side, self._group)
         self._target.take_offer(self._source_side.forms, offers)
         told = at_first(self._group, lambda: tell(self._target), self._gathered, failed)
-        self._target_side, _, more_devices, wants, partly, _ = told
+        self._target_side, _, more_devices, wants, partly, _, _ = told
         self._target.check_offer(offers, wants)
         self._device = _device_of(self._group, devices | more_devices)
         at_first(self._group, lambda: self._planned(hosts, partly), self._same, failed)
@@ -185,6 +197,8 @@ class Transfer:
     def _planned(self, hosts: Mapping[int, str], partly: bool) -> str:
         """Makes the plan; its digest."""
         _refuse_shared_memory(self._source.held, self._target.held)
+        if self._target_side.forms:
+            self._names.check_used(self._target_side.forms)
         self.plan = TransferPlan(self._source_side, self._target_side, hosts, partly=partly)
         return self.plan.digest
 
@@ -199,7 +213,7 @@ class Transfer:
 
     def _gathered(
         self, told: list[_Told]
-    ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool, bool]:
+    ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool, bool, bool]:
         by_rank = dict(zip(self._gates.ranks, told, strict=True))
         layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
         return (
@@ -209,6 +223,7 @@ class Transfer:
             [one.more for one in told if one.more is not None],
             any(one.partly for one in told),
             all(one.compares for one in told),
+            any(one.mapped for one in told),
         )
 
     # -- moving -------------------------------------------------------------------------
@@ -351,6 +366,8 @@ def _grids(
     """This rank's grid of each side that it is on."""
     found: dict[str, HyperCommGrid] = {}
     for side, model, grid in (("source", source, source_grid), ("target", target, target_grid)):
+        if grid is not None and not isinstance(grid, HyperCommGrid):
+            raise SpecError(f"{side}_grid={grid!r}: expected a grid, or None on other ranks")
         if grid is not None or model is not None:
             found[side] = grid or get_grid()
     if not found:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -19,15 +20,23 @@ from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Shared, Value, key_of
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.saving import differing_copies
+from commgrid.collectives.plain import all_gather, all_reduce
+from commgrid.copies import digest
 from commgrid.errors import GridMismatchError, SpecError, TransferError
+from commgrid.planning.boxes import Box
+from commgrid.planning.rank_lists import describe_ranks
+from commgrid.runtime import torch_groups
 from commgrid.transfer.held import Held, Model, Names, TransferredModel, mapped_items, tensors_of
-from commgrid.transfer.layouts import Form
+from commgrid.transfer.layouts import Form, Side
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from commgrid.runtime.grid import HyperCommGrid
 
 
 _OPTIONS = "optimizer.param_groups."
+_ABSENT = -(1 << 63)  # less than any digest and its negative
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,57 @@ class OneSide(ABC):
         """Adds the tensors of the model and its optimizer."""
 
 
+class SharedBoxes:
+    """The boxes of a source's tensors that several ranks hold, which should be equal.
+
+    Args:
+        side: what all ranks hold.
+        group: whose ranks compare, with or without boxes of their own.
+    """
+
+    def __init__(self, side: Side, group: ProcessGroup) -> None:
+        self._group, self._ranks_of = group, side.ranks_of
+        self._own = side.places.get(dist.get_rank())  # the place of this rank's layout
+        layouts: dict[tuple[str, Box], list[int]] = {}  # that have a box
+        for place, entries in enumerate(side.layouts):
+            for entry in entries:
+                for box in entry.form.boxes:
+                    layouts.setdefault((entry.name, box), []).append(place)
+        self._holders = {
+            box: places for box, places in layouts.items()
+            if sum(len(side.ranks_of[place]) for place in places) > 1
+        }  # fmt: skip
+
+    def differing(self, held: Held | None) -> str | None:
+        """What differs, with who; None: nothing. Collective over the group."""
+        if not self._holders:
+            return None
+        device = torch_groups.devices_of(self._group)[-1]
+        mine = torch.full((len(self._holders),), _ABSENT, device=device)
+        for number, ((name, box), places) in enumerate(self._holders.items()):
+            if held is not None and self._own in places:  # less a bit, so that each has a negative
+                mine[number] = digest(held.view(name, box)).bitwise_right_shift(1)
+        has = mine != _ABSENT
+        both = torch.cat([mine, torch.where(has, -mine, mine)])
+        largest, smallest = all_reduce(both, self._group, op="max").chunk(2)
+        odd = (largest != -smallest).nonzero().flatten()
+        if not len(odd):
+            return None
+        first = int(odd[0])
+        found = all_gather(mine[first : first + 1], self._group).tolist()
+        by_rank = dict(zip(dist.get_process_group_ranks(self._group), found, strict=True))
+        (name, box), places = list(self._holders.items())[first]
+        ranks = sorted(rank for place in places for rank in self._ranks_of[place])
+        lead = [one for one in ranks if by_rank[one] == by_rank[ranks[0]]]
+        others = describe_ranks([one for one in ranks if one not in lead])
+        more = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
+        return (
+            f"{name}, of which {describe_ranks(ranks)} hold {list(box[1])} at {list(box[0])}, "
+            f"differs between {describe_ranks(lead)} and {others}{more} (a tensor of a mapping is "
+            "whole; give slices as Part(tensor, shape, offset))"
+        )
+
+
 @dataclass
 class SourceSide(OneSide):
     """What this rank has of the source.
@@ -110,6 +170,7 @@ class SourceSide(OneSide):
     values: dict[str, Any] = field(default_factory=dict, init=False)
     more: Offer | None = field(default=None, init=False)
     _items: list[Item] = field(default_factory=list, init=False)
+    _boxes: SharedBoxes | None = field(default=None, init=False)
 
     @property
     def what(self) -> str:
@@ -118,9 +179,16 @@ class SourceSide(OneSide):
     def _fill(self, held: Held, items: Iterable[Item], grid: HyperCommGrid) -> None:
         values: list[Value] = []
         self._items.clear()
+        called: dict[str, str] = {}
         for item in items:
             name = self.names.of_source(item.path[-1])
             if self.names.has(name):
+                other = called.setdefault(name, item.path[-1])
+                if other != item.path[-1]:
+                    raise SpecError(
+                        f"rename= calls both {other} and {item.path[-1]} of the source {name}; "
+                        "give each a name of its own"
+                    )
                 held.add(name, item.shape, item.dtype, item.chunks)
                 self._items.append(item)
         if self.optimizer is not None:
@@ -135,16 +203,31 @@ class SourceSide(OneSide):
 
     @property
     def knows_copies(self) -> bool:
-        """Whether it says which ranks should have copies, or is not on that side."""
-        return self.grid is None or isinstance(self.model, Sequence | nn.Module)
+        """Whether it says which ranks should have copies, or has none on this rank."""
+        return not isinstance(self.model, Mapping)
+
+    def compare_boxes_of(self, side: Side, group: ProcessGroup) -> None:
+        """Takes for copies what ranks hold of the same box of a name, as of mappings.
+
+        Args:
+            side: what all ranks hold.
+            group: of the ranks of both sides.
+        """
+        self._boxes = SharedBoxes(side, group)
 
     def compare_copies(self) -> None:
-        """Refuses to send one of several copies that differ; collective over the source's grid.
+        """Refuses to send one of several copies that differ.
+
+        Collective over the source's grid, or over both where boxes are compared.
 
         Raises:
             GridMismatchError: names tensor and ranks.
         """
-        told = differing_copies(self._items, self.grid) if self.grid is not None else None
+        told: str | None = None
+        if self._boxes is not None:
+            told = self._boxes.differing(self.held)
+        elif self.grid is not None:
+            told = differing_copies(self._items, self.grid)
         if told is not None:
             raise GridMismatchError(
                 f"{told}; these should be copies, of which any may be sent. Make them equal, or "
@@ -166,6 +249,7 @@ class TargetSide(OneSide):
     _optimizer_state: OptimizerState | None = field(default=None, init=False)
     _offered: dict[str, Form] = field(default_factory=dict, init=False)
     _stored: dict[str, Any] = field(default_factory=dict, init=False)
+    _told: frozenset[str] = field(default=frozenset(), init=False)
 
     @property
     def what(self) -> str:
@@ -187,6 +271,7 @@ class TargetSide(OneSide):
         }  # fmt: skip
         values = {key: BytesStorageMetadata() for offer in offers for key in offer.keys}
         self._stored.update(values)
+        self._told = frozenset(values)
         self.wants = bool(values)
 
     def _fill(self, held: Held, items: Iterable[Item], grid: HyperCommGrid) -> None:
@@ -194,6 +279,7 @@ class TargetSide(OneSide):
             name = item.path[-1]
             if self.names.has(name):
                 held.add(name, item.shape, item.dtype, item.chunks, self._read_from(item))
+        _refuse_one_memory(held)
         if self.optimizer is not None and not self.wants:
             raise TransferError(
                 "the target has an optimizer and the source has none; give both, "
@@ -250,6 +336,12 @@ class TargetSide(OneSide):
     def begin(self, values: Mapping[str, Any]) -> None:
         """Refuses another optimizer's state, before anything moves."""
         if self._optimizer_state is not None:
+            missing = sorted(self._told - values.keys())
+            if missing:
+                raise TransferError(
+                    f"no rank of the source gave {missing[0]}, and {len(missing) - 1} more; give "
+                    "optimizer=(source's, target's) on all of its ranks"
+                )
             self._optimizer_state.check_options(values)
 
     def finish(self, values: Mapping[str, Any]) -> None:
@@ -261,10 +353,28 @@ class TargetSide(OneSide):
             self._state.tell_loaded()
 
 
+def _refuse_one_memory(held: Held) -> None:
+    """Two names of a target in one memory would have the numbers of one of them."""
+    names: dict[int, str] = {}
+    for name, begin in held.begins():
+        other = names.setdefault(begin, name)
+        if other != name:
+            raise TransferError(
+                f"{other} and {name} of the target are in one memory, and only one of them would "
+                "be there in the end; leave one of them out on both sides, or give the modules, "
+                "which know what is tied"
+            )
+
+
 def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], TransferredModel | None]:
     """The tensors of a model, and what else is known of it; of a mapping nothing is."""
     if isinstance(model, Mapping):
         return mapped_items(model), None
+    if not isinstance(model, nn.Module | Sequence):
+        raise SpecError(
+            f"a {type(model).__name__} as a model: expected a module, a list of a stage's chunks, "
+            "or a mapping of names to tensors, such as dict(…)"
+        )
     state = TransferredModel(model, grid)
     return state.tensors(), state
 

@@ -263,7 +263,7 @@ def copied() -> dict[str, float]:
     source = commgrid.initialize(name="source", ranks=[0]) if rank == 0 else None
     target = commgrid.initialize(name="target", ranks=range(1, 5), tp=2, cp=2) if rank else None
     told = {"default": {}, "tp too": {"partial": ("tp", "cp")}, "tp": {"partial": ("tp",)},
-            "none": {"partial": ()}}  # fmt: skip
+            "tp, a name alone": {"partial": "tp"}, "none": {"partial": ()}}  # fmt: skip
     found = {}
     for name, partial in told.items():
         bridge = Bridge(source, target, copies=("tp", "cp"), **partial)
@@ -285,4 +285,5 @@ def test_gradients_of_copies_are_summed_where_they_are_parts() -> None:
     assert found["default"] == 1.0 + 2.0  # one of tp's, both of cp's
     assert found["tp too"] == 1.0 + 2.0 + 3.0 + 4.0
     assert found["tp"] in (1.0 + 3.0, 2.0 + 4.0)  # of one place along cp
+    assert found["tp, a name alone"] == found["tp"]
     assert found["none"] in (1.0, 2.0)

@@ -70,6 +70,9 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[[int], Any], str]] = {
     "a tensor": ({}, lambda rank: torch.ones(4),
                  "ShapeError: bridge 'bridge': nothing can cross, since rank 2 gave a tensor, "
                  "though it is not on the source's stage; others call bridge(None)"),
+    "a list": ({}, lambda rank: [1.0] if rank == 1 else given(4),
+               "ShapeError: bridge 'bridge': nothing can cross, since rank 1 gave something else "
+               "than a tensor; the source's ranks call bridge(x) with one"),
     "gradients": ({}, lambda rank: given(4, requires_grad=rank == 0),
                   "SpecError: bridge 'bridge': rank 0 came with a tensor that needs a gradient, "
                   "rank 1 without; the gradients' way back needs all of them, or none"),
@@ -93,6 +96,22 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
            "SpecError: source: the ranks along cp hold parts or copies, and nothing says which: "
            "cut along it (source_sequence=Cut(dim, 'cp'), or group='dp_cp'), or name it in "
            "copies=('tp', 'cp')"),
+    "copies of tp": ({"dp": 1, "tp": 2}, {"group": "tp", "copies": ()}, "nothing"),
+    "cut over tp": ({}, {"group": "tp"},
+                    "SpecError: source: the ranks along dp hold parts or copies, and nothing says "
+                    "which: cut along it (source_sequence=Cut(dim, 'dp'), or group='tp_dp'), or "
+                    "name it in copies=('tp', 'dp')"),
+    "partial": ({}, {"partial": ("tpp",)},
+                "SpecError: partial=('tpp',): 'tpp' is no axis of the target, only tp, cp, dp, pp; "
+                "did you mean 'tp'?"),
+    "copies": ({}, {"copies": ("tp", "cq")},
+               "SpecError: copies=('tp', 'cq'): 'cq' is no axis of either grid, only tp, cp, dp, "
+               "pp; did you mean 'cp'?"),
+    "sequence": ({}, {"target_sequence": (1, "tp")},
+                 "SpecError: sequence=(1, 'tp'): expected Cut(dim, group), or with a sharding"),
+    "sharding": ({}, {"target_sequence": Cut(0, "dp", SequenceSharding.packed([3, 5], 3))},
+                 "SpecError: target: the sharding of dim 0 is over 3 ranks, group 'dp' has 2; give "
+                 "it parts=2"),
     "group": ({}, {"group": "dq"}, "UnknownGroupError: no group is named 'dq'"),
     "stage": ({}, {"target_stage": 1},
               "SpecError: target_stage=1: expected a stage of 1, or -1 for the last"),

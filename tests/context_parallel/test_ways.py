@@ -214,6 +214,8 @@ def refused() -> None:
         with pytest.raises(kind, match=said):
             attention(*tensors, **options)
 
+    no(SpecError, "sharding=None: expected a SequenceSharding, which says", sharding=None)
+    no(SpecError, "window=3.0: expected a whole number of keys", window=3.0)
     no(SpecError, "dropout=0.1: attention over shards of a sequence has none", dropout=0.1)
     no(SpecError, "window=3 with causal=False", causal=False, window=3)
     no(SpecError, "way='rnig': expected one of auto, ring.*did you mean 'ring'", way="rnig")
@@ -254,6 +256,10 @@ def refused() -> None:
         "document over 4 ranks, is 4 positions; shard the tensors with the sharding",
         bad, bad, bad, sharding=fresh,
     )  # fmt: skip
+    no(
+        ShapeError, r"positions are dim 2, and q has as many in dim 0: give q.permute\(1, 2, 0",
+        *[torch.zeros(5, 3, 2, 8)] * 3, sharding=SequenceSharding.contiguous(20, 4),
+    )  # fmt: skip
     theirs = SequenceSharding.zigzag(24, 4) if rank == 1 else SequenceSharding.contiguous(24, 4)
     fits = torch.zeros(1, 2, 6, 8)
     no(SpecError, "ranks 0 and 1 of the group have other shardings", *[fits] * 3, sharding=theirs)
@@ -285,6 +291,33 @@ def one_is_gone() -> str:
 
 def test_nobody_waits_for_ever_for_keys() -> None:
     assert "rank 2 or rank 1 is gone" in run_on_ranks(one_is_gone, 3)[0]
+
+
+def one_does_not_come(way: str, where: str) -> str:
+    """What the others say where all of them exchange; they said what gloo says."""
+    grid = commgrid.initialize(cp=3, timeout=2.0)
+    sharding = SequenceSharding.contiguous(12, 3)
+    x = torch.zeros(1, 3, 4, 8, requires_grad=True)
+    y = attention(x, x, x, sharding=sharding, way=way)
+    if grid.rank == 2:
+        with pytest.raises(ShapeError, match="its share of the sharding"):
+            attention(x[:, :, :2], x, x, sharding=sharding, way=way)
+        return ""
+    with pytest.raises(GoneError) as error:
+        attention(x, x, x, sharding=sharding, way=way) if where == "later" else y.sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["later", "backward"])
+@pytest.mark.parametrize("way", ["ulysses", "allgather"])
+def test_who_does_not_come_to_an_exchange_is_named(way: str, where: str) -> None:
+    said = run_on_ranks(one_does_not_come, 3, way, where)
+    for one in said[:2]:
+        assert one.startswith(
+            "attention over group 'cp' of 3 ranks: rank 2 did not come to the call, to which "
+            "others have come ("
+        )
+        assert one.endswith("with tensors of one sharding, and its backward")
 
 
 # -- torch's own --------------------------------------------------------------------------
