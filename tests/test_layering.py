@@ -77,7 +77,7 @@ ROWS = [
     ["checkpoint.optimizer_state", "checkpoint.folder", "checkpoint.meeting"],
     ["checkpoint.saving", "checkpoint.loading"],
     ["checkpoint"],
-    ["transfer.foreign", "transfer.gate"],
+    ["transfer.foreign", "transfer.gate", "transfer.ring", "transfer.ending"],
     ["transfer.held"],
     ["transfer.carry", "transfer.meeting", "transfer.sides"],
     ["transfer.live"],

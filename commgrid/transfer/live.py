@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commgrid.collectives.objects import at_first
+from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_groups
@@ -132,6 +133,8 @@ class Transfer:
         self._timeout = as_seconds("timeout", timeout or max(given, default=_TIMEOUT))
         self._max_bytes, self._broken, self._runs = max_bytes, "", 0
         self._own: tuple[list[Message], list[Move]] | None = None
+        self._carrier: Carrier | None = None
+        self._nothing = Held()
         self._names = Names(rename, only)
         optimizers = optimizer or (None, None)
         if optimizer is not None and (rename is not None or only is not None):
@@ -252,15 +255,16 @@ class Transfer:
             raise (PeerFailedError if kind is GoneError else kind)(self._broken) from error
 
     def _carry(self) -> None:
-        rank = self._meeting.rank
-        carrier = Carrier(
-            self._group, self._meeting.union, self._device,
-            self._source.held or Held(), self._target.held or Held(), self._max_bytes,
-        )  # fmt: skip
+        held = self._source.held or self._nothing, self._target.held or self._nothing
         if self._own is None:  # the same in every run
+            rank = self._meeting.rank
             messages = self.plan.messages(rank, most_of(self._max_bytes))
             self._own = messages, list(self.plan.copies(rank))
-        carrier.carry(*self._own)
+        if self._carrier is None or not self._carrier.holds(*held):
+            self._carrier = Carrier(
+                self._group, self._meeting.union, self._device, *held, self._max_bytes, *self._own
+            )
+        self._carrier.carry()
 
     def _prepare(self) -> None:
         """That everything is as it was planned, on this rank."""
@@ -284,8 +288,23 @@ class Transfer:
         _refuse_shared_memory(self._source.held, self._target.held)
 
     def _compare_copies(self) -> None:
-        if self._compares:
-            at_first(self._group, self._source.compare_copies, lambda _: None, TransferError)
+        """Refuses to send one of several copies that differ; what all agree on is one number."""
+        if not self._compares:
+            return
+        failed: Exception | None = None
+        try:
+            self._source.compare_copies()
+        except Exception as error:
+            failed = error
+        mine = torch.tensor([failed is not None], dtype=torch.int32, device=self._device)
+        if not all_reduce(mine, self._group, op="max").item():
+            return
+
+        def tell() -> None:
+            if failed is not None:
+                raise failed
+
+        at_first(self._group, tell, lambda _: None, TransferError)
 
     def _exchange_values(self) -> dict[str, Any]:
         """What optimizers have beside tensors, of all ranks; {}: no optimizer is moved."""

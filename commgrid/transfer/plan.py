@@ -29,6 +29,8 @@ from commgrid.transfer.traffic import Traffic
 
 Ranks = tuple[int, ...]
 
+_ALONE = 1 << 18  # bytes: to pack so many on one rank and unpack them on another costs a message
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -302,22 +304,40 @@ class TransferPlan:
 
 
 def _chunked(moves: Sequence[Move], most: int) -> Iterator[tuple[Move, ...]]:
-    """A pair's moves in messages of bounded size, longest elements first in each."""
+    """A pair's moves in messages of bounded size, longest elements first in each.
+
+    A large box has messages of its own, which need not be packed where it lies in one piece.
+    """
     taken: list[Move] = []
     room = most
     for move in moves:
-        start, count = 0, volume(move.box)
-        while start < count:
-            if taken and room < move.tensor.itemsize:
+        for part in _parts(move, most):
+            if part.size >= _ALONE:
+                yield (part,)
+                continue
+            if taken and room < part.size:
                 yield _sorted(taken)
                 taken, room = [], most
-            stop = min(count, start + max(room // move.tensor.itemsize, 1))
-            for box in part_of_range(move.box, start, stop):
-                taken.append(Move(move.tensor, box, move.sender, move.receiver))
-            room -= (stop - start) * move.tensor.itemsize
-            start = stop
+            taken.append(part)
+            room -= part.size
     if taken:
         yield _sorted(taken)
+
+
+def _parts(move: Move, most: int) -> Iterator[Move]:
+    """A move in boxes of bounded size, cut between whole rows where these are not larger."""
+    if move.size <= max(most, move.tensor.itemsize):
+        yield move
+        return
+    start, count = 0, volume(move.box)
+    row = count // move.box[1][0]
+    at_once = max(most // move.tensor.itemsize, 1)
+    at_once -= at_once % row if row <= at_once else 0
+    while start < count:
+        stop = min(count, start + at_once)
+        for box in part_of_range(move.box, start, stop):
+            yield Move(move.tensor, box, move.sender, move.receiver)
+        start = stop
 
 
 def _sorted(moves: list[Move]) -> tuple[Move, ...]:
