@@ -16,6 +16,7 @@ ROWS = [
     ["planning.group_table", "pipeline.simulator", "context_parallel.ranges", "transfer.traffic"],
     ["planning.spec", "pipeline.exchange", "context_parallel.tiles", "bridge.plan"],
     ["transfer.layouts", "transfer.shares", "transfer.table"],
+    ["transfer.pools"],
     ["transfer.plan"],
     ["context_parallel.length_groups", "context_parallel.drawing"],
     ["planning.plan", "context_parallel.plans"],

@@ -15,7 +15,7 @@ messages at once, as NCCL does, a batch of them takes a message's place.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ from commgrid.transfer.plan import Message, Move
 from commgrid.transfer.ring import Ring, Room, aligned
 
 _MESSAGES = 8  # that fit into what may be under way
+_KEPT = 1 << 16  # boxes whose tensors are looked up once and not in every run
 _HOST_ROOM = 1 << 24  # of buffers in a CPU's memory: more is not faster, and is not in its cache
 
 
@@ -83,7 +84,7 @@ class Carrier:
         source, target: what this rank holds.
         max_bytes: of buffers at once, unless a single message is larger.
         messages: of this rank, of `most_of(max_bytes)` bytes at most.
-        copies: what this rank has already.
+        copies: gives what this rank has already.
     """
 
     def __init__(
@@ -94,20 +95,22 @@ class Carrier:
         source: Held,
         target: Held,
         max_bytes: int,
-        messages: Iterable[Message],
-        copies: Iterable[Move],
+        messages: Sequence[Message],
+        copies: Callable[[], Iterable[Move]],
     ) -> None:
         self._group, self._ranks, self._device = group, ranks, device
         self._source, self._target = source, target
+        self._messages, self._copies = messages, copies
+        self._places = {rank: place for place, rank in enumerate(ranks)}
         self._in_batches = starts_batches(group, device)
-        places = {rank: place for place, rank in enumerate(ranks)}
-        parcels = [self._parcel(message, places[message.peer]) for message in messages]
-        self._batches = list(_batches(parcels, max_bytes // 2 if self._in_batches else 0))
-        sizes = [_packed_size(batch) for batch in self._batches]
+        self._batch = max_bytes // 2 if self._in_batches else 0
+        sizes = [aligned(message.size) for message in messages]
         largest = max(sizes, default=0)
         room = max_bytes if device.type != "cpu" else min(max_bytes, max(_HOST_ROOM, 2 * largest))
         self._room = min(max(room, largest), sum(sizes))
-        self._copies = [(self._view(move, False), self._view(move, True)) for move in copies]
+        self._kept: dict[int, _Parcel] = {}
+        self._pairs: list[tuple[Tensor, Tensor]] | None = None
+        self._left = _KEPT
 
     def holds(self, source: Held, target: Held) -> bool:
         """Whether it was made of these, so that it may carry once more."""
@@ -122,12 +125,12 @@ class Carrier:
         """
         ring = Ring(self._room, self._device)
         under_way: deque[_UnderWay] = deque()
-        for batch in self._batches:
+        for batch in _batches(self._parcels(), self._batch):
             size = _packed_size(batch)
             while (room := ring.take(size)) is None:
                 self._finish(under_way.popleft(), ring)
             under_way.append(self._start(batch, room))
-        for target, source in self._copies:
+        for target, source in self._copied():
             target.copy_(source)
         while under_way:
             self._finish(under_way.popleft(), ring)
@@ -186,7 +189,30 @@ class Carrier:
 
     # -- what is in a message -----------------------------------------------------------
 
-    def _parcel(self, message: Message, place: int) -> _Parcel:
+    def _parcels(self) -> Iterator[_Parcel]:
+        """The messages and their tensors."""
+        for number, message in enumerate(self._messages):
+            parcel = self._kept.get(number) or self._parcel(message)
+            if number not in self._kept and self._left > 0:
+                self._kept[number] = parcel
+                self._left -= len(parcel.parts)
+            yield parcel
+
+    def _copied(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The target's and the source's tensors of every box that is copied."""
+        if self._pairs is not None:
+            yield from self._pairs
+            return
+        found: list[tuple[Tensor, Tensor]] = []
+        for move in self._copies():
+            pair = self._view(move, False), self._view(move, True)
+            if len(found) < _KEPT:
+                found.append(pair)
+            yield pair
+        if len(found) < _KEPT:
+            self._pairs = found
+
+    def _parcel(self, message: Message) -> _Parcel:
         parts, start = [], 0
         for move in message.moves:
             parts.append((self._view(move, message.is_send), start, move))
@@ -194,7 +220,7 @@ class Carrier:
         straight = None
         if len(parts) == 1:
             straight = self._straight(*parts[0])
-        return _Parcel(message, place, straight, tuple(parts))
+        return _Parcel(message, self._places[message.peer], straight, tuple(parts))
 
     def _view(self, move: Move, is_send: bool) -> Tensor:
         if is_send:

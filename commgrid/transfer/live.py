@@ -6,6 +6,7 @@ import socket
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from commgrid.transfer.gate import Gate
 from commgrid.transfer.held import Held, Model, Names, Only, Rename
 from commgrid.transfer.layouts import Side
 from commgrid.transfer.meeting import Meeting, check_alive
-from commgrid.transfer.plan import Message, Move, TransferPlan
+from commgrid.transfer.plan import Message, TransferPlan
 from commgrid.transfer.sides import SourceSide, TargetSide
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Transfer:
         given = [grid.timeout for grid in self._grids.values() if grid.timeout is not None]
         self._timeout = as_seconds("timeout", timeout or max(given, default=_TIMEOUT))
         self._max_bytes, self._broken, self._runs = max_bytes, "", 0
-        self._own: tuple[list[Message], list[Move]] | None = None
+        self._messages: list[Message] | None = None
         self._carrier: Carrier | None = None
         self._nothing = Held()
         self._names = Names(rename, only)
@@ -256,14 +257,14 @@ class Transfer:
 
     def _carry(self) -> None:
         held = self._source.held or self._nothing, self._target.held or self._nothing
-        if self._own is None:  # the same in every run
-            rank = self._meeting.rank
-            messages = self.plan.messages(rank, most_of(self._max_bytes))
-            self._own = messages, list(self.plan.copies(rank))
+        rank = self._meeting.rank
+        if self._messages is None:  # the same in every run
+            self._messages = self.plan.messages(rank, most_of(self._max_bytes))
         if self._carrier is None or not self._carrier.holds(*held):
             self._carrier = Carrier(
-                self._group, self._meeting.union, self._device, *held, self._max_bytes, *self._own
-            )
+                self._group, self._meeting.union, self._device, *held, self._max_bytes,
+                self._messages, partial(self.plan.copies, rank),
+            )  # fmt: skip
         self._carrier.carry()
 
     def _prepare(self) -> None:
@@ -279,7 +280,7 @@ class Transfer:
             held = side.hold()
             if held is not None:
                 place = plan.places[self._meeting.rank]
-                if held.layout != plan.packed[place]:
+                if not plan.is_still(place, held.layout):
                     raise TransferError(
                         f"the {side.what} on rank {self._meeting.rank} has changed since the "
                         f"transfer was planned: {plan.difference(place, held.layout)}; make a "
