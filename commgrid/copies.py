@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
 _BLOCK = 1 << 16  # 8-byte words
-_ROW = 1 << 6  # of them, of a block
-_AT_ONCE = 4  # blocks: they are read twice, the second time from a CPU's cache
+_ROW = 1 << 8  # of them, of a block
+_AT_ONCE = 2  # blocks: they are read twice, the second time from a CPU's cache
 _ODD = 0x1E3779B97F4A7C15
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -83,7 +83,7 @@ def _sums_of_blocks(words: Tensor) -> Iterator[Tensor]:
     """Of each block the sum of its words, the i-th times (2 i + 1) · _ODD.
 
     That is one sum over rows and one over columns, whose products are few: with i = r · _ROW + c,
-    Σ w (2 i + 1) = Σ_r (2 r · _ROW + 1) Σ_c w + Σ_c 2 c Σ_r w. It takes a third of the time.
+    Σ w (2 i + 1) = Σ_r (2 r · _ROW + 1) Σ_c w + Σ_c 2 c Σ_r w. It takes about half the time.
     """
     rows, columns, each = _weights(words.device)
     whole = len(words) - len(words) % _BLOCK
