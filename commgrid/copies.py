@@ -11,7 +11,7 @@ ranks there are; only where these differ are all of them looked at, to name who 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from commgrid.parameters import Placement
     from commgrid.runtime.grid import HyperCommGrid
 
-_BLOCK = 1 << 16  # 8-byte words at once: what is in between stays small, and in a CPU's cache
+_BLOCK = 1 << 16  # 8-byte words
+_ROW = 1 << 8  # of them, of a block
+_AT_ONCE = 2  # blocks: they are read twice, the second time from a CPU's cache
 _ODD = 0x1E3779B97F4A7C15
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -70,18 +72,35 @@ def digest(tensor: Tensor) -> Tensor:
     words, rest = bits[:whole], bits[whole:].to(torch.int64)
     if words.storage_offset() * words.element_size() % 8:
         words = words.clone()  # torch views only what begins at a multiple as longer numbers
-    blocks = [*torch.split(words.view(torch.int64), _BLOCK), rest]
-    weights = _weights(tensor.device)
-    sums = [torch.sum(block * weights[: len(block)]) for block in blocks if len(block)]
+    sums = [*_sums_of_blocks(words.view(torch.int64)), *_sums_of_blocks(rest)]
     total = sums[0] if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
     for each in sums[1:]:
         total = total * _ODD + each
     return total
 
 
+def _sums_of_blocks(words: Tensor) -> Iterator[Tensor]:
+    """Of each block the sum of its words, the i-th times (2 i + 1) · _ODD.
+
+    That is one sum over rows and one over columns, whose products are few: with i = r · _ROW + c,
+    Σ w (2 i + 1) = Σ_r (2 r · _ROW + 1) Σ_c w + Σ_c 2 c Σ_r w. It takes about half the time.
+    """
+    rows, columns, each = _weights(words.device)
+    whole = len(words) - len(words) % _BLOCK
+    if whole:
+        for some in torch.split(words[:whole].view(-1, _BLOCK // _ROW, _ROW), _AT_ONCE):
+            yield from ((some.sum(2) * rows).sum(1) + (some.sum(1) * columns).sum(1)).unbind()
+    left = words[whole:]
+    if len(left):
+        yield (left * each[: len(left)]).sum()
+
+
 @lru_cache(maxsize=8)
-def _weights(device: torch.device) -> Tensor:
-    return (torch.arange(_BLOCK, dtype=torch.int64, device=device) * 2 + 1) * _ODD
+def _weights(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What the sums of a block's rows and of its columns count, and what each of its words does."""
+    odd = (torch.arange(_BLOCK, dtype=torch.int64, device=device) * 2 + 1) * _ODD
+    columns = odd[:_ROW] - odd[0]
+    return odd[::_ROW].contiguous(), columns, odd
 
 
 def differing(
@@ -129,19 +148,22 @@ def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: Sequence[Tens
     device, ranks = _device(group), dist.get_process_group_ranks(group)
     named = group.group_desc.partition(",")[0]
     listed = hashlib.sha256("\n".join(c.key or c.name for c in copies).encode()).digest()[:7]
-    head = torch.tensor([len(copies), int.from_bytes(listed, "big")], device=device)
-    if _spread(head, group).any():
-        heads = all_gather(head, group).view(-1, 2).tolist()
+    mine = torch.zeros(0, dtype=torch.int64, device=device)
+    if copies:  # one bit of a digest goes, so that every number has a negative
+        mine = torch.stack([one.to(device) for one in digests]).bitwise_right_shift(1)
+    head = torch.tensor([len(copies), int.from_bytes(listed, "big"), 0], device=device)
+    head[2] = digest(mine).bitwise_right_shift(1)  # of all, so that equal ones take one exchange
+    spread = _spread(head, group).tolist()
+    if spread[0] or spread[1]:
+        heads = all_gather(head[:2], group).view(-1, 2).tolist()
         who = _holders(ranks, [tuple(one) for one in heads])
         told = " and ".join(f"{count} on {describe_ranks(r)}" for (count, _), r in who)
         return (
             f"tensors of which the ranks of group {named!r} should have copies are not the same "
             f"ones: {told}, of parameters and optimizer state"
         )
-    if not copies:
+    if not spread[2]:
         return None
-    # One bit of the digest goes, so that every number has a negative.
-    mine = torch.stack([one.to(device) for one in digests]).bitwise_right_shift(1)
     odd = _spread(mine, group).nonzero().flatten()
     if not len(odd):
         return None

@@ -38,3 +38,16 @@ def test_a_digest_is_of_the_values_alone_and_of_every_bit(size: int, dtype: torc
             swapped = held.clone()
             swapped[0], swapped[-1] = last, first
             assert digest(swapped) != number
+
+
+def test_a_digest_is_what_its_formula_says() -> None:
+    """Blocks of 2^16 words, the i-th of each times (2 i + 1) · odd, one block after the other."""
+    odd, modulus, block = 0x1E3779B97F4A7C15, 1 << 64, 1 << 16
+    for count in (1, 100, block - 1, block, 5 * block + 7):
+        words = torch.randint(-(2**62), 2**62, (count,), generator=torch.manual_seed(count))
+        total = 0
+        for start in range(0, count, block):
+            part = words[start : start + block].tolist()
+            summed = sum(word * (2 * i + 1) for i, word in enumerate(part)) * odd
+            total = (total * odd if start else 0) + summed
+        assert digest(words).item() % modulus == total % modulus

@@ -61,6 +61,11 @@ def start_exchange(group: dist.ProcessGroup, device: torch.device) -> RankExchan
     return RankExchange(work, heard)
 
 
+def starts_batches(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group's backend starts several messages as one, as NCCL does."""
+    return bool(group._get_backend(device).supports_coalescing)
+
+
 def start_transfers(
     group: dist.ProcessGroup, sends: Sequence[Transfer], recvs: Sequence[Transfer]
 ) -> list[dist.Work]:
@@ -72,7 +77,7 @@ def start_transfers(
     if not sends and not recvs:
         return []
     device = (*sends, *recvs)[0][0].device
-    if not group._get_backend(device).supports_coalescing:
+    if not starts_batches(group, device):
         # What torch's batch does then, without its checks of every operation.
         return [
             *(group.send([tensor], peer, 0) for tensor, peer in sends),

@@ -1,33 +1,38 @@
 """Moving boxes: what a rank sends, receives and copies of a plan, with bounded memory.
 
-    batch 1   pack, post      │ wait, unpack
-    batch 2                   pack, post      │ wait, unpack          two batches are under way
+    message 1   pack, post                  wait, unpack
+    message 2              pack, post                     wait, unpack
+    message 3                         ...   started as soon as the buffers have room
 
-Messages are started in the plan's order, whole batches at a time, and the first batch is waited for
-before a third is started; `TransferPlan.messages` says why nobody then waits for ever. A message of
-one box that lies in one piece, in the dtype and on the device that it travels in, is sent from
-where it is, and received into where it is going.
+Messages are started in the plan's order, and the first one is waited for where there is no room for
+the next; `TransferPlan.messages` says why nobody then waits for ever. A message of one box that
+lies in one piece, in the dtype and on the device that it travels in, is sent from where it is, and
+received into where it is going. All others share one piece of memory, a ring that is used again and
+again: fresh memory for each would cost as much as sending it. Where the backend starts many
+messages at once, as NCCL does, a batch of them takes a message's place.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.runtime.failures import GoneError
-from commgrid.runtime.torch_transfers import start_transfers
+from commgrid.runtime.torch_transfers import start_transfers, starts_batches
 from commgrid.runtime.torch_world import first_line, is_peer_failure
+from commgrid.transfer.ending import meet
 from commgrid.transfer.held import Held
 from commgrid.transfer.plan import Message, Move
+from commgrid.transfer.ring import Ring, Room, aligned
 
-_UNDER_WAY = 2  # batches
 _MESSAGES = 8  # that fit into what may be under way
+_KEPT = 1 << 16  # boxes whose tensors are looked up once and not in every run
+_HOST_ROOM = 1 << 24  # of buffers in a CPU's memory: more is not faster, and is not in its cache
 
 
 def most_of(max_bytes: int) -> int:
@@ -35,23 +40,51 @@ def most_of(max_bytes: int) -> int:
     return max(max_bytes // _MESSAGES, 1)
 
 
-@dataclass
-class _Travelling:
+@dataclass(frozen=True)
+class _Parcel:
+    """A message of this rank, and the tensors that it is made of.
+
+    Args:
+        message: of the plan.
+        place: of the other rank in the group.
+        straight: its bytes where they lie; None: it is packed.
+        parts: each box here, and the first of its bytes in the message.
+    """
+
     message: Message
-    buffer: Tensor
+    place: int
+    straight: Tensor | None
+    parts: tuple[tuple[Tensor, int, Move], ...]
+
+    @property
+    def packed_size(self) -> int:
+        """The bytes of the buffer that it needs."""
+        return 0 if self.straight is not None else self.message.size
+
+
+Batch = Sequence[_Parcel]
+"""Messages that are started at once."""
+
+
+@dataclass
+class _UnderWay:
+    batch: Batch
+    buffers: list[Tensor]
     works: list[dist.Work]
-    in_place: bool
+    room: Room
 
 
 class Carrier:
-    """Carries out a plan on this rank.
+    """Carries out a plan on this rank, as often as it is asked to.
 
     Args:
         group: of the ranks of both sides.
         ranks: its ranks, in its order.
         device: that messages travel on.
         source, target: what this rank holds.
-        max_bytes: of buffers under way at once.
+        max_bytes: of buffers at once, unless a single message is larger.
+        messages: of this rank, of `most_of(max_bytes)` bytes at most.
+        copies: gives what this rank has already.
     """
 
     def __init__(
@@ -62,100 +95,87 @@ class Carrier:
         source: Held,
         target: Held,
         max_bytes: int,
+        messages: Sequence[Message],
+        copies: Callable[[], Iterable[Move]],
     ) -> None:
-        self._group, self._device = group, device
-        self._places = {rank: place for place, rank in enumerate(ranks)}
+        self._group, self._ranks, self._device = group, ranks, device
         self._source, self._target = source, target
-        self._room = max_bytes // _UNDER_WAY
+        self._messages, self._copies = messages, copies
+        self._places = {rank: place for place, rank in enumerate(ranks)}
+        self._in_batches = starts_batches(group, device)
+        self._batch = max_bytes // 2 if self._in_batches else 0
+        sizes = [aligned(message.size) for message in messages]
+        largest = max(sizes, default=0)
+        room = max_bytes if device.type != "cpu" else min(max_bytes, max(_HOST_ROOM, 2 * largest))
+        self._room = min(max(room, largest), sum(sizes))
+        self._kept: dict[int, _Parcel] = {}
+        self._pairs: list[tuple[Tensor, Tensor]] | None = None
+        self._left = _KEPT
+
+    def holds(self, source: Held, target: Held) -> bool:
+        """Whether it was made of these, so that it may carry once more."""
+        return self._source is source and self._target is target
 
     @torch.no_grad()
-    def carry(self, messages: Sequence[Message], copies: Iterable[Move]) -> None:
-        """Moves everything; the target's tensors are whole when it returns.
+    def carry(self) -> None:
+        """Moves everything; the targets' tensors are whole when it returns, on all ranks.
 
         Raises:
             GoneError: a rank that should send or receive is gone, or does not answer.
         """
-        under_way: deque[list[_Travelling]] = deque()
-        batches = self._batches(messages)
-        for batch in islice(batches, _UNDER_WAY):
-            under_way.append(self._start(batch))
-        for move in copies:
-            target = self._target.view(move.tensor.name, move.box)
-            target.copy_(self._source.view(move.tensor.source, move.box))
+        ring = Ring(self._room, self._device)
+        under_way: deque[_UnderWay] = deque()
+        for batch in _batches(self._parcels(), self._batch):
+            size = _packed_size(batch)
+            while (room := ring.take(size)) is None:
+                self._finish(under_way.popleft(), ring)
+            under_way.append(self._start(batch, room))
+        for target, source in self._copied():
+            target.copy_(source)
         while under_way:
-            self._finish(under_way.popleft())
-            for batch in islice(batches, 1):
-                under_way.append(self._start(batch))
+            self._finish(under_way.popleft(), ring)
         self._target.copy_further()
+        if not self._in_batches:
+            meet(self._group, self._ranks)
 
-    def _batches(self, messages: Sequence[Message]) -> Iterator[list[Message]]:
-        taken: list[Message] = []
-        size = 0
-        for message in messages:
-            if taken and size + message.size > self._room:
-                yield taken
-                taken, size = [], 0
-            taken.append(message)
-            size += message.size
-        if taken:
-            yield taken
+    # -- one batch ----------------------------------------------------------------------
 
-    def _start(self, batch: Sequence[Message]) -> list[_Travelling]:
-        travelling = []
-        for message in batch:
-            straight = self._straight(message)
-            buffer = straight
-            if buffer is None:
-                buffer = torch.empty(message.size, dtype=torch.uint8, device=self._device)
-                if message.is_send:
-                    self._pack(message, buffer)
-            travelling.append(_Travelling(message, buffer, [], straight is not None))
+    def _start(self, batch: Batch, room: Room) -> _UnderWay:
+        buffers, start = [], 0
+        for parcel in batch:
+            if parcel.straight is not None:
+                buffers.append(parcel.straight)
+                continue
+            buffer = room.buffer[start : start + parcel.packed_size]
+            start += aligned(parcel.packed_size)
+            if parcel.message.is_send:
+                for view, place in _places(parcel, buffer):
+                    place.copy_(view)
+            buffers.append(buffer)
+        both = list(zip(batch, buffers, strict=True))
         sends, recvs = (
-            [(t.buffer, self._places[t.message.peer]) for t in travelling if t.message.is_send is s]
-            for s in (True, False)
+            [(buffer, parcel.place) for parcel, buffer in both if parcel.message.is_send is is_send]
+            for is_send in (True, False)
         )
         try:
             works = start_transfers(self._group, sends, recvs)
         except RuntimeError as error:
-            raise self._explain(error, batch[0]) from error
-        ordered = sorted(travelling, key=lambda t: not t.message.is_send)
-        for place, each in enumerate(ordered):  # or one handle for all of them
-            each.works = [works[place]] if len(works) == len(ordered) else works
-        return travelling
+            raise self._explain(error, batch[0].message) from error
+        return _UnderWay(batch, buffers, works, room)
 
-    def _finish(self, batch: Iterable[_Travelling]) -> None:
-        for each in batch:
+    def _finish(self, under_way: _UnderWay, ring: Ring) -> None:
+        """Waits for a batch, and takes what came out of its buffers."""
+        ordered = sorted(under_way.batch, key=lambda parcel: not parcel.message.is_send)
+        for number, work in enumerate(under_way.works):  # or one handle for all of them
             try:
-                for work in each.works:
-                    work.wait()
+                work.wait()
             except RuntimeError as error:
-                raise self._explain(error, each.message) from error
-            if not each.message.is_send and not each.in_place:
-                self._unpack(each.message, each.buffer)
-
-    def _view(self, move: Move, is_send: bool) -> Tensor:
-        if is_send:
-            return self._source.view(move.tensor.source, move.box)
-        return self._target.view(move.tensor.name, move.box)
-
-    def _straight(self, message: Message) -> Tensor | None:
-        """The bytes of a message's only box where it lies; None: they need a buffer."""
-        if len(message.moves) > 1:
-            return None
-        (move,) = message.moves
-        view = self._view(move, message.is_send)
-        fits = view.is_contiguous() and view.device == self._device
-        if not fits or view.dtype != _dtype(move):
-            return None
-        return view.view(-1).view(torch.uint8)
-
-    def _pack(self, message: Message, buffer: Tensor) -> None:
-        for move, place in _places(message, buffer):
-            place.copy_(self._view(move, True))
-
-    def _unpack(self, message: Message, buffer: Tensor) -> None:
-        for move, place in _places(message, buffer):
-            self._view(move, False).copy_(place)
+                raise self._explain(error, ordered[number].message) from error
+        for parcel, buffer in zip(under_way.batch, under_way.buffers, strict=True):
+            if not parcel.message.is_send and parcel.straight is None:
+                for view, place in _places(parcel, buffer):
+                    view.copy_(place)
+        ring.give_back(under_way.room)
 
     def _explain(self, error: RuntimeError, message: Message) -> RuntimeError:
         if not is_peer_failure(error):
@@ -167,16 +187,80 @@ class Carrier:
             f"({first_line(error)})"
         )
 
+    # -- what is in a message -----------------------------------------------------------
+
+    def _parcels(self) -> Iterator[_Parcel]:
+        """The messages and their tensors."""
+        for number, message in enumerate(self._messages):
+            parcel = self._kept.get(number) or self._parcel(message)
+            if number not in self._kept and self._left > 0:
+                self._kept[number] = parcel
+                self._left -= len(parcel.parts)
+            yield parcel
+
+    def _copied(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The target's and the source's tensors of every box that is copied."""
+        if self._pairs is not None:
+            yield from self._pairs
+            return
+        found: list[tuple[Tensor, Tensor]] = []
+        for move in self._copies():
+            pair = self._view(move, False), self._view(move, True)
+            if len(found) < _KEPT:
+                found.append(pair)
+            yield pair
+        if len(found) < _KEPT:
+            self._pairs = found
+
+    def _parcel(self, message: Message) -> _Parcel:
+        parts, start = [], 0
+        for move in message.moves:
+            parts.append((self._view(move, message.is_send), start, move))
+            start += move.size
+        straight = None
+        if len(parts) == 1:
+            straight = self._straight(*parts[0])
+        return _Parcel(message, self._places[message.peer], straight, tuple(parts))
+
+    def _view(self, move: Move, is_send: bool) -> Tensor:
+        if is_send:
+            return self._source.view(move.tensor.source, move.box)
+        return self._target.view(move.tensor.name, move.box)
+
+    def _straight(self, view: Tensor, _: int, move: Move) -> Tensor | None:
+        """The bytes of a message's only box where it lies; None: they need a buffer."""
+        fits = view.is_contiguous() and view.device == self._device
+        if not fits or view.dtype != _dtype(move):
+            return None
+        return view.view(-1).view(torch.uint8)
+
+
+def _batches(parcels: Iterable[_Parcel], most: int) -> Iterator[Batch]:
+    """Parcels in order, as many at once as have so many bytes together; at least one."""
+    taken: list[_Parcel] = []
+    size = 0
+    for parcel in parcels:
+        if taken and size + aligned(parcel.message.size) > most:
+            yield taken
+            taken, size = [], 0
+        taken.append(parcel)
+        size += aligned(parcel.message.size)
+    if taken:
+        yield taken
+
+
+def _packed_size(batch: Batch) -> int:
+    """The bytes of the buffers that a batch needs."""
+    return sum(aligned(parcel.packed_size) for parcel in batch)
+
+
+def _places(parcel: _Parcel, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each box of a message here, and where in the buffer it is."""
+    for view, start, move in parcel.parts:
+        flat = buffer[start : start + move.size].view(_dtype(move))
+        yield view, flat.view(view.shape)
+
 
 def _dtype(move: Move) -> torch.dtype:
     found: torch.dtype = getattr(torch, move.tensor.dtype)
     return found
-
-
-def _places(message: Message, buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
-    """Each box of a message, and where in the buffer it is."""
-    start = 0
-    for move in message.moves:
-        flat = buffer[start : start + move.size].view(_dtype(move))
-        yield move, flat.view(move.box[1])
-        start += move.size

@@ -1,8 +1,12 @@
 """What ranks hold of a model, in few bytes: names, and the forms that many of them share.
 
 A form is the shape of the full tensor, its dtype and the boxes that a rank has of it. Layers of one
-kind have the same forms, and ranks with copies have the same layouts, so that the layouts of all
-ranks of a grid are a short table.
+kind have the same forms, so that a layout is a list of names, each with the number of its form, and
+a few forms. Ranks with copies have the same layouts, and ranks that have other boxes of the same
+tensors the same lists, so that the layouts of all ranks of a grid are a short table:
+
+    rank 0   names A   forms (rows 0, 1)         A = [("blocks.0.up", 0), ("blocks.1.up", 0), …]
+    rank 1   names A   forms (rows 2, 3)
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from commgrid.planning.names import nearest
 from commgrid.planning.rank_lists import describe_ranks
 
 _MOST_TOLD = 3
+_LENGTH = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,45 @@ class Entry(NamedTuple):
     source: str = ""
 
 
+Names = list[tuple[str, int, str]]
+"""Of each tensor its name, the number of its form, and the name that it gets its numbers from."""
+
+
 def pack(entries: Sequence[Entry]) -> bytes:
-    """A rank's layout as bytes, equal where layouts are."""
+    """A rank's layout as bytes, equal where layouts are: forms, names, and the forms' length."""
     forms: dict[Form, int] = {}
     names = [(e.name, forms.setdefault(e.form, len(forms)), e.source) for e in entries]
-    described = [(f.shape, f.dtype, f.itemsize, f.boxes) for f in forms]
-    return zlib.compress(json.dumps([described, names], separators=(",", ":")).encode(), 6)
+    described = _packed([(f.shape, f.dtype, f.itemsize, f.boxes) for f in forms])
+    return described + _packed(names) + len(described).to_bytes(_LENGTH, "big")
 
 
 def unpack(data: bytes) -> list[Entry]:
     """What `pack` packed."""
-    described, names = json.loads(zlib.decompress(data))
-    forms = [
+    described, names = _split(data)
+    forms = _forms(described)
+    return [Entry(name, forms[number], source) for name, number, source in _names(names)]
+
+
+def _packed(value: object) -> bytes:
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 6)
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """The forms and the names of a layout, packed."""
+    end = len(data) - _LENGTH
+    length = int.from_bytes(data[end:], "big")
+    return data[:length], data[length:end]
+
+
+def _forms(data: bytes) -> list[Form]:
+    return [
         Form(tuple(shape), dtype, itemsize, tuple((tuple(o), tuple(s)) for o, s in boxes))
-        for shape, dtype, itemsize, boxes in described
+        for shape, dtype, itemsize, boxes in json.loads(zlib.decompress(data))
     ]
-    return [Entry(name, forms[number], source) for name, number, source in names]
+
+
+def _names(data: bytes) -> Names:
+    return [(name, number, source) for name, number, source in json.loads(zlib.decompress(data))]
 
 
 @dataclass(frozen=True)
@@ -80,24 +108,47 @@ class Side:
     """The layouts of all ranks of a grid.
 
     Args:
-        packed: the different ones.
+        lists: the different lists of names, packed.
+        packed: the different layouts: each one's place in `lists`, and its forms, packed.
         places: rank to the place of its layout in `packed`.
     """
 
-    packed: tuple[bytes, ...]
+    lists: tuple[bytes, ...]
+    packed: tuple[tuple[int, bytes], ...]
     places: Mapping[int, int]
 
     @classmethod
     def of(cls, layouts: Mapping[int, bytes]) -> Side:
         """The side of ranks and their packed layouts."""
-        kinds: dict[bytes, int] = {}
-        places = {rank: kinds.setdefault(data, len(kinds)) for rank, data in layouts.items()}
-        return cls(tuple(kinds), places)
+        lists: dict[bytes, int] = {}
+        kinds: dict[tuple[int, bytes], int] = {}
+        known: dict[bytes, int] = {}
+        places = {}
+        for rank, data in layouts.items():
+            if data not in known:
+                forms, names = _split(data)
+                layout = lists.setdefault(names, len(lists)), forms
+                known[data] = kinds.setdefault(layout, len(kinds))
+            places[rank] = known[data]
+        return cls(tuple(lists), tuple(kinds), places)
 
     @cached_property
-    def layouts(self) -> list[list[Entry]]:
-        """The different layouts."""
-        return [unpack(data) for data in self.packed]
+    def names(self) -> list[Names]:
+        """The different lists of names."""
+        return [_names(data) for data in self.lists]
+
+    @cached_property
+    def tables(self) -> list[list[Form]]:
+        """The forms of each of the layouts."""
+        return [_forms(data) for _, data in self.packed]
+
+    @cached_property
+    def layouts_with(self) -> list[list[int]]:
+        """The places of the layouts that have each of the lists of names."""
+        found: list[list[int]] = [[] for _ in self.lists]
+        for place, (number, _) in enumerate(self.packed):
+            found[number].append(place)
+        return found
 
     @cached_property
     def ranks_of(self) -> list[tuple[int, ...]]:
@@ -107,20 +158,37 @@ class Side:
             found[place].append(rank)
         return [tuple(sorted(ranks)) for ranks in found]
 
+    @cached_property
+    def kinds(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Name to the lists of names that have it, and the number of its form in each."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for place, names in enumerate(self.names):
+            for name, number, _ in names:
+                found.setdefault(name, []).append((place, number))
+        return {name: tuple(kind) for name, kind in found.items()}
+
+    def is_still(self, place: int, now: bytes) -> bool:
+        """Whether a layout that was packed later is one of these."""
+        number, forms = self.packed[place]
+        return _split(now) == (forms, self.lists[number])
+
+    def held_as(self, name: str) -> dict[int, Form]:
+        """The layouts that have some of a tensor, and how each has it."""
+        return {
+            place: self.tables[place][number]
+            for listed, number in self.kinds.get(name, ())
+            for place in self.layouts_with[listed]
+        }
+
     def holders(self, name: str) -> list[int]:
         """The ranks that have some of a tensor."""
-        return sorted(
-            rank
-            for ranks, entries in zip(self.ranks_of, self.layouts, strict=True)
-            if any(entry.name == name for entry in entries)
-            for rank in ranks
-        )
+        return sorted(rank for place in self.held_as(name) for rank in self.ranks_of[place])
 
     @property
     def digest(self) -> str:
         """A number that differs where any layout of any rank does."""
         found = hashlib.sha256(repr(sorted(self.places.items())).encode())
-        for data in self.packed:
+        for data in (*self.lists, repr(self.packed).encode()):
             found.update(hashlib.sha256(data).digest())
         return found.hexdigest()
 
@@ -132,10 +200,17 @@ class Side:
             TransferError: ranks say different things of one name.
         """
         found: dict[str, Form] = {}
-        for entries in self.layouts:
-            for name, form, _ in entries:
+        for listed, names in enumerate(self.names):
+            tables = [self.tables[place] for place in self.layouts_with[listed]]
+            alike = [  # of each number, whether it says one thing on all ranks with these names
+                len({(form.shape, form.dtype) for form in forms}) == 1
+                for forms in zip(*tables, strict=True)
+            ]
+            for name, number, _ in names:
+                form = tables[0][number]
                 first = found.setdefault(name, form)
-                if first is not form and (first.shape, first.dtype) != (form.shape, form.dtype):
+                same = first is form or (first.shape, first.dtype) == (form.shape, form.dtype)
+                if not same or not alike[number]:
                     raise TransferError(
                         f"{name} has {self._said(name)}; expected the same full tensor on all "
                         "ranks of a side"
@@ -145,15 +220,16 @@ class Side:
     @cached_property
     def reads(self) -> dict[str, str]:
         """Name to what the tensor is called on the other side."""
-        return {e.name: e.source or e.name for entries in self.layouts for e in entries}
+        return {name: source or name for names in self.names for name, _, source in names}
 
     def difference(self, place: int, now: bytes) -> str:
         """What a layout that was packed later has otherwise than one of these."""
-        before = {e.name: e.form for e in self.layouts[place]}
+        forms = self.tables[place]
+        before = {name: forms[number] for name, number, _ in self.names[self.packed[place][0]]}
         after = {e.name: e.form for e in unpack(now)}
         for name in (*before, *after):
             if before.get(name) != after.get(name):
-                was, is_ = (forms.get(name) for forms in (before, after))
+                was, is_ = (side.get(name) for side in (before, after))
                 return (
                     f"{name} had {was or 'not been there'} and now has {is_ or 'gone'}"
                     if str(was) != str(is_) else f"this rank has other boxes of {name}"
@@ -163,10 +239,8 @@ class Side:
     def _said(self, name: str) -> str:
         """What ranks say of a tensor."""
         said: dict[str, list[int]] = {}
-        for ranks, entries in zip(self.ranks_of, self.layouts, strict=True):
-            for entry in entries:
-                if entry.name == name:
-                    said.setdefault(str(entry.form), []).extend(ranks)
+        for place, form in self.held_as(name).items():
+            said.setdefault(str(form), []).extend(self.ranks_of[place])
         return " and ".join(f"{form} on {describe_ranks(ranks)}" for form, ranks in said.items())
 
 

@@ -7,11 +7,13 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from commgrid.collectives.objects import at_first
+from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_groups
@@ -25,7 +27,7 @@ from commgrid.transfer.carry import Carrier, most_of
 from commgrid.transfer.gate import Gates
 from commgrid.transfer.held import Held, Model, Names, Only, Rename
 from commgrid.transfer.layouts import Side
-from commgrid.transfer.plan import Message, Move, TransferPlan
+from commgrid.transfer.plan import Message, TransferPlan
 from commgrid.transfer.sides import SourceSide, TargetSide
 
 if TYPE_CHECKING:
@@ -138,7 +140,9 @@ class Transfer:
         most = max(given, default=_TIMEOUT)
         self._timeout = as_seconds("timeout", most if timeout is None else timeout)
         self._max_bytes, self._broken, self._runs = max_bytes, "", 0
-        self._own: tuple[list[Message], list[Move]] | None = None
+        self._messages: list[Message] | None = None
+        self._carrier: Carrier | None = None
+        self._nothing = Held()
         self._names = Names(rename, only)
         optimizers = (None, None) if optimizer is None else optimizer
         if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
@@ -274,15 +278,16 @@ class Transfer:
             raise (PeerFailedError if kind is GoneError else kind)(self._broken) from error
 
     def _carry(self) -> None:
+        held = self._source.held or self._nothing, self._target.held or self._nothing
         rank = self._gates.rank
-        carrier = Carrier(
-            self._group, self._gates.ranks, self._device,
-            self._source.held or Held(), self._target.held or Held(), self._max_bytes,
-        )  # fmt: skip
-        if self._own is None:  # the same in every run
-            messages = self.plan.messages(rank, most_of(self._max_bytes))
-            self._own = messages, list(self.plan.copies(rank))
-        carrier.carry(*self._own)
+        if self._messages is None:  # the same in every run
+            self._messages = self.plan.messages(rank, most_of(self._max_bytes))
+        if self._carrier is None or not self._carrier.holds(*held):
+            self._carrier = Carrier(
+                self._group, self._gates.ranks, self._device, *held, self._max_bytes,
+                self._messages, partial(self.plan.copies, rank),
+            )  # fmt: skip
+        self._carrier.carry()
 
     def _prepare(self) -> None:
         """That everything is as it was planned, on this rank."""
@@ -297,7 +302,7 @@ class Transfer:
             held = side.hold()
             if held is not None:
                 place = plan.places[self._gates.rank]
-                if held.layout != plan.packed[place]:
+                if not plan.is_still(place, held.layout):
                     raise TransferError(
                         f"the {side.what} on rank {self._gates.rank} has changed since the "
                         f"transfer was planned: {plan.difference(place, held.layout)}; make a "
@@ -306,8 +311,23 @@ class Transfer:
         _refuse_shared_memory(self._source.held, self._target.held)
 
     def _compare_copies(self) -> None:
-        if self._compares:
-            at_first(self._group, self._source.compare_copies, lambda _: None, TransferError)
+        """Refuses to send one of several copies that differ; what all agree on is one number."""
+        if not self._compares:
+            return
+        failed: Exception | None = None
+        try:
+            self._source.compare_copies()
+        except Exception as error:
+            failed = error
+        mine = torch.tensor([failed is not None], dtype=torch.int32, device=self._device)
+        if not all_reduce(mine, self._group, op="max").item():
+            return
+
+        def tell() -> None:
+            if failed is not None:
+                raise failed
+
+        at_first(self._group, tell, lambda _: None, TransferError)
 
     def _exchange_values(self) -> dict[str, Any]:
         """What optimizers have beside tensors, of all ranks; {}: no optimizer is moved."""

@@ -5,46 +5,24 @@
     rank 1 rows 3-5                rank 3 rows 2, 3   ◄─ rank 0 row 2, rank 1 row 3
                                    rank 4 rows 4, 5   ◄─ rank 1
 
-Tensors whose boxes lie alike on the same ranks are planned once. A target box is cut where source
-boxes begin and end; what then has the same holders and the same receivers is one pool, a stream of
-bytes that its holders share (see `shares`).
+What has the same holders and the same receivers is one pool (see `pools`), a stream of bytes that
+its holders share (see `shares`). A message is made of ranges of such streams.
 """
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from commgrid.errors import TransferError
-from commgrid.planning.boxes import Box, common, part_of_range, volume, without
-from commgrid.planning.rank_lists import describe_ranks
-from commgrid.transfer.layouts import Form, Side, check_sides
+from commgrid.planning.boxes import Box, volume
+from commgrid.transfer.layouts import Side, check_sides
+from commgrid.transfer.pools import Ranks, Run, Tensor, kinds_of, pools_of
 from commgrid.transfer.shares import Demand, cut, fair_shares
 from commgrid.transfer.table import as_table
 from commgrid.transfer.traffic import Traffic
-
-Ranks = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A full tensor that is moved.
-
-    Args:
-        name: on the target.
-        source: on the source.
-        dtype: that it travels in, the narrower of both sides'.
-        itemsize: bytes of an element on its way.
-    """
-
-    name: str
-    source: str
-    dtype: str
-    itemsize: int
 
 
 @dataclass(frozen=True)
@@ -68,51 +46,44 @@ class Move:
         return volume(self.box) * self.tensor.itemsize
 
 
+Stretch = tuple[Run, int, int]
+"""A range of a run's bytes."""
+
+
 @dataclass(frozen=True)
 class Message:
-    """Boxes that travel together between this rank and another.
+    """Boxes that travel together between two ranks.
 
     Args:
-        peer: the other rank.
-        is_send: whether this rank sends it.
-        moves: longest elements first, so that each lies where an element of its dtype may.
+        sender, receiver: ranks.
+        is_send: whether this rank is the sender.
+        stretches: of what it consists, longest elements first, so that each lies where an element
+            of its dtype may.
     """
 
-    peer: int
+    sender: int
+    receiver: int
     is_send: bool
-    moves: tuple[Move, ...]
+    stretches: tuple[Stretch, ...]
 
-    @cached_property
+    @property
+    def peer(self) -> int:
+        """The other rank."""
+        return self.receiver if self.is_send else self.sender
+
+    @property
     def size(self) -> int:
         """Its bytes."""
-        return sum(move.size for move in self.moves)
+        return sum(stop - start for _, start, stop in self.stretches)
 
-
-@dataclass
-class Pool:
-    """Boxes that the same ranks hold and the same ranks need.
-
-    Args:
-        holders: ranks of the source that have all of them.
-        needing: ranks of the target that have a place for all of them.
-    """
-
-    holders: Ranks
-    needing: Ranks
-    boxes: list[tuple[int, Box]] = field(default_factory=list)  # tensor's number, box
-    cuts: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
-
-    @cached_property
-    def copying(self) -> Ranks:
-        """Those that have them already."""
-        held = set(self.holders)
-        return tuple(rank for rank in self.needing if rank in held)
-
-    @cached_property
-    def receivers(self) -> Ranks:
-        """Those that lack them."""
-        held = set(self.holders)
-        return tuple(rank for rank in self.needing if rank not in held)
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """Its boxes; of a large model they are millions, and listed when they are asked for."""
+        return tuple(
+            Move(tensor, box, self.sender, self.receiver)
+            for run, start, stop in self.stretches
+            for tensor, box in run.within(start, stop)
+        )
 
 
 class TransferPlan:
@@ -149,20 +120,20 @@ class TransferPlan:
         self.target_ranks: Ranks = tuple(sorted(target.places))
         self._hosts = dict(hosts or {})
         self.tensors = _tensors(source, target)
-        self._pools = _pools(self.tensors, source, target)
-        for pool in self._pools:
-            pool.boxes.sort(key=lambda one: -self.tensors[one[0]].itemsize)
+        self._kinds = kinds_of(self.tensors, source, target)
+        self._pools = pools_of(self._kinds, source, target)
         self._assign()
         self._inputs = source.digest, target.digest
 
     def _assign(self) -> None:
         shared = [pool for pool in self._pools if pool.receivers]
-        demands = [Demand(self._size(pool), pool.holders, pool.receivers) for pool in shared]
+        demands = [Demand(pool.size, pool.holders, pool.receivers) for pool in shared]
         for pool, demand, share in zip(shared, demands, fair_shares(demands), strict=True):
-            pool.cuts = cut(demand, share, self._hosts)
-
-    def _size(self, pool: Pool) -> int:
-        return sum(volume(box) * self.tensors[number].itemsize for number, box in pool.boxes)
+            if len(share) == 1:
+                (sender,) = share
+                pool.cuts = dict.fromkeys(pool.receivers, ((sender, 0, pool.size),))
+            else:
+                pool.cuts = {**cut(demand, share, self._hosts)}
 
     # -- what it says -------------------------------------------------------------------
 
@@ -193,7 +164,7 @@ class TransferPlan:
         found: dict[int, int] = {}
         for pool in self._pools:
             for rank in pool.copying:
-                found[rank] = found.get(rank, 0) + self._size(pool)
+                found[rank] = found.get(rank, 0) + pool.size
         return dict(sorted(found.items()))
 
     @cached_property
@@ -224,9 +195,12 @@ class TransferPlan:
     @cached_property
     def digest(self) -> str:
         """Equal on ranks whose plans are."""
-        found = hashlib.sha256(repr(self._inputs).encode())
+        names = [[tensor.name for tensor in kind] for kind in self._kinds]
+        found = hashlib.sha256(repr((self._inputs, names)).encode())
         for pool in self._pools:
-            found.update(repr((pool.holders, pool.boxes, pool.cuts)).encode())
+            runs = [(run.kind, run.boxes) for run in pool.runs]
+            cuts = pool.cuts if len(pool.holders) > 1 else None  # of one holder there is one way
+            found.update(repr((pool.holders, pool.needing, runs, cuts)).encode())
         return found.hexdigest()
 
     def moves(self, rank: int | None = None) -> Iterator[Move]:
@@ -235,40 +209,32 @@ class TransferPlan:
         Args:
             rank: None: of all ranks.
         """
-        for pool in self._pools:
-            for receiver, parts in pool.cuts.items():
-                mine = [p for p in parts if rank is None or rank in (p[0], receiver)]
-                for sender, start, stop in mine:
-                    for number, box in self._boxes(pool, start, stop):
-                        yield Move(self.tensors[number], box, sender, receiver)
+        for (sender, receiver), stretches in self._by_pair(rank).items():
+            for run, start, stop in stretches:
+                for tensor, box in run.within(start, stop):
+                    yield Move(tensor, box, sender, receiver)
 
     def copies(self, rank: int) -> Iterator[Move]:
         """Every box that a rank has already, and copies."""
         for pool in self._pools:
             if rank in pool.copying:
-                for number, box in pool.boxes:
-                    yield Move(self.tensors[number], box, rank, rank)
+                for run in pool.runs:
+                    for tensor, box in run.within(0, run.size):
+                        yield Move(tensor, box, rank, rank)
 
-    def _boxes(self, pool: Pool, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-        """The boxes of a range of a pool's bytes."""
-        starts = self._starts.setdefault(id(pool), [])
-        if not starts:
-            position = 0
-            for number, box in pool.boxes:
-                starts.append(position)
-                position += volume(box) * self.tensors[number].itemsize
-        index = bisect_right(starts, start) - 1
-        while index < len(starts) and starts[index] < stop:
-            number, box = pool.boxes[index]
-            size = self.tensors[number].itemsize
-            begin, end = (start - starts[index]) // size, (stop - starts[index]) // size
-            for part in part_of_range(box, max(begin, 0), min(end, volume(box))):
-                yield number, part
-            index += 1
-
-    @cached_property
-    def _starts(self) -> dict[int, list[int]]:
-        return {}
+    def _by_pair(self, rank: int | None) -> dict[tuple[int, int], list[Stretch]]:
+        """What goes from whom to whom, or of one rank what it sends and receives."""
+        found: dict[tuple[int, int], list[Stretch]] = {}
+        for pool in self._pools:
+            receivers: Iterable[int] = pool.cuts
+            if rank is not None and rank not in pool.holders:
+                receivers = (rank,) if rank in pool.cuts else ()
+            for receiver in receivers:
+                for sender, start, stop in pool.cuts[receiver]:
+                    if rank is None or rank in (sender, receiver):
+                        stretches = found.setdefault((sender, receiver), [])
+                        stretches.extend(pool.within(start, stop))
+        return found
 
     def __str__(self) -> str:
         return as_table(self.traffic)
@@ -288,43 +254,43 @@ class TransferPlan:
             rank: whose.
             most: bytes of a message; a single element may be larger.
         """
-        by_pair: dict[tuple[int, int], list[Move]] = {}
-        for move in self.moves(rank):
-            by_pair.setdefault((move.sender, move.receiver), []).append(move)
         world = max(*self.source_ranks, *self.target_ranks) + 1
         found = []
-        for (sender, receiver), moves in by_pair.items():
-            for number, part in enumerate(_chunked(moves, most)):
+        for (sender, receiver), stretches in self._by_pair(rank).items():
+            for number, part in enumerate(_chunked(stretches, most)):
                 place = number, (receiver - sender) % world, sender
-                is_send = sender == rank
-                found.append((place, Message(receiver if is_send else sender, is_send, part)))
+                found.append((place, Message(sender, receiver, sender == rank, part)))
         return [message for _, message in sorted(found, key=lambda one: one[0])]
 
 
-def _chunked(moves: Sequence[Move], most: int) -> Iterator[tuple[Move, ...]]:
-    """A pair's moves in messages of bounded size, longest elements first in each."""
-    taken: list[Move] = []
+def _chunked(stretches: Iterable[Stretch], most: int) -> Iterator[tuple[Stretch, ...]]:
+    """A pair's stretches in messages of bounded size, longest elements first in each.
+
+    A large box has messages of its own, which need not be packed where it lies in one piece.
+    """
+    taken: list[Stretch] = []
     room = most
-    for move in moves:
-        start, count = 0, volume(move.box)
-        while start < count:
-            if taken and room < move.tensor.itemsize:
+    for run, start, stop in stretches:
+        if run.is_large:
+            yield from (((run, *piece),) for piece in run.pieces(start, stop, most))
+            continue
+        while start < stop:
+            end = stop if stop - start <= room else run.floor(start + room)
+            if end <= start and not taken:  # a box that is larger than a message
+                end = min(start + max(room // run.itemsize, 1) * run.itemsize, stop)
+            if end <= start:
                 yield _sorted(taken)
                 taken, room = [], most
-            stop = min(count, start + max(room // move.tensor.itemsize, 1))
-            for box in part_of_range(move.box, start, stop):
-                taken.append(Move(move.tensor, box, move.sender, move.receiver))
-            room -= (stop - start) * move.tensor.itemsize
-            start = stop
+                continue
+            taken.append((run, start, end))
+            room -= end - start
+            start = end
     if taken:
         yield _sorted(taken)
 
 
-def _sorted(moves: list[Move]) -> tuple[Move, ...]:
-    return tuple(sorted(moves, key=lambda move: -move.tensor.itemsize))
-
-
-# -- from layouts to pools ---------------------------------------------------------------
+def _sorted(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
+    return tuple(sorted(stretches, key=lambda stretch: -stretch[0].itemsize))
 
 
 def _tensors(source: Side, target: Side) -> list[Tensor]:
@@ -335,110 +301,3 @@ def _tensors(source: Side, target: Side) -> list[Tensor]:
         travels = min(given, form, key=lambda one: one.itemsize)  # the source's where both are
         found.append(Tensor(name, target.reads[name], travels.dtype, travels.itemsize))
     return found
-
-
-Kind = tuple[tuple[int, int], ...]
-"""The layouts that have some of a tensor, and the number of the form in which each has it."""
-
-
-def _kinds(side: Side, numbers: dict[Form, int]) -> dict[str, Kind]:
-    """How each tensor lies on the ranks of a side."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for place, entries in enumerate(side.layouts):
-        known: dict[int, int] = {}
-        for name, form, _ in entries:
-            number = known.get(id(form))
-            if number is None:
-                number = known[id(form)] = numbers.setdefault(form, len(numbers))
-            found.setdefault(name, []).append((place, number))
-    return {name: tuple(kind) for name, kind in found.items()}
-
-
-Piece = tuple[Box, Ranks, Ranks]
-"""A box, who holds all of it, and who needs it."""
-
-
-def _pools(tensors: Sequence[Tensor], source: Side, target: Side) -> list[Pool]:
-    numbers: dict[Form, int] = {}
-    sources, targets = _kinds(source, numbers), _kinds(target, numbers)
-    forms = list(numbers)
-    known: dict[tuple[Kind, Kind], list[Piece]] = {}
-    pools: dict[tuple[Ranks, Ranks], Pool] = {}
-    ranks = _RankSets(source, target)
-    for number, tensor in enumerate(tensors):
-        kinds = sources[tensor.source], targets[tensor.name]
-        if kinds not in known:
-            known[kinds] = list(_pieces(tensor, *kinds, forms, ranks))
-        for box, holders, needing in known[kinds]:
-            pool = pools.setdefault((holders, needing), Pool(holders, needing))
-            pool.boxes.append((number, box))
-    return [pools[key] for key in sorted(pools)]
-
-
-class _RankSets:
-    """The ranks that have one of some layouts, each set made once."""
-
-    def __init__(self, source: Side, target: Side) -> None:
-        self._sides = source.ranks_of, target.ranks_of
-        self._known: dict[tuple[int, frozenset[int]], Ranks] = {}
-
-    def of(self, side: int, places: frozenset[int]) -> Ranks:
-        found = self._known.get((side, places))
-        if found is None:
-            of = self._sides[side]
-            found = self._known[side, places] = tuple(sorted(r for p in places for r in of[p]))
-        return found
-
-
-def _places_by_box(kind: Kind, forms: Sequence[Form]) -> dict[Box, frozenset[int]]:
-    """Each box, and the layouts that have it."""
-    found: dict[Box, set[int]] = {}
-    for place, number in kind:
-        for box in forms[number].boxes:
-            if volume(box):
-                found.setdefault(box, set()).add(place)
-    return {box: frozenset(places) for box, places in sorted(found.items())}
-
-
-def _pieces(
-    tensor: Tensor, source: Kind, target: Kind, forms: Sequence[Form], ranks: _RankSets
-) -> Iterator[Piece]:
-    """The target's boxes of one tensor, cut where what ranks hold of it begins and ends.
-
-    Raises:
-        TransferError: the source has not all of a target's box.
-    """
-    held = _places_by_box(source, forms)
-    for wanted, places in _places_by_box(target, forms).items():
-        needing = ranks.of(1, places)
-        for box, holding in _cut_by(wanted, held):
-            if not holding:
-                raise TransferError(
-                    f"no rank of the source holds {_where(box)} of {tensor.source}, which "
-                    f"{describe_ranks(needing)} of the target need; give every rank of the source "
-                    "grid its part of the model"
-                )
-            yield box, ranks.of(0, holding), needing
-
-
-def _cut_by(
-    wanted: Box, held: Mapping[Box, frozenset[int]]
-) -> Iterator[tuple[Box, frozenset[int]]]:
-    """The parts of a box, each with the layouts of which one box or another holds all of it."""
-    parts: list[tuple[Box, frozenset[int]]] = [(wanted, frozenset())]
-    for box, places in held.items():
-        if common(wanted, box) is None:
-            continue
-        before, parts = parts, []
-        for part, holding in before:
-            both = common(part, box)
-            if both is None:
-                parts.append((part, holding))
-                continue
-            parts.append((both, holding | places))
-            parts.extend((rest, holding) for rest in without(part, both))
-    yield from parts
-
-
-def _where(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{start + n}" for start, n in zip(*box, strict=True)) + "]"

@@ -119,10 +119,10 @@ class SharedBoxes:
         self._group, self._ranks_of = group, side.ranks_of
         self._own = side.places.get(dist.get_rank())  # the place of this rank's layout
         layouts: dict[tuple[str, Box], list[int]] = {}  # that have a box
-        for place, entries in enumerate(side.layouts):
-            for entry in entries:
-                for box in entry.form.boxes:
-                    layouts.setdefault((entry.name, box), []).append(place)
+        for place, (number, _) in enumerate(side.packed):
+            for name, form, _ in side.names[number]:
+                for box in side.tables[place][form].boxes:
+                    layouts.setdefault((name, box), []).append(place)
         self._holders = {
             box: places for box, places in layouts.items()
             if sum(len(side.ranks_of[place]) for place in places) > 1

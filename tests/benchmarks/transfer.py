@@ -17,7 +17,8 @@ which is compared with what it has to be after the first time. The peers:
 one. No peer does; `move, copies="any"` is without.
 
 `planning` is what a rank does without the others, of a model of 10,000 parameters on 1,024 + 256
-ranks: reading all layouts, the plan, its digest, and the rank's own messages.
+ranks: reading all layouts, the plan, its digest, and the rank's own messages. Their boxes, of which
+FSDP2's ranks have millions, are listed when they are moved.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ MEGATRONS = {
     "GPT, tp 2 · pp 2 · dp 2 → tp 4 · dp 2": ({"tp": 2, "pp": 2}, {"tp": 4}),
     "GPT, tp 8 → tp 2 · dp 4": ({"tp": 8}, {"tp": 2}),
 }
-PLANNING = "1,024 + 256 ranks, 10,000 tensors"
+LAYERS = 1250
+PLANNING = {
+    "tp 8 · pp 8 · dp 16 → tp 4 · dp 64": lambda: of_tp(range(1024), 8, 8),
+    "fsdp 1,024 → tp 4 · dp 64": lambda: of_fsdp(range(1024)),
+}
 CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # over tp; the rest is whole
 
 
@@ -261,36 +266,53 @@ def in_turn(
 # -- planning ----------------------------------------------------------------------------
 
 
-def layout(tp: int, rank: int, pp: int, stage: int) -> bytes:
-    """What a rank has of 1,250 layers of eight parameters."""
-    entries = []
-    for layer in range(stage * 1250 // pp, (stage + 1) * 1250 // pp):
-        for name, shape, dim in (
-            ("norm", (4096,), None), ("up", (16384, 4096), 0), ("down", (4096, 16384), 1),
-            ("bias", (16384,), 0), ("q", (4096, 4096), 0), ("k", (4096, 4096), 0),
-            ("v", (4096, 4096), 0), ("proj", (4096, 4096), 1),
-        ):  # fmt: skip
-            offset, size = [0] * len(shape), list(shape)
-            if dim is not None:
-                size[dim] //= tp
-                offset[dim] = rank * size[dim]
-            form = Form(shape, "bfloat16", 2, ((tuple(offset), tuple(size)),))
-            entries.append(Entry(f"blocks.{layer}.{name}", form))
-    return pack(entries)
+PARTS = {  # of a layer: shape, and the dim that tp cuts
+    "norm": ((4096,), None), "up": ((16384, 4096), 0), "down": ((4096, 16384), 1),
+    "bias": ((16384,), 0), "q": ((4096, 4096), 0), "k": ((4096, 4096), 0),
+    "v": ((4096, 4096), 0), "proj": ((4096, 4096), 1),
+}  # fmt: skip
 
 
-def planning(repeats: int) -> list[float]:
-    """Seconds of a rank, of tp 8 · pp 8 · dp 16 to tp 4 · dp 64; every other time a target's."""
-    kinds = {(t, p): layout(8, t, 8, p) for t, p in itertools.product(range(8), range(8))}
-    sources = {rank: kinds[rank % 8, rank // 128] for rank in range(1024)}
-    heads = [layout(4, t, 1, 0) for t in range(4)]
-    targets = {1024 + rank: heads[rank % 4] for rank in range(256)}
+def layout(layers: range, ranks: int, rank: int, fsdp: bool = False) -> bytes:
+    """What a rank has of layers of eight parameters, cut by tp or by FSDP2."""
+    forms = {}
+    for name, (shape, dim) in PARTS.items():
+        dim = 0 if fsdp else dim
+        offset, size = [0] * len(shape), list(shape)
+        if dim is not None:
+            size[dim] //= ranks
+            offset[dim] = rank * size[dim]
+        forms[name] = Form(shape, "bfloat16", 2, ((tuple(offset), tuple(size)),))
+    return pack([Entry(f"blocks.{i}.{name}", form) for i in layers for name, form in forms.items()])
+
+
+def of_tp(ranks: range, tp: int, pp: int) -> Side:
+    """tp, then dp, then pp."""
+    kinds = {
+        (t, p): layout(range(p * LAYERS // pp, (p + 1) * LAYERS // pp), tp, t)
+        for t, p in itertools.product(range(tp), range(pp))
+    }
+    stage = len(ranks) // pp
+    return Side.of({rank: kinds[i % tp, i // stage] for i, rank in enumerate(ranks)})
+
+
+def of_fsdp(ranks: range) -> Side:
+    """Every rank with rows of its own: a layer says what the others are like, but for names."""
+    (names,) = Side.of({0: layout(range(LAYERS), len(ranks), 0, True)}).lists
+    one = Side.of({rank: layout(range(1), len(ranks), i, True) for i, rank in enumerate(ranks)})
+    return Side((names,), one.packed, one.places)
+
+
+def planning(source: Side, target: Side, repeats: int) -> list[float]:
+    """Seconds of a rank, every other time one of the target's."""
     found = []
     for repeat in range(repeats):
+        heard = [Side(side.lists, side.packed, side.places) for side in (source, target)]
+        rank = min((target if repeat % 2 else source).places)
         started = time.perf_counter()
-        plan = TransferPlan(Side.of(sources), Side.of(targets))
+        plan = TransferPlan(*heard)
         assert len(plan.digest) == 64
-        assert plan.messages(1024 if repeat % 2 else 0, most_of(1 << 28))
+        assert plan.messages(rank, most_of(1 << 28))
         found.append(time.perf_counter() - started)
     return found
 
@@ -317,8 +339,10 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     def wanted(case: str) -> bool:
         return not args.only or args.only in case
 
-    if wanted(f"planning {PLANNING}"):
-        yield compare(PLANNING, "planning", "s", "alone", planning(args.repeats), [])
+    for case, source in PLANNING.items():
+        if wanted(f"planning {case}"):
+            spent = planning(source(), of_tp(range(1024, 1280), 4, 1), args.repeats)
+            yield compare(case, "planning of 10,000 tensors", "s", "alone", spent, [])
     layers = layers_for(args.megabytes, 8 * WIDTH * WIDTH)
     for case, pair in PAIRS.items():
         if wanted(case):

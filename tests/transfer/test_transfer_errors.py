@@ -182,15 +182,15 @@ def fails_in_the_middle(how: str, folder: str) -> None:
     source, target = sides.models()
     transfer = sides.made(source, target, max_bytes=64, timeout=15)
     transfer.run()
-    unpack, calls = carry.Carrier._finish, []
+    finish, calls = carry.Carrier._finish, []
 
-    def failing(self: Any, batch: Any) -> None:
-        calls.append(batch)
+    def failing(self: Any, *given: Any) -> None:
+        calls.append(given)
         if sides.rank == 3 and len(calls) == 2:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise MemoryError("no more")
-        unpack(self, batch)
+        finish(self, *given)
 
     carry.Carrier._finish = failing  # type: ignore[method-assign]
     started = time.monotonic()

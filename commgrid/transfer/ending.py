@@ -1,0 +1,43 @@
+"""The end of a run: nobody leaves it before all have come, and a rank that is gone has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from commgrid.runtime.failures import GoneError
+from commgrid.runtime.torch_transfers import start_transfers
+from commgrid.runtime.torch_world import first_line, is_peer_failure
+
+
+def meet(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Every rank tells the first that it is done, and hears from it that all are.
+
+    A rank that is killed with its last numbers on the way is noticed here, at once: its
+    connections end, where a store would only see that it does not come.
+
+    Args:
+        group: of gloo's.
+        ranks: its ranks, in its order.
+
+    Raises:
+        GoneError: a rank is gone, or does not answer; names it.
+    """
+    token, is_first = torch.zeros(1, dtype=torch.uint8), group.rank() == 0
+    others = range(1, len(ranks)) if is_first else [0]
+    told = [(token, place) for place in others]
+    heard = [(token.clone(), place) for place in others]
+    for is_send in (False, True) if is_first else (True, False):
+        works = start_transfers(group, told * is_send, heard * (not is_send))
+        for work, place in zip(works, others, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if not is_peer_failure(error):
+                    raise
+                raise GoneError(
+                    f"rank {ranks[place]} is gone or does not answer: it should have "
+                    f"said that it has finished its part ({first_line(error)})"
+                ) from error
