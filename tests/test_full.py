@@ -53,7 +53,7 @@ def test_who_asks_for_what_is_left_out_is_told() -> None:
 
 PURE = [
     "tests/test_layout.py", "tests/test_spec.py", "tests/test_plan.py", "tests/test_layering.py",
-    "tests/cli", "tests/pipeline/test_schedule.py", "tests/pipeline/test_partition.py",
+    "tests/cli/test_cli.py", "tests/pipeline/test_partition.py",
 ]  # fmt: skip
 
 
