@@ -31,10 +31,6 @@ from torch.overrides import TorchFunctionMode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what is not installed beside it
-    from megatron.core import jit
-
-    if not torch.cuda.is_available():
-        jit.jit_fuser = lambda function: function  # compiling takes longer than training here
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -304,6 +300,7 @@ def run_without_cuda() -> None:
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import shared_experts
 
+    torch.compiler.set_stance("force_eager")  # compiling takes longer than training here
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     warnings.simplefilter("ignore", FutureWarning)
     cuda.current_device = lambda: "cpu"

@@ -45,6 +45,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_it_runs_by_itself",
     ],
     "tests/test_compile.py": [
+        "test_compiled_layers_equal_themselves",
         "test_experts_whose_counts_break_the_graph_keep_their_gradients",
         "test_a_compiled_model_trains_like_itself[inductor-*]",
         "test_a_compiled_model_trains_like_itself[aot_eager-True-False]",

@@ -106,15 +106,14 @@ def _run(
             variables = {**_launcher_variables(launcher, rank, world_size, port), **environ}
             whole = (*job, rank, world_size, folder, init, variables)
             children[rank] = context.Process(target=_child, args=whole, daemon=False)
-            with _frozen(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
+            with forking():
                 children[rank].start()
         ended = _wait(children, timeout)
         return _collect({rank: children[rank] for rank in ended}, world_size, Path(folder), timeout)
 
 
 @contextlib.contextmanager
-def _frozen() -> Iterator[None]:
+def forking() -> Iterator[None]:
     """Within it, a forked child leaves the parent's objects to the parent.
 
     A child that collects a process group which its parent has dropped, as doctests do, waits for
@@ -122,7 +121,9 @@ def _frozen() -> Iterator[None]:
     """
     gc.freeze()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
+            yield
     finally:
         gc.unfreeze()
 

@@ -1,5 +1,6 @@
 """Layouts and plans over lists of ranks in any order, against brute force: count and filter."""
 
+import functools
 import itertools
 import math
 import operator
@@ -91,19 +92,27 @@ def check_groups(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> None:
     """Coordinates and groups of every rank, along every set of axes."""
     names = tuple("abc"[: len(sizes)])
     layout = RankLayout.from_sizes(dict(zip(names, sizes, strict=True)), ranks=ranks)
-    table = count_up(sizes, ranks)
-    for rank, index in table.items():
+    for rank, index in count_up(sizes, ranks).items():
         assert tuple(layout.coordinate(rank).values()) == index
-    for number in range(len(sizes) + 1):
-        for axes in itertools.combinations(range(len(sizes)), number):
-            named = [names[axis] for axis in axes]
-            left, groups = set(ranks), []
-            while left:
-                rank = next(iter(left))
-                groups.append(along(table, rank, axes))
-                assert tuple(layout.group(rank, *named)) == groups[-1]
-                left.difference_update(groups[-1])
-            assert sorted(map(tuple, layout.groups(*named))) == sorted(groups)
+    for axes, placed in groups_of_places(sizes):
+        named = [names[axis] for axis in axes]
+        groups = [tuple(ranks[place] for place in places) for places in placed]
+        for members in groups:
+            assert tuple(layout.group(members[-1], *named)) == members
+        assert sorted(map(tuple, layout.groups(*named))) == sorted(groups)
+
+
+@functools.cache
+def groups_of_places(
+    sizes: tuple[int, ...],
+) -> list[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
+    """For every set of axes the groups along them, as places in the list, whatever is listed."""
+    table = count_up(sizes, tuple(range(math.prod(sizes))))
+    return [
+        (axes, list(dict.fromkeys(along(table, place, axes) for place in table)))
+        for number in range(len(sizes) + 1)
+        for axes in itertools.combinations(range(len(sizes)), number)
+    ]
 
 
 CUTS = {n: list(factorizations(n, 3)) for n in range(1, 9)}

@@ -18,6 +18,7 @@ from tests.ranks import run_on_ranks
 # are found at once, however long the limit; only where one is missing is it waited for.
 PLENTY, STARTUP = 30.0, 4.0
 STARTUP_TCP = 8.0
+SLACK = 3.0  # for ranks that wait for a core; what waits once more takes STARTUP more
 ODD = {"first": 0, "middle": 3, "last": 7}
 
 
@@ -139,7 +140,7 @@ def check_absent(found: list[Any], odd_rank: int, startup: float) -> None:
             continue
         kind, message, took = outcome
         assert kind is PeerTimeoutError
-        assert took < startup + 1
+        assert took < startup + SLACK
         _assert_matches(
             rf": rank {odd_rank} did not arrive within startup_timeout \(ranks ", message
         )
@@ -162,19 +163,23 @@ def test_the_process_that_serves_the_store_is_never_started() -> None:
     )
     for kind, message, took in found[1:]:
         assert kind is PeerTimeoutError
-        assert took < STARTUP_TCP + 2
+        assert took < STARTUP_TCP + SLACK
         _assert_matches(
             r"nobody serves the store at 127\.0\.0\.1:\d+ within startup_timeout", message
         )
 
 
 def late(rank: int) -> Any:
-    if rank == 3:
-        time.sleep(STARTUP + 1)  # when the others have given up, and are about to try again
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 3:  # comes when the others have given up, and before they try again
+        store.wait([f"rank {other} has given up" for other in range(3)])
+        store.set("rank 3 comes", "")
     else:
         kind, message, _ = attempt({"tp": 2}, {}, -1, rank)
         assert (kind, "rank 3 did not arrive" in message) == (PeerTimeoutError, True)
-        time.sleep(2)
+        store.set(f"rank {rank} has given up", "")
+        store.wait(["rank 3 comes"])
+        time.sleep(0.5)
     return commgrid.initialize(tp=2).get_ranks("tp")
 
 
@@ -212,7 +217,7 @@ def test_an_initialize_that_fails_half_way_leaves_nothing() -> None:
     for kind, message, took in run_on_ranks(fails_half_way, 8, per_rank=ranks, timeout=60):
         assert issubclass(kind, CommGridError)
         assert "injected" in message, message
-        assert took < STARTUP + 1
+        assert took < STARTUP + SLACK
 
 
 def lost(rank: int) -> Any:
@@ -240,7 +245,7 @@ def test_a_rank_that_is_lost_half_way_is_the_one_that_is_named() -> None:
     for kind, message, took in found[:3]:
         assert kind is PeerTimeoutError
         _assert_matches(r": rank 3 did not get as far as 'created' within startup_timeout", message)
-        assert took < STARTUP + 1.5
+        assert took < STARTUP + SLACK
 
 
 def interrupted(rank: int) -> Any:

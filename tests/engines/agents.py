@@ -1,13 +1,20 @@
 """torchrun agents, one a node, on loopback or each in a network namespace of its own.
 
-Everything that a job starts carries a mark in its environment, by which the job finds and kills
-it: torchrun puts its workers into sessions of their own, where killing the agent's process group
-does not reach them.
+An agent is torchrun as it is started from a shell, or torchrun's agent forked from here with
+workers forked from it: the same agent, rendezvous and restarts without three seconds of imports at
+each start.
+
+Everything that a job starts is found and killed by the sessions that the forked agents lead, or by
+a mark in its environment: torchrun puts its workers into sessions of their own, where killing the
+agent's process group does not reach them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,8 +24,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tests.ranks import free_port
+import torch
+
+from tests.ranks import forking, free_port
 
 MARK = "COMMGRID_TEST_JOB"
 WORKER = Path(__file__).with_name("worker.py")
@@ -39,6 +49,62 @@ class Host:
     enter: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
 
+    def move_here(self) -> None:
+        """Brings the calling process into the host's network namespace, as `enter` does."""
+        if self.enter:
+            name = self.enter[-1]
+            with open(f"/run/netns/{name}") as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"setns {name}")
+
+
+class Forked:
+    """A forked process, asked as a Popen is asked."""
+
+    def __init__(self, *call: Any) -> None:
+        function, *args = call
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=function, args=args, daemon=False)
+        with forking():
+            self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Raises subprocess.TimeoutExpired as Popen's."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked agent", timeout)
+        return self.process.exitcode
+
+
+def _agent(
+    host: Host, log: Path, variables: dict[str, str], flags: list[str], worker: Sequence[str]
+) -> None:
+    """What torchrun's `main` does, with workers that are forked."""
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    os.setsid()
+    with log.open("wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)  # a forked child hangs in a parent's OpenMP threads otherwise
+    os.environ.update(variables)
+    host.move_here()
+    config, _, _ = run.config_from_args(run.parse_args([*flags, str(WORKER)]))
+    config.start_method = "fork"
+    main = importlib.import_module("tests.engines.worker").forked
+    elastic_launch(config=config, entrypoint=main)(*worker)
+
 
 LOOPBACK = (Host(), Host())
 
@@ -56,17 +122,23 @@ class Job:
     hosts: Sequence[Host]
     folder: Path
     timeout: float
-    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    agents: list[subprocess.Popen[bytes] | Forked] = field(default_factory=list)
 
-    def start(self, flags: Sequence[str], worker: Sequence[str], **variables: str) -> None:
+    def start(
+        self, flags: Sequence[str], worker: Sequence[str], fork: bool = True, **variables: str
+    ) -> None:
         """Starts an agent on each host.
 
         Args:
             flags: torchrun's, beside those of a c10d rendezvous; `--master-addr` makes it a static
                 one, on the same port.
             worker: arguments of worker.py.
+            fork: whether agents and workers are forked; else they are commands, as from a shell.
             **variables: for the workers.
         """
+        if fork:
+            importlib.import_module("torch.distributed.run")  # once here, not once in each agent
+            importlib.import_module("tests.engines.worker")
         port = str(free_port())
         static = "--master-addr" in flags
         for node, host in enumerate(self.hosts):
@@ -77,14 +149,18 @@ class Job:
                 f"is_host={int(node == 0)},last_call_timeout=1,keep_alive_interval=1",
                 "--rdzv-id", "job", "--local-addr", host.address,
             ]  # fmt: skip
-            command = [
-                *host.enter, sys.executable, "-m", "torch.distributed.run",
-                *(["--master-port", port] if static else rendezvous), *flags, str(WORKER), *worker,
-            ]  # fmt: skip
+            arguments = [*(["--master-port", port] if static else rendezvous), *flags]
             own = {
                 **os.environ, **dict(host.variables), **variables, MARK: str(self.folder),
                 "NODE": str(node), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
             }  # fmt: skip
+            if fork:
+                self.agents.append(Forked(_agent, host, self.log(node), own, arguments, worker))
+                continue
+            command = [
+                *host.enter, sys.executable, "-m", "torch.distributed.run", *arguments,
+                str(WORKER), *worker,
+            ]  # fmt: skip
             with self.log(node).open("wb") as log:
                 self.agents.append(
                     subprocess.Popen(
@@ -121,7 +197,7 @@ class Job:
     def end(self) -> None:
         """Kills whatever is left of the job, by process id, and waits until it is gone."""
         until = time.monotonic() + 10
-        while left := processes(self.folder):
+        while left := self.processes():
             assert time.monotonic() < until, f"{left} cannot be killed"
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -131,6 +207,25 @@ class Job:
             time.sleep(0.02)
         for agent in self.agents:
             agent.wait(10)
+
+    def processes(self) -> list[int]:
+        """Every live process of the job: by the agent's session, or by its environment."""
+        mark = f"{MARK}={self.folder}\0".encode()
+        agents = {agent.pid for agent in self.agents if isinstance(agent, Forked)}
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # ended meanwhile, or is somebody else's
+                    state, _, _, session = _stat(entry)[:4]
+                    ours = {int(entry.name), int(session)} & agents and state != "Z"
+                    if ours or mark in (entry / "environ").read_bytes() + b"\0":
+                        found.append(int(entry.name))
+        return found
+
+
+def _stat(process: Path) -> list[str]:
+    """What stands behind the name: state, parent, group, session."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 @contextlib.contextmanager
@@ -142,18 +237,6 @@ def job(hosts: Sequence[Host], timeout: float) -> Iterator[Job]:
             yield made
         finally:
             made.end()
-
-
-def processes(folder: Path) -> list[int]:
-    """Every live process of the job, by what stands in its environment."""
-    mark = f"{MARK}={folder}\0".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # ended meanwhile, or is somebody else's
-                if mark in (entry / "environ").read_bytes() + b"\0":
-                    found.append(int(entry.name))
-    return found
 
 
 # -- network namespaces -----------------------------------------------------------------

@@ -24,7 +24,6 @@ import torch.distributed as dist
 import commgrid
 from tests.examples.curves import load
 
-STARTUP = 20.0
 DEATH_STEP = 6
 
 
@@ -47,10 +46,11 @@ def count_start() -> int:
 def sums(engine: str) -> Callable[[float], float]:
     """Comes up; what adds a number up over all ranks."""
     group: Any = None
+    limit = float(os.environ.get("STARTUP", "20"))
     if engine == "torch":
-        dist.init_process_group("gloo", timeout=timedelta(seconds=STARTUP))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=limit))
     else:
-        grid = commgrid.initialize(timeout=STARTUP, startup_timeout=STARTUP)
+        grid = commgrid.initialize(timeout=limit, startup_timeout=limit)
         group = grid.get_group("dp")
 
     def total(value: float) -> float:
@@ -98,8 +98,16 @@ def train(flags: list[str], dies: bool) -> None:
         sys.exit(f"{type(error).__name__}: {error}")
 
 
-def main() -> None:
-    engine, deaths, *flags = sys.argv[1:]
+def forked(*given: str) -> None:
+    """As `main`, in a process that was forked from its agent."""
+    for caught in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # by the agent
+        signal.signal(caught, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main(*given)
+
+
+def main(*given: str) -> None:
+    engine, deaths, *flags = given
     torch.set_num_threads(1)
     start = count_start()
     dies = start in json.loads(deaths).get(me(), [])
@@ -110,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -120,17 +120,19 @@ def test_same_curve_however_sequences_are_shared(
     world: int, text: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     cuts = some(GRIDS[world], 2)
+    steps = STEPS if world < 6 else min(STEPS, 10)  # more ranks share the cores
     given = [
-        job(kind, text, *flags.split(), "--metrics", str(tmp_path / str(index)))
+        [*job(kind, text, *flags.split(), "--metrics", str(tmp_path / str(index))),
+         "--steps", str(steps)]
         for index, (kind, flags) in enumerate(cuts)
-    ]
+    ]  # fmt: skip
     for made in run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=400):
         assert made == [0] * len(cuts)
     for index, (kind, flags) in enumerate(cuts):
         rows = curve(tmp_path / str(index))
-        assert len(rows) == STEPS
+        assert len(rows) == steps
         try:
-            same_curve(rows, alone[kind], "fp64")
+            same_curve(rows, alone[kind][:steps], "fp64")
         except AssertionError as error:
             raise AssertionError(f"{kind} {flags}: {error}") from error
 

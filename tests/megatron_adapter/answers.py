@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import warnings
@@ -49,19 +50,28 @@ def answers(module: ModuleType, theirs: ModuleType) -> dict[str, Any]:
         theirs: megatron-core's, which says what there is to ask.
     """
     found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for call, name, given in questions(theirs):
+            try:
+                answer = plain(getattr(module, name)(**given))
+            except Exception as error:
+                kinds = (AssertionError, KeyError, RuntimeError)
+                answer = next((k.__name__ for k in kinds if isinstance(error, k)), repr(error))
+            found[call] = answer
+    return found
+
+
+@functools.cache
+def questions(theirs: ModuleType) -> list[tuple[str, str, dict[str, Any]]]:
+    """Every getter of Megatron's as it is when first asked, with all arguments: `f(x=1)`, f, x."""
+    found = []
     for name in getters(theirs):
-        function = getattr(module, name)
         parameters = list(inspect.signature(getattr(theirs, name)).parameters)
         for values in itertools.product(*(CANDIDATES[parameter] for parameter in parameters)):
             given = dict(zip(parameters, values, strict=True))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                try:
-                    answer = plain(function(**given))
-                except Exception as error:
-                    kinds = (AssertionError, KeyError, RuntimeError)
-                    answer = next((k.__name__ for k in kinds if isinstance(error, k)), repr(error))
-            found[f"{name}({', '.join(f'{k}={v}' for k, v in given.items())})"] = answer
+            call = f"{name}({', '.join(f'{k}={v}' for k, v in given.items())})"
+            found.append((call, name, given))
     return found
 
 

@@ -20,7 +20,7 @@ import megatron_adapter.parallel_state as mpu
 from megatron_adapter.installation import differences
 from megatron_adapter.releases import release_of
 from tests.full import some
-from tests.megatron_adapter import test_functions, test_hyper_comm_grid
+from tests.megatron_adapter import test_functions, test_gpt, test_hyper_comm_grid
 from tests.peers import parallel_state as theirs
 from tests.ranks import run_on_ranks
 
@@ -126,8 +126,6 @@ def losses(given: str, world: int) -> list[dict[str, list[float]]]:
 
     The GPT of 0.15 asks the state for groups also where it was handed a collection.
     """
-    from tests.megatron_adapter import test_gpt
-
     first = megatron.core.__version__.startswith("0.15.")
     kinds = ("megatron", "commgrid") if first else ("megatron", "commgrid", "collection")
     found: list[Any] = run_on_ranks(test_gpt.losses, world, given, kinds, timeout=400)

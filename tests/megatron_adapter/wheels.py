@@ -7,25 +7,29 @@ as it is.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import traceback
 import types
 import typing
 import warnings
 import zipfile
-from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
+from tests.ranks import RanksFailed, forking, run_on_ranks
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commgrid/megatron-core"
 
@@ -34,11 +38,20 @@ def folder(version: str) -> Path:
     """Where a release lies; fetched the first time. Skips the test where it cannot be had."""
     place = CACHE / version
     if not (place / "megatron").is_dir():
-        try:
-            _fetch(version, place)
-        except (OSError, subprocess.SubprocessError, zipfile.BadZipFile) as error:
-            pytest.skip(f"megatron-core {version} cannot be had: {_last_line(error)}")
+        why = _fetch_once(version, place)
+        if why is not None:
+            pytest.skip(f"megatron-core {version} cannot be had: {why}")
     return place
+
+
+@functools.cache
+def _fetch_once(version: str, place: Path) -> str | None:
+    """Why it cannot be had; a process asks the index once."""
+    try:
+        _fetch(version, place)
+    except (OSError, subprocess.SubprocessError, zipfile.BadZipFile) as error:
+        return _last_line(error)
+    return None
 
 
 def _last_line(error: Exception) -> str:
@@ -64,20 +77,58 @@ def _fetch(version: str, place: Path) -> None:
 def on_release(version: str, module: str, function: str, *args: Any, timeout: float = 240.0) -> Any:
     """What a function answers in a process whose megatron-core is another release.
 
+    That process is forked, for each call, from one that has imported the release once.
+
     Args:
         version: of megatron-core.
         module: where the function is; imported anew, with everything that has to do with Megatron.
         function: its name.
+        timeout: seconds until the process is killed.
+
+    Raises:
+        RanksFailed: what the function raised.
     """
-    return run_on_ranks(
-        _call, 1, folder(version), module, function, args, init=None, timeout=timeout
-    )[0]
+    pipe = _imported(folder(version))
+    try:
+        pipe.send((module, function, args, timeout))
+        failed, answer = pipe.recv()
+    except (EOFError, OSError) as error:
+        _imported.cache_clear()
+        raise RanksFailed(f"the process that had megatron-core {version} is gone") from error
+    if failed:
+        raise RanksFailed(answer)
+    return answer
 
 
-def _call(place: Path, module: str, function: str, args: Sequence[Any]) -> Any:
+@functools.cache
+def _imported(place: Path) -> Connection:
+    """The pipe to a process that has imported the release in a folder; it ends with this one."""
+    context = multiprocessing.get_context("fork")
+    mine, its = context.Pipe()
+    process = context.Process(target=_serve, args=(place, mine, its), daemon=False)
+    with forking():
+        process.start()
+    its.close()
+    atexit.register(mine.close)  # before multiprocessing waits for its children
+    return mine
+
+
+def _serve(place: Path, theirs: Connection, pipe: Connection) -> None:
+    """Answers what is asked through the pipe, each in a child of its own, until it is closed."""
+    theirs.close()
+    torch.set_num_threads(1)  # a forked child hangs in a parent's OpenMP threads otherwise
     warnings.simplefilter("ignore")  # of Megatron, which has many
     use(place)
-    return getattr(importlib.import_module(module), function)(*args)
+    while True:
+        try:
+            module, function, args, timeout = pipe.recv()
+        except (EOFError, OSError, KeyboardInterrupt):
+            return
+        try:
+            call = getattr(importlib.import_module(module), function)
+            pipe.send((False, run_on_ranks(call, 1, *args, init=None, timeout=timeout)[0]))
+        except Exception:
+            pipe.send((True, traceback.format_exc()))
 
 
 def use(place: Path) -> None:
