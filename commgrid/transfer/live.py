@@ -6,13 +6,14 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commgrid.collectives.objects import at_first
+from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.planning.groups import GroupOptions
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
+_HEARD_SECONDS = 10.0  # that hearing of an error, which all ranks are about to, may take
 _UNUSABLE = "the target is not to be used: some of its tensors may be new and others old"
 Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
 
@@ -327,7 +329,7 @@ class Transfer:
             if failed is not None:
                 raise failed
 
-        at_first(self._group, tell, lambda _: None, TransferError)
+        self._agree(tell, lambda _: None)
 
     def _exchange_values(self) -> dict[str, Any]:
         """What optimizers have beside tensors, of all ranks; {}: no optimizer is moved."""
@@ -337,9 +339,21 @@ class Transfer:
         def merged(values: list[dict[str, Any]]) -> dict[str, Any]:
             return {key: value for one in values for key, value in one.items()}
 
-        values = at_first(self._group, lambda: self._source.values, merged, TransferError)
-        at_first(self._group, lambda: self._target.begin(values), lambda _: None, TransferError)
+        values = self._agree(lambda: self._source.values, merged)
+        self._agree(lambda: self._target.begin(values), lambda _: None)
         return values
+
+    def _agree(self, mine: Callable[[], Value], whole: Callable[[list[Value]], Answer]) -> Answer:
+        """`at_first`, whose error leaves no rank before all have heard it.
+
+        NCCL may still be sending it where it was raised, and ending the group would cut it off.
+        """
+        try:
+            return at_first(self._group, mine, whole, TransferError)
+        except TransferError:
+            with suppress(CommGridError):
+                self._gates.come(f"run {self._runs} is refused", _HEARD_SECONDS, "did not hear why")
+            raise
 
     # -- ending -------------------------------------------------------------------------
 

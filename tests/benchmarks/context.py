@@ -13,7 +13,8 @@ in a zig-zag, `packed` has documents of long-tailed lengths in balanced shares. 
 - full attention: one rank computes everything, with a thread for each core, while the others wait;
   of packed documents it computes one after the other.
 
-`auto` is compared with the fastest of our ways: 1.00 is the best that it can be.
+`auto` runs the way that it takes, so its times and that way's are one row's, compared with the
+fastest of our ways: 1.00 is the best that it can be.
 
 `lengths` takes as many tokens as a batch of documents and gives microseconds a token: groups per
 length (`plan_lengths`), beside the whole group for every document, packed in balanced shares, and
@@ -228,9 +229,11 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
                 yield compare(
                     name, way, "ms", "full attention", spent[way], spent["full attention"]
                 )
+            both = zip(spent["auto"], spent[taken], strict=True)
+            spent[taken] = [statistics.mean(pair) for pair in both]
             best = min(WAYS, key=lambda way: statistics.median(spent[way]))
             yield compare(
-                name, f"auto ({taken})", "ms", f"the fastest, {best}", spent["auto"], spent[best]
+                name, f"auto ({taken})", "ms", f"the fastest, {best}", spent[taken], spent[best]
             )
 
 

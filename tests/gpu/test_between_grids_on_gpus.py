@@ -1,0 +1,133 @@
+"""Weights and activations between two grids over NCCL: the pairs and sums that gloo is held to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import commgrid
+from commgrid import TransferError
+from commgrid.bridge import Bridge
+from commgrid.transfer import Transfer
+from tests.gpu.on_gpus import take_device
+from tests.ranks import run_on_ranks
+from tests.transfer.pairs import BF16, HSDP, move, on
+
+PAIRS = [
+    (on(4, tp=2, pp=2), on(4, tp=4)),
+    (on(2, pp=2, chunks=2), on(2, 2, tp=2)),
+    (on(4, **HSDP), on(3, tp=3, dtype=BF16)),
+    (on(4, dp=4), on(2, 2, pp=2)),
+]
+
+
+def moved(rank: int) -> list[Any]:
+    take_device(rank)
+    torch.set_default_device("cuda")
+    return move(PAIRS, False, "")
+
+
+def test_weights_go_from_cut_to_cut() -> None:
+    ranks = run_on_ranks(
+        moved, 4, per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
+        method="spawn", timeout=240,
+    )  # fmt: skip
+    for number, (source, target) in enumerate(PAIRS):
+        assert [bad for bad, *_ in (rank[number] for rank in ranks) if bad] == [], (source, target)
+        assert any(rank[number][2] for rank in ranks)  # something was sent
+
+
+def large(equal: bool, rank: int) -> list[int] | str:
+    """Moves 64 MiB in boxes that travel where they lie and in parts; how many numbers are wrong."""
+    take_device(rank)
+    torch.set_default_device("cuda")
+    commgrid.join()
+    one, other = (
+        commgrid.initialize(name=name, ranks=range(first, first + 2))
+        for name, first in (("one", 0), ("other", 2))
+    )
+    torch.manual_seed(0 if equal else rank)
+    model, wrong = torch.nn.Linear(4096, 4096), []
+    transfer = Transfer(
+        model if one else None, model if other else None, source_grid=one, target_grid=other,
+        max_bytes=2**22,
+    )  # fmt: skip
+    for number in range(3):
+        with torch.no_grad():
+            drawn = torch.Generator("cuda").manual_seed(number)
+            wanted = torch.randn(4096, 4096, generator=drawn)
+            model.weight.copy_(wanted if one else torch.zeros_like(wanted))
+            if one:  # what the stream has still to do when the transfer begins is waited for
+                torch.cuda._sleep(20_000_000)
+                model.weight.add_(1)
+        try:
+            transfer.run()
+        except TransferError as error:
+            return str(error)
+        wrong.append(int((model.weight != wanted + 1).sum()))
+    transfer.close()
+    commgrid.shutdown()
+    return wrong
+
+
+def run_large(equal: bool) -> list[Any]:
+    return run_on_ranks(
+        large, 4, equal, per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
+        method="spawn", timeout=240,
+    )  # fmt: skip
+
+
+def test_large_boxes_arrive_as_they_were_when_run_was_called() -> None:
+    assert run_large(True) == [[0, 0, 0]] * 4
+
+
+def test_copies_that_differ_are_an_error_on_every_rank() -> None:
+    """Rank 0 ended the group while NCCL still sent the error, and the others waited for ever."""
+    for said in run_large(False):
+        assert "model.bias differs between rank 0 and rank 1 of group 'dp'" in said
+
+
+def bridged(rank: int) -> float:
+    """How far the encoder's gradient is from that of one process."""
+    take_device(rank)
+    torch.set_default_device("cuda")
+    encoder = commgrid.initialize(name="encoder", ranks=range(2))
+    model = commgrid.initialize(name="model", ranks=range(1, 4))
+    bridge = Bridge(encoder, model, dim=0, startup_timeout=60.0)
+    drawn = torch.Generator("cuda").manual_seed(0)
+    images, scale = (torch.randn(7, n, generator=drawn, dtype=torch.float64) for n in (4, 8))
+    start = torch.randn(4, 8, generator=drawn, dtype=torch.float64)
+
+    weight = start.clone().requires_grad_()
+    (torch.tanh(images @ weight) * scale).sum().backward()
+    assert weight.grad is not None
+    wanted = weight.grad.clone()
+
+    mine = start.clone().requires_grad_()
+    part = images.tensor_split(2)[rank] if encoder else None
+    crossed: Tensor | None = bridge(None if part is None else torch.tanh(part @ mine))
+    assert crossed is not None
+    if model:
+        own = scale.tensor_split(3)[rank - 1]
+        assert crossed.shape == own.shape
+        loss = (crossed * own).sum()
+    else:
+        loss = crossed
+    loss.backward()
+    off = 0.0
+    if encoder:
+        assert mine.grad is not None
+        torch.distributed.all_reduce(mine.grad, group=encoder.get_group("dp"))
+        off = float((mine.grad - wanted).abs().max())
+    commgrid.shutdown()
+    return off
+
+
+def test_gradients_go_back_over_a_bridge() -> None:
+    found = run_on_ranks(
+        bridged, 4, per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
+        method="spawn", timeout=240,
+    )  # fmt: skip
+    assert max(found) <= 1e-12
