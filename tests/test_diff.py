@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from commgrid import GridSpec
+from commgrid import GridSpec, SpecError
 from commgrid.cli import main
 from commgrid.planning.diff import compare
 from commgrid.planning.plan import GroupPlan
@@ -36,7 +36,10 @@ SIZES = st.fixed_dictionaries(
 def test_names_are_the_same_where_every_rank_has_the_same_peers(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    specs = [GridSpec.build(**sizes).resolve(16) for sizes in (one, other)]
+    try:
+        specs = [GridSpec.build(**sizes).resolve(16) for sizes in (one, other)]
+    except SpecError:  # an order in which the regions' pp would differ
+        reject()
     found = compare(*specs)
     plans = [[GroupPlan.for_rank(spec, rank) for rank in range(16)] for spec in specs]
     names = [{frozenset(name.split("_")): name for name in ranks[0].created} for ranks in plans]
