@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from commgrid.cli.grid_options import resolve
+from commgrid.cli.grid_options import new_command, resolve
 from commgrid.cli.output import MARKS, give
 from commgrid.errors import SpecError
 from commgrid.planning.diff import compare
@@ -25,12 +25,13 @@ Nothing is started and torch is not needed.
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "diff",
-        help="what changes between two grids: sizes, names, neighbours, communicators",
+        summary="what changes between two grids: sizes, names, neighbours, communicators",
         description="Compares two grids: which names keep their ranks, and who gets other peers.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
+        run=run,
     )
     parser.add_argument("before", metavar="BEFORE", help="a YAML file, or a preset's name")
     parser.add_argument(
@@ -45,8 +46,6 @@ def add_parser(commands: Any) -> None:
         help="another value of a key of AFTER, such as axes.tp=2; may be repeated",
     )
     parser.add_argument("--world-size", metavar="N", help="number of ranks of both")
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

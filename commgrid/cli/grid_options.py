@@ -43,7 +43,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         )
 
 
-def add_command(
+def new_command(
     commands: Any,
     name: str,
     *,
@@ -51,9 +51,8 @@ def add_command(
     description: str,
     examples: str,
     run: Callable[[argparse.Namespace], int],
-    world_size: bool = True,
 ) -> argparse.ArgumentParser:
-    """Adds a command on a grid: its help, the grid's flags, and `--json`."""
+    """Adds a command: its help, and `--json`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -61,9 +60,15 @@ def add_command(
         epilog=examples,
         formatter_class=_Help,
     )
-    add_grid_options(parser, world_size=world_size)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.set_defaults(run=run)
+    return parser
+
+
+def add_command(commands: Any, name: str, *, world_size: bool = True, **about: Any) -> Any:
+    """Adds a command on a grid: as `new_command`, with the grid's flags."""
+    parser = new_command(commands, name, **about)
+    add_grid_options(parser, world_size=world_size)
     return parser
 
 

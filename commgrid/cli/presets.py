@@ -7,6 +7,7 @@ import sys
 import textwrap
 from typing import Any
 
+from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.cli.terminal import BOLD, CYAN, columns
 from commgrid.planning.presets import PRESETS, Preset, find_preset
@@ -22,16 +23,15 @@ Sizes are laid over a preset: --tp 8, or initialize(preset="megatron", tp=8).
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "presets",
-        help="grids that others use, by name; any of them as YAML",
+        summary="grids that others use, by name; any of them as YAML",
         description="Lists the presets, or prints one as YAML to start one's own from.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
+        run=run,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the one to print as YAML")
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
