@@ -12,7 +12,7 @@ ROWS = [
     ["errors", "version", "on_demand"],
     ["planning.names", "planning.yaml_io", "planning.ranks", "planning.boxes"],
     ["planning.layout", "planning.rank_lists", "planning.summary", "context_parallel.balance"],
-    ["planning.presets"],
+    ["planning.presets", "planning.cluster"],
     ["planning.groups", "planning.region", "pipeline.schedule", "pipeline.partition"],
     ["planning.group_table", "pipeline.simulator", "context_parallel.ranges", "transfer.traffic"],
     ["planning.spec", "pipeline.exchange", "context_parallel.tiles", "bridge.plan"],

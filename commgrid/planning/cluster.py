@@ -1,0 +1,332 @@
+"""What ranks run on: devices in nodes, nodes under switches, and how fast each level is.
+
+A cluster is a few numbers. Bandwidth is that of one device in one direction while all devices send,
+as training does: 8 GPUs of a node that share 8 adapters of 400 Gb/s have 50 GB/s each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.planning.names import nearest
+from commgrid.planning.yaml_io import load_yaml
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on.
+
+    Args:
+        name: as its maker calls it.
+        flops: dense 16-bit floating-point operations a second, as its maker states them.
+        memory: bytes.
+        memory_bandwidth: bytes a second.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_bandwidth: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """Units of one size, and the links within one of them.
+
+    Args:
+        name: of a unit, such as `node`.
+        size: how many units of the level below it holds, of the lowest how many devices; None, of
+            the highest alone: as many as there are.
+        bandwidth: bytes a second that a device sends to others in its unit while all send.
+        latency: seconds until the first byte of a message is there.
+    """
+
+    name: str
+    size: int | None
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, and the levels of links between them.
+
+    Rank r runs on device r: ranks 0 to 7 on the first node of 8. Where they run otherwise, the
+    hosts of the ranks say so (`spread`).
+
+    Args:
+        name: what it is called.
+        device: what each rank has.
+        levels: the lowest first, most often nodes.
+        source: where the numbers are from.
+
+    Example:
+        >>> cluster = CLUSTERS["h100"]
+        >>> [(level.name, level.size, level.bandwidth / 1e9) for level in cluster.levels]
+        [('node', 8, 450.0), ('cluster', None, 50.0)]
+        >>> cluster.spread(range(16)), cluster.spread(range(0, 256, 8))
+        ((8, 2), (1, 32))
+    """
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    source: str
+
+    @property
+    def per_node(self) -> int:
+        """Devices of a unit of the lowest level; 1 where the level has no size."""
+        return self.levels[0].size or 1
+
+    def unit_size(self, level: int) -> float:
+        """Devices of a unit of a level; infinite for a level without a size."""
+        return math.prod(each.size or math.inf for each in self.levels[: level + 1])
+
+    def find_level(self, name: str) -> int:
+        """The place of a level, by its name.
+
+        Raises:
+            SpecError: there is none.
+        """
+        names = [level.name for level in self.levels]
+        if name not in names:
+            raise SpecError(
+                f"level {name!r}: cluster {self.name!r} has {', '.join(names)}"
+                f"{nearest(str(name), names)}"
+            )
+        return names.index(name)
+
+    def unit(self, level: int, rank: int) -> int:
+        """The number of the unit of a level that a rank is in."""
+        size = self.unit_size(level)
+        return 0 if math.isinf(size) else rank // int(size)
+
+    def spread(self, ranks: Iterable[int], hosts: Sequence[int] | None = None) -> tuple[int, ...]:
+        """How a group lies on the levels: the most of its ranks that a node has, then of its nodes
+        that a unit of the next level has, and so on.
+
+        Args:
+            ranks: of the group.
+            hosts: the number of the node that each rank of the world runs on; None: rank // nodes'
+                size.
+
+        Returns:
+            A number for each level; their product is the group's size where it lies evenly.
+        """
+        node = self.per_node if self.levels[0].size else None
+        if hosts is None:
+            units = [0 if node is None else rank // node for rank in ranks]
+        else:
+            units = [hosts[rank] for rank in ranks]
+        found = [max(Counter(units).values(), default=0)]
+        distinct: Iterable[int] = set(units)
+        for level in self.levels[1:]:
+            above = [0 if level.size is None else unit // level.size for unit in distinct]
+            found.append(max(Counter(above).values(), default=0))
+            distinct = set(above)
+        return tuple(found)
+
+    def highest(self, spread: Sequence[int]) -> int:
+        """The place of the highest level that a group of this `spread` crosses; 0 for one rank."""
+        return max((level for level, n in enumerate(spread) if n > 1), default=0)
+
+    def check_world(self, world_size: int) -> None:
+        """That a number of ranks fills nodes.
+
+        Raises:
+            SpecError: it does not, with the nearest numbers that do.
+        """
+        if world_size <= self.per_node:
+            return
+        if world_size % self.per_node:
+            below = world_size // self.per_node * self.per_node
+            raise SpecError(
+                f"world_size={world_size}: does not fill nodes of {self.per_node} devices "
+                f"(cluster {self.name!r}); take {below} or {below + self.per_node}"
+            )
+        largest = self.unit_size(len(self.levels) - 1)
+        if world_size > largest:
+            raise SpecError(
+                f"world_size={world_size}: cluster {self.name!r} has {int(largest)} devices; leave "
+                f"out the size of its highest level, {self.levels[-1].name!r}, where it has more"
+            )
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Cluster:
+        """A cluster from the mapping that YAML holds; see `to_dict`.
+
+        Raises:
+            SpecError: a key is missing or unknown, or a number is none above 0.
+        """
+        _check_keys("", config, ("name", "device", "levels", "source"), ("source",))
+        device = config["device"]
+        _check_keys("device.", device, _DEVICE)
+        levels = config["levels"]
+        if not isinstance(levels, list) or not levels:
+            raise SpecError(f"levels={levels!r}: expected a list of levels, the lowest first")
+        made = []
+        for place, level in enumerate(levels):
+            key = f"levels[{place}]."
+            last = place == len(levels) - 1
+            _check_keys(key, level, _LEVEL, ("size",) if last else ())
+            size = level.get("size")
+            if size is not None and (type(size) is not int or size < 1):
+                raise SpecError(f"{key}size={size!r}: expected a whole number from 1 on")
+            made.append(
+                Level(
+                    str(level["name"]),
+                    size,
+                    _number(key, level, "gb_per_s") * 1e9,
+                    _number(key, level, "latency_us") / 1e6,
+                )
+            )
+        names = [level.name for level in made]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise SpecError(f"levels: {twice!r} is the name of two; names must differ")
+        return cls(
+            name=str(config["name"]),
+            device=Device(
+                str(device["name"]),
+                _number("device.", device, "peak_tflops") * 1e12,
+                _number("device.", device, "memory_gb") * 1e9,
+                _number("device.", device, "memory_gb_per_s") * 1e9,
+            ),
+            levels=tuple(made),
+            source=str(config.get("source", "")),
+        )
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Cluster:
+        """A cluster from a YAML file.
+
+        Raises:
+            SpecError: the file is not there, not YAML, or describes no cluster.
+        """
+        try:
+            return cls.from_dict(load_yaml(Path(path)))
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mapping that `from_dict` reads, in units people use."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "device": {
+                "name": self.device.name,
+                "peak_tflops": self.device.flops / 1e12,
+                "memory_gb": self.device.memory / 1e9,
+                "memory_gb_per_s": self.device.memory_bandwidth / 1e9,
+            },
+            "levels": [
+                {
+                    "name": level.name,
+                    **({} if level.size is None else {"size": level.size}),
+                    "gb_per_s": level.bandwidth / 1e9,
+                    "latency_us": level.latency * 1e6,
+                }
+                for level in self.levels
+            ],
+        }
+
+    def with_node(self, devices: int) -> Cluster:
+        """The same with nodes of another number of devices.
+
+        Raises:
+            SpecError: the number is below 1.
+        """
+        if devices < 1:
+            raise SpecError(f"gpus_per_node={devices}: expected a whole number from 1 on")
+        return replace(self, levels=(replace(self.levels[0], size=devices), *self.levels[1:]))
+
+
+_DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
+_LEVEL = ("name", "size", "gb_per_s", "latency_us")
+
+
+def _check_keys(
+    where: str, given: object, keys: Sequence[str], optional: Sequence[str] = ()
+) -> None:
+    if not isinstance(given, Mapping):
+        raise SpecError(f"{where.rstrip('.') or 'cluster'}={given!r}: expected a mapping")
+    for key in given:
+        if key not in keys:
+            raise SpecError(
+                f"{where}{key}: unknown key, expected {', '.join(keys)}{nearest(str(key), keys)}"
+            )
+    for key in keys:
+        if key not in given and key not in optional:
+            raise SpecError(f"{where}{key}: missing; expected {', '.join(keys)}")
+
+
+def _number(where: str, given: Mapping[str, Any], key: str) -> float:
+    value = given[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise SpecError(f"{where}{key}={value!r}: expected a number above 0")
+    return float(value)
+
+
+def _cluster(name: str, source: str, device: Device, *levels: Level) -> Cluster:
+    return Cluster(name, device, levels, source)
+
+
+_GB = 1e9
+_US = 1e-6
+_ALL = (
+    _cluster(
+        "a100",
+        "NVIDIA DGX A100 80GB datasheet: NVLink 600 GB/s both ways, 8 adapters of 200 Gb/s",
+        Device("A100-80GB", 312e12, 80 * _GB, 2039 * _GB),
+        Level("node", 8, 300 * _GB, 3 * _US),
+        Level("cluster", None, 25 * _GB, 8 * _US),
+    ),
+    _cluster(
+        "h100",
+        "NVIDIA DGX H100 datasheet: NVLink 900 GB/s both ways, 8 adapters of 400 Gb/s",
+        Device("H100-80GB", 989e12, 80 * _GB, 3350 * _GB),
+        Level("node", 8, 450 * _GB, 3 * _US),
+        Level("cluster", None, 50 * _GB, 8 * _US),
+    ),
+    _cluster(
+        "b200",
+        "NVIDIA DGX B200 datasheet: NVLink 1,800 GB/s both ways, 8 adapters of 400 Gb/s",
+        Device("B200", 2250e12, 180 * _GB, 8000 * _GB),
+        Level("node", 8, 900 * _GB, 3 * _US),
+        Level("cluster", None, 50 * _GB, 8 * _US),
+    ),
+    _cluster(
+        "gb200",
+        "NVIDIA GB200 NVL72 datasheet: 18 trays of 4 in one NVLink domain, 1,800 GB/s both ways; "
+        "an adapter of 400 Gb/s a GPU",
+        Device("GB200", 2500e12, 186 * _GB, 8000 * _GB),
+        Level("node", 4, 900 * _GB, 3 * _US),
+        Level("rack", 18, 900 * _GB, 3 * _US),
+        Level("cluster", None, 50 * _GB, 8 * _US),
+    ),
+)
+
+CLUSTERS: Mapping[str, Cluster] = MappingProxyType({cluster.name: cluster for cluster in _ALL})
+"""The built-in ones, by name."""
+
+
+def find_cluster(given: str) -> Cluster:
+    """A built-in cluster by its name, or one from a YAML file by its path.
+
+    Raises:
+        SpecError: there is neither, or the file describes none.
+    """
+    if given in CLUSTERS:
+        return CLUSTERS[given]
+    if given.endswith((".yaml", ".yml")) or "/" in given:
+        return Cluster.from_yaml(given)
+    raise SpecError(
+        f"cluster {given!r}: expected one of {', '.join(CLUSTERS)}, or the path of a YAML file"
+        f"{nearest(given, CLUSTERS)}"
+    )
