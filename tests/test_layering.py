@@ -80,7 +80,7 @@ ROWS = [
     ["bridge.moving"],
     ["bridge.layer"],
     ["bridge"],
-    ["checkpoint.boxes", "checkpoint.progress"],
+    ["checkpoint.boxes", "checkpoint.progress", "checkpoint.trust"],
     ["checkpoint.items"],
     ["checkpoint.model_state", "checkpoint.storage"],
     ["checkpoint.optimizer_state", "checkpoint.folder", "checkpoint.meeting"],

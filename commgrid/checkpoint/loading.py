@@ -58,6 +58,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
+    trusted: bool = False,
     progress: Progress = True,
     grid: HyperCommGrid | None = None,
 ) -> Restored:
@@ -73,11 +74,15 @@ def load(
         model, optimizer: as `save` takes them, cut in any way; without an optimizer its state in
             the checkpoint is left alone.
         step: None: the last complete one.
+        trusted: False: nothing in it runs code: tensors and plain values load, and what torch's
+            `weights_only` makes. True: values of any type, made by whatever the file names, as
+            pickle does; for checkpoints of your own.
         progress, grid: as `save`'s.
 
     Raises:
         CheckpointError: on all ranks: no such checkpoint, half a one, or one of another model or
-            optimizer; names what is missing or differs, and which ranks found it. Should a module
+            optimizer, or with values of other types than plain ones; names what is missing or
+            differs, and which ranks found it. Should a module
             refuse its extra state after all that, it says that the model is not to be used.
         UnknownGroupError: the grid has no group of all its ranks.
     """
@@ -85,12 +90,12 @@ def load(
     group = everyone(grid)
 
     def call() -> Call:
-        return {"step": step, "optimizer": kind_of(model, optimizer)}
+        return {"step": step, "optimizer": kind_of(model, optimizer), "trusted": trusted}
 
     def choose(calls: list[Call]) -> tuple[int, Path]:
         compare(calls)
         chosen, path = folders.find(Path(folder).absolute(), step)
-        stored = Stored(path)
+        stored = Stored(path, trusted)
         stored.check_files()
         if chosen is None:
             chosen = stored.read([Value(("step",))], lambda *_: None)["step"]
@@ -98,7 +103,7 @@ def load(
 
     found, path = at_first(group, call, choose, failure("nothing was loaded"))
     failed = failure(f"nothing was loaded from {path}")
-    loading = _Loading(grid, path, model, optimizer)
+    loading = _Loading(grid, path, model, optimizer, trusted)
     at_first(group, loading.plan, loading.check_all, failed)
     line, report = reporter(progress, f"loading step {found}", grid)
     at_first(group, lambda: loading.read(report), lambda _: None, failed)
@@ -113,15 +118,20 @@ class _Loading:
     """One rank's part in loading a checkpoint."""
 
     def __init__(
-        self, grid: HyperCommGrid, path: Path, model: Model, optimizer: torch.optim.Optimizer | None
+        self,
+        grid: HyperCommGrid,
+        path: Path,
+        model: Model,
+        optimizer: torch.optim.Optimizer | None,
+        trusted: bool,
     ) -> None:
-        self._grid, self._path = grid, path
+        self._grid, self._path, self._trusted = grid, path, trusted
         self._given = model, optimizer
 
     def plan(self) -> list[str]:
         """Compares what is needed with what is there; returns the names of this rank's model."""
         model, optimizer = self._given
-        self._stored = Stored(self._path)
+        self._stored = Stored(self._path, self._trusted)
         self._model = ModelState(model, self._grid)
         self._live = list(self._model.items(Turns(self._grid)))
         self._stored.check(self._live)

@@ -64,7 +64,8 @@ def save(
             chunks. Modules have the names that they have in the whole model; buffers are equal on
             all ranks.
         optimizer: a ShardedOptimizer, or an element-wise one of torch.optim.
-        extra: picklable values of the job, equal on all ranks.
+        extra: picklable values of the job, equal on all ranks; what is no tensor or plain value
+            loads with `trusted=True` only.
         keep: how many checkpoints up to this step the folder is to have, older ones are deleted;
             None: all.
         copies: "compare" refuses copies of which any bit differs; "first" writes one of them

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from commgrid.checkpoint.boxes import Chunk
 from commgrid.checkpoint.items import Item, Shared, Value
+from commgrid.checkpoint.trust import read_metadata, read_value
 from commgrid.errors import CheckpointError
 
 Report = Callable[[int, int], object]
@@ -241,15 +243,17 @@ class Stored:
 
     Args:
         folder: the checkpoint's.
+        trusted: whether what is in it may run code.
 
     Raises:
         CheckpointError: it has no metadata, or what is in it cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, trusted: bool = False) -> None:
         self.folder, self._reader = folder, FileSystemReader(folder)
+        self._trusted = trusted
         try:
-            self._metadata = self._reader.read_metadata()
+            self._metadata = read_metadata(folder / ".metadata", trusted)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{folder} has no .metadata, which is written last: half a checkpoint, or none"
@@ -302,22 +306,42 @@ class Stored:
         Raises:
             CheckpointError: a file that cannot be read.
         """
-        planner = _Reads(items, self._metadata, report)
+        planner = _Reads(items, self._metadata, report, self._trusted)
         self._reader.set_up_storage_reader(self._metadata, True)
         plan = self._reader.prepare_local_plan(LoadPlan(planner.plan))
         try:
             self._reader.read_data(plan, planner).wait()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.folder}: {error}") from error
+        except pickle.UnpicklingError as error:
+            key = self._broken(plan, planner)
+            raise CheckpointError(
+                f"{self.folder}: {key} holds no tensor, but a pickle that names other things, and "
+                "loading it could run code of whoever wrote the file; or it is broken"
+            ) from error
         except Exception as error:  # torch's readers raise what they come upon
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
         planner.finish()
         return {key: planner.values[first] for key, first in planner.names.items()}
 
+    def _broken(self, plan: LoadPlan, planner: _Reads) -> str:
+        """The first key whose pickle cannot be read."""
+        for item in plan.items:
+            try:
+                self._reader.read_data(LoadPlan([item]), planner).wait()
+            except pickle.UnpicklingError:
+                return item.storage_index.fqn
+        return "one of its tensors"
+
 
 class _Reads(DefaultLoadPlanner):
     """Says which boxes are needed, takes them in, and counts them."""
 
-    def __init__(self, items: Iterable[Item | Value], stored: Metadata, report: Report) -> None:
+    def __init__(
+        self, items: Iterable[Item | Value], stored: Metadata, report: Report, trusted: bool
+    ) -> None:
         super().__init__()
+        self._trusted = trusted
         self.values: dict[str, Any] = {}
         self.names: dict[str, str] = {}  # to the first name of what is stored in one place
         first: dict[tuple[str, int], str] = {}
@@ -362,9 +386,8 @@ class _Reads(DefaultLoadPlanner):
         self._report(self._done, self._total)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.values[read_item.dest_index.fqn] = torch.load(
-            value, map_location="cpu", weights_only=False
-        )
+        key = read_item.dest_index.fqn
+        self.values[key] = read_value(key, value, self._trusted)
 
 
 def _some(names: Sequence[str]) -> str:

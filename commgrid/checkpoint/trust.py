@@ -1,0 +1,106 @@
+"""Reading that runs no code: pickles name the functions that make their values, any function.
+
+torch reads a checkpoint's metadata with plain pickle, and values likewise, so that who can write a
+file can run what they like on every rank that loads it. Here metadata may name torch's own types of
+metadata and nothing else, and values load under torch's `weights_only`, unless they are trusted.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from commgrid.errors import CheckpointError
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    # Python 3.13 pickles paths from where they are defined.
+    ("pathlib._local", "Path"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "PurePosixPath"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Takes what metadata consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in _KNOWN and not is_dtype:
+            raise CheckpointError(
+                f"it names {module}.{name}, which is nothing that a checkpoint's metadata consists "
+                "of, and loading it could run code of whoever wrote the file; if that is you, "
+                "load(…, trusted=True)"
+            )
+        return super().find_class(module, name)
+
+
+def read_metadata(path: Path, trusted: bool) -> Metadata:
+    """What a `.metadata` file holds.
+
+    Args:
+        path: of the file.
+        trusted: whether it may name anything, and so run code.
+
+    Raises:
+        CheckpointError: it names what is not of metadata.
+        Exception: whatever pickle raises where the file is broken.
+    """
+    with path.open("rb") as file:
+        found = (pickle.Unpickler if trusted else _Unpickler)(file).load()
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"it holds a {type(found).__name__}, no metadata")
+    return found
+
+
+def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:
+    """A value that is no tensor.
+
+    Args:
+        key: its name in the checkpoint.
+        stored: as torch.save wrote it.
+        trusted: whether any type may be made, by code of whoever wrote it.
+
+    Raises:
+        CheckpointError: it is of a type that torch's `weights_only` does not make.
+    """
+    try:
+        return torch.load(stored, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        if trusted:
+            raise
+        stored.seek(0)
+        raise CheckpointError(
+            f"{key} is more than tensors and plain values{_named(stored)}, and loading it could "
+            "run code of whoever wrote the file; if that is you, load(…, trusted=True), or save "
+            "it as plain values (its state_dict), or torch.serialization.add_safe_globals([…])"
+        ) from error
+
+
+def _named(stored: io.BytesIO) -> str:
+    """What a pickle names that is not allowed, as far as torch can tell."""
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(stored)
+    except Exception:  # a pickle made by hand
+        return ""
+    return f" ({', '.join(sorted(found)[:3])})" if found else ""

@@ -1,0 +1,157 @@
+"""A checkpoint is data: loading one that somebody else wrote runs nothing of theirs."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+import commgrid
+from commgrid import CheckpointError, checkpoint
+from tests.ranks import run_on_ranks
+
+
+class Runs:
+    """Unpickled, it makes a folder: what it would do if it ran."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = str(mark)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._mark,)
+
+
+def plant(folder: Path, where: str, mark: Path) -> None:
+    """Puts it into a checkpoint, in place of something that is there."""
+    inside = folder / "step_00000003"
+    path = inside / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    if where == ".metadata":
+        metadata.planner_data = Runs(mark)
+    else:
+        found = next(i for i in metadata.storage_data if i.fqn == where)
+        place = metadata.storage_data[found]
+        file = inside / place.relative_path
+        evil = io.BytesIO()
+        torch.save(Runs(mark), evil)
+        start, data = file.stat().st_size, evil.getvalue()
+        file.write_bytes(file.read_bytes() + data)
+        place.offset, place.length = start, len(data)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def refused(folder: str, where: str) -> str:
+    """What every rank is told, with nothing loaded and nothing run."""
+    grid = commgrid.initialize()
+    model, optimizer = parts()
+    checkpoint.save(folder, 3, model, optimizer, extra={"tokens": 7}, progress=False)
+    mark = Path(folder) / "it ran"
+    if grid.rank == 0:
+        plant(Path(folder), where, mark)
+    dist.barrier()
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    with pytest.raises(CheckpointError) as told:
+        checkpoint.load(folder, model, optimizer, progress=False)
+    assert not mark.exists()
+    assert bool((model.weight == 5.0).all())
+    commgrid.shutdown()
+    return str(told.value)
+
+
+WHERE = {
+    ".metadata": r"it names posix\.mkdir, which is nothing that a checkpoint's metadata",
+    "extra.tokens": r"extra\.tokens is more than tensors and plain values \(posix\.mkdir\)",
+    "optimizer.param_groups.weight.lr": r"optimizer\.param_groups\.weight\.lr is more than",
+    "model.weight": r"model\.weight holds no tensor, but a pickle",
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_pickle_that_would_run_code_is_refused_by_its_key(where: str, tmp_path: Path) -> None:
+    for told in run_on_ranks(refused, 2, str(tmp_path), where, init=None, launcher="torchrun"):
+        assert told.startswith("nothing was loaded"), told
+        with pytest.raises(AssertionError, match=WHERE[where]):
+            raise AssertionError(told)
+
+
+@dataclass
+class Clock:
+    """A type of the job's own."""
+
+    hours: float
+
+
+PLAIN: dict[str, Any] = {
+    "none": None, "flag": True, "count": 81_920, "rate": 3e-4, "name": "gelu", "raw": b"\x00\xff",
+    "betas": (0.9, 0.95), "list": [1, [2.0, "three"]], "dict": {"a": {"b": 1}},
+    "ordered": OrderedDict(a=1), "shape": torch.Size((2, 3)), "dtype": torch.bfloat16,
+    "tensor": torch.arange(3.0), "set": {1, 2},
+}  # fmt: skip
+
+
+@pytest.fixture
+def grid() -> Any:
+    yield commgrid.initialize()
+    commgrid.shutdown()
+
+
+def test_plain_values_load_as_they_are(grid: Any, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, nn.Linear(2, 1), extra=PLAIN, progress=False)
+    found = checkpoint.load(tmp_path, nn.Linear(2, 1), progress=False).extra
+    assert torch.equal(found.pop("tensor"), PLAIN["tensor"])
+    assert found == {key: value for key, value in PLAIN.items() if key != "tensor"}
+
+
+def test_other_types_load_where_they_are_trusted_or_known_to_torch(
+    grid: Any, tmp_path: Path
+) -> None:
+    checkpoint.save(tmp_path, 1, nn.Linear(2, 1), extra={"clock": Clock(3.5)}, progress=False)
+    with pytest.raises(CheckpointError, match=r"extra\.clock is more than .*Clock.*trusted=True"):
+        checkpoint.load(tmp_path, nn.Linear(2, 1), progress=False)
+    trusted = checkpoint.load(tmp_path, nn.Linear(2, 1), trusted=True, progress=False)
+    assert trusted.extra == {"clock": Clock(3.5)}
+    with torch.serialization.safe_globals([Clock]):
+        known = checkpoint.load(tmp_path, nn.Linear(2, 1), progress=False)
+    assert known.extra == {"clock": Clock(3.5)}
+
+
+def test_metadata_that_is_something_else(grid: Any, tmp_path: Path) -> None:
+    inside = checkpoint.save(tmp_path, 1, nn.Linear(2, 1), progress=False)
+    (inside / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointError, match="it holds a dict, no metadata"):
+        checkpoint.load(tmp_path, nn.Linear(2, 1), progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_all_that_torch_writes_is_known(tmp_path: Path) -> None:
+    """Whatever dtypes and layouts a checkpoint of torch's own has."""
+    from commgrid.checkpoint.trust import read_metadata
+
+    dtypes = [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn]
+    given: dict[str, Any] = {str(each): torch.zeros(2, 2, dtype=each) for each in dtypes}
+    last = torch.zeros(1, 2, 2, 2).to(memory_format=torch.channels_last)
+    given |= {"last": last, "nested": OrderedDict(a=[torch.zeros(1), {"b": 2}]), "path": tmp_path}
+    dcp.save(given, checkpoint_id=tmp_path / "d", no_dist=True)
+    metadata = read_metadata(tmp_path / "d" / ".metadata", trusted=False)
+    assert MetadataIndex("last", torch.Size((0, 0, 0, 0)), 0) in metadata.storage_data
