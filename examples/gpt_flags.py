@@ -322,6 +322,10 @@ def add_evaluation(add: Add) -> None:
 def add_checkpoints(add: Add) -> None:
     add("--save", metavar="DIR", help="write checkpoints to, at the end and as --save-every says")
     add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
+    add(
+        "--save-in-background", action="store_true",
+        help="write them beside the next steps, but for the last",
+    )  # fmt: skip
     add("--keep", type=positive, metavar="N", help="checkpoints that stay, the last (default: all)")
     add(
         "--resume",
@@ -391,8 +395,8 @@ def check_together(
             f"--dp-replicate {args.dp_replicate} does not divide --dp {args.dp}",
         ),
         (
-            (args.save_every or args.keep) and not args.save,
-            "--save-every and --keep are about --save DIR",
+            (args.save_every or args.keep or args.save_in_background) and not args.save,
+            "--save-every, --keep and --save-in-background are about --save DIR",
         ),
         (
             (args.min_lr is not None or args.lr_decay_steps) and not decays,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import commgrid
+from commgrid import checkpoint
 from commgrid.transfer import TransferPlan
 from gpt_context import about
 
@@ -172,6 +173,11 @@ class Log:
         if self.saved is None:
             return "nothing was saved (--save DIR keeps checkpoints)"
         step, folder = self.saved
+        if self.args.save_in_background and folder == self.args.save:  # the last may be half there
+            whole = [each for each in checkpoint.steps(folder) if each <= step]
+            if not whole:
+                return f"nothing is saved in {folder} yet"
+            step = whole[-1]
         more = f" --steps {steps}" if steps else ""
         return f"step {step} is saved in {folder}; to go on: --resume {folder}{more}"
 

@@ -148,6 +148,7 @@ class Trainer:
         checkpoint.save(
             self.args.save, step, self.chunks, self.optimizer,
             extra={"flags": flags, "curve": curve}, keep=self.args.keep,
+            background=self.args.save_in_background and step < self.args.steps,
         )  # fmt: skip
 
     def resume(self) -> int:

@@ -84,6 +84,7 @@ ROWS = [
     ["checkpoint.items"],
     ["checkpoint.model_state", "checkpoint.storage"],
     ["checkpoint.optimizer_state", "checkpoint.folder", "checkpoint.meeting"],
+    ["checkpoint.background"],
     ["checkpoint.saving", "checkpoint.loading"],
     ["checkpoint"],
     ["transfer.foreign", "transfer.gate", "transfer.ring", "transfer.ending"],

@@ -21,6 +21,6 @@ A parameter that modules share has the first of its names. It can be opened with
 from __future__ import annotations
 
 from commgrid.checkpoint.loading import Restored, load, steps
-from commgrid.checkpoint.saving import save
+from commgrid.checkpoint.saving import save, wait
 
-__all__ = ["Restored", "load", "save", "steps"]
+__all__ = ["Restored", "load", "save", "steps", "wait"]

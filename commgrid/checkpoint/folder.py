@@ -84,6 +84,11 @@ def begin(folder: Path, step: int) -> Path:
     return partial
 
 
+def final(partial: Path, step: int) -> Path:
+    """The name that a checkpoint gets when all is on disk."""
+    return partial.parent / _name(step)
+
+
 def end(partial: Path, step: int, keep: int | None) -> Path:
     """Gives a checkpoint that is written its name, and deletes older ones than the last `keep`."""
     folder = partial.parent

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commgrid.checkpoint import folder as folders
+from commgrid.checkpoint.background import finish
 from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Value, key_of
 from commgrid.checkpoint.meeting import (
@@ -90,6 +91,7 @@ def load(
     group = everyone(grid)
 
     def call() -> Call:
+        finish()
         return {"step": step, "optimizer": kind_of(model, optimizer), "trusted": trusted}
 
     def choose(calls: list[Call]) -> tuple[int, Path]:

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from commgrid.checkpoint import folder as folders
+from commgrid.checkpoint.background import BackgroundSave, Staged, finish, stage
+from commgrid.checkpoint.background import begin as start
 from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.meeting import (
@@ -48,10 +51,14 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     copies: str = "compare",
+    background: bool = False,
     progress: Progress = True,
     grid: HyperCommGrid | None = None,
 ) -> Path:
     """Writes a checkpoint; on all ranks of the grid, and complete when it returns on any.
+
+    In the background it returns when the state is copied, and threads write it beside what the job
+    does next. The checkpoint is complete, under its name, when all have written, or absent.
 
     What ranks have copies of is compared, to the last bit, and written once; they share that out
     evenly. Weights that an optimizer is still gathering are waited for. A crash at any moment
@@ -70,8 +77,13 @@ def save(
             None: all.
         copies: "compare" refuses copies of which any bit differs; "first" writes one of them
             whatever the others are, such as where kernels are not deterministic.
-        progress: True: bytes on the first rank's stderr; or called on every rank with its own bytes
-            done and to do; False: nothing.
+        background: True: return once the state is copied to the host's memory, pinned where it
+            comes from a GPU: what the rank writes, and with copies="compare" all that it has. What
+            goes wrong afterwards is raised by the next `save`, `load` or `wait`, on all ranks. At
+            most one is under way: the next call waits for it.
+        progress: True: bytes on the first rank's stderr, in the background the last line alone; or
+            called on every rank with its own bytes done and to do, in the background on a thread;
+            False: nothing.
         grid: None: the default one.
 
     Returns:
@@ -81,8 +93,9 @@ def save(
         CheckpointError: on all ranks: it could not be written, copies of a parameter or of
             optimizer state differ between ranks, stages have different parameters of one name, a
             parameter is sliced over something that is not of the grid, or the optimizer is not
-            element-wise; names the ranks that found it. A rank that writes for longer than the
-            grid's timeout is torch's error on the others.
+            element-wise; names the ranks that found it. Or an earlier one was not, in the
+            background. A rank that writes for longer than the grid's timeout is torch's error on
+            the others.
         UnknownGroupError: the grid has no group of all its ranks.
 
     Example:
@@ -101,16 +114,21 @@ def save(
     group = everyone(grid)
     what = f"step {step} was not saved to {folder}"
     items: list[Item | Value] = []
+    staged: list[Staged] = []
 
     def plan() -> Call:
+        finish()
         kept = None if keep is None else count_of("keep", keep, 1)
         call = {
             "step": count_of("step", step, 0),
             "optimizer": kind_of(model, optimizer),
             "keep": kept,
             "copies": _known_way(copies),
+            "background": background,
         }
         items.extend(_items(grid, step, model, optimizer, extra or {}))
+        if background:
+            staged.append(stage(items, copies_of(items, grid) if copies == "compare" else ()))
         return call
 
     def begin(calls: list[Call]) -> Path:
@@ -118,6 +136,12 @@ def save(
         return folders.begin(Path(folder).absolute(), step)
 
     partial = at_first(group, plan, begin, failure(what))
+    if background:
+        line = reporter(progress is not False, f"saving step {step}", grid)[0]
+        report = progress if callable(progress) else _silent
+        seconds = grid.timeout or default_pg_timeout.total_seconds()
+        start(BackgroundSave(partial, step, keep, staged[0], grid, report, line, seconds))
+        return folders.final(partial, step)
 
     line, report = reporter(progress, f"saving step {step}", grid)
 
@@ -139,6 +163,19 @@ def save(
     if line is not None:
         line.finish(f"saved step {step}: {size(total)} to {final}")
     return final
+
+
+def wait(*, grid: HyperCommGrid | None = None) -> None:
+    """Waits for a save in the background; on all ranks of the grid.
+
+    Raises:
+        CheckpointError: on all ranks: it failed, and where.
+    """
+    at_first(everyone(grid or get_grid()), finish, lambda _: None, failure("a save failed"))
+
+
+def _silent(done: int, total: int) -> None:
+    """Where nobody wants to know."""
 
 
 def _known_way(copies: str) -> str:
@@ -168,6 +205,15 @@ def differing_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> str 
 
     Collective over the grid, on all of whose ranks there are the items of one model.
     """
+    axes = dict.fromkeys(axis for region in grid.spec.regions for axis in region.axes)
+    everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
+    return differing(
+        copies_of(items, grid), groups=[group for groups in everywhere for group in groups]
+    )
+
+
+def copies_of(items: Sequence[Item | Value], grid: HyperCommGrid) -> list[Copy]:
+    """The tensors of which other ranks should have copies, with the groups of these ranks."""
     copies: list[Copy] = []
     num_shared = 0
     for item in items:
@@ -178,9 +224,7 @@ def differing_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> str 
                     key = f"shared {num_shared}"
                     copies.append(Copy(item.key, chunk.data, (item.shared,), key))
                     num_shared += 1
-    axes = dict.fromkeys(axis for region in grid.spec.regions for axis in region.axes)
-    everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
-    return differing(copies, groups=[group for groups in everywhere for group in groups])
+    return copies
 
 
 def _items(

@@ -41,12 +41,28 @@ _KNOWN = {
 }
 
 
+_PLANNER = "torch.distributed.checkpoint.planner"
+_WRITTEN = {
+    (_PLANNER, "SavePlan"),
+    (_PLANNER, "WriteItem"),
+    (_PLANNER, "WriteItemType"),
+    (_PLANNER, "TensorWriteData"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("torch.distributed.checkpoint.storage", "WriteResult"),
+    ("commgrid.checkpoint.storage", "Written"),
+    ("builtins", "frozenset"),
+}
+"""What a rank that saves in the background says of its file."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Takes what metadata consists of."""
 
+    known = _KNOWN
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _KNOWN and not is_dtype:
+        if (module, name) not in self.known and not is_dtype:
             raise CheckpointError(
                 f"it names {module}.{name}, which is nothing that a checkpoint's metadata consists "
                 "of, and loading it could run code of whoever wrote the file; if that is you, "
@@ -71,6 +87,20 @@ def read_metadata(path: Path, trusted: bool) -> Metadata:
     if not isinstance(found, Metadata):
         raise CheckpointError(f"it holds a {type(found).__name__}, no metadata")
     return found
+
+
+class _OfWritten(_Unpickler):
+    known = _KNOWN | _WRITTEN
+
+
+def read_written(path: Path) -> Any:
+    """What another rank has left beside its file.
+
+    Raises:
+        CheckpointError: it names other things than that consists of.
+    """
+    with path.open("rb") as file:
+        return _OfWritten(file).load()
 
 
 def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from commgrid import checkpoint
 from tests.examples.curves import ROOT, curve, load
 from tests.ranks import run_on_ranks
 
@@ -42,6 +43,7 @@ def heard_of_all(*jobs: list[str]) -> list[list[str]]:
 def test_lines_of_a_run(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     job = [*TINY, "--steps", "7", "--log-every", "3", "--save", saved, "--tie-embeddings"]
+    job += ["--save-every", "2", "--save-in-background"]
     first, second = run_on_ranks(heard, 2, job, init=None, launcher="torchrun")
     assert second == []
     assert first[0] == "grid   dp 2 on 2 ranks (cpu)"
@@ -59,6 +61,7 @@ def test_lines_of_a_run(tmp_path: Path) -> None:
         rf"to go on: --resume {saved} --steps 14",
         first[-1],
     )
+    assert checkpoint.steps(saved) == [2, 4, 6, 7]
     changed = [*job, "--resume", saved, "--steps", "8", "--seed", "3"]
     again, told = run_on_ranks(
         heard_of_all, 1, [*job, "--resume", saved], changed, init=None, launcher="torchrun"
