@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
+from commgrid.planning.presets import PRESETS
+from commgrid.planning.spec import GridSpec
 from commgrid.transfer.table import as_table
 from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
 from commgrid.viz.curves_picture import draw_curves, read_curve
@@ -34,6 +37,7 @@ _EXAMPLES = """examples:
   commgrid show --tp 8 --pp 4 --world-size 512 -o grid.svg
   commgrid show --tp 4 --ep 8 --etp 1 --world-size 64 --names ep,edp --rank 37 -o grid.png
   commgrid show grid.yaml --world-size 64 -o grid.html            (a page to explore)
+  commgrid show --preset hsdp --world-size 64 --beside-presets -o grid.html
   commgrid show --schedule zb-h1 --stages 4 --microbatches 8 -o schedule.svg
   commgrid show --schedule 1f1b --stages 2 --microbatches 4 --spans runs/spans*.jsonl -o run.svg
   commgrid show --metrics a.jsonl b.jsonl -o loss.svg
@@ -71,6 +75,10 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help=f"ranks of a node (default {DEFAULT_GPUS_PER_NODE})",
     )
+    parser.add_argument(
+        "--beside-presets", action="store_true",
+        help="a page that also switches to every preset that fits the ranks",
+    )  # fmt: skip
     pipeline = parser.add_argument_group("schedule")
     pipeline.add_argument("--schedule", help="gpipe, 1f1b, interleaved or zb-h1")
     for size in _SIZES:
@@ -118,7 +126,8 @@ def run(args: argparse.Namespace) -> int:
     view = _view(args)
     simulations = () if simulation is None else (simulation,)
     if args.output is not None and args.output.suffix == ".html":
-        write_page(draw_page(view, simulations), args.output)
+        others = _presets_beside(view) if args.beside_presets else {}
+        write_page(draw_page(view, simulations, others), args.output)
         return _written(args)
     return _give(args, lambda: page_data(view), view.as_text, lambda: draw_grid(view))
 
@@ -192,7 +201,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_beside_grid(args: argparse.Namespace) -> None:
-    """Only a page shows a grid and a schedule."""
+    """Only a page shows a grid and a schedule, and switches between grids."""
+    if args.beside_presets and (args.output is None or args.output.suffix != ".html"):
+        raise SpecError("--beside-presets: only a page switches between grids, as -o grid.html")
     if args.spans:
         raise SpecError("--spans: are drawn beside a schedule alone; leave the grid out")
     if args.schedule and (args.output is None or args.output.suffix != ".html"):
@@ -208,6 +219,21 @@ def _view(args: argparse.Namespace) -> GridView:
         raise SpecError(f"--rank {args.rank}: expected a rank from 0 on")
     rank = None if args.rank is None else int(args.rank)
     return GridView(resolve(read_spec(args), args.world_size), args.gpus_per_node, names, rank)
+
+
+def _presets_beside(view: GridView) -> dict[str, GridView]:
+    """Every preset over the same ranks; those whose sizes do not divide them are left out."""
+    if view.spec.ranks is not None:
+        raise SpecError(
+            "--beside-presets: shows presets of ranks from 0 on, and this grid lists its ranks; "
+            "leave one of them out"
+        )
+    found = {}
+    for name in PRESETS:
+        with suppress(SpecError):
+            spec = GridSpec.from_preset(name).resolve(view.spec.world_size)
+            found[name] = GridView(spec, view.gpus_per_node)
+    return found
 
 
 def _simulation(args: argparse.Namespace) -> Simulation | None:

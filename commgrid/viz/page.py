@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -76,18 +77,38 @@ def _schedule(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def draw_page(view: GridView, simulations: tuple[Simulation, ...] = ()) -> str:
+def draw_page(
+    view: GridView,
+    simulations: tuple[Simulation, ...] = (),
+    others: Mapping[str, GridView] | None = None,
+) -> str:
     """The page.
 
+    Args:
+        view: what it opens with.
+        simulations: schedules below the grid.
+        others: further grids of the same ranks by name, to switch to.
+
     Raises:
-        SpecError: more ranks than a page can show.
+        SpecError: more ranks than a page can show, or another grid of other ranks.
     """
     if view.spec.world_size > MOST_RANKS:
         raise SpecError(
             f"a page shows at most {MOST_RANKS:,} ranks, the grid has {view.spec.world_size:,}; "
             "show a smaller dp, which looks the same"
         )
-    text = json.dumps(page_data(view, simulations), separators=(",", ":"))
+    for name, other in (others or {}).items():
+        if other.nodes != view.nodes:
+            raise SpecError(
+                f"{name} has other ranks or nodes than the grid that is shown; a page switches "
+                "between grids of the same ranks"
+            )
+    data = {
+        **page_data(view, simulations),
+        "called": "this one",
+        "others": [{**page_data(other), "called": name} for name, other in (others or {}).items()],
+    }
+    text = json.dumps(data, separators=(",", ":"))
     # Within a script element only these could end or change it; JSON reads them back the same.
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return template().replace("/*DATA*/null", safe)
