@@ -33,6 +33,7 @@ from commgrid.planning.spec import GridSpec
 from commgrid.version import VERSION
 
 if TYPE_CHECKING:
+    from commgrid.observe import trace
     from commgrid.runtime.grid import HyperCommGrid
     from commgrid.runtime.registry import (
         destroy,
@@ -84,6 +85,7 @@ __all__ = [
     "join",
     "shutdown",
     "size",
+    "trace",
     "use_grid",
 ]
 
@@ -100,6 +102,7 @@ _LIVE = {
     "join": "commgrid.runtime.registry",
     "shutdown": "commgrid.runtime.registry",
     "size": "commgrid.runtime.registry",
+    "trace": "commgrid.observe.trace",
     "use_grid": "commgrid.runtime.registry",
 }
 

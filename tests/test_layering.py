@@ -21,6 +21,7 @@ ROWS = [
     ["transfer.plan"],
     ["context_parallel.length_groups", "context_parallel.drawing"],
     ["planning.plan", "context_parallel.plans"],
+    ["observe.traces"],
     ["planning.sockets", "planning.diff", "context_parallel.volume", "bridge.pipelines"],
     ["context_parallel.length_plan"],
     ["context_parallel.lengths"],
@@ -34,7 +35,8 @@ ROWS = [
     ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis", "runtime.board"],
     ["runtime.agreement"],
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches", "runtime.pairing"],
-    ["runtime.torch_suspend"],
+    ["runtime.torch_suspend", "runtime.torch_calls"],
+    ["runtime.recorder"],
     [
         "runtime.communicator",
         "runtime.device_mesh",
@@ -101,14 +103,16 @@ ROWS = [
     ["expert.dispatch", "expert.shared"],
     ["expert.layer"],
     ["expert"],
+    ["observe.trace"],
+    ["observe"],
     ["cli.terminal"],
     ["cli.grid_options", "cli.output"],
     ["cli.show_sharding"],
-    ["cli.plan", "cli.presets", "cli.diff", "cli.explain", "cli.check", "cli.show"],
+    ["cli.plan", "cli.presets", "cli.diff", "cli.explain", "cli.check", "cli.show", "cli.trace"],
     ["cli"],
     ["__main__"],
 ]
-PURE = 20  # rows that import neither torch nor anything below them
+PURE = 21  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

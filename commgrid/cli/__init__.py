@@ -1,4 +1,4 @@
-"""The command line: `commgrid plan`, `explain`, `check`, `show`, `presets`, `diff`."""
+"""The command line: `commgrid plan`, `explain`, `check`, `show`, `presets`, `diff`, `trace`."""
 
 # PYTHON_ARGCOMPLETE_OK
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from commgrid.cli import check, diff, explain, plan, presets, show
+from commgrid.cli import check, diff, explain, plan, presets, show, trace
 from commgrid.cli.output import guarded
 from commgrid.cli.terminal import RED, has_colour, paint
 from commgrid.errors import CommGridError
@@ -22,7 +22,7 @@ from commgrid.version import VERSION
 
 _COMMANDS = {
     "plan": plan, "explain": explain, "check": check, "show": show, "presets": presets,
-    "diff": diff,
+    "diff": diff, "trace": trace,
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(
             args.command,
             "needs torch, which is not installed here (pip install torch); plan, explain, "
-            "show, presets and diff do without it",
+            "show, presets, diff and trace do without it",
         )
     return status
 

@@ -313,6 +313,10 @@ class HyperCommGrid(NamedGroups):
         """The distinct communicators of this rank, in creation order."""
         return tuple(self._communicators)
 
+    def members_of_communicators(self) -> dict[str, list[int]]:
+        """By the names of each communicator, with commas as torch describes it, its ranks."""
+        return {",".join(each.names): list(each.ranks) for each in self._communicators}
+
     # -- parts and proof ----------------------------------------------------------------
 
     def select(self, **fixed: int) -> SubGrid:

@@ -23,7 +23,7 @@ from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
-from commgrid.runtime import torch_world
+from commgrid.runtime import recorder, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
@@ -190,6 +190,7 @@ def initialize(
     backend: str | None = None,
     timeout: Seconds | None = None,
     startup_timeout: Seconds = 600.0,
+    trace: bool = False,
     preset: str | None = None,
     config: str | Path | Mapping[str, Any] | GridSpec | None = None,
     name: str = "default",
@@ -221,6 +222,8 @@ def initialize(
         timeout: of collectives, seconds or timedelta; None: torch's default.
         startup_timeout: how long this call may take, likewise; ten minutes, since the processes
             of a large job come minutes apart.
+        trace: whether this process records its collectives, for `commgrid.trace`; it also does
+            where COMMGRID_TRACE is set in the environment.
         preset: a grid that others use, by name, as `commgrid presets` lists them; what is given of
             dp to groups, other than by its default, is laid over it.
         config: a YAML path, dict or GridSpec, instead of everything from dp to groups.
@@ -283,6 +286,7 @@ def initialize(
                 _registry.stop_unused_world(name)
             raise
         _registry.add(grid)
+        recorder.follow(trace, grid.rank, grid.members_of_communicators())
     return grid
 
 
@@ -332,7 +336,7 @@ _DEFAULTS: dict[str, Any] = {
     "create": "all", "connect": "axes", "share": DEFAULT_SHARE, "groups": None,
 }  # fmt: skip
 _ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
-              "startup_timeout", "preset", "config", "name")  # fmt: skip
+              "startup_timeout", "trace", "preset", "config", "name")  # fmt: skip
 
 
 def _from_preset(

@@ -1,0 +1,71 @@
+"""`commgrid trace`: what ranks have recorded, summed up, or for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from commgrid.cli.grid_options import new_command
+from commgrid.cli.output import give
+from commgrid.errors import SpecError
+from commgrid.observe import traces
+
+_EXAMPLES = """examples:
+  COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py
+  commgrid trace runs/trace
+  commgrid trace runs/trace -o trace.json       (open it at ui.perfetto.dev)
+
+The table has a line for each group, operation and place in the program, of the rank that spent most
+time there.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "trace",
+        summary="what ranks have recorded: a table, or a file for Perfetto",
+        description="Sums up what ranks have recorded, or writes it for Perfetto.",
+        examples=_EXAMPLES,
+        run=run,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where ranks saved rank_*.json")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="a Chrome trace, .json")
+    parser.add_argument(
+        "--top", type=int, default=30, metavar="N", help="lines of the table (default 30)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    found = traces.read(args.folder)
+    if args.output is not None:
+        try:
+            args.output.write_text(json.dumps(traces.as_events(found)), encoding="utf-8")
+        except OSError as error:
+            raise SpecError(
+                f"-o {args.output}: cannot be written: {error.strerror or error}"
+            ) from error
+        give(args, lambda: {"written": str(args.output)}, lambda: f"wrote {args.output}", {})
+        return 0
+    sums = traces.summed(found)
+    give(
+        args,
+        lambda: {
+            "ranks": [trace.rank for trace in found],
+            "dropped": sum(trace.dropped for trace in found),
+            "rows": [asdict(each) for each in sums],
+        },
+        lambda: _as_text(found, sums, args.top),
+    )
+    return 0
+
+
+def _as_text(found: list[traces.Trace], sums: list[traces.Sum], top: int) -> str:
+    calls = sum(len(trace.calls) for trace in found)
+    lines = [f"{len(found)} ranks, {calls:,} calls", "", traces.as_table(sums, top)]
+    if dropped := sum(trace.dropped for trace in found):
+        lines += ["", f"{dropped:,} earlier calls were not kept"]
+    return "\n".join(lines)

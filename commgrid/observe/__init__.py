@@ -1,0 +1,1 @@
+"""Seeing a grid while it runs, and what it has done: traces."""

@@ -1,0 +1,103 @@
+"""What a program does on its groups: each collective by name, with its place and its time.
+
+    commgrid.initialize(tp=2, trace=True)         or COMMGRID_TRACE=1, or trace.start()
+    …
+    print(commgrid.trace.summary())               this rank's
+    commgrid.trace.save("runs/trace")             a file of each rank; COMMGRID_TRACE=runs/trace
+    commgrid trace runs/trace -o trace.json       for Perfetto
+
+It sees what Python hands to torch's process groups: commgrid's collectives, torch's, Megatron's. It
+does not see what never comes through Python: DistributedDataParallel's all-reduces, functional
+collectives as DTensor issues them, and what torch.compile has taken in. Times are the host's: from
+the call to the end of the wait for it; on CUDA the wait is for the stream, not for the device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commgrid.errors import CommGridError
+from commgrid.observe import traces
+from commgrid.observe.traces import Trace
+from commgrid.runtime import recorder
+from commgrid.runtime.registry import live_grids
+from commgrid.runtime.torch_world import is_initialized, world_rank
+
+__all__ = ["is_on", "save", "start", "stop", "summary"]
+
+_kept: list[recorder.Recorder] = []  # of the last recording, once it has ended
+
+
+def start(capacity: int = recorder.CAPACITY) -> None:
+    """Begins to record this process's calls; while it records already, nothing changes.
+
+    Args:
+        capacity: how many calls are kept, the last ones; about 300 bytes each.
+    """
+    started = recorder.start(capacity)
+    _kept[:] = [started]
+    if is_initialized():
+        started.rank = world_rank()
+    for grid in live_grids():
+        started.members.update(grid.members_of_communicators())
+
+
+def stop() -> None:
+    """Ends recording. What was recorded stays until the next start."""
+    stopped = recorder.stop()
+    if stopped is not None:
+        _kept[:] = [stopped]
+
+
+def is_on() -> bool:
+    """Whether this process records."""
+    return recorder.current() is not None
+
+
+def recorded() -> Trace:
+    """This rank's calls.
+
+    Raises:
+        CommGridError: nothing was ever recorded.
+    """
+    return traces.parse(_recorder().as_dict())
+
+
+def _recorder() -> recorder.Recorder:
+    found = recorder.current() or next(iter(_kept), None)
+    if found is None:
+        raise CommGridError(
+            "nothing was recorded; commgrid.initialize(trace=True), COMMGRID_TRACE=1 or "
+            "commgrid.trace.start() begins to"
+        )
+    return found
+
+
+def summary(most: int = 30) -> str:
+    """This rank's calls by group, operation and place: how many, bytes, seconds, share.
+
+    Args:
+        most: lines.
+
+    Raises:
+        CommGridError: nothing was ever recorded.
+
+    Example:
+        >>> import commgrid, torch
+        >>> grid = commgrid.initialize(trace=True)
+        >>> torch.distributed.broadcast(torch.ones(4), 0, grid.get_group("dp"))
+        >>> commgrid.trace.stop()
+        >>> commgrid.trace.summary().splitlines()[1].split()[2:5]
+        ['broadcast', '1', '16']
+        >>> commgrid.shutdown()
+    """
+    return traces.as_table(traces.summed([recorded()]), most)
+
+
+def save(folder: str | Path) -> Path:
+    """Writes this rank's calls to `rank_00003.json` in a folder, which is made if need be.
+
+    Raises:
+        CommGridError: nothing was ever recorded, or the file cannot be written.
+    """
+    return _recorder().save(Path(folder))

@@ -1,0 +1,148 @@
+"""Sees every collective that Python hands to a torch process group, whoever wrote the code.
+
+`torch.distributed`'s functions all end in a method of `ProcessGroup`, and a wait in `Work.wait`.
+While somebody listens these methods are ours, which tell and then call torch's; when nobody does,
+they are torch's own again, so that not listening costs nothing.
+
+Not seen is what never comes through Python: DistributedDataParallel's own all-reduces, functional
+collectives (DTensor's, and what torch.compile has taken in), and a backend called by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+# Method: the operation's name, and which argument holds what this rank hands in (or takes).
+_CALLS: dict[str, tuple[str, int | None]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+    "recv_anysource": ("recv", 0),
+    "barrier": ("barrier", None),
+    "monitored_barrier": ("barrier", None),
+}
+_PEER = {"send": 1, "recv": 1}
+
+
+class Listener(Protocol):
+    """Whom calls are told."""
+
+    def begins(
+        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], peer: int | None
+    ) -> object:
+        """A call that is about to be made; what is returned comes back with its end.
+
+        It may raise, and the call is not made.
+        """
+        ...
+
+    def issued(self, call: object, work: dist.Work | None) -> None:
+        """The call has returned what can be waited for."""
+        ...
+
+    def waited(self, work: dist.Work) -> None:
+        """Somebody has waited for it."""
+        ...
+
+
+_lock = threading.Lock()
+_listeners: tuple[Listener, ...] = ()
+_original: dict[tuple[type, str], Any] = {}
+
+
+def listen(listener: Listener) -> None:
+    """Tells a listener of every call from now on."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+        if not _original:
+            _put_in_place()
+
+
+def stop(listener: Listener) -> None:
+    """Tells it no more; where nobody listens torch's methods are its own again."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(each for each in _listeners if each is not listener)
+        if not _listeners:
+            for (kind, name), method in _original.items():
+                setattr(kind, name, method)
+            _original.clear()
+
+
+def _put_in_place() -> None:
+    for name, (operation, place) in _CALLS.items():
+        if name in vars(dist.ProcessGroup):  # some are of later versions of torch
+            # What the class holds, which `getattr` would give without what binds it to a group.
+            _original[dist.ProcessGroup, name] = vars(dist.ProcessGroup)[name]
+            method = getattr(dist.ProcessGroup, name)
+            told = _telling(method, operation, place, _PEER.get(name))
+            setattr(dist.ProcessGroup, name, told)
+    _original[dist.Work, "wait"] = vars(dist.Work)["wait"]
+    dist.Work.wait = _telling_wait(dist.Work.wait)  # type: ignore[method-assign]
+
+
+def _telling(
+    method: Callable[..., Any], operation: str, place: int | None, peer_at: int | None
+) -> Callable[..., Any]:
+    @wraps(method)
+    def call(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+        given = args[place] if place is not None and len(args) > place else ()
+        peer = args[peer_at] if peer_at is not None and len(args) > peer_at else None
+        listeners = _listeners
+        tensors = _flat(given)
+        began = [(each, each.begins(group, operation, tensors, peer)) for each in listeners]
+        work = method(group, *args, **options)
+        for listener, call in began:
+            listener.issued(call, work)
+        return work
+
+    return call
+
+
+def _telling_wait(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def wait(work: dist.Work, *args: Any, **options: Any) -> Any:
+        try:
+            return method(work, *args, **options)
+        finally:
+            for each in _listeners:
+                each.waited(work)
+
+    return wait
+
+
+def _flat(given: Any) -> Sequence[Tensor]:
+    """The tensors of an argument: one, a list, or a list of lists."""
+    if isinstance(given, Tensor):
+        return (given,)
+    if isinstance(given, list | tuple):
+        if given and isinstance(given[0], list | tuple):
+            return [tensor for inner in given for tensor in inner]
+        return given
+    return ()

@@ -1,0 +1,264 @@
+"""Every collective under its name, with its place and its time, whoever issues it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commgrid
+from commgrid import CommGridError, SpecError
+from commgrid.cli import main
+from commgrid.collectives import all_reduce
+from commgrid.observe import traces
+from commgrid.runtime import recorder, torch_calls
+from tests.ranks import run_on_ranks
+
+METHODS = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
+
+
+def all_calls(folder: str) -> list[tuple[Any, ...]]:
+    """One of each of torch's collectives, with what is expected of its record."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames some of them
+    grid = commgrid.initialize(tp=2, trace=True)
+    group, other = grid.get_group("tp"), 1 - grid.get_local_rank("tp")
+    peer = grid.get_ranks("tp")[other]
+    first = grid.get_ranks("tp")[0]
+    x, two, both = torch.ones(2, 3), [torch.ones(2, 3)] * 2, torch.ones(4, 3)
+    nothing: list[tuple[str, tuple[int, ...], int]] = []
+    expected = nothing
+
+    def asks(operation: str, shape: tuple[int, ...], numbers: int) -> None:
+        expected.append((operation, shape, 4 * numbers))
+
+    recorder.current().records.clear()  # type: ignore[union-attr] -- what starting has issued
+    dist.all_reduce(x, group=group), asks("all_reduce", (2, 3), 6)
+    dist.broadcast(x, first, group=group), asks("broadcast", (2, 3), 6)
+    dist.reduce(x, first, group=group), asks("reduce", (2, 3), 6)
+    dist.all_gather([torch.empty(2, 3) for _ in two], x, group=group)
+    asks("all_gather", (2, 3), 6)
+    dist.all_gather_into_tensor(both, x, group=group), asks("all_gather", (2, 3), 6)
+    dist.reduce_scatter_tensor(x, both, group=group), asks("reduce_scatter", (4, 3), 12)
+    dist.all_to_all_single(torch.empty(4, 3), both, group=group), asks("all_to_all", (4, 3), 12)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    work.wait(), asks("all_reduce", (2, 3), 6)
+    if other:
+        dist.send(x, peer, group=group), asks("send", (2, 3), 6)
+        dist.recv(x, peer, group=group), asks("recv", (2, 3), 6)
+    else:
+        dist.recv(x, peer, group=group), asks("recv", (2, 3), 6)
+        dist.send(x, peer, group=group), asks("send", (2, 3), 6)
+    dist.barrier(group=group), asks("barrier", (), 0)
+    all_reduce(x, "dp"), asks("all_reduce", (2, 3), 6)
+    commgrid.trace.stop()
+    dist.all_reduce(x, group=group)  # not any more
+    found = commgrid.trace.recorded()
+    commgrid.trace.save(folder)
+    calls = [call for call in found.calls if call.bytes or call.operation == "barrier"]
+    assert [(call.operation, call.shape, call.bytes) for call in calls] == expected
+    assert {call.dtype for call in calls} == {"float32", ""}
+    assert [call.group for call in calls] == ["tp"] * (len(calls) - 1) + ["dp"]
+    assert all("test_trace.py:" in call.where and "all_calls" in call.where for call in calls)
+    own = [call for call in calls if call.group == "tp"]
+    assert [call.number - own[0].number for call in own] == list(range(len(own)))
+    assert all(call.ended is not None and call.began <= call.issued <= call.ended for call in calls)
+    assert {call.peer for call in calls if call.operation in ("send", "recv")} == {other}
+    assert found.members["tp"] == grid.get_ranks("tp")
+    commgrid.shutdown()
+    assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == METHODS
+    return [(c.group, c.number, c.operation, c.where) for c in found.calls]
+
+
+def test_each_of_torchs_collectives_is_seen_by_name(tmp_path: Path) -> None:
+    ranks = run_on_ranks(all_calls, 4, str(tmp_path), init=None, launcher="torchrun")
+    read = traces.read(tmp_path)
+    assert [trace.rank for trace in read] == [0, 1, 2, 3]
+    for held, trace in zip(ranks, read, strict=True):
+        assert [(c.group, c.number, c.operation, c.where) for c in trace.calls] == held
+
+
+def late(folder: str) -> tuple[Any, ...]:
+    """Rank 1 does not come."""
+    grid = commgrid.initialize(tp=2, timeout=2.0, trace=True)
+    all_reduce(torch.ones(2), "tp")
+    if grid.rank == 0:
+        with pytest.raises((RuntimeError, commgrid.PeerTimeoutError)):
+            dist.all_reduce(torch.ones(5), group=grid.get_group("tp"))
+    last = commgrid.trace.recorded().calls[-1]
+    return last.shape, last.ended
+
+
+def test_a_call_that_never_returns_is_the_last_and_has_no_end(tmp_path: Path) -> None:
+    """A failed wait has an end too: nobody waits any more. What counts is that it is there."""
+    first, other = run_on_ranks(late, 2, str(tmp_path), init=None, launcher="torchrun")
+    assert first[0] == (5,)
+    assert other[0] == (2,)
+
+
+@pytest.fixture
+def grid() -> Any:
+    yield commgrid.initialize()
+    commgrid.trace.stop()
+    commgrid.shutdown()
+
+
+def test_only_the_last_calls_are_kept(grid: Any) -> None:
+    commgrid.trace.start(capacity=3)
+    group = grid.get_group("dp")
+    for size in range(1, 6):
+        dist.broadcast(torch.ones(size), 0, group)
+    found = commgrid.trace.recorded()
+    assert [call.shape for call in found.calls] == [(3,), (4,), (5,)]
+    assert (found.dropped, found.calls[0].number) == (2, 2)
+
+
+def test_starting_again_forgets_and_two_starts_are_one(grid: Any) -> None:
+    group = grid.get_group("dp")
+    commgrid.trace.start()
+    commgrid.trace.start()
+    dist.broadcast(torch.ones(1), 0, group)
+    assert len(commgrid.trace.recorded().calls) == 1
+    commgrid.trace.stop()
+    assert not commgrid.trace.is_on()
+    assert len(commgrid.trace.recorded().calls) == 1  # until the next start
+    commgrid.trace.start()
+    assert commgrid.trace.recorded().calls == ()
+
+
+def test_a_listener_that_raises_keeps_the_call_from_being_made(grid: Any) -> None:
+    class Refuses:
+        def begins(self, *_: Any) -> None:
+            raise CommGridError("no")
+
+        def issued(self, *_: Any) -> None: ...
+        def waited(self, *_: Any) -> None: ...
+
+    listener = Refuses()
+    torch_calls.listen(listener)
+    try:
+        with pytest.raises(CommGridError, match="no"):
+            dist.broadcast(torch.ones(1), 0, grid.get_group("dp"))
+    finally:
+        torch_calls.stop(listener)
+    dist.broadcast(torch.ones(1), 0, grid.get_group("dp"))
+
+
+def test_nothing_recorded_is_said() -> None:
+    from commgrid.observe import trace
+
+    trace._kept.clear()
+    with pytest.raises(CommGridError, match=r"nothing was recorded; .*COMMGRID_TRACE"):
+        commgrid.trace.summary()
+
+
+PROGRAM = """
+import torch, commgrid
+grid = commgrid.initialize()
+for _ in range(3):
+    torch.distributed.broadcast(torch.ones(4), 0, grid.get_group("dp"))
+commgrid.shutdown()
+"""
+
+
+@pytest.mark.parametrize("value", ["folder", "1", "0", ""])
+def test_the_environment_begins_it_and_saves_at_the_end(value: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "trace"
+    environ = {**os.environ, "COMMGRID_TRACE": str(folder) if value == "folder" else value}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environ, check=True, timeout=120)
+    if value != "folder":
+        assert not list(tmp_path.iterdir())
+        return
+    trace = traces.read(folder)[0]
+    assert [call.operation for call in trace.calls] == ["broadcast"] * 3
+    assert [call.where for call in trace.calls] == ["<string>:5 <module>"] * 3
+
+
+def saved(folder: Path, rank: int, *calls: list[Any]) -> None:
+    """A trace made by hand; times in milliseconds."""
+    rows = [[*call[:8], *(None if t is None else int(t * 1e6) for t in call[8:])] for call in calls]
+    found = {
+        "format": 1, "rank": rank, "wall": 100.0, "monotonic": 0, "dropped": 0,
+        "members": {"tp": [0, 1]}, "calls": rows,
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / f"rank_{rank:05}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Rank 0 waits 6 ms for rank 1, which does not issue the last call."""
+    here = tmp_path / "trace"
+    saved(
+        here, 0,
+        ["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 0.0, 0.1, 8.0],
+        ["tp", 1, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 8.0, 8.1, 9.0],
+        ["tp", 2, "send", [2], "int64", 16, 1, "a.py:2 f", 9.0, None, None],
+        ["dp,dp_cp", 0, "all_gather", [8], "float32", 32, None, "a.py:3 f", 9.5, 9.6, 10.0],
+    )  # fmt: skip
+    saved(
+        here, 1,
+        ["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 6.0, 6.1, 8.0],
+        ["tp", 1, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 8.0, 8.1, 9.0],
+    )  # fmt: skip
+    return here
+
+
+def test_the_table_has_the_rank_that_spent_most(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2 ranks, 6 calls"
+    assert [line.split() for line in lines[2:]] == [
+        ["group", "operation", "calls", "bytes", "seconds", "share", "where"],
+        ["tp", "all_reduce", "2", "32", "0.0090", "90.0%", "a.py:1", "f"],
+        ["dp", "+1", "all_gather", "1", "32", "0.0005", "5.0%", "a.py:3", "f"],
+        ["tp", "send", "1", "16", "0.0000", "0.0%", "a.py:2", "f"],
+    ]
+    assert main(["trace", str(folder), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert (rows[0]["group"], rows[0]["seconds"]) == ("tp", pytest.approx(0.009, rel=1e-6))
+
+
+def test_perfettos_file_has_a_process_a_rank_and_a_row_a_group(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "trace.json"
+    assert main(["trace", str(folder), "-o", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    events = json.loads(out.read_text())["traceEvents"]
+    named = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert named == {
+        (0, None): "rank 0", (0, 0): "tp", (0, 1): "dp,dp_cp", (1, None): "rank 1", (1, 0): "tp",
+    }  # fmt: skip
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [(e["pid"], e["tid"], e["name"]) for e in spans] == [
+        (0, 0, "all_reduce 0"), (0, 0, "all_reduce 1"), (0, 0, "send 2"), (0, 1, "all_gather 0"),
+        (1, 0, "all_reduce 0"), (1, 0, "all_reduce 1"),
+    ]  # fmt: skip
+    times = [(round(e["ts"]), round(e["dur"])) for e in spans]
+    assert times == [(0, 8000), (8000, 1000), (9000, 1000), (9500, 500), (6000, 2000), (8000, 1000)]
+    assert [e["args"].get("unfinished") for e in spans] == [None, None, True, None, None, None]
+    assert spans[2]["args"]["peer"] == 1
+
+
+def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"has no rank_\*\.json; expected the folder"):
+        traces.read(tmp_path)
+    with pytest.raises(SpecError, match=r"has no rank_"):
+        traces.read(tmp_path / "nowhere")
+    for text in ("", "[]", '{"format": 1, "calls": []}', '{"format": 1, "wall": "x"}'):
+        (tmp_path / "rank_00000.json").write_text(text)
+        with pytest.raises(SpecError, match="is no trace of commgrid's"):
+            traces.read(tmp_path)
+    (tmp_path / "rank_00000.json").write_text('{"format": 2}')
+    with pytest.raises(SpecError, match="format 2, this version reads 1"):
+        traces.read(tmp_path)
