@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from types import ModuleType
 from typing import TypeVar
 
@@ -11,7 +11,8 @@ PUBLIC = [
     "commgrid.context_parallel",
     "commgrid.data_parallel",
     "commgrid.expert", "commgrid.failures", "commgrid.parameters", "commgrid.pipeline",
-    "commgrid.sharding", "commgrid.tensor_parallel", "commgrid.transfer", "megatron_adapter",
+    "commgrid.sharding", "commgrid.tensor_parallel", "commgrid.trace", "commgrid.transfer",
+    "megatron_adapter",
     "megatron_adapter.parallel_state.buffers", "megatron_adapter.parallel_state.dense",
     "megatron_adapter.parallel_state.expert", "megatron_adapter.parallel_state.pipeline",
     "megatron_adapter.parallel_state.rank_groups",
@@ -21,7 +22,7 @@ PUBLIC = [
 
 def public_names() -> list[str]:
     """Each with the module that it is imported from, such as `commgrid.initialize`."""
-    return [f"{name}.{one}" for name in PUBLIC for one in names_in(importlib.import_module(name))]
+    return [f"{name}.{one}" for name in PUBLIC for one in names_in(pkgutil.resolve_name(name))]
 
 
 def names_in(module: ModuleType) -> list[str]:

@@ -35,6 +35,10 @@ BENCHMARK = {
     "case": "8 ranks", "metric": "time", "unit": "s", "ours": 1.0, "peer": "a peer",
     "peer_value": 2.0, "ratio": 0.5, "spread": [0.4, 0.6],
 }  # fmt: skip
+TRACE = {
+    "format": 1, "rank": 0, "wall": 1.0, "monotonic": 0, "dropped": 0, "members": {"tp": [0, 1]},
+    "calls": [["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 0, 10, 20]],
+}  # fmt: skip
 METRICS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
 
 
@@ -92,6 +96,7 @@ def printed(which: str, folder: Path) -> Any:
     (folder / "a.jsonl").write_text(METRICS)
     (folder / "b.json").write_text(json.dumps({"rows": [BENCHMARK]}))
     Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128}).save(folder / "c.json")
+    (folder / "rank_00000.json").write_text(json.dumps(TRACE))
     argv = {
         "plan": ["plan", *GRID],
         "explain": ["explain", *GRID, "--rank", "5"],
@@ -101,6 +106,7 @@ def printed(which: str, folder: Path) -> Any:
         "show --sharding": ["show", "--sharding", "900,90x4", "--cp", "4"],
         "show --benchmark": ["show", "--benchmark", str(folder / "b.json")],
         "show --transfer": ["show", "--transfer", str(folder / "c.json")],
+        "trace": ["trace", str(folder)],
     }
     return said(*argv[which])
 
@@ -115,7 +121,7 @@ def schema(which: str) -> dict[str, str]:
     "which",
     [
         "plan", "explain", "show for a grid", "show --schedule", "show --metrics",
-        "show --benchmark", "show --sharding", "show --transfer",
+        "show --benchmark", "show --sharding", "show --transfer", "trace",
     ],
 )  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:
