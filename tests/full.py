@@ -207,7 +207,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_megatrons_slices_go_there_and_back[1]",
     ],
     "tests/transfer/test_transfer_carry.py": [
-        "test_two_hundred_transfers_leave_nothing_behind",
+        "test_transfer_after_transfer_leaves_nothing_behind",
     ],
     "tests/transfer/test_transfer_errors.py": [
         "test_a_rank_that_fails_in_the_middle_is_named_by_all[raised]",

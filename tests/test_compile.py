@@ -170,7 +170,7 @@ def experts() -> None:
 
 
 def test_experts_whose_counts_break_the_graph_keep_their_gradients() -> None:
-    run_on_ranks(experts, 2, timeout=240)
+    run_on_ranks(experts, 2, timeout=300)
 
 
 def start(model: nn.Module, overlap: bool) -> tuple[GradientReducer, ShardedOptimizer]:

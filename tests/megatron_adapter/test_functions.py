@@ -173,7 +173,7 @@ def test_every_function_on_every_rank(world: int) -> None:
     def every() -> list[str]:
         return [line for given in some(configs_here(world), 4) for line in compare(given)]
 
-    for rank, found in enumerate(run_on_ranks(every, world, timeout=240)):
+    for rank, found in enumerate(run_on_ranks(every, world, timeout=300)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
 
 
@@ -196,7 +196,7 @@ def every_rank(world: int, which: int) -> list[str]:
 def test_every_function_on_every_rank_of_a_large_world(world: int, which: int) -> None:
     if which >= len(configs_here(world)):
         pytest.skip("this megatron-core has no such argument")
-    (found,) = run_on_ranks(every_rank, 1, world, which, init=None, timeout=240)
+    (found,) = run_on_ranks(every_rank, 1, world, which, init=None, timeout=300)
     assert not found, "\n".join(found[:20])
 
 

@@ -54,7 +54,7 @@ def losses(given: str, kinds: tuple[str, ...]) -> dict[str, list[float]]:
 def test_losses_are_the_same_to_the_last_bit(given: str) -> None:
     """Megatron's own groups, commgrid's behind its state, and commgrid's handed on."""
     kinds = ("megatron", "commgrid", "collection")
-    ranks = run_on_ranks(losses, CASES[given], given, kinds, timeout=240)
+    ranks = run_on_ranks(losses, CASES[given], given, kinds, timeout=300)
     for found in ranks:
         assert len(found["megatron"]) == 5
         assert found["commgrid"] == found["megatron"]

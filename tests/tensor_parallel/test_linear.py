@@ -317,7 +317,7 @@ def compiled() -> None:
 
 
 def test_torch_compile_of_a_whole_block() -> None:
-    run_on_ranks(compiled, 2, timeout=240)
+    run_on_ranks(compiled, 2, timeout=300)
 
 
 def weights(tp: int) -> dict[str, Tensor]:
