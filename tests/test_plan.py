@@ -183,7 +183,7 @@ def random_specs(draw: st.DrawFn) -> Spec:
 
 
 @settings(
-    max_examples=1000 if full() else 60,
+    max_examples=300 if full() else 60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

@@ -36,7 +36,7 @@ DEATHS: dict[str, dict[str, list[int]]] = {
     "both": {"0.0": [1], "1.0": [1]},
 }
 COMMANDS = ("first_node_twice",)
-"""Where agents and workers are commands as from a shell; elsewhere they are forked."""
+"""Where agents and workers are commands as from a shell, on loopback; elsewhere they are forked."""
 
 
 @pytest.fixture(params=["loopback", "namespaces"])
@@ -72,9 +72,9 @@ def check_up(running: Job, nodes: list[int], world: int) -> None:
     indirect=["hosts"],
 )
 def test_two_nodes(killed: str, hosts: tuple[Host, Host]) -> None:
-    deaths = DEATHS[killed]
+    deaths, fork = DEATHS[killed], killed not in COMMANDS or hosts is not LOOPBACK
     with job(hosts, timeout=300) as running:
-        running.start(TWO_NODES, ["commgrid", json.dumps(deaths)], fork=killed not in COMMANDS)
+        running.start(TWO_NODES, ["commgrid", json.dumps(deaths)], fork=fork)
         check_up(running, [0, 1], 2)
         starts = [int((running.folder / f"starts-{node}.0").read_text()) for node in (0, 1)]
         for worker, dead in deaths.items():
@@ -155,7 +155,7 @@ def test_training_goes_on_with_its_curve(
     ]  # fmt: skip
     with job(hosts, timeout=300) as running:
         torchrun = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "3"]
-        running.start(torchrun, ["train_gpt", json.dumps({"1.0": [1]}), *flags], fork=False)
+        running.start(torchrun, ["train_gpt", json.dumps({"1.0": [1]}), *flags], fork=nodes == "2")
         alive = [0, 1]
         if nodes == "1:2":
             wait_for(Path(saved) / "step_00000004")

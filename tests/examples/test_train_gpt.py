@@ -20,8 +20,8 @@ SMALL = ["--layers", "2", "--hidden", "64", "--batch-size", "8", "--seq-len", "1
 # What may be cut without the curve noticing: sizes of tp and dp, then switches, and the number of
 # microbatches, in turn (all 48 combinations take three minutes, and were run once).
 TURNS = [
-    [["--grad-accum", "4"], ["--sequence-parallel", "--zero1"]],
-    [["--zero1", "--grad-accum", "4"], ["--sequence-parallel"]],
+    [["--grad-accum", "2"], ["--sequence-parallel", "--zero1"]],
+    [["--zero1", "--grad-accum", "2"], ["--sequence-parallel"]],
 ]
 CUTS = [
     (tp, dp, flags)

@@ -55,9 +55,7 @@ GRIDS: dict[int, list[tuple[str, str]]] = {
     ],
     8: [
         ("plain", "--cp 2 --tp 2 --pp 2 --sequence-parallel --cp-comm ulysses"),
-        ("packed", "--cp 2 --tp 2 --dp 2 --sequence-parallel --zero1"),
         ("plain", "--cp 4 --tp 2 --sequence-parallel --cp-comm 2d"),
-        ("packed", "--cp 2 --pp 2 --dp 2 --zero1 --cp-comm ulysses"),
         ("plain", "--cp 8"),
         ("packed experts", "--cp 2 --tp 2 --dp 2 --ep 4 --etp 1 --sequence-parallel --zero1"),
         ("plain", "--cp 2 --tp 2 --dp 2 --fsdp --dp-replicate 2 --sequence-parallel"),
