@@ -70,7 +70,7 @@ def test_a_peer_that_never_talks_is_an_error_within_the_timeout(use: str, dead: 
 def late_messages() -> float:
     group = torch_groups.create_group(
         "connected", "", [0, 1], backend=None, options=GroupOptions(), timeout=LIMIT,
-        startup_timeout=1.0, connect=True,
+        startup_timeout=20.0, connect=True,
     )  # fmt: skip
     dist.all_reduce(torch.ones(1), group=group)
     started = time.monotonic()

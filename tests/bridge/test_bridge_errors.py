@@ -214,7 +214,7 @@ def absent(missing: int, when: str, told: tuple[int, ...]) -> tuple[str, float]:
         text = said(lambda: Bridge(source, target, startup_timeout=2.0))
         tell(str(rank))
         return text, time.monotonic() - began
-    bridge = Bridge(source, target, timeout=2.0)
+    bridge = Bridge(source, target, timeout=3.0)
     if when != "first":  # shapes are known then
         loss = bridge(given(4, 6))
         assert loss is not None
