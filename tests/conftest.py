@@ -66,8 +66,12 @@ def pytest_collection_modifyitems(
 ) -> Iterator[None]:
     """Marks what the list names, lets -k and -m choose, and then leaves the marked ones out."""
     unmatched = []
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     for line, pattern in patterns().items():
-        named = [item for item in items if pattern.fullmatch(item.nodeid)]
+        file = line.partition("::")[0]
+        named = [item for item in by_file.get(file, []) if pattern.fullmatch(item.nodeid)]
         for item in named:
             item.add_marker(pytest.mark.full)
         if not named:

@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch
 import torch._dynamo  # optimizers import it at their first step: once here, not once in each rank
 import torch.distributed as dist
 
-GRACE_SECONDS = 10.0  # what the others get to end by themselves once one rank has failed
+GRACE_SECONDS = 30.0  # what the others get to end by themselves once one rank has failed
 
 
 class RanksFailed(AssertionError):
@@ -38,6 +39,17 @@ class RanksFailed(AssertionError):
 
 class TorchNotStarted(RanksFailed):
     """The first rank that failed did so while torch.distributed started, before its function."""
+
+
+def tell(what: str) -> None:
+    """Lets other ranks know, through the store that torch was started with."""
+    dist.distributed_c10d._get_default_store().set(f"told: {what}", "")
+
+
+def hear(*what: str) -> None:
+    """Waits until others have told all of it: a silent rank lives on until nobody needs it."""
+    keys = [f"told: {each}" for each in what]
+    dist.distributed_c10d._get_default_store().wait(keys, timedelta(seconds=200))
 
 
 def free_port() -> int:
@@ -58,7 +70,7 @@ def run_on_ranks(
     per_rank: Sequence[tuple[Any, ...]] | None = None,
     environ: Mapping[str, str] | None = None,
     absent: Sequence[int] = (),
-    timeout: float = 90.0,
+    timeout: float = 240.0,
     method: str = "fork",
 ) -> list[Any]:
     """Calls `function(*args)` on every rank and returns what each returned, by rank.
@@ -70,7 +82,7 @@ def run_on_ranks(
         launcher: "torchrun" or "slurm" sets the variables these set, on a free port.
         environ: further variables for every rank.
         absent: ranks that are never started; their result is None.
-        timeout: seconds until all of them are killed.
+        timeout: seconds until all of them are killed: several times what a slow machine needs.
         method: "fork", or "spawn" where the function uses CUDA.
 
     Raises:

@@ -95,7 +95,7 @@ def on_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     return found
 
@@ -131,21 +131,24 @@ def test_calls_do_not_grow_with_the_world(world: int) -> None:
 def test_who_is_missing_is_said_where_those_that_look_first_are_gone(first_is_here: bool) -> None:
     """Of 64 ranks every fourth looks at the deadline, the others a while later."""
     gone = [rank for rank in range(0, 64, 4) if rank or not first_is_here]
+    deadlines: list[float] = []  # one for all, from when all threads run
+    start = threading.Barrier(64 - len(gone), lambda: deadlines.append(time.monotonic() + 3.0))
 
     def come(rank: int, store: CountingStore) -> float | None:
         if rank in gone:
             return None
-        begun = time.monotonic()
+        start.wait(60)
         with pytest.raises(PeerTimeoutError, match="did not arrive") as told:
-            meeting(store, rank, 64, seconds=2.0)
+            Meeting(
+                store, name="test", rank=rank, ranks=range(64), document={}, deadline=deadlines[0]
+            )
         for each in gone:
             assert re.search(rf"\b{each}\b", str(told.value))
-        return time.monotonic() - begun
+        return time.monotonic() - deadlines[0]
 
-    waited = [each for each in on_threads(64, come) if each is not None]
-    assert len(waited) == 64 - len(gone)
-    assert min(waited) > 1.9
-    assert max(waited) < 6.0  # half a second more where nobody looks at once; threads take the rest
+    late = [each for each in on_threads(64, come) if each is not None]
+    assert len(late) == 64 - len(gone)
+    assert min(late) > -0.1  # nobody gave up early
 
 
 def test_some_look_first_whatever_ranks_a_grid_has() -> None:
@@ -187,7 +190,7 @@ def test_many_differences_are_named_once_each() -> None:
 
 def test_a_failure_wakes_those_who_wait() -> None:
     def failing(rank: int, store: CountingStore) -> float:
-        made = meeting(store, rank, 4)
+        made = meeting(store, rank, 4, seconds=100.0)
         if rank == 2:
             made.give_up(ValueError("out of sockets"))
             return 0.0
@@ -196,7 +199,7 @@ def test_a_failure_wakes_those_who_wait() -> None:
 
     started = time.monotonic()
     found = on_threads(4, failing)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 50  # not until the deadline
     for rank in (0, 1, 3):
         assert isinstance(found[rank], PeerFailedError)
         assert "rank 2 failed: ValueError: out of sockets" in str(found[rank])
@@ -204,7 +207,7 @@ def test_a_failure_wakes_those_who_wait() -> None:
 
 def test_a_rank_that_stops_half_way_is_named() -> None:
     def stopping(rank: int, store: CountingStore) -> None:
-        made = meeting(store, rank, 4, seconds=1.0)
+        made = meeting(store, rank, 4, seconds=2.0)
         if rank != 1:
             made.meet()
 
@@ -243,7 +246,7 @@ def test_an_old_mismatch_is_not_reported_for_a_new_absence() -> None:
         if rank == 2:
             return []
         with pytest.raises(PeerTimeoutError, match="rank 2 did not arrive") as caught:
-            meeting(store, rank, 3, seconds=1.0, tp=1)
+            meeting(store, rank, 3, seconds=2.0, tp=1)
         return [str(caught.value)]
 
     assert all(isinstance(found, list) for found in on_threads(3, again))
@@ -303,7 +306,7 @@ def test_a_restart_meets_afresh_wherever_the_processes_before_were_lost(seed: in
 
     def restarted(rank: int, store: CountingStore) -> str:
         time.sleep(0.1 * chance.random())
-        made = meeting(store, rank, world)
+        made = meeting(store, rank, world, seconds=100.0)
         made.meet()
         made.meet()
         return made.incarnation
@@ -313,7 +316,7 @@ def test_a_restart_meets_afresh_wherever_the_processes_before_were_lost(seed: in
     assert len(set(numbers)) == 1
     assert isinstance(numbers[0], str)
     assert numbers[0] not in before
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 9  # a lease of the lost ones would be 10
 
 
 def test_whoever_opens_may_never_come() -> None:
@@ -395,13 +398,13 @@ def test_a_longer_list_that_comes_when_the_others_are_done() -> None:
     class Joined(CountingStore):
         def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             all_phases(1, CountingStore(shared), 2)
-            began.join(20)
+            began.join(60)
             return bytes(self.store.compare_set(key, expected, desired))
 
     started = time.monotonic()
     with pytest.raises(GridMismatchError, match=r"ranks is \[0, 3, 1\] on rank 2 and \[0, 2, 1\]"):
-        meeting(Joined(shared), 2, 3, seconds=20.0, size=2)
-    assert time.monotonic() - started < 10
+        meeting(Joined(shared), 2, 3, seconds=100.0, size=2)
+    assert time.monotonic() - started < 50  # not until the deadline
 
 
 def waiting_threads() -> set[threading.Thread]:
@@ -419,7 +422,7 @@ def test_a_failed_start_holds_neither_the_store_nor_threads() -> None:
         assert store.add("anything", 1) > 0
     found = on_threads(2, lambda rank, counting: all_phases(rank, counting, 2), store)
     assert all(isinstance(calls, int) for calls in found), found
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while waiting_threads() - before and time.monotonic() < until:
         time.sleep(0.01)
     assert not waiting_threads() - before
@@ -427,7 +430,7 @@ def test_a_failed_start_holds_neither_the_store_nor_threads() -> None:
 
 def test_a_connection_that_breaks_early_blames_nobody_else() -> None:
     def early(rank: int, store: CountingStore) -> None:
-        made = meeting(store, rank, 3, seconds=20.0)
+        made = meeting(store, rank, 3, seconds=100.0)
         if rank == 2:
             raise made.give_up(PeerTimeoutError("closed by peer"))
         time.sleep(0.5)
@@ -440,15 +443,20 @@ def test_a_connection_that_breaks_early_blames_nobody_else() -> None:
 
 
 def test_whoever_opens_may_be_lost_after_it_has_come() -> None:
+    is_lost = threading.Event()
+
     def lost(rank: int, store: CountingStore) -> None:
         if rank == 0:
             mortal = MortalStore(store, 100)
-            Meeting(
-                mortal, name="test", rank=0, ranks=range(3), document={"size": 2},
-                line=MortalLine(mortal, 3), deadline=time.monotonic() + 5,
-            )  # fmt: skip
-        time.sleep(0.3)
-        meeting(store, rank, 3, seconds=1.0, size=2)
+            try:
+                Meeting(
+                    mortal, name="test", rank=0, ranks=range(3), document={"size": 2},
+                    line=MortalLine(mortal, 3), deadline=time.monotonic() + 60,
+                )  # fmt: skip
+            finally:
+                is_lost.set()
+        assert is_lost.wait(60)
+        meeting(store, rank, 3, seconds=2.0, size=2)
 
     for error in on_threads(3, lost)[1:]:
         assert "ranks 0-2 have all come, and rank 0, who says so" in str(error)

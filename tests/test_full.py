@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import io
 import subprocess
 import sys
@@ -15,16 +16,19 @@ from tests.ranks import run_on_ranks
 ROOT = Path(__file__).parents[1]
 
 
+@functools.cache
+def functions_of(file: str) -> list[str]:
+    nodes = ast.parse((ROOT / file).read_text()).body
+    return [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+
+
 def test_every_line_of_the_list_is_of_a_test(pytestconfig: pytest.Config) -> None:
     """By name; with the cases in brackets where everything was collected."""
     for line in patterns():
         file, _, name = line.partition("[")[0].partition("::")
-        functions = [
-            node.name
-            for node in ast.parse((ROOT / file).read_text()).body
-            if isinstance(node, ast.FunctionDef)
-        ]
-        assert name in functions, f"{line} is listed in tests/full.py, and there is no such test"
+        assert name in functions_of(file), (
+            f"{line} is listed in tests/full.py, and there is no such test"
+        )
     if {ROOT / each for each in pytestconfig.args} == {
         ROOT / each for each in pytestconfig.getini("testpaths")
     }:

@@ -341,7 +341,7 @@ def by_threads(cycles: int) -> None:
 
 def test_threads_start_grids_at_once() -> None:
     cycles = 20 if full() else 5
-    run_on_ranks(by_threads, 4, cycles, init=None, launcher="torchrun", timeout=200)
+    run_on_ranks(by_threads, 4, cycles, init=None, launcher="torchrun", timeout=300)
 
 
 def test_two_threads_and_one_name() -> None:

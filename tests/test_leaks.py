@@ -62,7 +62,7 @@ def check_flat(seen: list[tuple[int, int, float]]) -> None:
 
 
 def test_cycles_over_a_world_that_is_up() -> None:
-    for seen in run_on_ranks(many, 4, CYCLES // 2, timeout=240):
+    for seen in run_on_ranks(many, 4, CYCLES // 2, timeout=300):
         check_flat(seen)
 
 
@@ -96,7 +96,7 @@ def test_shutdown_and_start_again() -> None:
                 seen.append(usage())
         return seen
 
-    for seen in run_on_ranks(restarts, 4, init=None, launcher="torchrun", timeout=120):
+    for seen in run_on_ranks(restarts, 4, init=None, launcher="torchrun", timeout=300):
         check_flat(seen)
 
 

@@ -36,7 +36,7 @@ def caller(side: str, who: str, wants: str | None = None, what: str = "this") ->
 class Finding:
     """One that looks for the other side, on a thread of its own."""
 
-    def __init__(self, store: Any, one: Caller, seconds: float = 10.0, among: int = 2) -> None:
+    def __init__(self, store: Any, one: Caller, seconds: float = 100.0, among: int = 2) -> None:
         self.store, self.found = CountingStore(store), ""
         self._given = one, seconds, among
         self._thread = threading.Thread(target=self._run)
@@ -49,7 +49,7 @@ class Finding:
         line.close()
 
     def end(self) -> str:
-        self._thread.join(20)
+        self._thread.join(120)
         assert not self._thread.is_alive()
         return self.found
 
@@ -62,7 +62,7 @@ def waiting(store: Any) -> list[str]:
 
 
 def await_waiting(store: Any, *who: str) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while waiting(store) != list(who):
         assert time.monotonic() < until, waiting(store)
         time.sleep(0.002)
@@ -73,7 +73,7 @@ def test_the_nth_of_one_side_meets_the_nth_of_the_other() -> None:
     for number in range(3):
         sources.append(Finding(store, caller("source", f"s{number}")))
         await_waiting(store, *(f"s{each}" for each in range(number + 1)))
-    other = Finding(store, caller("target", "else", what="that"), seconds=0.5)
+    other = Finding(store, caller("target", "else", what="that"), seconds=3.0)
     await_waiting(store, "s0", "s1", "s2", "else")
     for number in range(3):
         target = Finding(store, caller("target", f"t{number}"))
@@ -102,7 +102,7 @@ def test_who_waits_does_not_ask_again_and_again() -> None:
     store = HashStore()
     long = Finding(store, caller("source", "s0"), among=1000)
     await_waiting(store, "s0")
-    time.sleep(0.2)
+    time.sleep(1.0)
     before = sum(long.store.calls.values())
     time.sleep(0.4)
     assert sum(long.store.calls.values()) == before <= 4
@@ -114,13 +114,13 @@ def test_who_waits_does_not_ask_again_and_again() -> None:
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_who_is_gone_is_not_met(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at each of its calls of the store, alone there; two that come later meet."""
-    monkeypatch.setattr(board, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(board, "_ANSWER_SECONDS", 0.5)
     other = "target" if side == "source" else "source"
     for left in range(4):
         store = HashStore()
         mortal = MortalStore(store, left)
         with pytest.raises(Killed):
-            find(mortal, MortalLine(mortal, 2), *caller(side, "gone"), time.monotonic() + 5)
+            find(mortal, MortalLine(mortal, 2), *caller(side, "gone"), time.monotonic() + 60)
         first = Finding(store, caller(other, "first"))
         await_waiting(store, "first")
         second = Finding(store, caller(side, "second"))
@@ -174,7 +174,7 @@ def engines() -> dict[str, Any]:
     model, served = (mine, None) if rank < 2 else (None, mine)
 
     def transfer(**options: Any) -> Transfer:
-        how = {"copies": "any", "timeout": 20, **options}
+        how = {"copies": "any", "timeout": 60, **options}
         made = Transfer(model, served, source_grid=trainer, target_grid=engine, **how)
         made.run()
         return made
@@ -186,7 +186,7 @@ def engines() -> dict[str, Any]:
         found["nobody"] = said(lambda: transfer(timeout=1))
     dist.barrier()
     if rank in (0, 1, 2):  # rank 3 does not come
-        found["late"] = said(lambda: transfer(timeout=1.5))
+        found["late"] = said(lambda: transfer(timeout=4))
     dist.barrier()
     keys = []
     for _ in range(3):
@@ -200,7 +200,7 @@ def engines() -> dict[str, Any]:
         dist.barrier()
     found["keys"], found["w"] = keys, mine["w"].tolist()
     if rank < 4:  # which is told by the first of its grid, of which rank 0 is
-        found["bridge"] = said(lambda: Bridge(trainer, engine, dim=rank // 3, startup_timeout=10))
+        found["bridge"] = said(lambda: Bridge(trainer, engine, dim=rank // 3, startup_timeout=60))
     if rank < 2:
         if rank == 0:
             pairing.find, find = no_find, pairing.find
@@ -208,8 +208,8 @@ def engines() -> dict[str, Any]:
         if rank == 0:
             pairing.find = find
     if rank < 2:  # rank 1 gives up before the first of its grid, which came later, can tell it
-        time.sleep(0.6 * (1 - rank))
-        how = {"source_grid": trainer, "timeout": 1}
+        time.sleep(1.5 * (1 - rank))
+        how = {"source_grid": trainer, "timeout": 3}
         found["alone"] = said(lambda: Transfer(mine, None, name="alone", **how))
     return found
 

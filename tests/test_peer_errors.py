@@ -13,7 +13,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid import CommGridError, PeerTimeoutError
 from commgrid.runtime.torch_world import as_peer_error, is_peer_failure
-from tests.ranks import run_on_ranks
+from tests.ranks import hear, run_on_ranks, tell
 
 Verdict = tuple[str, bool, bool]
 
@@ -40,7 +40,7 @@ def new_group(seconds: float) -> Any:
 
 
 def peer_has_ended(rank: int) -> list[Verdict]:
-    group, numbers = new_group(5), torch.ones(4_000_000)
+    group, numbers = new_group(30), torch.ones(4_000_000)
     if rank == 1:
         return []
     if rank == 0:
@@ -55,31 +55,35 @@ def test_a_peer_that_has_ended() -> None:
 
 
 def peer_is_silent(rank: int) -> list[Verdict]:
-    group = new_group(1)
+    group = new_group(3)
     if rank == 1:
-        time.sleep(3)
+        hear("both")
         return []
     receive = lambda: dist.recv(torch.ones(1), 1, group=group)  # noqa: E731
-    return [verdict(receive), verdict(receive)]
+    found = [verdict(receive), verdict(receive)]
+    tell("both")
+    return found
 
 
 def test_a_peer_that_is_silent() -> None:
     found = run_on_ranks(peer_is_silent, 2, per_rank=[(0,), (1,)])[0]
-    check(found[:1], "Timed out waiting 1000ms for recv operation", True)
+    check(found[:1], "Timed out waiting 3000ms for recv operation", True)
     check(found[1:], "Application timeout caused pair closure", True)
 
 
 def peer_makes_no_group(rank: int) -> list[Verdict]:
     if rank == 1:
-        time.sleep(4)
+        hear("both")
         return []
     store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=0.5))
     limit = timedelta(seconds=1)
-    return [
+    found = [
         verdict(lambda: dist.new_group(timeout=limit)),
         verdict(lambda: store.get("what nobody writes")),
     ]
+    tell("both")
+    return found
 
 
 def test_a_peer_that_makes_no_group() -> None:
@@ -95,12 +99,12 @@ def peer_ends_before_first_use(rank: int) -> list[Verdict]:
 
 
 def test_a_peer_that_ends_before_first_use() -> None:
-    found = run_on_ranks(peer_ends_before_first_use, 2, per_rank=[(0,), (1,)], timeout=40)[0]
+    found = run_on_ranks(peer_ends_before_first_use, 2, per_rank=[(0,), (1,)], timeout=300)[0]
     check(found, "", True)
 
 
 def innocent(rank: int) -> list[Verdict]:
-    group = new_group(5)
+    group = new_group(30)
     outputs = [torch.ones(1), torch.ones(1)]
     return [verdict(lambda: dist.all_gather(outputs, torch.ones(2), group=group))]
 

@@ -208,7 +208,7 @@ def test_torchtitans_own_parallel_dims(sizes: dict[str, int], tmp_path: Path) ->
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path,
              "torchtitan==0.3.0"],
-            check=True, timeout=120, capture_output=True,
+            check=True, timeout=300, capture_output=True,
         )  # fmt: skip
     except subprocess.SubprocessError as error:
         pytest.skip(f"torchtitan 0.3.0 cannot be had: {error}")

@@ -170,7 +170,7 @@ def test_imports_no_torch() -> None:
         "import sys, commgrid; commgrid.GroupPlan; commgrid.cli; sys.exit('torch' in sys.modules)"
     )
     code = code.replace("commgrid.cli;", "import commgrid.cli;")
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def test_resolve_needs_a_world() -> None:

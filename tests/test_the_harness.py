@@ -19,7 +19,7 @@ def waits_for_the_other(rank: int) -> None:
 
 def test_the_rank_that_failed_first_is_printed_first() -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(waits_for_the_other, 3, per_rank=[(0,), (1,), (2,)], init=None, timeout=1)
+        run_on_ranks(waits_for_the_other, 3, per_rank=[(0,), (1,), (2,)], init=None, timeout=4)
     said = str(failed.value)
     ranks = [line.split()[2] for line in said.splitlines() if line.startswith("--- rank")]
     assert ranks == ["1", "0", "2"]

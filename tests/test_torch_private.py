@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,9 +18,14 @@ from tests.torch_private import CHECKED, ROWS, as_markdown, live
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(p for room in ("commgrid", "megatron_adapter") for p in (ROOT / room).rglob("*.py"))
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
 OWNERS = (torch, c10d, dist.ProcessGroup, c10d.ProcessGroupGloo, c10d.ProcessGroupGloo._Options,
           DeviceMesh, nn.Module, torch.Tensor)  # fmt: skip
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The source, by file; not where tests are only collected."""
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
 
 
 def running() -> tuple[int, ...]:
@@ -58,7 +64,7 @@ def test_the_running_torch_is_one_of_those_that_were_checked() -> None:
 def own_names() -> set[str]:
     """What is defined in these packages: functions, classes, variables, attributes of self."""
     found: set[str] = set()
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
@@ -108,7 +114,7 @@ def test_every_private_call_is_in_the_table() -> None:
               for file in row.files}  # fmt: skip
     lacking = [
         f"{file} uses {name}, which is private to torch: tests/torch_private.py has no line for it"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for name in sorted(uses(tree, own) - NOT_TORCHS)
         if (name, file) not in listed
     ]

@@ -237,7 +237,7 @@ def every(cases: Sequence[Case]) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def differences() -> dict[str, list[dict[str, float]]]:
     """Of each case, what every rank found."""
-    by_rank = run_on_ranks(every, 8, CHOSEN, timeout=120)
+    by_rank = run_on_ranks(every, 8, CHOSEN, timeout=300)
     return {case.name: [found[i] for found in by_rank] for i, case in enumerate(CHOSEN)}
 
 

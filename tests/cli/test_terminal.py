@@ -142,7 +142,7 @@ def test_colours_change_no_character(
 def started(command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", f"set -o pipefail; {sys.executable} {command}"], cwd=ROOT,
-        capture_output=True, text=True, timeout=60, env={**os.environ, **environ},
+        capture_output=True, text=True, timeout=300, env={**os.environ, **environ},
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def test_on_a_real_terminal() -> None:
         with contextlib.suppress(OSError):  # which is how a terminal ends
             while read := os.read(ours, 65536):
                 said += read
-        _, error = running.communicate(timeout=60)
+        _, error = running.communicate(timeout=300)
     os.close(ours)
     assert (running.returncode, error) == (0, b"")
     lines = re.sub(r"\x1b\[[\d;]*m", "", said.decode()).splitlines()

@@ -106,7 +106,7 @@ def hold(parts: int, all_cases: Sequence[Case], dtype: torch.dtype = torch.float
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 8])
 def test_shards_attend_like_the_whole(parts: int) -> None:
     found = cases(parts)
-    hold(parts, some(found if parts in (4, 8) else found[::3], 5))
+    hold(parts, some(found if parts == 4 else found[::3], 5))  # a third has each of a kind
 
 
 @pytest.mark.parametrize("parts", [2, 4])

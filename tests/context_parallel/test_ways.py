@@ -278,7 +278,7 @@ def test_what_cannot_be_is_one_error_on_all_ranks() -> None:
 
 
 def one_is_gone() -> str:
-    grid = commgrid.initialize(cp=3, timeout=3.0)
+    grid = commgrid.initialize(cp=3, timeout=6.0)
     sharding = SequenceSharding.contiguous(12, 3)
     x = torch.zeros(1, 2, 4, 8)
     attention(x, x, x, sharding=sharding, way="ring", causal=False)
@@ -295,7 +295,7 @@ def test_nobody_waits_for_ever_for_keys() -> None:
 
 def one_does_not_come(way: str, where: str) -> str:
     """What the others say where all of them exchange; they said what gloo says."""
-    grid = commgrid.initialize(cp=3, timeout=2.0)
+    grid = commgrid.initialize(cp=3, timeout=4.0)
     sharding = SequenceSharding.contiguous(12, 3)
     x = torch.zeros(1, 3, 4, 8, requires_grad=True)
     y = attention(x, x, x, sharding=sharding, way=way)

@@ -82,7 +82,7 @@ def test_a_draw_follows_from_its_seed() -> None:
 
 
 def test_trains_as_one_process_does(world: int, seeds: list[int]) -> None:
-    found = run_on_ranks(train_all, world, seeds, timeout=60 + 10 * len(seeds))
+    found = run_on_ranks(train_all, world, seeds, timeout=300 + 10 * len(seeds))
     wrong = []
     for number, seed in enumerate(seeds):
         this = draw(seed)

@@ -139,7 +139,7 @@ def test_steps_do_not_depend_on_how_they_are_cut() -> None:
     reference = run_on_ranks(steps, 1, Way())[0]
     assert reference["norms"][0] > 4  # so that clipping clips
     for world, tp in ((1, 1), (2, 1), (4, 2), (8, 2)) if full() else ((2, 1), (4, 2)):
-        for found in run_on_ranks(every_way, world, tp, timeout=180):
+        for found in run_on_ranks(every_way, world, tp, timeout=300):
             for way, ours in found:
                 same(ours, reference, (world, way))
 
@@ -401,7 +401,7 @@ def lanes() -> Tensor:
 
 
 def test_lanes_do_not_wait_for_each_other() -> None:
-    first, second = run_on_ranks(lanes, 2, timeout=30)
+    first, second = run_on_ranks(lanes, 2, timeout=300)
     assert first == second > 0
 
 

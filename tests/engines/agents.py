@@ -274,7 +274,7 @@ def namespaces() -> Iterator[tuple[Host, Host]]:
 
 def _ip(*arguments: str) -> None:
     try:
-        done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=300)
     except FileNotFoundError:
         raise OSError("there is no ip command (iproute2)") from None
     if done.returncode:

@@ -93,7 +93,7 @@ def without_numpy(function: str, world: int, job: list[str]) -> str:
     """What so many ranks print that run a function, by its full name, with a list of arguments."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_NUMPY, function, str(world), *job], cwd=ROOT,
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

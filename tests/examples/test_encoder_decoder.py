@@ -45,7 +45,7 @@ def run(*jobs: list[str]) -> None:
 def losses(world: int, jobs: list[list[str]], folder: Path) -> list[list[float]]:
     paths = [folder / f"{world}-{index}" for index in range(len(jobs))]
     given = [[*SMALL, *job, "--metrics", str(path)] for job, path in zip(jobs, paths, strict=True)]
-    run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=240)
+    run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=300)
     return [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in paths]
 
 
@@ -66,6 +66,6 @@ def test_numpy_is_not_needed() -> None:
 
 def test_it_runs_by_itself() -> None:
     command = [sys.executable, "examples/encoder_decoder.py", "--steps", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("step   1  loss ")

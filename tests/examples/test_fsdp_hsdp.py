@@ -31,7 +31,7 @@ def run(*jobs: list[str]) -> list[int]:
 def losses(world: int, jobs: list[list[str]], folder: Path) -> list[list[float]]:
     paths = [folder / f"{world}-{index}" for index in range(len(jobs))]
     given = [[*SMALL, *job, "--metrics", str(path)] for job, path in zip(jobs, paths, strict=True)]
-    for made in run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=240):
+    for made in run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=300):
         assert made == [0] * len(jobs)
     return [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in paths]
 
@@ -50,7 +50,7 @@ def test_same_curve_as_one_process(world: int, tmp_path: Path) -> None:
 
 def test_it_runs_by_itself() -> None:
     command = [sys.executable, "examples/fsdp_hsdp.py", "--steps", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("step   1  loss ")
 

@@ -43,7 +43,7 @@ def test_samples_are_those_of_one_process(name: str) -> None:
     (expected,) = run_on_ranks(written, 1, [*alone, "--every", "2"], init=None, launcher="torchrun")
     assert len(samples(expected)) == 2
     ranks = run_on_ranks(
-        written, world, [*TINY, *flags, "--every", "2"], init=None, launcher="torchrun", timeout=120
+        written, world, [*TINY, *flags, "--every", "2"], init=None, launcher="torchrun", timeout=300
     )
     said = [line for lines in ranks for line in lines]
     assert samples(said) == samples(expected)

@@ -55,9 +55,7 @@ GRIDS: dict[int, list[tuple[str, str]]] = {
     ],
     8: [
         ("plain", "--cp 2 --tp 2 --pp 2 --sequence-parallel --cp-comm ulysses"),
-        ("packed", "--cp 2 --tp 2 --dp 2 --sequence-parallel --zero1"),
         ("plain", "--cp 4 --tp 2 --sequence-parallel --cp-comm 2d"),
-        ("packed", "--cp 2 --pp 2 --dp 2 --zero1 --cp-comm ulysses"),
         ("plain", "--cp 8"),
         ("packed experts", "--cp 2 --tp 2 --dp 2 --ep 4 --etp 1 --sequence-parallel --zero1"),
         ("plain", "--cp 2 --tp 2 --dp 2 --fsdp --dp-replicate 2 --sequence-parallel"),
@@ -139,7 +137,7 @@ def test_packed_alone_as_with_masks(text: Path, alone: dict[str, Any], tmp_path:
     """One process, and a pipeline that cuts the batch into microbatches: longer packs, or fewer."""
     metrics = str(tmp_path / "metrics")
     given = job("packed", text, "--metrics", metrics, "--microbatches", "2")
-    run_on_ranks(run, 1, given, init=None, launcher="torchrun", timeout=200)
+    run_on_ranks(run, 1, given, init=None, launcher="torchrun", timeout=300)
     same_curve(curve(tmp_path / "metrics"), alone["packed"], "fp64")
 
 
@@ -147,7 +145,7 @@ def test_a_run_goes_on_with_another_cp(text: Path, alone: dict[str, Any], tmp_pa
     folder, metrics = str(tmp_path / "saved"), tmp_path / "metrics"
     half = [*job("packed", text, "--cp", "4", "--save", folder), "--steps", str(STEPS // 2)]
     rest = job("packed", text, "--cp", "2", "--resume", folder, "--metrics", str(metrics))
-    run_on_ranks(run, 4, half, rest, init=None, launcher="torchrun", timeout=200)
+    run_on_ranks(run, 4, half, rest, init=None, launcher="torchrun", timeout=300)
     same_curve(curve(metrics), alone["packed"][STEPS // 2 :], "fp64")
 
 
@@ -176,7 +174,7 @@ def test_evaluation_and_sample_do_not_depend_on_cp(text: Path) -> None:
     jobs = [[*job(kind, text), *more] for kind in ("plain", "packed")]
     expected = run_on_ranks(looks, 1, *jobs, init=None, launcher="torchrun")[0]
     shared = [[*one, "--cp", "2", "--pp", "2"] for one in jobs]
-    for found in run_on_ranks(looks, 4, *shared, init=None, launcher="torchrun", timeout=200):
+    for found in run_on_ranks(looks, 4, *shared, init=None, launcher="torchrun", timeout=300):
         for (loss, sample), (reference, said) in zip(found, expected, strict=True):
             assert loss == pytest.approx(reference, rel=1e-12)
             assert sample == said

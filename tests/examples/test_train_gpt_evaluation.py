@@ -65,7 +65,7 @@ def alone() -> dict[str, dict[str, Any]]:
     """Each model in one process."""
     models = list(MODELS) if full() else [model for _, model, _ in CUTS[:2]]
     jobs = [MODELS[model] for model in models]
-    found = run_on_ranks(watched, 1, *jobs, init=None, launcher="torchrun", timeout=120)
+    found = run_on_ranks(watched, 1, *jobs, init=None, launcher="torchrun", timeout=300)
     return dict(zip(models, found[0], strict=True))
 
 
@@ -75,7 +75,7 @@ def test_the_same_on_any_grid(world: int, alone: dict[str, Any]) -> None:
         (model, flags) for size, model, flags in (CUTS if full() else CUTS[:2]) if size == world
     ]
     jobs = [[*MODELS[model], *flags] for model, flags in cuts]
-    ranks = run_on_ranks(watched, world, *jobs, init=None, launcher="torchrun", timeout=240)
+    ranks = run_on_ranks(watched, world, *jobs, init=None, launcher="torchrun", timeout=300)
     for told in ranks:
         for (model, flags), ours in zip(cuts, told, strict=True):
             theirs = alone[model]

@@ -41,7 +41,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "tied": [*DENSE, "--tie-embeddings"],
     }  # fmt: skip
     given = [[*job, "--metrics", str(folder / name)] for name, job in jobs.items()]
-    run_on_ranks(run, 1, *given, init=None, launcher="torchrun", timeout=240)
+    run_on_ranks(run, 1, *given, init=None, launcher="torchrun", timeout=300)
     return {name: curve(folder / name) for name in jobs}
 
 

@@ -195,7 +195,7 @@ def test_a_stop_is_one_line(stop: signal.Signals, tmp_path: Path) -> None:
             if line.startswith("step    4"):
                 break
         running.send_signal(stop)
-        out, err = running.communicate(timeout=60)
+        out, err = running.communicate(timeout=300)
     assert running.returncode == 128 + stop
     last = out.splitlines()[-1]
     assert re.fullmatch(
@@ -218,7 +218,7 @@ def test_a_stop_under_torchrun_is_one_line() -> None:
             if line.startswith("step    4"):
                 break
         running.send_signal(signal.SIGTERM)
-        out, err = running.communicate(timeout=60)
+        out, err = running.communicate(timeout=300)
     assert [line for line in out.splitlines() if line.startswith("stopped by SIGTERM: ")] == [
         out.splitlines()[-1]
     ]
@@ -277,7 +277,7 @@ def test_the_first_lines_are_not_about_numpy() -> None:
     folder = str(ROOT / "examples")
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_NUMPY, folder, *TINY, "--steps", "1"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -29,27 +29,23 @@ def train(pp: int, tp: int, dp: int, jobs: dict[str, list[str]], folder: Path) -
     return {name: curve(folder / name) for name in jobs}
 
 
-def layers(pp: int) -> int:
-    """As many as 2 chunks on each stage need."""
-    return 8 if pp == 4 else 4
-
-
-def job(pp: int, tied: str) -> list[str]:
-    return [*TINY, "--layers", str(layers(pp)), *TIED[tied]]
+def job(layers: int, tied: str) -> list[str]:
+    return [*TINY, "--layers", str(layers), *TIED[tied]]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The single process, for each number of layers, tied and untied."""
-    stages = (2, 4) if full() else (2,)
-    jobs = {f"{layers(pp)}-{tied}": job(pp, tied) for pp in stages for tied in TIED}
+    jobs = {f"{n}-{tied}": job(n, tied) for n in ((2, 4, 8) if full() else (2, 4)) for tied in TIED}
     found = train(1, 1, 1, jobs, tmp_path_factory.mktemp("alone"))
     assert any(row["grad_norm"] > 1.5 for row in found["4-tied"])  # so that clipping clips
     return found
 
 
-def cuts(pp: int, tp: int, dp: int) -> Iterator[tuple[str, str, list[str]]]:
-    """A name, tied or not, and flags; sharded optimizer and sequence parallelism in turn.
+def cuts(pp: int, tp: int, dp: int) -> Iterator[tuple[str, int, str, list[str]]]:
+    """A name, layers, tied or not, and flags; sharded optimizer and sequence parallelism in turn.
+
+    A block on each chunk, and two where there is one stage.
 
     Tied and untied take turns, and beside tp and dp, where more ranks share two cores, schedules do
     as well; all of them were run once.
@@ -61,7 +57,7 @@ def cuts(pp: int, tp: int, dp: int) -> Iterator[tuple[str, str, list[str]]]:
             mine = pp > 1 or schedule in ("1f1b", "interleaved")
             crowded = pp > 1 and tp * dp > 1
             if mine and (i + j) % 2 == dp % 2 and (not crowded or (i + tp + pp // 4) % 2 == 0):
-                yield f"{schedule}-{chunks}-{tied}", tied, cut
+                yield f"{schedule}-{chunks}-{tied}", max(pp, 2) * chunks, tied, cut
 
 
 def test_numpy_is_not_needed() -> None:
@@ -73,9 +69,9 @@ def test_numpy_is_not_needed() -> None:
 @pytest.mark.parametrize(("pp", "tp", "dp"), GRIDS)
 def test_same_curve(pp: int, tp: int, dp: int, alone: dict[str, Any], tmp_path: Path) -> None:
     jobs, references = {}, {}
-    for name, tied, cut in cuts(pp, tp, dp):
-        jobs[name] = [*job(pp, tied), *cut]
-        references[name] = alone[f"{layers(pp)}-{tied}"]
+    for name, layers, tied, cut in cuts(pp, tp, dp):
+        jobs[name] = [*job(layers, tied), *cut]
+        references[name] = alone[f"{layers}-{tied}"]
     assert len(jobs) >= 2
     for name, rows in train(pp, tp, dp, jobs, tmp_path).items():
         try:

@@ -151,6 +151,6 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         ("--resume", saved, "--layers", "5"): "of another model: it has no model.blocks.4",
     }
     given = [[*TINY, "--steps", "2", *flags] for flags in jobs]
-    (told,) = run_on_ranks(refused, 1, *given, init=None, launcher="torchrun", timeout=120)
+    (told,) = run_on_ranks(refused, 1, *given, init=None, launcher="torchrun", timeout=300)
     for text, expected in zip(told, jobs.values(), strict=True):
         assert expected in text

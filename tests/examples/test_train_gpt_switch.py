@@ -61,7 +61,7 @@ def switched(job: list[str]) -> None:
 def test_a_resumed_job_is_on_the_grid_of_its_step(tmp_path: Path) -> None:
     made: Any = run_on_ranks(
         saved_and_resumed, 4, str(tmp_path / "saved"), str(tmp_path / "metrics"),
-        init=None, launcher="torchrun", timeout=200,
+        init=None, launcher="torchrun", timeout=300,
     )  # fmt: skip
     assert made == [{"dp": 1, "tp": 4}] * 4
     alone = tmp_path / "alone"

@@ -27,7 +27,7 @@ def test_logits_are_the_whole_models_and_the_loss_falls(tmp_path: Path) -> None:
         jobs = [
             ["--tp", str(tp), "--metrics", str(path)] for tp, path in zip(cuts, paths, strict=True)
         ]
-        for made in run_on_ranks(run, world, *jobs, init=None, launcher="torchrun", timeout=240):
+        for made in run_on_ranks(run, world, *jobs, init=None, launcher="torchrun", timeout=300):
             assert made == [0] * len(jobs)
         for path in paths:
             first, *rows = (json.loads(line) for line in path.read_text().splitlines())

@@ -32,7 +32,7 @@ def moved(rank: int) -> list[Any]:
 def test_weights_go_from_cut_to_cut() -> None:
     ranks = run_on_ranks(
         moved, 4, per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
-        method="spawn", timeout=240,
+        method="spawn", timeout=300,
     )  # fmt: skip
     for number, (source, target) in enumerate(PAIRS):
         assert [bad for bad, *_ in (rank[number] for rank in ranks) if bad] == [], (source, target)
@@ -75,7 +75,7 @@ def large(equal: bool, rank: int) -> list[int] | str:
 def run_large(equal: bool) -> list[Any]:
     return run_on_ranks(
         large, 4, equal, per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
-        method="spawn", timeout=240,
+        method="spawn", timeout=300,
     )  # fmt: skip
 
 
@@ -128,6 +128,6 @@ def bridged(rank: int) -> float:
 def test_gradients_go_back_over_a_bridge() -> None:
     found = run_on_ranks(
         bridged, 4, per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
-        method="spawn", timeout=240,
+        method="spawn", timeout=300,
     )  # fmt: skip
     assert max(found) <= 1e-12

@@ -101,7 +101,7 @@ def large_world(world: int) -> int:
 
 def newer_state() -> None:
     """What 0.15 has no variables for, asked through the adapter's own module."""
-    for rank, found in enumerate(run_on_ranks(_newer_state, 4, timeout=100)):
+    for rank, found in enumerate(run_on_ranks(_newer_state, 4, timeout=300)):
         assert found == [True, rank // 2 * 2, 2], (rank, found)
 
 

@@ -65,7 +65,7 @@ def _fetch(version: str, place: Path) -> None:
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--python-version",
              "3.12", "--only-binary=:all:", "--dest", made, f"megatron-core=={version}"],
-            check=True, timeout=240, capture_output=True, text=True,
+            check=True, timeout=300, capture_output=True, text=True,
         )  # fmt: skip
         (wheel,) = Path(made).glob("*.whl")
         with zipfile.ZipFile(wheel) as packed:

@@ -15,9 +15,9 @@ from commgrid.collectives import all_reduce
 from commgrid.pipeline import Pipeline
 from commgrid.runtime.failures import named_failures
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.ranks import RanksFailed, run_on_ranks
+from tests.ranks import RanksFailed, hear, run_on_ranks, tell
 
-TIMEOUT = 40.0
+TIMEOUT = 240.0
 MICROBATCHES = 6
 
 
@@ -146,8 +146,8 @@ class Layers(nn.Module):
         return y
 
 
-def caught(rank: int) -> tuple[str, float]:
-    """What a rank says, and when; the odd one catches its own error and goes on."""
+def caught(rank: int) -> str:
+    """What a rank says; the odd one catches its own error and lives on until all have."""
     grid = commgrid.initialize(pp=2, tp=2)
     held = grid.get_group("pp"), grid.get_group("tp")
     pipeline = Pipeline(
@@ -155,23 +155,22 @@ def caught(rank: int) -> tuple[str, float]:
         loss=lambda y, target: y.square().sum(),
     )  # fmt: skip
     inputs = [torch.ones(4, 8)] * MICROBATCHES
-    started = time.monotonic()
     try:
         pipeline.step(inputs, inputs)
     except ValueError:
-        time.sleep(6)
-        return f"{grid.is_destroyed}, {len(held)} groups held", 0.0
+        hear("rank 0", "rank 1", "rank 2")
+        return f"{grid.is_destroyed}, {len(held)} groups held"
     except commgrid.PeerFailedError as error:
-        return str(error), time.monotonic() - started
-    return "nothing", 0.0
+        tell(f"rank {rank}")
+        return str(error)
+    return "nothing"
 
 
 def test_a_rank_that_goes_on_after_its_error_keeps_nobody_waiting() -> None:
     *others, own = run_on_ranks(caught, 4, per_rank=[(rank,) for rank in range(4)])
-    assert own[0] == "True, 2 groups held"
-    for said, seconds in others:
+    assert own == "True, 2 groups held"
+    for said in others:
         assert "rank 3 failed in the forward of microbatch 2 of stage 1: ValueError: boom" in said
-        assert seconds < 5
 
 
 def in_a_loop(rank: int) -> str:

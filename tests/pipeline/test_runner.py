@@ -323,7 +323,7 @@ def given_up() -> list[float] | None:
 
 
 def test_a_step_is_given_up_where_only_one_stage_has_sent_the_tied_weight() -> None:
-    first, second = run_on_ranks(given_up, 2, timeout=30)
+    first, second = run_on_ranks(given_up, 2, timeout=300)
     assert first == second
     assert first == pytest.approx(accumulated_once(), rel=1e-12)
 
@@ -511,7 +511,7 @@ def after_half_a_declaration() -> list[float]:
 
 
 def test_a_step_after_one_that_failed() -> None:
-    first, last = run_on_ranks(after_half_a_declaration, 2, timeout=30)
+    first, last = run_on_ranks(after_half_a_declaration, 2, timeout=300)
     assert first == []
     assert last == [last[0]] * 2
 

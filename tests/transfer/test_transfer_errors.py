@@ -109,16 +109,16 @@ def refused() -> dict[str, Any]:
     with sides_moved(sides, source, target, copies="any"):
         pass
     if sides.rank != 4:
-        said["late"] = sides.refused(source, target, timeout=0.5)
+        said["late"] = sides.refused(source, target, timeout=2.0)
     torch.distributed.barrier()
     with sides_moved(sides, source, target, copies="any") as moved:
         torch.distributed.barrier()
         if sides.rank != 0:
-            moved._timeout = 0.5
+            moved._timeout = 2.0
             said["no run"] = told(moved.run)
     if sides.serving is not None:
         said["no source"] = told(
-            lambda: Transfer(None, target, target_grid=sides.serving, timeout=0.5)
+            lambda: Transfer(None, target, target_grid=sides.serving, timeout=2.0)
         )
     torch.distributed.barrier()
     last = sides.made(source, target, name="last")
@@ -180,7 +180,7 @@ def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
 def fails_in_the_middle(how: str, folder: str) -> None:
     sides = Sides()
     source, target = sides.models()
-    transfer = sides.made(source, target, max_bytes=64, timeout=15)
+    transfer = sides.made(source, target, max_bytes=64, timeout=30)
     transfer.run()
     finish, calls = carry.Carrier._finish, []
 
@@ -212,7 +212,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_by_all(how: str, tmp_path: Pat
         run_on_ranks(fails_in_the_middle, 5, how, str(tmp_path), init=None, launcher="torchrun")
     for rank in range(5) if how == "raised" else (0, 1, 2, 4):
         took, said, again = Path(tmp_path, str(rank)).read_text().split("\n")
-        assert float(took) < 15
+        assert float(took) < 60  # a hang would be longer
         assert "rank 3" in said, said
         assert "the target is not to be used" in said, said
         if how == "killed":

@@ -57,7 +57,7 @@ def browse(page: str, folder: Path, script: str) -> Any:
     done = subprocess.run(
         [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
          f"--user-data-dir={folder / 'profile'}", path.as_uri()],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     _, begin, rest = done.stdout.partition('<pre id="report">')
     assert begin, f"the page said nothing:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
