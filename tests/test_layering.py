@@ -20,7 +20,7 @@ ROWS = [
     ["transfer.pools"],
     ["transfer.plan"],
     ["context_parallel.length_groups", "context_parallel.drawing"],
-    ["planning.plan", "context_parallel.plans"],
+    ["planning.plan", "planning.crossing", "context_parallel.plans"],
     ["planning.sockets", "planning.diff", "context_parallel.volume", "bridge.pipelines"],
     ["context_parallel.length_plan"],
     ["context_parallel.lengths"],
