@@ -34,20 +34,20 @@ def by_hand(
     lying = []
     for ranks in groups:
         paths = [(rank, *units_of(cluster, rank, hosts)) for rank in ranks]
-        spread = []
+        spread: list[int] = []
         for level in range(len(cluster.levels)):
             within: dict[int, set[int]] = {}
             for path in paths:
                 within.setdefault(path[level + 1], set()).add(path[level])
             spread.append(max(map(len, within.values())))
         lying.append(tuple(spread))
-    worst = max(lying, key=lambda spread: tuple(reversed(spread)))
+    worst = max(lying, key=lambda each: tuple(reversed(each)))
     level = max((i for i, count in enumerate(worst) if count > 1), default=0)
     if level == 0:
         return worst, 1
     links: dict[int, int] = {}
-    for ranks, spread in zip(groups, lying, strict=True):
-        if spread[level] > 1:
+    for ranks, each in zip(groups, lying, strict=True):
+        if each[level] > 1:
             for unit in {units_of(cluster, rank, hosts)[level - 1] for rank in ranks}:
                 links[unit] = links.get(unit, 0) + 1
     return worst, max(links.values())
@@ -65,19 +65,15 @@ def test_random_grids_on_random_clusters_equal_counting() -> None:
     draw = random.Random(20)
     crossed = 0
     for _ in range(60):
-        sizes = {axis: draw.choice([1, 2, 2, 3, 4]) for axis in ("tp", "cp", "dp", "pp")}
-        groups = {"ends": {"of": "dp_tp", "pick": ["first", "last"]}}
+        sizes: Any = {axis: draw.choice([1, 2, 2, 3, 4]) for axis in ("tp", "cp", "dp", "pp")}
+        groups: dict[str, Any] = {"ends": {"of": "dp_tp", "pick": ["first", "last"]}}
         if sizes["dp"] % 2 == 0:
             groups["halves"] = {"of": "dp", "split": {"outer": -1, "inner": 2}}
         order = draw.sample(list(sizes), 4)
         world = math.prod(sizes.values())
         ranks = draw.sample(range(world + 5), world) if draw.random() < 0.3 else None
-        spec = GridSpec.build(
-            **sizes,
-            order="-".join(order),
-            groups=groups,
-            ranks=ranks,  # type: ignore[arg-type]
-        ).resolve(None if ranks else world)
+        spec = GridSpec.build(**sizes, order="-".join(order), groups=groups, ranks=ranks)
+        spec = spec.resolve(None if ranks else world)
         cluster = random_cluster(draw)
         hosts = None
         if draw.random() < 0.3:
@@ -131,6 +127,11 @@ def test_16384_ranks_take_less_than_a_second() -> None:
         ({"tp": 16}, 144, "gb200", [  # 72 is no multiple of 16: ranks 64 to 79 are in two racks
             "tp spans 2 racks: each layer's all-reduce goes over 50 GB/s instead of 900; tp=16 "
             "does not divide a rack's 72 devices; tp=12 or 18 does"]),
+        ({"tp": 16, "cp": 2}, 288, "gb200", [
+            "tp spans 2 racks: each layer's all-reduce goes over 50 GB/s instead of 900; tp=16 "
+            "does not divide a rack's 72 devices; tp=12 or 18 does",
+            "cp spans 2 racks: each layer's exchange of keys and values goes over 50 GB/s instead "
+            "of 900; tp=16 · cp=2 does not divide a rack's 72 devices"]),
         ({"tp": 8}, 144, "gb200", []),  # over nodes of 4, within a rack as fast
         ({"tp": 16}, 64, "cpu", []),
     ],

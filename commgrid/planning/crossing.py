@@ -36,8 +36,8 @@ class Crossing:
         >>> from commgrid.planning.cluster import CLUSTERS
         >>> spec = GridSpec.build(tp=8).resolve(256)
         >>> dp = find_crossings(spec, CLUSTERS["h100"])["dp"]
-        >>> dp.spread, dp.level.name, dp.at_once, dp.describe()
-        ((1, 32), 'cluster', 8, '1 rank of each of 32 nodes; 8 groups at once on a node\\'s link')
+        >>> dp.spread, dp.level.name, dp.describe()
+        ((1, 32), 'cluster', "1 rank of each of 32 nodes; 8 groups at once on a node's link")
     """
 
     name: str
@@ -196,7 +196,7 @@ _TRAFFIC = {
 """Axes that every layer waits for, and what it waits for."""
 
 
-def warnings(spec: GridSpec, cluster: Cluster, found: dict[str, Crossing]) -> list[str]:
+def warnings(spec: GridSpec, cluster: Cluster, found: Mapping[str, Crossing]) -> list[str]:
     """What in a placement is slower than it need be, in words, with the fix.
 
     Tensor parallelism over links slower than a node's is always told; context and expert
@@ -256,16 +256,14 @@ def _fix(
     """How a group comes to fit a unit of so many devices, inside which `inner` varies faster."""
     before = math.prod(inner.values())
     if size * before > unit:
-        fits = max(n for n in _divisors(unit // before) if size % n == 0)
-        return f"a {what} has {unit} devices, so that {axis}={fits} stays within one"
+        most = max(n for n in _divisors(unit) if size % n == 0)
+        return f"a {what} has {unit} devices, so that {axis}={most} stays within one"
     if unit % (size * before):
         known = "".join(f"{name}={n} · " for name, n in inner.items() if n > 1)
         near = [n for n in _divisors(unit // before) if unit % (n * before) == 0]
-        fits = [max(n for n in near if n < size), *[n for n in near if n > size][:1]]
-        return (
-            f"{known}{axis}={size} does not divide a {what}'s {unit} devices; "
-            f"{axis}={' or '.join(map(str, fits))} does"
-        )
+        fits = [n for n in near if n < size][-1:] + [n for n in near if n > size][:1]
+        instead = f"; {axis}={' or '.join(map(str, fits))} does" if fits else ""
+        return f"{known}{axis}={size} does not divide a {what}'s {unit} devices{instead}"
     return f"{size} ranks fit a {what} of {unit} devices: put {axis} earlier in order"
 
 
@@ -286,25 +284,7 @@ def check_within(spec: GridSpec, cluster: Cluster) -> None:
     Raises:
         SpecError: a group does, or the cluster has no such level.
     """
-    for name, level, ranks in broken(spec, cluster):
-        place = cluster.find_level(level)
-        unit = int(cluster.unit_size(place))
-        held = {cluster.unit(place, rank) for rank in ranks}
-        raise SpecError(
-            f"within.{name}={level!r}: {RankTuple(ranks).describe()}, a group of {name}, lie on "
-            f"{len(held)} {level}s of {unit} devices; {_fix(name, len(ranks), level, unit)}"
-        )
-
-
-def broken(
-    spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None
-) -> Iterator[tuple[str, str, Sequence[int]]]:
-    """The first group of each name that leaves the unit it was to stay in: name, level and ranks.
-
-    Raises:
-        SpecError: the cluster has no such level.
-    """
-    units = _Units(cluster, spec, hosts) if spec.constraints else None
+    units = _Units(cluster, spec, None) if spec.constraints else None
     for name, level in spec.constraints.items():
         assert units is not None
         try:
@@ -313,6 +293,11 @@ def broken(
             raise SpecError(f"within.{name}={level!r}: {error}") from error
         definition = spec.definitions[name]
         for ranks in members_of(definition, spec.layouts[definition.region]):
-            if len(units.held(ranks, place)) > 1:
-                yield name, level, ranks
-                break
+            held = units.held(ranks, place)
+            if len(held) > 1:
+                unit = int(cluster.unit_size(place))
+                raise SpecError(
+                    f"within.{name}={level!r}: {RankTuple(ranks).describe()}, a group of {name}, "
+                    f"lie on {len(held)} {level}s of {unit} devices; "
+                    f"{_fix(name, len(ranks), level, unit)}"
+                )

@@ -40,6 +40,17 @@ def unpack(text: str) -> set[int]:
     return set(parse_ranks(text)) if text else set()
 
 
+def pack_order(ranks: Iterable[int]) -> str:
+    """Ranks in an order that counts, as text that `parse_ranks` reads.
+
+    >>> pack_order([0, 2, 4, 6, 1, 3, 5, 7]), pack_order([3, 2, 0, 1])
+    ('0-6/2,1-7/2', '3,2,0-1')
+    """
+    runs = _runs(list(ranks))
+    spans = [(str(a) if a == b else f"{a}-{b}", step) for a, b, step in runs]
+    return ",".join(span if step == 1 else f"{span}/{step}" for span, step in spans)
+
+
 def _runs(ordered: list[int]) -> list[tuple[int, int, int]]:
     """First, last and step of evenly spaced runs; only neighbours make a run of two."""
     runs: list[tuple[int, int, int]] = []
@@ -49,7 +60,7 @@ def _runs(ordered: list[int]) -> list[tuple[int, int, int]]:
         end = at
         while end + 1 < len(ordered) and ordered[end + 1] - ordered[end] == step:
             end += 1
-        if step > 1 and end - at < 2:
+        if step < 1 or (step > 1 and end - at < 2):
             end, step = at, 1
         runs.append((ordered[at], ordered[end], step))
         at = end + 1
