@@ -239,12 +239,12 @@ def test_a_cluster_reads_back_and_names_are_found() -> None:
     ],
 )
 def test_the_launcher_says_how_large_nodes_are(environ: dict[str, str], size: int) -> None:
-    cluster = Cluster.from_environment(environ, H100)
+    cluster = Cluster.from_launcher(H100, environ)
     assert (cluster.per_node, cluster.levels[1], cluster.device) == (
         size, H100.levels[1], H100.device,
     )  # fmt: skip
     if environ:
-        assert Cluster.from_environment(environ).per_node == size
+        assert Cluster.from_launcher(environ=environ).per_node == size
 
 
 @pytest.mark.parametrize(
@@ -258,4 +258,4 @@ def test_the_launcher_says_how_large_nodes_are(environ: dict[str, str], size: in
 )
 def test_a_launcher_that_does_not_say_is_an_error(environ: dict[str, str], said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        Cluster.from_environment(environ)
+        Cluster.from_launcher(environ=environ)

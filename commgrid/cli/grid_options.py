@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,7 +136,7 @@ def read_cluster(args: argparse.Namespace) -> Cluster | None:
     if args.gpus_per_node is None:
         return base
     if args.gpus_per_node == "launcher":
-        return Cluster.from_environment(os.environ, base)
+        return Cluster.from_launcher(base)
     devices = _number("gpus_per_node", args.gpus_per_node)
     if devices < 1:
         raise SpecError(f"--gpus-per-node {devices}: expected a whole number from 1 on")

@@ -7,6 +7,7 @@ as training does: 8 GPUs of a node that share 8 adapters of 400 Gb/s have 50 GB/
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -218,15 +219,17 @@ class Cluster:
             raise SpecError(f"{path}: {error}") from error
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str], base: Cluster | None = None) -> Cluster:
+    def from_launcher(
+        cls, base: Cluster | None = None, environ: Mapping[str, str] | None = None
+    ) -> Cluster:
         """A cluster whose nodes are as large as the launcher's variables say; they say no more.
 
         torchrun's LOCAL_WORLD_SIZE; else SLURM's SLURM_GPUS_ON_NODE, as where torchrun is to start
         a rank for each GPU, SLURM_NTASKS_PER_NODE, or SLURM_TASKS_PER_NODE.
 
         Args:
-            environ: the variables, as `os.environ`.
             base: what has everything else; None: speeds are not known (`nodes_of`).
+            environ: the variables; None: this process's.
 
         Returns:
             `base` as it is where none of the variables is there.
@@ -237,9 +240,10 @@ class Cluster:
 
         Example:
             >>> variables = {"SLURM_TASKS_PER_NODE": "4(x2)"}
-            >>> Cluster.from_environment(variables, CLUSTERS["h100"]).per_node
+            >>> Cluster.from_launcher(CLUSTERS["h100"], variables).per_node
             4
         """
+        environ = os.environ if environ is None else environ
         for variable in _NODE_SIZES:
             if variable in environ:
                 size = _node_size(variable, environ[variable])
@@ -377,7 +381,7 @@ _ALL = (
         "b200",
         "NVIDIA DGX B200 datasheet: NVLink 1,800 GB/s both ways, 8 adapters of 400 Gb/s; "
         f"{_ESTIMATED}",
-        Device("B200", 2250e12, 180 * _GB, 8000 * _GB),
+        Device("B200-180GB", 2250e12, 180 * _GB, 8000 * _GB),
         Level("node", 8, 900 * _GB, 3 * _US),
         Level("cluster", None, 50 * _GB, 8 * _US),
     ),
@@ -385,7 +389,7 @@ _ALL = (
         "gb200",
         "NVIDIA GB200 NVL72 datasheet: 18 trays of 4 in one NVLink domain, 1,800 GB/s both ways; "
         f"an adapter of 400 Gb/s a GPU; {_ESTIMATED}",
-        Device("GB200", 2500e12, 186 * _GB, 8000 * _GB),
+        Device("GB200-186GB", 2500e12, 186 * _GB, 8000 * _GB),
         Level("node", 4, 900 * _GB, 3 * _US),
         Level("rack", 18, 900 * _GB, 3 * _US),
         Level("cluster", None, 50 * _GB, 8 * _US),
