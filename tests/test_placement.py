@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import commgrid
-from commgrid import GridSpec, SpecError
+from commgrid import GridSpec, PeerFailedError, SpecError
 from commgrid.planning.cluster import CLUSTERS, nodes_of
 from commgrid.planning.constraints import order_by_host
 from commgrid.planning.crossing import check_within
+from commgrid.planning.rank_lists import pack_order, unpack_order
 from commgrid.runtime.hosts import conclude
 from commgrid.runtime.torch_groups import group_count
 from commgrid.runtime.torch_world import world_store
@@ -25,6 +27,7 @@ from tests.ranks import run_on_ranks
 
 IN_ORDER, SCATTERED = "aaaabbbb", "abababab"
 """The host of each of eight ranks: two hosts of four."""
+CUT: dict[str, Any] = {"tp": 4, "create": ["tp", "dp"]}
 
 
 def live_on(hosts: str) -> None:
@@ -125,8 +128,7 @@ def test_ranks_of_a_host_come_together_in_their_order(hosts: str, order: list[in
     spec = GridSpec.build(tp=2, place="by_host").resolve(6)
     found = conclude(spec, named)
     assert found["refused"] == ""
-    told = GridSpec.build(ranks=found["order"]).ranks if order else None
-    assert (list(told) if told else []) == order
+    assert (unpack_order(found["order"]) if order else []) == order
     assert ("have another place" in found["said"]) == bool(order)
 
 
@@ -151,14 +153,26 @@ def test_a_refusal_names_group_hosts_and_fix(given: dict[str, Any], hosts: str, 
     assert refused.startswith("within.tp=") or not refused
 
 
+def test_the_order_of_16384_ranks_is_a_short_text() -> None:
+    """All of them read it: dealt out to 2,048 hosts one by one, and in any order at all."""
+    dealt = {rank: f"host-{rank % 2048}" for rank in range(16384)}
+    found = conclude(GridSpec.build(place="by_host").resolve(16384), dealt)
+    assert unpack_order(found["order"]) == sorted(range(16384), key=lambda rank: rank % 2048)
+    assert len(found["order"]) < 200
+    assert len(found["said"]) < 250
+    for seed in range(20):
+        order = random.Random(seed).sample(range(seed * 7 + 1), seed * 7 + 1)
+        assert unpack_order(pack_order(order)) == order
+
+
 def kept_and_broken() -> None:
     live_on(IN_ORDER)
-    commgrid.initialize(tp=4)
+    commgrid.initialize(**CUT)
     commgrid.destroy()
     dist.barrier()
     before = world_store().num_keys()
     dist.barrier()
-    grid = commgrid.initialize(tp=4, within={"tp": "node"})
+    grid = commgrid.initialize(**CUT, within={"tp": "node"})
     assert grid.get_ranks("tp") in ((0, 1, 2, 3), (4, 5, 6, 7))
     grid.check()
     commgrid.destroy()
@@ -168,13 +182,13 @@ def kept_and_broken() -> None:
         r"host-a \(ranks 0, 2\), host-b \(ranks 1, 3\); place='by_host' would order"
     )
     with pytest.raises(SpecError, match=told):
-        commgrid.initialize(tp=4, within={"tp": "node"}, startup_timeout=60)
+        commgrid.initialize(**CUT, within={"tp": "node"}, startup_timeout=60)
     assert group_count() == 1
     rows = {"pair": {"of": "tp", "pick": ["first", "last"], "within": "node"}}
     with pytest.raises(SpecError, match=r"within\.pair='node': ranks 0, 3, a group of pair"):
-        commgrid.initialize(tp=4, groups=rows, startup_timeout=60)
+        commgrid.initialize(**CUT, groups=rows, startup_timeout=60)
     dist.barrier()
-    commgrid.initialize(tp=4)  # what the failures have left goes with the next good start
+    commgrid.initialize(**CUT)  # what the failures have left goes with the next good start
     commgrid.destroy()
     dist.barrier()
     assert world_store().num_keys() == before
@@ -226,9 +240,9 @@ def placed() -> list[str]:
     logger = logging.getLogger("commgrid")
     logger.addFilter(lambda record: said.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
     expected = losses_of(None)
-    as_listed = losses_of(commgrid.initialize(tp=4, name="listed"))
+    as_listed = losses_of(commgrid.initialize(**CUT, name="listed"))
     assert not said
-    grid = commgrid.initialize(tp=4, within={"tp": "node"}, place="by_host", name="placed")
+    grid = commgrid.initialize(**CUT, within={"tp": "node"}, place="by_host", name="placed")
     assert grid.get_all_ranks("tp") == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert grid.get_ranks("dp") in ((0, 1), (2, 3), (4, 5), (6, 7))
     assert grid.spec.place == "by_rank"
@@ -239,7 +253,7 @@ def placed() -> list[str]:
     assert by_host == pytest.approx(expected, rel=1e-12)
     assert expected[-1] < expected[0]
     live_on(IN_ORDER)
-    commgrid.initialize(tp=4, place="by_host", name="nothing to do")
+    commgrid.initialize(**CUT, place="by_host", name="nothing to do")
     return said
 
 
@@ -264,3 +278,34 @@ def by_name() -> None:
 
 def test_without_the_variable_the_host_has_its_own_name() -> None:
     run_on_ranks(by_name, 2)
+
+
+def one_has_no_name() -> None:
+    def nameless() -> str:
+        raise OSError("the name of this host cannot be found")
+
+    os.environ.pop("COMMGRID_HOST", None)
+    if dist.get_rank() == 1:
+        socket.gethostname = nameless
+        with pytest.raises(OSError, match="cannot be found"):
+            commgrid.initialize(tp=2, within={"tp": "node"}, startup_timeout=60)
+    else:
+        with pytest.raises(PeerFailedError, match=r"rank 1 failed: OSError: the name of this host"):
+            commgrid.initialize(tp=2, within={"tp": "node"}, startup_timeout=60)
+
+
+def test_a_rank_that_cannot_say_its_host_is_named_by_the_others() -> None:
+    run_on_ranks(one_has_no_name, 4)
+
+
+def without() -> int:
+    """How often a plain start asks for this host's name."""
+    asked: list[str] = []
+    real = socket.gethostname
+    socket.gethostname = lambda: asked.append("host") or real()  # type: ignore[func-returns-value]
+    commgrid.initialize(tp=2)
+    return len(asked)
+
+
+def test_a_grid_without_constraints_asks_nobody_where_it_runs() -> None:
+    assert run_on_ranks(without, 2) == [0, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from commgrid.planning.ranks import parse_ranks, runs_of
 
@@ -40,12 +40,26 @@ def unpack(text: str) -> set[int]:
     return set(parse_ranks(text)) if text else set()
 
 
-def pack_order(ranks: Iterable[int]) -> str:
-    """Ranks in an order that counts, as text that `parse_ranks` reads.
+def pack_order(order: Sequence[int]) -> str:
+    """The numbers 0 to n - 1 in some order as text: as it is, or after `~` where each one is.
 
-    >>> pack_order([0, 2, 4, 6, 1, 3, 5, 7]), pack_order([3, 2, 0, 1])
-    ('0-6/2,1-7/2', '3,2,0-1')
+    Thousands of ranks that a scheduler deals out to hosts one by one take a few runs either way:
+
+    >>> pack_order([0, 4, 1, 5, 2, 6, 3, 7]), pack_order([2, 3, 0, 1])
+    ('~0-6/2,1-7/2', '2-3,0-1')
     """
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return min(_as_spans(order), f"~{_as_spans(places)}", key=len)
+
+
+def unpack_order(text: str) -> list[int]:
+    """What `pack_order` made a text of."""
+    listed = list(parse_ranks(text.removeprefix("~")))
+    return sorted(range(len(listed)), key=listed.__getitem__) if text.startswith("~") else listed
+
+
+def _as_spans(ranks: Sequence[int]) -> str:
+    """Ranks in their order as runs, which `parse_ranks` reads."""
     runs = _runs(list(ranks))
     spans = [(str(a) if a == b else f"{a}-{b}", step) for a, b, step in runs]
     return ",".join(span if step == 1 else f"{span}/{step}" for span, step in spans)

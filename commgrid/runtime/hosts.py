@@ -16,7 +16,7 @@ from dataclasses import replace
 from commgrid.errors import SpecError
 from commgrid.planning.constraints import BY_HOST, BY_RANK, order_by_host
 from commgrid.planning.crossing import members_of
-from commgrid.planning.rank_lists import describe_ranks, pack_order
+from commgrid.planning.rank_lists import describe_ranks, pack_order, unpack_order
 from commgrid.planning.ranks import RankTuple, as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.agreement import Meeting
@@ -48,7 +48,8 @@ def settle(spec: GridSpec, meeting: Meeting, name: str, rank: int) -> GridSpec:
         raise SpecError(f"grid {name!r}: {found['refused']}")
     if not found["order"]:
         return spec
-    placed = _in_order(spec, as_ranks(found["order"]))
+    ranks = spec.grid_ranks
+    placed = _in_order(spec, [ranks[place] for place in unpack_order(found["order"])])
     if rank == placed.grid_ranks[0]:
         logging.getLogger("commgrid").warning("grid %r: %s", name, found["said"])
     return placed
@@ -62,7 +63,8 @@ def conclude(spec: GridSpec, hosts: Mapping[int, str]) -> dict[str, str]:
         hosts: of every rank.
 
     Returns:
-        `refused`, empty where all is well; `order`, empty where it stays as it is, and `said`.
+        `refused`, empty where all is well; `order`, of the places that the ranks had, empty where
+        it stays as it is; and `said`, about it.
     """
     found = {"refused": "", "order": "", "said": ""}
     placed = spec
@@ -71,7 +73,8 @@ def conclude(spec: GridSpec, hosts: Mapping[int, str]) -> dict[str, str]:
         moved = sum(a != b for a, b in zip(order, spec.grid_ranks, strict=True))
         if moved:
             placed = _in_order(spec, order)
-            found["order"] = pack_order(order)
+            places = {rank: place for place, rank in enumerate(spec.grid_ranks)}
+            found["order"] = pack_order([places[rank] for rank in order])
             found["said"] = (
                 f"place='by_host' has ordered the ranks by their {len(set(hosts.values()))} hosts: "
                 f"{RankTuple(order).describe()}; {moved} of {len(order)} have another place"
