@@ -27,6 +27,7 @@ from commgrid.errors import (
     UnknownGroupError,
 )
 from commgrid.on_demand import on_demand
+from commgrid.planning.cluster import Cluster
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.spec import GridSpec
@@ -57,6 +58,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning, app
 
 __all__ = [
     "CheckpointError",
+    "Cluster",
     "CommGridError",
     "GridDestroyedError",
     "GridExistsError",

@@ -5,16 +5,26 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from commgrid.cli.grid_options import add_command, read_spec, resolve
+from commgrid.cli.grid_options import (
+    add_cluster_options,
+    add_command,
+    read_cluster,
+    read_spec,
+    resolve,
+)
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
+from commgrid.planning.cluster import Cluster
+from commgrid.planning.crossing import check_within
 from commgrid.planning.plan import GroupPlan
+from commgrid.planning.ranks import Ranks
 from commgrid.planning.summary import around, several, where
 
 _EXAMPLES = """examples:
   commgrid explain --tp 2 --pp 2 --world-size 16 --rank 5
   commgrid explain grid.yaml --world-size 64 --rank 37 --json
   commgrid explain --tp 2 --ranks 5,2,0,7 --rank 7
+  commgrid explain --tp 8 --pp 4 --world-size 4096 --rank 37 --cluster h100
 """
 
 
@@ -28,36 +38,70 @@ def add_parser(commands: Any) -> None:
         run=run,
     )
     parser.add_argument("--rank", required=True, metavar="R", help="the global rank")
+    add_cluster_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    spec = resolve(read_spec(args), args.world_size)
+    spec, cluster = resolve(read_spec(args), args.world_size), read_cluster(args)
     if not args.rank.isdigit():
         raise SpecError(f"--rank {args.rank}: expected a rank from 0 on")
     plan = GroupPlan.for_rank(spec, int(args.rank))
-    give(args, lambda: as_json(plan), lambda: as_text(plan))
+    if cluster is not None:
+        if spec.ranks is None:
+            cluster.check_world(spec.world_size)
+        check_within(spec, cluster)
+    give(args, lambda: as_json(plan, cluster), lambda: as_text(plan, cluster))
     return 0
 
 
-def as_json(plan: GroupPlan) -> dict[str, Any]:
+def as_json(plan: GroupPlan, cluster: Cluster | None = None) -> dict[str, Any]:
     """The rank for machines; the shape is part of the contract."""
-    return {
+    found: dict[str, Any] = {
         "rank": plan.rank,
         "world_size": plan.spec.world_size,
         "coordinate": plan.coordinate,
         "groups": {name: list(ranks) for name, ranks in plan.groups.items()},
         "communicators": len(plan.communicators),
     }
+    if cluster is not None:
+        found["node"] = cluster.unit(0, plan.rank)
+        found["within"] = {name: _level(cluster, ranks) for name, ranks in plan.members.items()}
+    return found
 
 
-def as_text(plan: GroupPlan) -> str:
+def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
     """The rank as a table: one line a communicator, this rank in brackets."""
-    lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {where(plan)}", ""]
+    lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {where(plan)}"]
+    if cluster is not None:
+        nodes = cluster.unit(0, max(plan.spec.grid_ranks)) + 1
+        lines.append(f"on node {cluster.unit(0, plan.rank)} of {nodes:,}; *: on another node")
+    lines.append("")
     width = min(44, max(len(", ".join(c.names)) for c in plan.communicators))
+    levels = 0 if cluster is None else max(len(level.name) for level in cluster.levels)
     for communicator in plan.communicators:
-        names = ", ".join(communicator.names)
-        lines.append(f"  {names:{width}}  {around(communicator.members, plan.rank)}")
+        names, members = ", ".join(communicator.names), communicator.members
+        if cluster is None:
+            peers = around(members, plan.rank)
+        else:
+            level = _level(cluster, members) if len(members) > 1 else ""
+            peers = f"{level:{levels}}  {_around(cluster, members, plan.rank)}"
+        lines.append(f"  {names:{width}}  {peers}")
     absent = [name for name in plan.created if name not in plan.members]
     if absent:
         lines.append(f"  not in: {', '.join(absent)}")
     return "\n".join([*lines, "", several(len(plan.communicators), "communicator")])
+
+
+def _level(cluster: Cluster, ranks: Ranks) -> str:
+    """The lowest level of which one unit holds the whole group."""
+    return cluster.levels[cluster.highest(cluster.spread(ranks))].name
+
+
+def _around(cluster: Cluster, members: Ranks, rank: int) -> str:
+    """The members, those on other nodes marked; of many, how many are on this one."""
+    node = cluster.unit(0, rank)
+    text = around(members, rank, lambda other: cluster.unit(0, other) != node)
+    if not text.endswith(" ranks)"):
+        return text
+    here = sum(cluster.unit(0, other) == node for other in members)
+    return f"{text[:-1]}, {here} on this node)"

@@ -10,6 +10,8 @@ from typing import Any
 
 from commgrid.cli.terminal import fit
 from commgrid.errors import SpecError
+from commgrid.planning.cluster import CLUSTERS, Cluster, find_cluster, nodes_of
+from commgrid.planning.constraints import BY_RANK, PLACE_CHOICES
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import (
     CONNECT_CHOICES,
@@ -103,8 +105,42 @@ def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True
         "also beside GRID.yaml, where the key ranks takes the same (default: all)",
     )
     grid.add_argument("--share", help=f"{', '.join(SHARE_CHOICES)} (default {DEFAULT_SHARE})")
+    grid.add_argument(
+        "--within", action="append", default=[], metavar="NAME=LEVEL",
+        help="a group that may not leave a node or another level, as tp=node; may be repeated",
+    )  # fmt: skip
+    grid.add_argument("--place", help=f"{' or '.join(PLACE_CHOICES)} (default {BY_RANK})")
     if world_size:
         grid.add_argument("--world-size", metavar="N", help="number of ranks, one per device")
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say what the grid runs on."""
+    group = parser.add_argument_group("cluster", "what the ranks run on: rank r on device r")
+    group.add_argument(
+        "--cluster", metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, or a YAML file"
+    )
+    group.add_argument(
+        "--gpus-per-node", metavar="N",
+        help="devices of a node; `launcher`: as torchrun's or SLURM's variables say",
+    )  # fmt: skip
+
+
+def read_cluster(args: argparse.Namespace) -> Cluster | None:
+    """What the flags say that the grid runs on; None: nothing.
+
+    Raises:
+        SpecError: naming the flag, or the key of the cluster's file.
+    """
+    base = None if args.cluster is None else find_cluster(args.cluster)
+    if args.gpus_per_node is None:
+        return base
+    if args.gpus_per_node == "launcher":
+        return Cluster.from_launcher(base)
+    devices = _number("gpus_per_node", args.gpus_per_node)
+    if devices < 1:
+        raise SpecError(f"--gpus-per-node {devices}: expected a whole number from 1 on")
+    return nodes_of(devices) if base is None else base.with_node(devices)
 
 
 def grid_flags_given(args: argparse.Namespace) -> bool:
@@ -120,6 +156,8 @@ def grid_flags_given(args: argparse.Namespace) -> bool:
         "connect",
         "ranks",
         "share",
+        "within",
+        "place",
         "world_size",
     )
     return any(getattr(args, key, None) not in (None, []) for key in keys)
@@ -139,7 +177,11 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         if not size:
             raise SpecError(f"--axis {given}: expected NAME=N, such as --axis node=4")
         sizes[name] = _number(f"axis {name}", size)
-    rest: dict[str, Any] = {k: getattr(args, k) for k in ("order", "share") if getattr(args, k)}
+    rest: dict[str, Any] = {
+        k: getattr(args, k) for k in ("order", "share", "place") if getattr(args, k)
+    }
+    if args.within:
+        rest["within"] = dict(map(_level_of, args.within))
     for key, words in (("create", ("all",)), ("connect", CONNECT_CHOICES)):
         value = getattr(args, key)
         if value:
@@ -177,6 +219,13 @@ def resolve(spec: GridSpec, world_size: str | None) -> GridSpec:
     if not spec.regions[0].is_resolved:
         raise SpecError("--world-size: needed, since the grid has a size to fill (dp is -1)")
     return spec.resolve(spec.world_size)
+
+
+def _level_of(given: str) -> tuple[str, str]:
+    name, _, level = given.partition("=")
+    if not level:
+        raise SpecError(f"--within {given}: expected NAME=LEVEL, such as --within tp=node")
+    return name, level
 
 
 def _number(name: str, text: str) -> int:

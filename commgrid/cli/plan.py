@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from commgrid.cli.grid_options import add_command, read_spec, resolve
+from commgrid.cli.grid_options import (
+    add_cluster_options,
+    add_command,
+    read_cluster,
+    read_spec,
+    resolve,
+)
 from commgrid.cli.output import MARKS, give
-from commgrid.cli.terminal import DIM, GREEN, columns
+from commgrid.cli.terminal import DIM, GREEN, YELLOW, columns
 from commgrid.errors import SpecError
 from commgrid.planning import sockets
+from commgrid.planning.cluster import Cluster
+from commgrid.planning.crossing import Crossing, check_within, find_crossings, warnings
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
@@ -33,6 +43,8 @@ _EXAMPLES = """examples:
   commgrid plan grid.yaml --world-size 64 --json
   commgrid plan --tp 8 --pp 4 --world-size 1024 --backend gloo
   commgrid plan --tp 2 --ranks 0-2,4,5,7
+  commgrid plan --tp 16 --world-size 64 --cluster h100
+  commgrid plan --tp 8 --world-size 64 --gpus-per-node 4
 
 Nothing is started and torch is not needed: any number of ranks plans in milliseconds.
 """
@@ -53,16 +65,19 @@ def add_parser(commands: Any) -> None:
         help="what open files and threads are counted for: nccl (default), gloo, "
         "cpu:gloo,cuda:nccl",
     )
+    add_cluster_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     spec = resolve(read_spec(args), args.world_size)
-    backend = _checked(args.backend)
+    backend, cluster = _checked(args.backend), read_cluster(args)
+    if cluster is not None:
+        check_within(spec, cluster)
     give(
         args,
-        lambda: as_json(spec, backend),
-        lambda: as_text(spec, backend, columns(sys.stdout)),
-        {r"  connects ": GREEN, r"  (?:first use|never) ": DIM, **MARKS},
+        lambda: as_json(spec, backend, cluster),
+        lambda: as_text(spec, backend, columns(sys.stdout), cluster),
+        {r"  connects ": GREEN, r"  (?:first use|never) ": DIM, r"^  slow: .*": YELLOW, **MARKS},
     )
     return 0
 
@@ -77,10 +92,13 @@ def _checked(backend: str) -> str:
     return backend
 
 
-def as_json(spec: GridSpec, backend: str = "nccl") -> dict[str, Any]:
+def as_json(
+    spec: GridSpec, backend: str = "nccl", cluster: Cluster | None = None
+) -> dict[str, Any]:
     """The plan for machines."""
     sizes = _group_sizes(spec)
     held, connecting = _counts(spec)
+    placed = {} if cluster is None else _crossings_json(spec, cluster)
     return {
         "world_size": spec.world_size,
         "spec": spec.to_dict(),
@@ -101,27 +119,94 @@ def as_json(spec: GridSpec, backend: str = "nccl") -> dict[str, Any]:
         ],
         "sharing": [_sharing(spec, share) for share in ASKS],
         "sockets": _sockets_json(spec, backend),
+        **placed,
     }  # fmt: skip
 
 
-def as_text(spec: GridSpec, backend: str = "nccl", width: int | None = None) -> str:
+def as_text(
+    spec: GridSpec,
+    backend: str = "nccl",
+    width: int | None = None,
+    cluster: Cluster | None = None,
+) -> str:
     """The plan as a table a person reads, with the cost below it, of columns that fit `width`."""
     lines = [several(spec.world_size, "rank")]
     if spec.ranks is not None:
         lines[0] += f": {spec.layout('dense').ranks.describe().removeprefix('ranks ')}"
     lines += [f"  {region}" for region in spec.regions]
-    lines += ["", f"  {'size':>7} {'groups':>8}  {'starts':<9} names of one communicator"]
+    found = {} if cluster is None else find_crossings(spec, cluster)
+    heads = f"  {'size':>7} {'groups':>8}  {'starts':<9} "
+    lines += ["", f"{heads}{_within('within', found)}names of one communicator"]
     small = [c for c in _kinds(spec) if c.size == 1]
     for communicator in _kinds(spec):
         if communicator.size > 1:
             count = _group_count(spec, communicator.name, communicator.size)
             when = "connects" if communicator.connect else "first use"
             names = ", ".join(communicator.names)
-            lines.append(f"  {communicator.size:7,} {count:8,}  {when:<9} {names}")
+            level = found[communicator.name].level.name if found else ""
+            numbers = f"  {communicator.size:7,} {count:8,}  {when:<9} "
+            lines.append(f"{numbers}{_within(level, found)}{names}")
     if small:
         names = ", ".join(name for c in small for name in c.names)
-        lines.append(f"  {1:7} {spec.world_size:8,}  {'never':<9} {names}")
+        numbers = f"  {1:7} {spec.world_size:8,}  {'never':<9} "
+        lines.append(f"{numbers}{_within('', found)}{names}")
+    if cluster is not None:
+        lines += ["", *_crossings(spec, cluster, found)]
     return "\n".join([*lines, "", *_sockets(spec, backend, width), "", *_cost(spec)])
+
+
+def _within(level: str, found: Mapping[str, Crossing]) -> str:
+    """The column that says which level's unit holds a whole group; nothing without a cluster."""
+    if not found:
+        return ""
+    return f"{level:<{max(len('within'), *(len(c.level.name) for c in found.values()))}}  "
+
+
+def _crossings(spec: GridSpec, cluster: Cluster, found: Mapping[str, Crossing]) -> list[str]:
+    """What the cluster is, which names cross what of it, and what is slow."""
+    lines = [_head(cluster)]
+    told: dict[str, list[str]] = {}
+    for communicator in _kinds(spec):
+        if communicator.size > 1 and found[communicator.name].place:
+            names = told.setdefault(found[communicator.name].describe(), [])
+            names += [name for name in communicator.names if name not in names]
+    lines += [f"  {how}: {', '.join(names)}" for how, names in told.items()]
+    if not told:
+        lines.append(f"  every group is within a {cluster.levels[0].name}")
+    lines += [f"  slow: {line}" for line in warnings(spec, cluster, found)]
+    return lines
+
+
+def _head(cluster: Cluster) -> str:
+    """How far apart devices are, and how fast each level is for one of them."""
+    if not cluster.source:
+        return f"On nodes of {cluster.per_node} devices:"
+    parts = []
+    for place, level in enumerate(cluster.levels):
+        size = cluster.unit_size(place)
+        where = f"within a {level.name} of {size:g}" if math.isfinite(size) else "beyond"
+        alone = f"within a {level.name}" if place == 0 and math.isinf(size) else where
+        parts.append(f"{level.bandwidth / 1e9:g} GB/s {alone}")
+    speeds = f"On {cluster.name} a device sends {', '.join(parts)}."
+    return f"{speeds}\n  numbers: {cluster.source}"
+
+
+def _crossings_json(spec: GridSpec, cluster: Cluster) -> dict[str, Any]:
+    found = find_crossings(spec, cluster)
+    names = [level.name for level in cluster.levels]
+    return {
+        "cluster": cluster.to_dict(),
+        "crossings": {
+            name: {
+                "within": crossing.level.name,
+                "spread": dict(zip(names, crossing.spread, strict=True)),
+                "at_once": crossing.at_once,
+                "gb_per_s": crossing.bandwidth / 1e9,
+            }
+            for name, crossing in found.items()
+        },
+        "warnings": warnings(spec, cluster, found),
+    }
 
 
 def _cost(spec: GridSpec) -> list[str]:

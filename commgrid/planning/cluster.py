@@ -7,6 +7,8 @@ as training does: 8 GPUs of a node that share 8 adapters of 400 Gb/s have 50 GB/
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +19,9 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
 from commgrid.planning.yaml_io import load_yaml
+
+Hosts = Mapping[int, int] | Sequence[int]
+"""By rank, the number of the node that it runs on."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +113,13 @@ class Cluster:
         size = self.unit_size(level)
         return 0 if math.isinf(size) else rank // int(size)
 
-    def spread(self, ranks: Iterable[int], hosts: Sequence[int] | None = None) -> tuple[int, ...]:
+    def spread(self, ranks: Iterable[int], hosts: Hosts | None = None) -> tuple[int, ...]:
         """How a group lies on the levels: the most of its ranks that a node has, then of its nodes
         that a unit of the next level has, and so on.
 
         Args:
             ranks: of the group.
-            hosts: the number of the node that each rank of the world runs on; None: rank // nodes'
-                size.
+            hosts: by rank, the number of the node that it runs on; None: rank // nodes' size.
 
         Returns:
             A number for each level; their product is the group's size where it lies evenly.
@@ -214,6 +218,43 @@ class Cluster:
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from error
 
+    @classmethod
+    def from_launcher(
+        cls, base: Cluster | None = None, environ: Mapping[str, str] | None = None
+    ) -> Cluster:
+        """A cluster whose nodes are as large as the launcher's variables say; they say no more.
+
+        torchrun's LOCAL_WORLD_SIZE; else SLURM's SLURM_GPUS_ON_NODE, as where torchrun is to start
+        a rank for each GPU, SLURM_NTASKS_PER_NODE, or SLURM_TASKS_PER_NODE.
+
+        Args:
+            base: what has everything else; None: speeds are not known (`nodes_of`).
+            environ: the variables; None: this process's.
+
+        Returns:
+            `base` as it is where none of the variables is there.
+
+        Raises:
+            SpecError: a variable that is no number above 0, nodes that differ, or neither a
+                variable nor `base`.
+
+        Example:
+            >>> variables = {"SLURM_TASKS_PER_NODE": "4(x2)"}
+            >>> Cluster.from_launcher(CLUSTERS["h100"], variables).per_node
+            4
+        """
+        environ = os.environ if environ is None else environ
+        for variable in _NODE_SIZES:
+            if variable in environ:
+                size = _node_size(variable, environ[variable])
+                return nodes_of(size) if base is None else base.with_node(size)
+        if base is None:
+            raise SpecError(
+                f"environment: none of {', '.join(_NODE_SIZES)} is set, so that how many ranks a "
+                "node has is not known; give the number"
+            )
+        return base
+
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `from_dict` reads, in units people use."""
         return {
@@ -245,6 +286,45 @@ class Cluster:
         if devices < 1:
             raise SpecError(f"gpus_per_node={devices}: expected a whole number from 1 on")
         return replace(self, levels=(replace(self.levels[0], size=devices), *self.levels[1:]))
+
+
+def nodes_of(devices: int) -> Cluster:
+    """A cluster of which only the size of its nodes is known; its other numbers are NaN.
+
+    Raises:
+        SpecError: the size is below 1.
+    """
+    unknown = math.nan
+    return Cluster(
+        name="nodes",
+        device=Device("", unknown, unknown, unknown),
+        levels=(Level("node", 1, unknown, unknown), Level("cluster", None, unknown, unknown)),
+        source="",
+    ).with_node(devices)
+
+
+_NODE_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+)
+"""What says how many ranks a node has, the first that is there."""
+
+
+def _node_size(variable: str, value: str) -> int:
+    """A number, or SLURM's list such as `8(x2)`, of nodes that are alike."""
+    parts = [re.fullmatch(r"(\d+)(?:\(x\d+\))?", part) for part in value.split(",")]
+    sizes = {int(part[1]) for part in parts if part}
+    if None in parts or 0 in sizes:
+        raise SpecError(f"environment: {variable}={value!r}: expected a number above 0")
+    if len(sizes) > 1:
+        raise SpecError(
+            f"environment: {variable}={value!r}: nodes have "
+            f"{' and '.join(map(str, sorted(sizes)))} ranks; a cluster's nodes are alike, so start "
+            "equally many on each"
+        )
+    return sizes.pop()
 
 
 _DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
@@ -279,36 +359,47 @@ def _cluster(name: str, source: str, device: Device, *levels: Level) -> Cluster:
 
 _GB = 1e9
 _US = 1e-6
+_ESTIMATED = "latencies are estimates"
 _ALL = (
     _cluster(
         "a100",
-        "NVIDIA DGX A100 80GB datasheet: NVLink 600 GB/s both ways, 8 adapters of 200 Gb/s",
+        "NVIDIA DGX A100 80GB datasheet: NVLink 600 GB/s both ways, 8 adapters of 200 Gb/s; "
+        f"{_ESTIMATED}",
         Device("A100-80GB", 312e12, 80 * _GB, 2039 * _GB),
         Level("node", 8, 300 * _GB, 3 * _US),
         Level("cluster", None, 25 * _GB, 8 * _US),
     ),
     _cluster(
         "h100",
-        "NVIDIA DGX H100 datasheet: NVLink 900 GB/s both ways, 8 adapters of 400 Gb/s",
+        "NVIDIA DGX H100 datasheet: NVLink 900 GB/s both ways, 8 adapters of 400 Gb/s; "
+        f"{_ESTIMATED}",
         Device("H100-80GB", 989e12, 80 * _GB, 3350 * _GB),
         Level("node", 8, 450 * _GB, 3 * _US),
         Level("cluster", None, 50 * _GB, 8 * _US),
     ),
     _cluster(
         "b200",
-        "NVIDIA DGX B200 datasheet: NVLink 1,800 GB/s both ways, 8 adapters of 400 Gb/s",
-        Device("B200", 2250e12, 180 * _GB, 8000 * _GB),
+        "NVIDIA DGX B200 datasheet: NVLink 1,800 GB/s both ways, 8 adapters of 400 Gb/s; "
+        f"{_ESTIMATED}",
+        Device("B200-180GB", 2250e12, 180 * _GB, 8000 * _GB),
         Level("node", 8, 900 * _GB, 3 * _US),
         Level("cluster", None, 50 * _GB, 8 * _US),
     ),
     _cluster(
         "gb200",
         "NVIDIA GB200 NVL72 datasheet: 18 trays of 4 in one NVLink domain, 1,800 GB/s both ways; "
-        "an adapter of 400 Gb/s a GPU",
-        Device("GB200", 2500e12, 186 * _GB, 8000 * _GB),
+        f"an adapter of 400 Gb/s a GPU; {_ESTIMATED}",
+        Device("GB200-186GB", 2500e12, 186 * _GB, 8000 * _GB),
         Level("node", 4, 900 * _GB, 3 * _US),
         Level("rack", 18, 900 * _GB, 3 * _US),
         Level("cluster", None, 50 * _GB, 8 * _US),
+    ),
+    _cluster(
+        "cpu",
+        "one CPU box with a process a core over gloo's loopback: orders of magnitude, not "
+        "measurements; `commgrid bench` measures yours",
+        Device("CPU core", 50e9, 4 * _GB, 5 * _GB),
+        Level("node", None, 1 * _GB, 50 * _US),
     ),
 )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.constraints import check_level
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.names import nearest
 from commgrid.planning.ranks import Ranks, RankTuple, as_index, check_ranks
@@ -36,7 +37,7 @@ NCCL_OPTIONS = {
 UNWANTED = "_"
 """The part of a split that takes up its place and gets no group."""
 
-_ENTRY_KEYS = ("of", "own", "pick", "split", "ranks", "backend", "timeout", "nccl")
+_ENTRY_KEYS = ("of", "own", "pick", "split", "ranks", "within", "backend", "timeout", "nccl")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class GroupEntry:
         options: see `GroupOptions`.
         lists: the members of every group of this name as global ranks, each list in the group's
             order; ranks in none of them have no group of this name.
+        within: the level of a cluster of which one unit has to hold every group of this name.
     """
 
     name: str
@@ -89,6 +91,7 @@ class GroupEntry:
     split: tuple[tuple[str, int], ...] | None = None
     options: GroupOptions = field(default_factory=GroupOptions)
     lists: tuple[RankTuple, ...] | None = None
+    within: str | None = None
 
     @classmethod
     def parse(cls, name: object, value: object) -> GroupEntry:
@@ -108,9 +111,11 @@ class GroupEntry:
                     f"groups.{name}.{key}: unknown key, expected some of "
                     f"{', '.join(_ENTRY_KEYS)}{nearest(str(key), _ENTRY_KEYS)}"
                 )
+        level = value.get("within")
+        within = None if level is None else check_level(f"groups.{name}.within", level)
         if value.get("ranks") is not None:
             options = _parse_options(name, value)
-            return cls(name, options=options, lists=_parse_lists(name, value))
+            return cls(name, options=options, lists=_parse_lists(name, value), within=within)
         of, own = value.get("of"), value.get("own", False)
         if of is not None and not isinstance(of, str):
             raise SpecError(f"groups.{name}.of={of!r}: expected the name of a group")
@@ -121,7 +126,7 @@ class GroupEntry:
             raise SpecError(f"groups.{name}: own, pick and split need `of`, the group they act on")
         if pick and split:
             raise SpecError(f"groups.{name}: pick and split exclude each other; write two entries")
-        return cls(name, of, own, pick, split, _parse_options(name, value))
+        return cls(name, of, own, pick, split, _parse_options(name, value), within=within)
 
     def to_dict(self) -> str | dict[str, Any]:
         """The row as `parse` takes it."""
@@ -134,6 +139,8 @@ class GroupEntry:
             given["split"] = dict(self.split)
         if self.lists is not None:
             given["ranks"] = [list(ranks) for ranks in self.lists]
+        if self.within is not None:
+            given["within"] = self.within
         given.update(self.options.to_dict())
         return given["of"] if list(given) == ["of"] else given
 

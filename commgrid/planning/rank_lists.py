@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from commgrid.planning.ranks import parse_ranks, runs_of
 
@@ -40,6 +40,31 @@ def unpack(text: str) -> set[int]:
     return set(parse_ranks(text)) if text else set()
 
 
+def pack_order(order: Sequence[int]) -> str:
+    """The numbers 0 to n - 1 in some order as text: as it is, or after `~` where each one is.
+
+    Thousands of ranks that a scheduler deals out to hosts one by one take a few runs either way:
+
+    >>> pack_order([0, 4, 1, 5, 2, 6, 3, 7]), pack_order([2, 3, 0, 1])
+    ('~0-6/2,1-7/2', '2-3,0-1')
+    """
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return min(_as_spans(order), f"~{_as_spans(places)}", key=len)
+
+
+def unpack_order(text: str) -> list[int]:
+    """What `pack_order` made a text of."""
+    listed = list(parse_ranks(text.removeprefix("~")))
+    return sorted(range(len(listed)), key=listed.__getitem__) if text.startswith("~") else listed
+
+
+def _as_spans(ranks: Sequence[int]) -> str:
+    """Ranks in their order as runs, which `parse_ranks` reads."""
+    runs = _runs(list(ranks))
+    spans = [(str(a) if a == b else f"{a}-{b}", step) for a, b, step in runs]
+    return ",".join(span if step == 1 else f"{span}/{step}" for span, step in spans)
+
+
 def _runs(ordered: list[int]) -> list[tuple[int, int, int]]:
     """First, last and step of evenly spaced runs; only neighbours make a run of two."""
     runs: list[tuple[int, int, int]] = []
@@ -49,7 +74,7 @@ def _runs(ordered: list[int]) -> list[tuple[int, int, int]]:
         end = at
         while end + 1 < len(ordered) and ordered[end + 1] - ordered[end] == step:
             end += 1
-        if step > 1 and end - at < 2:
+        if step < 1 or (step > 1 and end - at < 2):
             end, step = at, 1
         runs.append((ordered[at], ordered[end], step))
         at = end + 1

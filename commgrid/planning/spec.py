@@ -16,6 +16,7 @@ from typing import Any
 
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.planning import names, summary
+from commgrid.planning.constraints import BY_RANK, check_place, parse_within
 from commgrid.planning.group_table import define_groups, find_name
 from commgrid.planning.groups import UNWANTED, GroupDef, GroupEntry
 from commgrid.planning.layout import RankLayout
@@ -36,7 +37,8 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 SHARE_CHOICES = ("aliases", "region", "all")
 DEFAULT_SHARE = "aliases"
 CONNECT_CHOICES = ("axes", "all", "none")
-_KEYS = ("axes", "order", "regions", "create", "connect", "share", "groups", "ranks")
+_KEYS = ("axes", "order", "regions", "create", "connect", "share", "groups", "ranks", "within",
+         "place")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class GridSpec:
         groups: the rows of the groups table.
         ranks: the distinct global ranks it covers, in any order: the place in the list is the place
             in the grid. Evenly spaced rising ones are kept as a range; None: from 0.
+        within: pairs of a group's name and a level of the cluster, such as `node`: no group of the
+            name may have ranks in two of its units.
+        place: `"by_rank"`, or `"by_host"`: the ranks of one host come one after another, whatever
+            their numbers; `initialize` finds out which these are.
 
     Example:
         >>> spec = GridSpec.build(tp=2, pp=2, dp=-1).resolve(world_size=16)
@@ -71,6 +77,8 @@ class GridSpec:
     share: str = DEFAULT_SHARE
     groups: tuple[GroupEntry, ...] = ()
     ranks: range | tuple[int, ...] | None = None
+    within: tuple[tuple[str, str], ...] = ()
+    place: str = BY_RANK
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
@@ -101,6 +109,8 @@ class GridSpec:
             if name not in self.created_names:
                 raise SpecError(f"connect: group {name!r} is not created; add it to create")
         self._check_listed_ranks()
+        check_place(self.place, self.ranks)
+        _ = self.constraints  # what is wrong with it is an error now
 
     def __str__(self) -> str:
         """A few lines, however many ranks and groups there are.
@@ -130,6 +140,8 @@ class GridSpec:
         share: str = DEFAULT_SHARE,
         groups: Mapping[str, Any] | None = None,
         ranks: range | Sequence[int] | str | None = None,
+        within: Mapping[str, str] | None = None,
+        place: str = BY_RANK,
         **axes: int,
     ) -> GridSpec:
         """A spec from sizes, as `commgrid.initialize` takes them.
@@ -142,7 +154,8 @@ class GridSpec:
             dp, tp, pp, cp: sizes of the dense axes; one -1 is filled by `resolve`.
             ep, etp: expert and expert tensor parallel sizes; etp None means tp.
             order: axes fastest-varying first; axes of size 1 may be left out.
-            create, connect, share, groups, ranks: see `GridSpec`.
+            create, connect, share, groups, ranks, place: see `GridSpec`.
+            within: names of groups to levels of a cluster, as `{"tp": "node"}`.
             **axes: sizes of further axes, named in `order`; `dp_replicate` and
                 `dp_shard` stand in for dp.
 
@@ -160,7 +173,7 @@ class GridSpec:
         regions = [dense]
         if etp is not None or ep != 1:
             regions.append(expert_region(dense, placed, ep, etp))
-        return cls._assemble(regions, create, connect, share, groups, ranks)
+        return cls._assemble(regions, create, connect, share, groups, ranks, within, place)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> GridSpec:
@@ -254,6 +267,8 @@ class GridSpec:
         share: str = DEFAULT_SHARE,
         groups: Mapping[str, Any] | None = None,
         ranks: range | Sequence[int] | Mapping[str, int] | str | None = None,
+        within: Mapping[str, str] | None = None,
+        place: str = BY_RANK,
     ) -> GridSpec:
         if groups is not None and not isinstance(groups, Mapping):
             raise SpecError(f"groups={groups!r}: expected a mapping of group names")
@@ -264,6 +279,8 @@ class GridSpec:
             share=share,
             groups=tuple(GroupEntry.parse(name, row) for name, row in (groups or {}).items()),
             ranks=None if ranks is None else as_ranks(ranks),
+            within=parse_within(within),
+            place=place,
         )
 
     # -- reading it ---------------------------------------------------------------------
@@ -315,6 +332,29 @@ class GridSpec:
         parts = (part for e in self.groups for part in dict(e.split or {e.name: 0}))
         made = [part for part in parts if part != UNWANTED]
         return tuple(find_name(n, self.definitions, self.words) or n for n in made)
+
+    @cached_property
+    def constraints(self) -> dict[str, str]:
+        """The level that no group of a name may leave, by canonical name, of `within` and of rows.
+
+        Raises:
+            SpecError: no such group, or two levels for one.
+        """
+        rows = ((e, part) for e in self.groups if e.within for part in dict(e.split or {e.name: 0}))
+        given = [(f"within.{name}", name, level) for name, level in self.within]
+        given += [(f"groups.{e.name}.within", p, e.within) for e, p in rows if p != UNWANTED]  # type: ignore[misc]
+        found: dict[str, str] = {}
+        for key, spelled, level in given:
+            name = find_name(spelled, self.definitions, self.words)
+            if name is None:
+                near = names.nearest(spelled, self.definitions)
+                raise SpecError(f"{key}={level!r}: no group is named {spelled!r}{near}")
+            if found.setdefault(name, level) != level:
+                raise SpecError(
+                    f"{key}={level!r}: group {name!r} is to stay within a {found[name]} too; give "
+                    "one of them"
+                )
+        return found
 
     @cached_property
     def created_names(self) -> frozenset[str]:
@@ -426,6 +466,10 @@ class GridSpec:
                 if isinstance(ranks, range)
                 else list(ranks)
             )
+        if self.within:
+            made["within"] = dict(self.within)
+        if self.place != BY_RANK:
+            made["place"] = self.place
         return made
 
     def to_yaml(self) -> str:

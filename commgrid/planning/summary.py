@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from commgrid.planning.ranks import Ranks, RankTuple
+from commgrid.planning.ranks import Ranks, RankTuple, runs_of
 
 if TYPE_CHECKING:
     from commgrid.planning.plan import GroupPlan
     from commgrid.planning.spec import GridSpec
 
-_RANKS = 12  # of a group that a line shows
+_RANKS = 12  # of a group that a line shows one by one
+_RUNS = 2  # of neighbours that a line shows of a larger one, beside its own and the last
 _NAMES = 16  # that a line lists
 
 
@@ -67,17 +69,52 @@ def listed(names: str | Sequence[str]) -> str:
     return ", ".join([*names[:_NAMES], *more])
 
 
-def around(members: Ranks, rank: int) -> str:
-    """The members with this rank in brackets; of many only the first, this one and the last.
+def around(members: Ranks, rank: int, is_far: Callable[[int], bool] | None = None) -> str:
+    """The members with this rank in brackets; of many how they lie: their runs and steps.
 
-    >>> around(RankTuple(range(40)), 37)
-    '0 1 2 3 4 5 6 7 8 9 10 11 … [37] … 39 (40 ranks)'
+    Args:
+        members: of a group that this rank is in.
+        rank: this one.
+        is_far: which members get a `*`; of many none does.
+
+    >>> around(RankTuple((1, 3, 5)), 3), around(RankTuple(range(40)), 37)
+    ('1 [3] 5', '0-36 [37] 38-39 (40 ranks)')
+    >>> around(RankTuple((1, 3, 5)), 3, lambda rank: rank > 4)
+    '1 [3] 5*'
+    >>> from commgrid.planning.ranks import Mode, RankSet
+    >>> every_second_8 = RankSet(0, (Mode(8, 1), Mode(32, 16)))
+    >>> around(every_second_8, 37), around(every_second_8, 0)
+    ('0-7, 16-23, 32-36 [37] 38-39, … 496-503, step 16 (256 ranks)', \
+'[0] 1-7, 16-23, … 496-503, step 16 (256 ranks)')
     """
-    last, position = len(members) - 1, members.index(rank)
-    keep = sorted({*range(min(len(members), _RANKS)), position, last})
-    shown = []
-    for before, index in zip([-1, *keep], keep, strict=False):
-        shown += ["…"] if index > before + 1 else []
-        shown.append(f"[{rank}]" if index == position else str(members[index]))
-    count = f" ({len(members):,} ranks)" if len(members) > _RANKS else ""
-    return " ".join(shown) + count
+    if len(members) <= _RANKS:
+        far = is_far or (lambda _: False)
+        return " ".join(f"[{r}]" if r == rank else f"{r}{'*' * far(r)}" for r in members)
+    runs = runs_of(members)
+    own = next(place for place, (first, last) in enumerate(runs) if first <= rank <= last)
+    keep = sorted({*range(min(len(runs), _RUNS)), own, len(runs) - 1})
+    shown = ""
+    for before, place in zip([-1, *keep], keep, strict=False):
+        gap = "" if not shown else ", " if place == before + 1 else ", … "
+        shown += gap + _run(runs[place], rank if place == own else None)
+    return f"{shown}{_steps(runs)} ({len(members):,} ranks)"
+
+
+def _run(run: tuple[int, int], rank: int | None) -> str:
+    """Neighbours; of a run that this rank is in, what comes before and after it."""
+    first, last = run
+    if rank is None:
+        return str(first) if first == last else f"{first}-{last}"
+    parts = [_run((first, rank - 1), None)] if first < rank else []
+    parts.append(f"[{rank}]")
+    return " ".join(parts + ([_run((rank + 1, last), None)] if rank < last else []))
+
+
+def _steps(runs: Sequence[tuple[int, int]]) -> str:
+    """How far runs that are alike are apart, where two numbers say it."""
+    if len({last - first for first, last in runs}) > 1:
+        return ""
+    apart = sorted({b[0] - a[0] for a, b in pairwise(runs)})
+    if not apart or apart[0] < 0 or len(apart) > 2:
+        return ""
+    return f", step {apart[0]}" if len(apart) == 1 else f", steps {apart[0]} and {apart[1]}"

@@ -42,6 +42,8 @@ _LOBBY_SECONDS = 1.0
 _LEASE_SECONDS = 10.0
 PHASES = ("created", "ready")
 """What a grid meets for after comparing, at most."""
+HOSTS = "hosts"
+"""What a grid whose ranks must know where they run meets for before these."""
 _EXAMINERS = 16  # about so many ranks look at once who is missing, the others if these do not
 
 
@@ -107,6 +109,7 @@ class Meeting:
         self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
         self._room, self._number, self._base, self._left = f"{name}@{self._first}", 0, "", False
         self._came = self._doubled = False
+        self._told: Mapping[str, Any] = {}
         try:
             self._guarded(self._lead if rank == self._first else self._follow)
         except BaseException as error:
@@ -230,27 +233,63 @@ class Meeting:
 
     # -- the phases after it ------------------------------------------------------------
 
-    def meet(self) -> None:
+    def meet(self, tell: Callable[[], Mapping[str, Any]] | None = None) -> Mapping[str, Any]:
         """Returns when every rank has come to the next phase; three store calls.
+
+        Args:
+            tell: what the last rank to come adds to what all of them read.
+
+        Returns:
+            What that rank has added.
 
         Raises:
             PeerTimeoutError: a rank did not; it is named.
             PeerFailedError: a rank failed before it.
         """
-        self._guarded(self._meet)
+        self._guarded(lambda: self._meet(tell))
         self._phase += 1
+        return self._told
 
-    def _meet(self) -> None:
+    def gather(
+        self, said: str, tell: Callable[[dict[int, str]], Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """Meets for the next phase, of which one rank tells all what it makes of what each has
+        said; five store calls, and for the one that does, one more.
+
+        Args:
+            said: a short text, of this rank.
+            tell: makes of every rank's text what all of them get.
+
+        Raises:
+            PeerTimeoutError, PeerFailedError: as `meet`.
+        """
+        key = f"{self._base}/said"
+
+        def tell_of_all() -> Mapping[str, Any]:
+            texts = self._store.multi_get([f"{key}/{rank}" for rank in self._ranks])
+            return tell({r: t.decode() for r, t in zip(self._ranks, texts, strict=True)})
+
+        self._guarded(lambda: self._store.set(f"{key}/{self._rank}", said))
+        told = self.meet(tell_of_all)
+        self._guarded(lambda: self._delete(f"{key}/{self._rank}"))
+        return told
+
+    def _delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def _meet(self, tell: Callable[[], Mapping[str, Any]] | None) -> None:
         phase = self._phases[self._phase]
         last = phase == self._phases[-1]
         roll = Roll(self._store, f"{self._base}/{phase}", self._ranks)
         if roll.come(self._rank, self._rolls_over() if last else ()) is not Coming.LAST:
-            self._await_verdict(phase, self._document)
+            self._told = self._await_verdict(phase, self._document)
             return
         if last:
             # Who meets again must find this one over before anyone learns that it is.
             self._store.set(f"{self._room}/latest", f"{self._number} over")
-        self._obey(self._conclude(phase, {"kind": "agreed"}))
+        found = {} if tell is None else tell()
+        self._told = self._conclude(phase, {**found, "kind": "agreed"})
+        self._obey(self._told)
         if last:
             self._clean_up()
 
@@ -278,7 +317,10 @@ class Meeting:
             Roll(self._store, last, self._ranks).delete()
 
     def _clean_up_failed(self, base: str, keys: Sequence[str]) -> None:
-        phases = dict.fromkeys((*self._phases, *PHASES, "lobby"))  # it may have had others
+        if self._store.check([f"{base}/{HOSTS}/verdict"]):
+            for rank in self._ranks:
+                self._store.delete_key(f"{base}/said/{rank}")
+        phases = dict.fromkeys((*self._phases, HOSTS, *PHASES, "lobby"))  # it may have had others
         kinds = range(1, MOST_DOCUMENTS + 2)
         for roll in (*phases, *(f"holders/{kind}" for kind in kinds)):
             Roll(self._store, f"{base}/{roll}", self._ranks).delete()

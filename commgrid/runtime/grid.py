@@ -12,8 +12,8 @@ from uuid import uuid4
 from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime import summary, suspension, torch_groups, torch_world
-from commgrid.runtime.agreement import PHASES, Meeting
+from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world
+from commgrid.runtime.agreement import HOSTS, PHASES, Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.named_groups import NamedGroups
@@ -136,6 +136,7 @@ class HyperCommGrid(NamedGroups):
             self._create(uuid4().hex, backend, limit, lambda: 60.0)
             return
         connects = bool(self._spec.connecting_names)  # of any rank
+        asked = (HOSTS,) if hosts.needs_hosts(self._spec) else ()
         try:
             with Meeting(
                 torch_world.world_store(),
@@ -144,8 +145,11 @@ class HyperCommGrid(NamedGroups):
                 ranks=self._spec.grid_ranks,
                 document=document,
                 deadline=deadline,
-                phases=PHASES if connects else PHASES[1:],
+                phases=(*asked, *(PHASES if connects else PHASES[1:])),
             ) as meeting:
+                if asked:
+                    placed = hosts.settle(self._spec, meeting, self._name, self._rank)
+                    self._describe(placed, self._name, backend, limit)
                 self._create(meeting.incarnation, backend, limit, meeting.patience)
                 if connects:
                     meeting.meet()  # a rank that could not create is named before others call it

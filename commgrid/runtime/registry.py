@@ -19,6 +19,7 @@ from commgrid.errors import (
     PeerTimeoutError,
     SpecError,
 )
+from commgrid.planning.constraints import BY_RANK
 from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import as_ranks
@@ -187,6 +188,8 @@ def initialize(
     share: str = DEFAULT_SHARE,
     groups: Mapping[str, Any] | None = None,
     ranks: range | Sequence[int] | str | None = None,
+    within: Mapping[str, str] | None = None,
+    place: str = BY_RANK,
     backend: str | None = None,
     timeout: Seconds | None = None,
     startup_timeout: Seconds = 600.0,
@@ -216,6 +219,10 @@ def initialize(
         ranks: the global ranks this grid covers, in any order: the place in the list is the
             place in the grid. None: all of WORLD. Where commgrid starts torch.distributed, every
             rank of WORLD calls initialize or `join`.
+        within: groups that may not leave a host, as `{"tp": "node"}`; where the hosts of the ranks
+            break it, it is an error on all of them.
+        place: `"by_host"` gives the ranks of one host neighbouring places in the grid, whatever
+            their numbers, and says so where that changes anything.
         backend: None takes WORLD's; where commgrid starts torch.distributed, `nccl` with CUDA,
             else `gloo`. The current CUDA device becomes that of LOCAL_RANK or SLURM_LOCALID, unless
             one other than 0 is current.
@@ -225,8 +232,8 @@ def initialize(
         trace: whether this process records its collectives, for `commgrid.trace`; it also does
             where COMMGRID_TRACE is set in the environment.
         preset: a grid that others use, by name, as `commgrid presets` lists them; what is given of
-            dp to groups, other than by its default, is laid over it.
-        config: a YAML path, dict or GridSpec, instead of everything from dp to groups.
+            dp to place, other than by its default, is laid over it.
+        config: a YAML path, dict or GridSpec, instead of all from dp to place but ranks.
         name: the name to register the grid under.
         **axes: sizes of further axes, named in `order`; `dp_replicate` and `dp_shard`
             stand in for dp.
@@ -249,7 +256,8 @@ def initialize(
     deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
     limit = None if timeout is None else as_seconds("timeout", timeout)
     sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, **axes}
-    rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups}
+    rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups,
+            "within": within, "place": place}  # fmt: skip
     known = {*str(order).split("-"), "dp_replicate", "dp_shard"}
     for axis in axes.keys() - known if preset is None else ():
         raise SpecError(
@@ -334,6 +342,7 @@ def join(
 _DEFAULTS: dict[str, Any] = {
     "dp": -1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "order": DEFAULT_ORDER,
     "create": "all", "connect": "axes", "share": DEFAULT_SHARE, "groups": None,
+    "within": None, "place": BY_RANK,
 }  # fmt: skip
 _ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
               "startup_timeout", "trace", "preset", "config", "name")  # fmt: skip

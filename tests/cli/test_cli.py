@@ -38,7 +38,7 @@ def test_explain_brackets_this_rank(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "explain", "--tp", "2", "--world-size", "64", "--rank", "37")
     assert "rank 37 of 64: tp 1, cp 0, dp 18, pp 0" in text
     assert " 36 [37]\n" in text
-    assert " 19 21 23 … [37] … 63 (32 ranks)" in text
+    assert "  1, 3, … [37], … 63, step 2 (32 ranks)\n" in text
 
 
 def test_explain_says_which_groups_the_rank_is_not_in(

@@ -7,7 +7,7 @@ A page is plain Markdown. What its fenced blocks mean is said by their language 
                `# train.py on 4 ranks`: saved under that name, and run by itself
                `# train.py`: saved under that name for what comes after it
                `# not run: why`: as it says
-    yaml       a grid; `# grid.yaml` saves it under that name
+    yaml       a grid, or with `levels` a cluster; `# grid.yaml` saves it under that name
     console    `$ commgrid …` and `$ python -m megatron_adapter …` print what stands below; a line
                `…` stands for any lines. Other commands are not run
 """

@@ -98,8 +98,8 @@ def printed(which: str, folder: Path) -> Any:
     Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128}).save(folder / "c.json")
     (folder / "rank_00000.json").write_text(json.dumps(TRACE))
     argv = {
-        "plan": ["plan", *GRID],
-        "explain": ["explain", *GRID, "--rank", "5"],
+        "plan": ["plan", *GRID, "--cluster", "h100", "--gpus-per-node", "1"],
+        "explain": ["explain", *GRID, "--rank", "5", "--cluster", "h100"],
         "show for a grid": ["show", *GRID, "--rank", "5"],
         "show --schedule": ["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
         "show --metrics": ["show", "--metrics", str(folder / "a.jsonl")],

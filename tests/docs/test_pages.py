@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from commgrid import GridSpec
+from commgrid import Cluster, GridSpec
 from tests.docs import pages
 from tests.docs.pages import DOCS, FRONT, PAGES, ROOT, name_of
 from tests.docs.public import public_names
@@ -62,9 +62,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if pages.blocks(page, "yaml")], ids=name_of
 )
-def test_yaml_is_of_grids(page: Path) -> None:
-    for grid in pages.grids(page):
-        GridSpec.from_dict(grid)
+def test_yaml_is_of_grids_and_clusters(page: Path) -> None:
+    for held in pages.grids(page):
+        assert isinstance(held, dict)
+        if "levels" in held:
+            Cluster.from_dict(held)
+        else:
+            GridSpec.from_dict(held)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(pages.commands(page))], ids=name_of)
