@@ -10,13 +10,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commgrid.cli.grid_options import add_command, grid_flags_given, read_spec, resolve
+from commgrid.cli.grid_options import (
+    add_cluster_options,
+    add_command,
+    grid_flags_given,
+    read_cluster,
+    read_spec,
+    resolve,
+)
 from commgrid.cli.output import MARKS, give
 from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
 from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
+from commgrid.planning.crossing import check_within
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
 from commgrid.transfer.table import as_table
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """examples:
   commgrid show --tp 2 --pp 2 --world-size 16                     (a table)
   commgrid show --tp 8 --pp 4 --world-size 512 -o grid.svg
+  commgrid show --tp 16 --world-size 64 --cluster h100 -o grid.svg
   commgrid show --tp 4 --ep 8 --etp 1 --world-size 64 --names ep,edp --rank 37 -o grid.png
   commgrid show grid.yaml --world-size 64 -o grid.html            (a page to explore)
   commgrid show --preset hsdp --world-size 64 --beside-presets -o grid.html
@@ -68,13 +77,7 @@ def add_parser(commands: Any) -> None:
         "--names", metavar="NAMES", help="groups to draw, with commas (default: the axes)"
     )
     parser.add_argument("--rank", metavar="R", help="a global rank to point out")
-    parser.add_argument(
-        "--gpus-per-node",
-        default=DEFAULT_GPUS_PER_NODE,
-        type=int,
-        metavar="N",
-        help=f"ranks of a node (default {DEFAULT_GPUS_PER_NODE})",
-    )
+    add_cluster_options(parser)
     parser.add_argument(
         "--beside-presets", action="store_true",
         help="a page that also switches to every preset that fits the ranks",
@@ -218,7 +221,13 @@ def _view(args: argparse.Namespace) -> GridView:
     if args.rank is not None and not args.rank.isdigit():
         raise SpecError(f"--rank {args.rank}: expected a rank from 0 on")
     rank = None if args.rank is None else int(args.rank)
-    return GridView(resolve(read_spec(args), args.world_size), args.gpus_per_node, names, rank)
+    cluster = read_cluster(args)
+    spec = resolve(read_spec(args), args.world_size)
+    if cluster is None:
+        return GridView(spec, DEFAULT_GPUS_PER_NODE, names, rank)
+    check_within(spec, cluster)
+    per_node = cluster.levels[0].size or spec.world_size
+    return GridView(spec, per_node, names, rank, cluster)
 
 
 def _presets_beside(view: GridView) -> dict[str, GridView]:
@@ -232,7 +241,7 @@ def _presets_beside(view: GridView) -> dict[str, GridView]:
     for name in PRESETS:
         with suppress(SpecError):
             spec = GridSpec.from_preset(name).resolve(view.spec.world_size)
-            found[name] = GridView(spec, view.gpus_per_node)
+            found[name] = GridView(spec, view.gpus_per_node, cluster=view.cluster)
     return found
 
 

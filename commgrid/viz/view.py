@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from commgrid.errors import SpecError
+from commgrid.planning.cluster import Cluster
+from commgrid.planning.crossing import Crossing, find_crossings
 from commgrid.planning.ranks import as_index
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
@@ -26,6 +29,8 @@ class GridView:
         names: the groups to show, in any spelling; empty: every axis of a size above 1, and the
             groups table.
         rank: the global rank to point out; None: none.
+        cluster: what the nodes are of, which says how fast the links are that groups cross; None:
+            not known.
 
     Raises:
         SpecError: nodes of no ranks, a spec with open sizes, a rank that is not the grid's, or a
@@ -44,6 +49,7 @@ class GridView:
     gpus_per_node: int = DEFAULT_GPUS_PER_NODE
     names: Sequence[str] = ()
     rank: int | None = None
+    cluster: Cluster | None = None
     _groups: dict[str, tuple[tuple[int, ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -103,6 +109,11 @@ class GridView:
         """Over how many nodes a group of this name spreads at most."""
         return max(len({self.node_of(rank) for rank in group}) for group in self.groups(name))
 
+    @cached_property
+    def crossings(self) -> dict[str, Crossing]:
+        """Over which links of the cluster each created name goes; nothing without a cluster."""
+        return {} if self.cluster is None else find_crossings(self.spec, self.cluster)
+
     def describe(self, name: str) -> str:
         """A name's groups in words.
 
@@ -117,7 +128,18 @@ class GridView:
         where = "within a node"
         if over > 1:
             where = f"over {over} nodes{' each' if len(groups) > 1 else ''}"
-        return f"{name}: {many} of {of}, {where}"
+        return f"{name}: {many} of {of}, {where}{self._speed(name)}"
+
+    def _speed(self, name: str) -> str:
+        """The slowest links that a name's groups use, and how many groups share them."""
+        crossing = self.crossings.get(name)
+        if crossing is None or crossing.size == 1 or math.isnan(crossing.bandwidth):
+            return ""
+        told = f"; {crossing.bandwidth / 1e9:g} GB/s"
+        if crossing.place == 0:
+            return told
+        unit = crossing.levels[crossing.place - 1].name
+        return f"{told}, {several(crossing.at_once, 'group')} on a {unit}'s link"
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Axis to index of a rank, of every region."""

@@ -149,7 +149,7 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
         (["--tp", "2", "--world-size", "4", "--create", "dp", "--names", "tp"],
          "group 'tp' is not created"),
         (["--metrics", "missing.jsonl"], "missing.jsonl: cannot be read"),
-        (["--tp", "2", "--world-size", "4", "--gpus-per-node", "0"], "gpus_per_node=0: expected"),
+        (["--tp", "2", "--world-size", "4", "--gpus-per-node", "0"], "--gpus-per-node 0: expected"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_line(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from commgrid import GridSpec, SpecError, UnknownGroupError
+from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.plan import GroupPlan
 from commgrid.viz.page import page_data
 from commgrid.viz.view import GridView
@@ -73,3 +74,19 @@ def test_one_rank_shows_the_whole_grid() -> None:
     view = GridView(GridSpec.build().resolve(1))
     assert view.shown == ("pp_dp_cp_tp",)
     assert view.as_text().endswith("pp_dp_cp_tp: 1 group of 1, within a node")
+
+
+def test_a_cluster_says_how_fast_the_links_are_that_names_cross() -> None:
+    """tp 16 leaves nodes of 8 and shares a node's link with nobody, dp's 8 groups share it."""
+    spec = GridSpec.build(tp=16, pp=2).resolve(64)
+    view = GridView(spec, 8, cluster=CLUSTERS["h100"])
+    assert view.describe("tp") == (
+        "tp: 4 groups of 16, over 2 nodes each; 50 GB/s, 1 group on a node's link"
+    )
+    assert view.describe("dp").endswith("over 2 nodes each; 50 GB/s, 8 groups on a node's link")
+    assert (
+        GridView(spec, 16, cluster=CLUSTERS["h100"].with_node(16))
+        .describe("tp")
+        .endswith("within a node; 450 GB/s")
+    )
+    assert GridView(spec, 8).describe("tp").endswith("over 2 nodes each")
