@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 # Rows of the design, top to bottom; files of one row do not import each other.
 ROWS = [
     ["errors", "version", "on_demand"],
-    ["planning.names", "planning.yaml_io", "planning.ranks", "planning.boxes"],
+    ["planning.names", "planning.fitted", "planning.yaml_io", "planning.ranks", "planning.boxes"],
     ["planning.layout", "planning.rank_lists", "planning.summary", "context_parallel.balance"],
     ["planning.presets", "planning.cluster"],
     [
@@ -22,6 +22,7 @@ ROWS = [
     ],
     [
         "planning.redistribution",
+        "planning.fitting",
         "planning.group_table",
         "pipeline.simulator",
         "context_parallel.ranges",

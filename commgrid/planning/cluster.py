@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.fitted import Fit, fits_from
 from commgrid.planning.names import nearest
 from commgrid.planning.yaml_io import load_yaml
 
@@ -66,6 +67,7 @@ class Cluster:
         device: what each rank has.
         levels: the lowest first, most often nodes.
         source: where the numbers are from.
+        fits: of collectives that were measured on a level; `commgrid bench -o` writes them.
 
     Example:
         >>> cluster = CLUSTERS["h100"]
@@ -79,6 +81,7 @@ class Cluster:
     device: Device
     levels: tuple[Level, ...]
     source: str
+    fits: tuple[Fit, ...] = ()
 
     @property
     def per_node(self) -> int:
@@ -165,7 +168,7 @@ class Cluster:
         Raises:
             SpecError: a key is missing or unknown, or a number is none above 0.
         """
-        _check_keys("", config, ("name", "device", "levels", "source"), ("source",))
+        _check_keys("", config, _CLUSTER, ("source", "fits"))
         device = config["device"]
         _check_keys("device.", device, _DEVICE)
         levels = config["levels"]
@@ -200,6 +203,7 @@ class Cluster:
             ),
             levels=tuple(made),
             source=str(config.get("source", "")),
+            fits=fits_from(config.get("fits", [])),
         )
 
     @classmethod
@@ -234,6 +238,7 @@ class Cluster:
                 }
                 for level in self.levels
             ],
+            **({"fits": [one.to_dict() for one in self.fits]} if self.fits else {}),
         }
 
     def with_node(self, devices: int) -> Cluster:
@@ -247,6 +252,7 @@ class Cluster:
         return replace(self, levels=(replace(self.levels[0], size=devices), *self.levels[1:]))
 
 
+_CLUSTER = ("name", "device", "levels", "source", "fits")
 _DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
 _LEVEL = ("name", "size", "gb_per_s", "latency_us")
 
