@@ -18,7 +18,7 @@ class Measured:
 
     Args:
         group: the name.
-        names: all names that its communicator answers to.
+        names: all whose groups have the same ranks and options.
         collective: one of `commgrid.planning.cost.COLLECTIVES`.
         size: bytes, as nccl-tests counts them.
         count: elements that a rank gives, as nccl-tests counts them.

@@ -1,0 +1,88 @@
+"""The cost model fitted to `commgrid bench`, and what it predicts of sizes and groups not fitted.
+
+python tests/benchmarks/cost_model.py --json --plot costs.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import commgrid
+from commgrid.planning.cluster import Cluster
+from commgrid.planning.cost import collective_time
+from commgrid.planning.fitting import Measured, fit
+from commgrid.runtime.bench import Effort, bench, find_cluster
+from tests.benchmarks.report import Row, main
+from tests.ranks import run_on_ranks
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+FITTED = ("tp", "cp_tp", "pp_dp_cp_tp")  # of 2, 4 and 8 ranks
+OTHERS = ("dp", "dp_cp")  # of 2 and 4, none of them one of the above
+FITTED_SIZES = tuple(1 << k for k in range(16, 27, 2))
+OTHER_SIZES = tuple(1 << k for k in range(17, 26, 2))
+ROUNDS = 3
+EFFORT = Effort(iters=100, warmup=1, repeats=3, seconds=0.25)
+
+
+def on_rank() -> tuple[Cluster, list[Measured]]:
+    """All groups in turn, several times over, so that a burst of something else hits one round."""
+    grid = commgrid.initialize(tp=2, cp=2)
+    cluster = find_cluster(grid)
+    rounds = []
+    for _ in range(ROUNDS):
+        rows: list[Measured] = []
+        for names, sizes in ((FITTED, FITTED_SIZES), (OTHERS, OTHER_SIZES)):
+            rows += bench(grid, names, COLLECTIVES, sizes, cluster=cluster, effort=EFFORT)
+        rounds.append(rows)
+    commgrid.destroy()
+    return cluster, [
+        replace(same[0], seconds=statistics.median(row.seconds for row in same))
+        for same in zip(*rounds, strict=True)
+    ]
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    cluster, rows = run_on_ranks(on_rank, 8, timeout=1200)[0]
+    known = [row for row in rows if row.group in FITTED]
+    others = [row for row in rows if row.group in OTHERS]
+    fitted = fit(known, cluster)
+    fewer = fit([row for row in known if row.ranks != 4], cluster)
+    if args.plot is not None:
+        from commgrid.viz.costs_picture import draw_costs
+        from commgrid.viz.figure import drawing, save
+
+        with drawing():
+            save(draw_costs(known, others, fitted), Path(args.plot))
+    yield from _rows("fitted to 2, 4 and 8 ranks", others, fitted)
+    fours = [row for row in others if row.ranks == 4]
+    yield from _rows("fitted to 2 and 8 ranks", fours, fewer)
+
+
+def _rows(case: str, rows: list[Measured], cluster: Cluster) -> Iterator[Row]:
+    off: dict[str, list[float]] = {}
+    for row in rows:
+        predicted = collective_time(row.collective, row.size, row.spread, cluster)
+        ratio = predicted / row.seconds
+        off.setdefault(row.collective, []).append(abs(ratio - 1) * 100)
+        yield Row(
+            f"{case}: {row.group} of {row.ranks}", f"{row.collective} of {row.size // 1024} KB",
+            "us", predicted * 1e6, "measured", row.seconds * 1e6, ratio, None,
+        )  # fmt: skip
+    off["all"] = [each for found in off.values() for each in found]
+    for collective, found in off.items():
+        for metric, value in (("median", statistics.median(found)), ("worst", max(found))):
+            yield Row(
+                f"{case}: {len(found)} rows", f"{collective}, off by, {metric}", "%", value,
+                "measured", None, None, None,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(__doc__, measure, ("--plot", {"metavar": "PATH", "help": "draw it, as .png or .svg"}))
