@@ -86,7 +86,7 @@ class Fit:
             "algorithm": self.algorithm,
             "latency_us": _short(self.latency * 1e6),
             "gb_per_s": _short(self.bandwidth / 1e9),
-            "rest": {n: {int(s): _short(f) for s, f in curve} for n, curve in self.rest},
+            "rest": {n: {round(s): _short(f) for s, f in curve} for n, curve in self.rest},
         }
 
 

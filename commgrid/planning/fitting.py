@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from commgrid.errors import SpecError
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.cost import HIERARCHICAL, algorithms, bus_bandwidth, one_level_time
-from commgrid.planning.fitted import Fit
+from commgrid.planning.fitted import Curve, Fit
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,7 @@ def _two_numbers(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     return x * alone[0], y * alone[1]
 
 
-def _rest(
-    fit: Fit, rows: Sequence[Measured]
-) -> tuple[tuple[int, tuple[tuple[float, float], ...]], ...]:
+def _rest(fit: Fit, rows: Sequence[Measured]) -> tuple[tuple[int, Curve], ...]:
     """Measured over the form's time: the geometric mean of the rows of one size and group size."""
     found: dict[int, dict[int, list[float]]] = {}
     for row in rows:
@@ -145,10 +143,30 @@ def _rest(
     return tuple(
         (
             ranks,
-            tuple(
-                (float(size), math.exp(sum(map(math.log, each)) / len(each)))
-                for size, each in sorted(sizes.items())
+            _with_steps(
+                [
+                    (float(size), math.exp(sum(map(math.log, each)) / len(each)))
+                    for size, each in sorted(sizes.items())
+                ]
             ),
         )
         for ranks, sizes in sorted(found.items())
     )
+
+
+_STEP = 1.3
+"""From what ratio of two neighbours on, as of two sizes a factor of 2 apart, one is a step."""
+
+
+def _with_steps(curve: Sequence[tuple[float, float]]) -> Curve:
+    """The curve, upright where it rises more than it can by itself.
+
+    What lets time jump is a threshold of a protocol or an allocator, and these are powers of two,
+    as measured sizes are: glibc gives blocks of 32 MB and more back to the system at every call.
+    """
+    made: list[tuple[float, float]] = []
+    for size, factor in curve:
+        if made and size / made[-1][0] <= 2 and factor > _STEP * made[-1][1]:
+            made.append((size - 1, made[-1][1]))
+        made.append((size, factor))
+    return tuple(made)

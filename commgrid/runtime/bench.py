@@ -50,6 +50,9 @@ class Effort:
     seconds: float = 1.0
 
 
+_CONNECT = Effort(iters=1, warmup=1, repeats=1)
+
+
 def whole_name(grid: HyperCommGrid) -> str:
     """The name of the group of all ranks of a grid: all axes of its dense region."""
     axes = grid.spec.regions[0].axes
@@ -111,6 +114,8 @@ def bench(
         group = grid.get_group(name) if talks else None
         spread = max(cluster.spread(ranks, hosts) for ranks in groups)
         for collective in collectives:
+            first = _Call.prepare(collective, 1, len(groups[0]), group, device)
+            _measure(first.run if talks else None, _CONNECT, everyone, device)
             for size in sizes:
                 call = _Call.prepare(collective, size, len(groups[0]), group, device)
                 times = _measure(call.run if talks else None, effort, everyone, device)
@@ -227,7 +232,6 @@ def _measure(
         _finish(device)
         return 0.0 if run is None else _timed(run, calls, device)
 
-    loop(1)  # connects
     estimate = slowest([loop(max(effort.warmup, 1))])[0]
     affordable = effort.seconds / effort.repeats / max(estimate, 1e-7)
     calls = max(1, min(effort.iters, int(affordable)))

@@ -1,4 +1,4 @@
-"""What `commgrid bench` measured of collectives, and the cost model's lines through and beside it."""
+"""What `commgrid bench` measured of collectives, and the cost model's lines beside it."""
 
 from __future__ import annotations
 

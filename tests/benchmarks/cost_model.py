@@ -25,21 +25,25 @@ from tests.ranks import run_on_ranks
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 FITTED = ("tp", "cp_tp", "pp_dp_cp_tp")  # of 2, 4 and 8 ranks
 OTHERS = ("dp", "dp_cp")  # of 2 and 4, none of them one of the above
-FITTED_SIZES = tuple(1 << k for k in range(16, 27, 2))
-OTHER_SIZES = tuple(1 << k for k in range(17, 26, 2))
+KB, MB = 1 << 10, 1 << 20
+FITTED_SIZES = (64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 32 * MB, 64 * MB)
+OTHER_SIZES = (128 * KB, 512 * KB, 2 * MB, 8 * MB, 24 * MB, 48 * MB)
 ROUNDS = 3
-EFFORT = Effort(iters=100, warmup=1, repeats=3, seconds=0.25)
+EFFORT = Effort(iters=100, warmup=1, repeats=2, seconds=0.15)
 
 
 def on_rank() -> tuple[Cluster, list[Measured]]:
-    """All groups in turn, several times over, so that a burst of something else hits one round."""
+    """Sizes that are near each other soon after each other, and all of it several times: what else
+    a machine does comes in bursts of seconds."""
     grid = commgrid.initialize(tp=2, cp=2)
     cluster = find_cluster(grid)
     rounds = []
     for _ in range(ROUNDS):
         rows: list[Measured] = []
-        for names, sizes in ((FITTED, FITTED_SIZES), (OTHERS, OTHER_SIZES)):
-            rows += bench(grid, names, COLLECTIVES, sizes, cluster=cluster, effort=EFFORT)
+        for collective in COLLECTIVES:
+            for size in sorted((*FITTED_SIZES, *OTHER_SIZES)):
+                names = FITTED if size in FITTED_SIZES else OTHERS
+                rows += bench(grid, names, [collective], [size], cluster=cluster, effort=EFFORT)
         rounds.append(rows)
     commgrid.destroy()
     return cluster, [
