@@ -10,8 +10,14 @@ ROOT = Path(__file__).parents[1]
 # Rows of the design, top to bottom; files of one row do not import each other.
 ROWS = [
     ["errors", "version", "on_demand"],
-    ["planning.names", "planning.fitted", "planning.yaml_io", "planning.ranks", "planning.boxes"],
-    ["planning.layout", "planning.rank_lists", "planning.summary", "context_parallel.balance"],
+    ["planning.names", "planning.yaml_io", "planning.ranks", "planning.boxes"],
+    [
+        "planning.layout",
+        "planning.rank_lists",
+        "planning.summary",
+        "context_parallel.balance",
+        "planning.fitted",
+    ],
     ["planning.presets", "planning.cluster"],
     [
         "planning.groups",

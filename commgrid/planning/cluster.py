@@ -193,7 +193,7 @@ class Cluster:
         names = [level.name for level in made]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise SpecError(f"levels: {twice!r} is the name of two; names must differ")
-        return cls(
+        cluster = cls(
             name=str(config["name"]),
             device=Device(
                 str(device["name"]),
@@ -205,6 +205,9 @@ class Cluster:
             source=str(config.get("source", "")),
             fits=fits_from(config.get("fits", [])),
         )
+        for one in cluster.fits:
+            cluster.find_level(one.level)
+        return cluster
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cluster:

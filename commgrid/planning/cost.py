@@ -26,19 +26,13 @@ from types import MappingProxyType
 
 from commgrid.errors import SpecError
 from commgrid.planning.cluster import Cluster, Level
+from commgrid.planning.fitted import FORMS
 from commgrid.planning.names import nearest
 
 Spread = Sequence[int]
 Levels = Sequence[Level]
 
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "send_recv",
-)
+COLLECTIVES = tuple(FORMS)
 """What has a cost. The sizes are nccl-tests': all-reduce and broadcast, the buffer; all-gather and
 reduce-scatter, the whole of it, n times what a rank contributes or keeps; all-to-all, what one rank
 sends to all, itself among them; send/receive, the message."""

@@ -6,11 +6,25 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.names import nearest
 
 Curve = tuple[tuple[float, float], ...]
+
+FORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "all_reduce": ("ring", "tree"),
+        "all_gather": ("ring",),
+        "reduce_scatter": ("ring",),
+        "all_to_all": ("pairwise",),
+        "broadcast": ("ring", "tree"),
+        "send_recv": ("direct",),
+    }
+)
+"""The collectives, and the forms that each has on one level."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +70,23 @@ class Fit:
         """
         if not isinstance(config, Mapping) or set(config) != set(_KEYS):
             raise SpecError(f"{key}={config!r}: expected a mapping with {', '.join(_KEYS)}")
+        collective, algorithm = str(config["collective"]), str(config["algorithm"])
+        if collective not in FORMS:
+            raise SpecError(
+                f"{key}.collective {collective!r}: expected one of {', '.join(FORMS)}"
+                f"{nearest(collective, FORMS)}"
+            )
+        if algorithm not in FORMS[collective]:
+            raise SpecError(
+                f"{key}.algorithm={algorithm!r}: {collective} has {', '.join(FORMS[collective])}"
+            )
         rest = config["rest"]
         if not isinstance(rest, Mapping) or not all(isinstance(c, Mapping) for c in rest.values()):
             raise SpecError(f"{key}.rest={rest!r}: expected ranks: {{bytes: factor}}")
         return cls(
-            str(config["collective"]),
+            collective,
             str(config["level"]),
-            str(config["algorithm"]),
+            algorithm,
             _number(f"{key}.latency_us", config["latency_us"]) / 1e6,
             _number(f"{key}.gb_per_s", config["gb_per_s"]) * 1e9,
             tuple(

@@ -111,7 +111,7 @@ def _fit_one(collective: str, level: str, rows: Sequence[Measured]) -> Fit:
             for h, m, r in zip(hops, moved, rows, strict=True)
         )
         found.append((error, Fit(collective, level, algorithm, latency, 1 / per_byte)))
-    best = min(found, key=lambda each: each[0])[1]
+    best = min(found, key=lambda each: round(each[0], 6))[1]  # the first of those that are as good
     return replace(best, rest=_rest(best, rows))
 
 
