@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -85,11 +84,9 @@ def run(args: argparse.Namespace) -> int:
     base = None if args.cluster is None else find_cluster(args.cluster)
     spec = _with_everyone(read_spec(args))
     from commgrid.runtime import bench
-    from commgrid.runtime.launch import Launch
     from commgrid.runtime.registry import initialize, is_initialized, shutdown
-    from commgrid.runtime.torch_world import is_initialized as world_is_up
 
-    if Launch.from_environment(os.environ).world_size == 1 and not world_is_up():
+    if bench.started_ranks() == 1:
         raise SpecError(f"one rank has nobody to talk to; start several, as with\n  {_START}")
     grid: HyperCommGrid | None = initialize(config=spec, backend=args.backend, name="bench")
     if grid is None:  # this rank is a spare

@@ -19,7 +19,8 @@ from commgrid.planning.cluster import CLUSTERS, Cluster, Device, Level
 from commgrid.planning.cost import COLLECTIVES
 from commgrid.planning.fitting import Measured
 from commgrid.planning.names import canonical, nearest
-from commgrid.runtime import torch_groups
+from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime.launch import Launch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,6 +49,13 @@ class Effort:
     warmup: int = 2
     repeats: int = 5
     seconds: float = 1.0
+
+
+def started_ranks() -> int:
+    """How many ranks there are, or a launcher has started."""
+    if torch_world.is_initialized():
+        return torch_world.world_size()
+    return Launch.from_environment(os.environ).world_size
 
 
 _CONNECT = Effort(iters=1, warmup=1, repeats=1)
