@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
     base = None if args.cluster is None else find_cluster(args.cluster)
     spec = _with_everyone(read_spec(args))
     from commgrid.runtime import bench
-    from commgrid.runtime.registry import initialize, is_initialized, shutdown
+    from commgrid.runtime.registry import initialize, is_initialized, shutdown, started_ranks
 
-    if bench.started_ranks() == 1:
+    if started_ranks() == 1:
         raise SpecError(f"one rank has nobody to talk to; start several, as with\n  {_START}")
     grid: HyperCommGrid | None = initialize(config=spec, backend=args.backend, name="bench")
     if grid is None:  # this rank is a spare

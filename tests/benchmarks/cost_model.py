@@ -31,8 +31,8 @@ OTHERS = ("dp", "dp_cp")  # of 2 and 4, none of them one of the above
 KB, MB = 1 << 10, 1 << 20
 FITTED_SIZES = (64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 32 * MB, 64 * MB)
 OTHER_SIZES = (128 * KB, 512 * KB, 2 * MB, 8 * MB, 24 * MB, 48 * MB)
-ROUNDS, ENOUGH_SECONDS = 8, 200.0
-EFFORT = Effort(iters=100, warmup=1, repeats=2, seconds=0.15)
+ROUNDS, ENOUGH_SECONDS = 9, 240.0
+EFFORT = Effort(iters=100, warmup=1, repeats=2, seconds=0.12)
 
 
 def on_rank() -> tuple[Cluster, list[list[Measured]]]:
