@@ -162,3 +162,26 @@ def test_what_a_file_can_have_wrong_is_named(change: dict[str, object], words: s
 def test_nothing_on_one_level_is_nothing_to_fit() -> None:
     with pytest.raises(SpecError, match="no group that was measured lies on one level alone"):
         fit([row("all_reduce", 1024, (8, 2), 1e-3)], TWO)
+
+
+def test_the_picture_has_what_was_measured_and_the_models_line() -> None:
+    pytest.importorskip("matplotlib")
+    from commgrid.viz.costs_picture import draw_costs
+    from commgrid.viz.figure import drawing
+
+    rows = truth("all_reduce", "ring", 0, 5e-5, 2e9, (2, 8))
+    others = [row("all_reduce", 3 << 14, (4, 1), 1e-3, "dp")]
+    fitted = fit(rows, TWO)
+    with drawing():
+        panel = draw_costs(rows, others, fitted).axes[0]
+    assert panel.get_title(loc="left") == "all_reduce"
+    dots = [
+        line for line in panel.get_lines() if line.get_marker() == "o" and len(line.get_xdata())
+    ]
+    full = [one for one in dots if one.get_markerfacecolor() == one.get_color()]
+    assert [list(one.get_xdata()) for one in full] == [list(SIZES)] * 2
+    assert [list(one.get_ydata()) for one in dots if one not in full] == [[1.0]]
+    lines = [line for line in panel.get_lines() if line.get_marker() == "None"]
+    assert [line.get_label() for line in lines] == ["2 ranks", "4 ranks", "8 ranks"]
+    size, time = lines[2].get_xdata()[-1], lines[2].get_ydata()[-1]
+    assert time == pytest.approx(collective_time("all_reduce", size, (8, 1), fitted) * 1e3)

@@ -45,8 +45,12 @@ def draw_costs(fitted: Sequence[Measured], others: Sequence[Measured], cluster: 
     for axes in panels[len(collectives) :]:
         axes.set_axis_off()
     panels[0].legend(frameon=False)
-    figure.text(
-        0.01, 0.005, "full dots: fitted to; rings: not; lines: the model", color=INK, va="bottom"
+    figure.suptitle(
+        "full dots: fitted to; rings: not; lines: the model",
+        x=0.02,
+        ha="left",
+        fontsize=9,
+        color=INK,
     )
     return figure
 
