@@ -1,4 +1,4 @@
-"""The command line: `commgrid plan`, `explain`, `check`, `show`, `presets`, `diff`, `trace`."""
+"""The command line, a module for each command."""
 
 # PYTHON_ARGCOMPLETE_OK
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from commgrid.cli import check, diff, explain, plan, presets, show, trace
+from commgrid.cli import bench, check, diff, explain, plan, presets, show, trace
 from commgrid.cli.output import guarded
 from commgrid.cli.terminal import RED, has_colour, paint
 from commgrid.errors import CommGridError
@@ -22,7 +22,7 @@ from commgrid.version import VERSION
 
 _COMMANDS = {
     "plan": plan, "explain": explain, "check": check, "show": show, "presets": presets,
-    "diff": diff, "trace": trace,
+    "diff": diff, "bench": bench, "trace": trace,
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     """The parser of everything, and that of each command."""
     parser = _Parser(
         prog="commgrid",
-        description="Plan, explain, check and draw the communicators of a training job.",
+        description="Plan, explain, check, measure and draw the communicators of a training job.",
         epilog="`commgrid COMMAND --help` has examples.",
     )
     parser.add_argument("--version", action="version", version=_version())

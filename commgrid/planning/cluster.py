@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.fitted import Fit, fits_from
 from commgrid.planning.names import nearest
 from commgrid.planning.yaml_io import load_yaml
 
@@ -71,6 +72,7 @@ class Cluster:
         device: what each rank has.
         levels: the lowest first, most often nodes.
         source: where the numbers are from.
+        fits: of collectives that were measured on a level; `commgrid bench -o` writes them.
 
     Example:
         >>> cluster = CLUSTERS["h100"]
@@ -84,6 +86,7 @@ class Cluster:
     device: Device
     levels: tuple[Level, ...]
     source: str
+    fits: tuple[Fit, ...] = ()
 
     @property
     def per_node(self) -> int:
@@ -169,7 +172,7 @@ class Cluster:
         Raises:
             SpecError: a key is missing or unknown, or a number is none above 0.
         """
-        _check_keys("", config, ("name", "device", "levels", "source"), ("source",))
+        _check_keys("", config, _CLUSTER, ("source", "fits"))
         device = config["device"]
         _check_keys("device.", device, _DEVICE)
         levels = config["levels"]
@@ -194,7 +197,7 @@ class Cluster:
         names = [level.name for level in made]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise SpecError(f"levels: {twice!r} is the name of two; names must differ")
-        return cls(
+        cluster = cls(
             name=str(config["name"]),
             device=Device(
                 str(device["name"]),
@@ -204,7 +207,11 @@ class Cluster:
             ),
             levels=tuple(made),
             source=str(config.get("source", "")),
+            fits=fits_from(config.get("fits", [])),
         )
+        for one in cluster.fits:
+            cluster.find_level(one.level)
+        return cluster
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cluster:
@@ -275,6 +282,7 @@ class Cluster:
                 }
                 for level in self.levels
             ],
+            **({"fits": [one.to_dict() for one in self.fits]} if self.fits else {}),
         }
 
     def with_node(self, devices: int) -> Cluster:
@@ -327,6 +335,7 @@ def _node_size(variable: str, value: str) -> int:
     return sizes.pop()
 
 
+_CLUSTER = ("name", "device", "levels", "source", "fits")
 _DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
 _LEVEL = ("name", "size", "gb_per_s", "latency_us")
 

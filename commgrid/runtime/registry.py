@@ -367,6 +367,13 @@ def _from_preset(
     return GridSpec.from_preset(preset, ranks=ranks, changes=changes, **given)
 
 
+def started_ranks() -> int:
+    """How many ranks there are, or a launcher has started: 1 where nobody has."""
+    if torch_world.is_initialized():
+        return torch_world.world_size()
+    return Launch.from_environment(os.environ).world_size
+
+
 def _from_config(
     config: str | Path | Mapping[str, Any] | GridSpec,
     given: Mapping[str, Any],

@@ -69,7 +69,8 @@ def draw_grid(view: GridView) -> Figure:
     columns = 2 if len(view.shown) == 4 else min(len(view.shown), 3)
     rows = math.ceil(len(view.shown) / columns)
     tall = _PANEL * places.extent[1] / places.extent[0]
-    figure = new_figure(_PANEL * columns, max(rows * (tall + 0.55), 1.6) + 0.6)
+    title = 0.55 if view.cluster is None else 0.75  # with a second line
+    figure = new_figure(_PANEL * columns, max(rows * (tall + title), 1.6) + 0.6)
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for axes, name in zip(panels, view.shown, strict=False):
         _panel(axes, view, places, name)
@@ -93,7 +94,7 @@ def _title(view: GridView) -> str:
 def _panel(axes: Axes, view: GridView, places: Places, name: str) -> None:
     from matplotlib.patches import Rectangle
 
-    axes.set_title(view.describe(name), fontsize=9.5, loc="left")
+    axes.set_title(view.describe(name).replace("; ", "\n"), fontsize=9.5, loc="left")
     axes.set_xlim(-0.25, places.extent[0] + 0.25)
     axes.set_ylim(places.extent[1] + 0.25, -0.25)
     axes.set_aspect("equal")

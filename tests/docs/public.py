@@ -11,6 +11,7 @@ PUBLIC = [
     "commgrid.context_parallel",
     "commgrid.data_parallel",
     "commgrid.expert", "commgrid.failures", "commgrid.parameters", "commgrid.pipeline",
+    "commgrid.planning.cost", "commgrid.planning.fitting", "commgrid.planning.redistribution",
     "commgrid.sharding", "commgrid.tensor_parallel", "commgrid.trace", "commgrid.transfer",
     "megatron_adapter",
     "megatron_adapter.parallel_state.buffers", "megatron_adapter.parallel_state.dense",

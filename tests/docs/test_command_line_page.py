@@ -140,6 +140,17 @@ def test_json_of_check_is_as_the_page_says(tmp_path: Path) -> None:
     holds("check", json.loads(first.splitlines()[-1]))
 
 
+def test_json_of_bench_is_as_the_page_says() -> None:
+    def on_rank() -> str:
+        out = io.StringIO()
+        argv = ["bench", "--tp", "2", "--sizes", "64", "--iters", "1", "--repeats", "1", "--json"]
+        with contextlib.redirect_stdout(out):
+            assert cli.main(argv) == 0
+        return out.getvalue()
+
+    holds("bench", json.loads(run_on_ranks(on_rank, 2, init=None, launcher="torchrun")[0]))
+
+
 def holds(which: str, found: Any) -> None:
     known = schema(which)
     there = paths(found, known)

@@ -1,0 +1,172 @@
+"""From measured collectives to a cluster that predicts others: each level by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from commgrid.errors import SpecError
+from commgrid.planning.cluster import Cluster
+from commgrid.planning.cost import HIERARCHICAL, algorithms, bus_bandwidth, one_level_time
+from commgrid.planning.fitted import Curve, Fit
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one collective of one size took on the groups of a name.
+
+    Args:
+        group: the name.
+        names: all whose groups have the same ranks and options.
+        collective: one of `commgrid.planning.cost.COLLECTIVES`.
+        size: bytes, as nccl-tests counts them.
+        count: elements that a rank gives, as nccl-tests counts them.
+        ranks: of a group.
+        groups: how many communicated at once.
+        spread: how a group lies on the cluster's levels.
+        seconds: the median of the repeats, each the mean of its calls and the slowest rank's.
+        least, most: of the repeats.
+    """
+
+    group: str
+    names: tuple[str, ...]
+    collective: str
+    size: int
+    count: int
+    ranks: int
+    groups: int
+    spread: tuple[int, ...]
+    seconds: float
+    least: float
+    most: float
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Size over time, in bytes a second."""
+        return self.size / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """nccl-tests' bus bandwidth, in bytes a second."""
+        return bus_bandwidth(self.collective, self.size, self.ranks, self.seconds)
+
+
+def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
+    """The cluster with a fit for each collective on each level that was measured.
+
+    A level's fits come from groups that lie on that level alone; what crosses several is put
+    together of them. Each is a form of `commgrid.planning.cost` whose latency and bandwidth have
+    the least squares of relative errors, and what remains at the sizes and numbers of ranks that
+    were measured. A level's own latency and bandwidth become those of its all-reduce, or of the
+    first collective that was measured.
+
+    Args:
+        rows: of groups that communicated at once, as in training.
+        cluster: with the levels that the rows' spreads are of.
+
+    Raises:
+        SpecError: no row is of a group on one level alone.
+    """
+    sets: dict[tuple[int, str], list[Measured]] = {}
+    for row in rows:
+        crossed = [place for place, n in enumerate(row.spread) if n > 1]
+        if len(crossed) == 1:
+            sets.setdefault((crossed[0], row.collective), []).append(row)
+    if not sets:
+        raise SpecError(
+            "nothing to fit: no group that was measured lies on one level alone; measure more of "
+            "the grid's groups, such as its axes"
+        )
+    fits: list[Fit] = []
+    levels = list(cluster.levels)
+    for place, level in enumerate(cluster.levels):
+        found = [
+            _fit_one(collective, level.name, measured)
+            for (at, collective), measured in sets.items()
+            if at == place
+        ]
+        fits += found
+        if found:
+            chosen = next((one for one in found if one.collective == "all_reduce"), found[0])
+            levels[place] = replace(level, latency=chosen.latency, bandwidth=chosen.bandwidth)
+    return replace(cluster, levels=tuple(levels), fits=tuple(fits))
+
+
+def _fit_one(collective: str, level: str, rows: Sequence[Measured]) -> Fit:
+    """The form of the smallest error, and what remains beside it."""
+    found: list[tuple[float, Fit]] = []
+    for algorithm in algorithms(collective):
+        if algorithm == HIERARCHICAL:  # on one level it is one of the others
+            continue
+        # A form is a sum of its latencies and its bytes, so that two calls tell its two parts.
+        hops = [one_level_time(collective, algorithm, r.size, r.ranks, 1.0, math.inf) for r in rows]
+        moved = [one_level_time(collective, algorithm, r.size, r.ranks, 0.0, 1.0) for r in rows]
+        latency, per_byte = _two_numbers(
+            [h / r.seconds for h, r in zip(hops, rows, strict=True)],
+            [m / r.seconds for m, r in zip(moved, rows, strict=True)],
+        )
+        error = sum(
+            ((h * latency + m * per_byte) / r.seconds - 1) ** 2
+            for h, m, r in zip(hops, moved, rows, strict=True)
+        )
+        found.append((error, Fit(collective, level, algorithm, latency, 1 / per_byte)))
+    best = min(found, key=lambda each: round(each[0], 6))[1]  # the first of those that are as good
+    return replace(best, rest=_rest(best, rows))
+
+
+def _two_numbers(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """x and y above 0 with the least squares of a·x + b·y − 1."""
+    aa, bb = sum(x * x for x in a), sum(y * y for y in b)
+    ab = sum(x * y for x, y in zip(a, b, strict=True))
+    alone = sum(a) / aa, sum(b) / bb
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-9 * aa * bb:
+        x = (sum(a) * bb - sum(b) * ab) / determinant
+        y = (sum(b) * aa - sum(a) * ab) / determinant
+        if x > 0 and y > 0:
+            return x, y
+    # One of them explains all; a thousandth of the other keeps it above 0.
+    errors = [sum((v * alone[n] - 1) ** 2 for v in values) for n, values in enumerate((a, b))]
+    x, y = (1.0, 1e-3) if errors[0] < errors[1] else (1e-3, 1.0)
+    return x * alone[0], y * alone[1]
+
+
+def _rest(fit: Fit, rows: Sequence[Measured]) -> tuple[tuple[int, Curve], ...]:
+    """Measured over the form's time: the geometric mean of the rows of one size and group size."""
+    found: dict[int, dict[int, list[float]]] = {}
+    for row in rows:
+        form = one_level_time(
+            fit.collective, fit.algorithm, row.size, row.ranks, fit.latency, fit.bandwidth
+        )
+        found.setdefault(row.ranks, {}).setdefault(row.size, []).append(row.seconds / form)
+    return tuple(
+        (
+            ranks,
+            _with_steps(
+                [
+                    (float(size), math.exp(sum(map(math.log, each)) / len(each)))
+                    for size, each in sorted(sizes.items())
+                ]
+            ),
+        )
+        for ranks, sizes in sorted(found.items())
+    )
+
+
+_STEP = 1.3
+"""From what ratio of two neighbours on, as of two sizes a factor of 2 apart, one is a step."""
+
+
+def _with_steps(curve: Sequence[tuple[float, float]]) -> Curve:
+    """The curve, upright where it rises more than it can by itself.
+
+    What lets time jump is a threshold of a protocol or an allocator, and these are powers of two,
+    as measured sizes are: glibc gives blocks of 32 MB and more back to the system at every call.
+    """
+    made: list[tuple[float, float]] = []
+    for size, factor in curve:
+        if made and size / made[-1][0] <= 2 and factor > _STEP * made[-1][1]:
+            made.append((size - 1, made[-1][1]))
+        made.append((size, factor))
+    return tuple(made)

@@ -1,0 +1,187 @@
+"""A cluster fitted to measured collectives: what it gives back, and what it says of others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from commgrid.errors import SpecError
+from commgrid.planning.cluster import Cluster, Device, Level, find_cluster
+from commgrid.planning.cost import collective_time, one_level_time
+from commgrid.planning.fitted import Fit
+from commgrid.planning.fitting import Measured, fit
+
+LEVELS = (Level("node", 8, math.nan, math.nan), Level("cluster", None, math.nan, math.nan))
+TWO = Cluster("two", Device("any", 1e12, 1e9, 1e9), LEVELS, "a test")
+SIZES = tuple(1 << k for k in range(10, 27, 2))
+
+
+def row(
+    collective: str, size: int, spread: tuple[int, int], seconds: float, group: str = "tp"
+) -> Measured:
+    return Measured(
+        group, (group,), collective, size, size // 4, math.prod(spread), 1, spread, seconds,
+        seconds, seconds,
+    )  # fmt: skip
+
+
+def truth(
+    collective: str, form: str, place: int, latency: float, bandwidth: float, ns: tuple[int, ...]
+) -> list[Measured]:
+    """Rows that a form makes, of groups on one level."""
+    return [
+        row(collective, size, (n, 1) if place == 0 else (1, n),
+            one_level_time(collective, form, size, n, latency, bandwidth))
+        for n in ns
+        for size in SIZES
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("collective", "form"),
+    [("all_reduce", "ring"), ("all_reduce", "tree"), ("all_gather", "ring"),
+     ("all_to_all", "pairwise"), ("send_recv", "direct")],
+)  # fmt: skip
+def test_it_finds_the_form_and_its_numbers_again(collective: str, form: str) -> None:
+    ns = (2,) if collective == "send_recv" else (2, 8)
+    rows = truth(collective, form, 0, 5e-5, 2e9, ns)
+    found = fit(rows, TWO).fits[0]
+    assert (found.collective, found.level, found.algorithm) == (collective, "node", form)
+    assert found.latency == pytest.approx(5e-5)
+    assert found.bandwidth == pytest.approx(2e9)
+    assert all(factor == pytest.approx(1) for _, curve in found.rest for _, factor in curve)
+    if collective != "send_recv":  # and a group that was not measured
+        told = collective_time(collective, 3e5, (4, 1), fit(rows, TWO))
+        assert told == pytest.approx(one_level_time(collective, form, 3e5, 4, 5e-5, 2e9))
+
+
+def test_levels_are_fitted_apart_and_put_together() -> None:
+    rows = [
+        *truth("all_reduce", "ring", 0, 1e-5, 1e10, (8,)),
+        *truth("reduce_scatter", "ring", 0, 2e-5, 2e10, (8,)),
+        *truth("all_gather", "ring", 0, 3e-5, 3e10, (8,)),
+        *truth("all_reduce", "ring", 1, 4e-4, 1e9, (2, 4)),
+        row("all_reduce", 1 << 20, (8, 4), 1e6),  # across both: no level's own
+    ]
+    fitted = fit(rows, TWO)
+    assert {(one.collective, one.level) for one in fitted.fits} == {
+        ("all_reduce", "node"), ("reduce_scatter", "node"), ("all_gather", "node"),
+        ("all_reduce", "cluster"),
+    }  # fmt: skip
+    assert [level.bandwidth for level in fitted.levels] == [pytest.approx(1e10), pytest.approx(1e9)]
+    told = collective_time("all_reduce", 1e7, (8, 4), fitted)
+    assert told == pytest.approx(
+        one_level_time("reduce_scatter", "ring", 1e7, 8, 2e-5, 2e10)
+        + one_level_time("all_reduce", "ring", 1e7 / 8, 4, 4e-4, 1e9)
+        + one_level_time("all_gather", "ring", 1e7, 8, 3e-5, 3e10)
+    )
+
+
+def test_what_no_form_says_is_kept_where_it_was_measured() -> None:
+    """Twice as slow above 1 MB, as caches make it, and 1.5 times on 8 ranks."""
+
+    def seconds(size: int, n: int) -> float:
+        form = one_level_time("all_gather", "ring", size, n, 1e-4, 1e9)
+        return form * (2 if size > 1 << 20 else 1) * (1.5 if n == 8 else 1)
+
+    rows = [row("all_gather", s, (n, 1), seconds(s, n)) for n in (2, 8) for s in SIZES]
+    fitted = fit(rows, TWO)
+    for each in rows:
+        told = collective_time("all_gather", each.size, each.spread, fitted)
+        assert told == pytest.approx(each.seconds)
+    between = collective_time("all_gather", 1 << 23, (2, 1), fitted)
+    assert between == pytest.approx(seconds(1 << 23, 2), rel=0.02)
+    beyond = collective_time("all_gather", 1 << 30, (2, 1), fitted)
+    assert beyond == pytest.approx(seconds(1 << 30, 2), rel=0.02)
+
+
+def test_a_step_between_neighbours_stays_upright() -> None:
+    """glibc gives blocks from 32 MB on back at every call; 24 MB are not slower for it."""
+    sizes = [1 << k for k in range(20, 27)]
+    rows = [row("all_gather", s, (2, 1), s * (2e-9 if s >= 1 << 25 else 1e-9)) for s in sizes]
+    fitted = fit(rows, TWO)
+    for size, per_byte in ((24 << 20, 1e-9), (48 << 20, 2e-9)):
+        told = collective_time("all_gather", size, (2, 1), fitted)
+        assert told == pytest.approx(size * per_byte, rel=0.02)
+
+
+def test_rows_of_the_same_size_count_once() -> None:
+    """Two groups alike: their geometric mean."""
+    rows = [row("all_reduce", s, (2, 1), t) for s in SIZES for t in (1e-3, 4e-3)]
+    told = collective_time("all_reduce", 1 << 12, (2, 1), fit(rows, TWO))
+    assert told == pytest.approx(2e-3)
+
+
+def test_a_fitted_cluster_is_a_file_that_find_cluster_reads(tmp_path: Path) -> None:
+    rows = truth("all_reduce", "ring", 0, 5e-5, 2e9, (2, 8)) + truth(
+        "all_reduce", "ring", 1, 5e-4, 1e9, (2,)
+    )
+    fitted = fit([replace(one, seconds=one.seconds * 1.1) for one in rows], TWO)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(fitted.to_dict()))
+    again = find_cluster(str(path))
+    assert again.to_dict() == fitted.to_dict()
+    assert len(again.fits) == 2
+    for size in (1e3, 1e5, 1e8):
+        assert collective_time("all_reduce", size, (4, 1), again) == pytest.approx(
+            collective_time("all_reduce", size, (4, 1), fitted), rel=1e-4
+        )
+
+
+GOOD = {
+    "collective": "all_reduce", "level": "node", "algorithm": "ring", "latency_us": 1.0,
+    "gb_per_s": 1.0, "rest": {2: {1024: 1.0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"latency_us": 0}, r"fits\[0\].latency_us=0: expected a number above 0"),
+        ({"rest": [1]}, r"fits\[0\].rest=\[1\]: expected ranks: \{bytes: factor\}"),
+        ({"rest": {2: {1024: -1.0}}}, r"fits\[0\].rest.2.1024=-1.0: expected a number above 0"),
+        ({"collective": "all_sum"}, "collective 'all_sum': expected one of all_reduce, all_gather"),
+        ({"algorithm": "star"}, r"fits\[0\].algorithm='star': all_reduce has ring, tree"),
+        ({"level": "rack"}, "level 'rack': cluster 'one' has node"),
+        ({"speed": 1}, r"expected a mapping with collective, level"),
+    ],
+)
+def test_what_a_file_can_have_wrong_is_named(change: dict[str, object], words: str) -> None:
+    config = {**replace(TWO, name="one", levels=(Level("node", 8, 1e9, 1e-6),)).to_dict()}
+    assert Cluster.from_dict({**config, "fits": [GOOD]}).fits == (Fit.from_dict("", GOOD),)
+    with pytest.raises(SpecError, match=words):
+        Cluster.from_dict({**config, "fits": [{**GOOD, **change}]})
+    with pytest.raises(SpecError, match="fits=3: expected a list"):
+        Cluster.from_dict({**config, "fits": 3})
+
+
+def test_nothing_on_one_level_is_nothing_to_fit() -> None:
+    with pytest.raises(SpecError, match="no group that was measured lies on one level alone"):
+        fit([row("all_reduce", 1024, (8, 2), 1e-3)], TWO)
+
+
+def test_the_picture_has_what_was_measured_and_the_models_line() -> None:
+    pytest.importorskip("matplotlib")
+    from commgrid.viz.costs_picture import draw_costs
+    from commgrid.viz.figure import drawing
+
+    rows = truth("all_reduce", "ring", 0, 5e-5, 2e9, (2, 8))
+    others = [row("all_reduce", 3 << 14, (4, 1), 1e-3, "dp")]
+    fitted = fit(rows, TWO)
+    with drawing():
+        panel = draw_costs(rows, others, fitted).axes[0]
+    assert panel.get_title(loc="left") == "all_reduce"
+    dots = [
+        line for line in panel.get_lines() if line.get_marker() == "o" and len(line.get_xdata())
+    ]
+    full = [one for one in dots if one.get_markerfacecolor() == one.get_color()]
+    assert [list(one.get_xdata()) for one in full] == [list(SIZES)] * 2
+    assert [list(one.get_ydata()) for one in dots if one not in full] == [[1.0]]
+    lines = [line for line in panel.get_lines() if line.get_marker() == "None"]
+    assert [line.get_label() for line in lines] == ["2 ranks", "4 ranks", "8 ranks"]
+    size, time = lines[2].get_xdata()[-1], lines[2].get_ydata()[-1]
+    assert time == pytest.approx(collective_time("all_reduce", size, (8, 1), fitted) * 1e3)
