@@ -200,12 +200,14 @@ class _Call:
         after, before = peers[(here + 1) % len(peers)], peers[here - 1]
 
         def send_on() -> None:
+            works: list[dist.Work | None]
             if device.type == "cuda":  # NCCL wants both in one launch
-                ends = (dist.isend, full, after), (dist.irecv, other, before)
-                for work in dist.batch_isend_irecv([dist.P2POp(*end, group) for end in ends]):
-                    work.wait()
-                return
-            works = dist.isend(full, after, group), dist.irecv(other, before, group)
+                sent = dist.P2POp(dist.isend, full, after, group)
+                works = [
+                    *dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, before, group)])
+                ]
+            else:
+                works = [dist.isend(full, after, group), dist.irecv(other, before, group)]
             for work in works:
                 assert work is not None  # the rank is one of the group's
                 work.wait()
