@@ -12,7 +12,9 @@ ROWS = [
     ["errors", "version", "on_demand"],
     ["planning.names", "planning.yaml_io", "planning.ranks", "planning.boxes"],
     ["planning.layout", "planning.rank_lists", "planning.summary", "context_parallel.balance"],
-    ["planning.presets", "planning.cluster"],
+    ["planning.presets", "planning.cluster", "planning.model", "planning.calibration"],
+    ["planning.choice", "planning.model_zoo"],
+    ["planning.step_memory", "planning.spreads"],
     [
         "planning.groups",
         "planning.region",
@@ -33,6 +35,9 @@ ROWS = [
     ["transfer.plan"],
     ["context_parallel.length_groups", "context_parallel.drawing"],
     ["planning.plan", "context_parallel.plans"],
+    ["planning.layer_cost"],
+    ["planning.step_cost"],
+    ["planning.step_why", "planning.tune", "planning.tune_words"],
     ["planning.sockets", "planning.diff", "context_parallel.volume", "bridge.pipelines"],
     ["context_parallel.length_plan"],
     ["context_parallel.lengths"],
@@ -119,7 +124,7 @@ ROWS = [
     ["cli"],
     ["__main__"],
 ]
-PURE = 20  # rows that import neither torch nor anything below them
+PURE = 25  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 
