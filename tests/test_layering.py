@@ -119,7 +119,7 @@ ROWS = [
     ["expert"],
     ["cli.terminal"],
     ["cli.grid_options", "cli.output"],
-    ["cli.show_sharding"],
+    ["cli.show_sharding", "cli.plan_model"],
     ["cli.plan", "cli.presets", "cli.diff", "cli.explain", "cli.check", "cli.show"],
     ["cli"],
     ["__main__"],

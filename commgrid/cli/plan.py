@@ -7,17 +7,17 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from commgrid.cli import plan_model
 from commgrid.cli.grid_options import add_command, read_spec, resolve
 from commgrid.cli.output import MARKS, give
 from commgrid.cli.terminal import DIM, GREEN, columns
 from commgrid.errors import SpecError
 from commgrid.planning import sockets
+from commgrid.planning.calibration import NCCL_GB, SOURCES
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.step_why import Why
 from commgrid.planning.summary import several
-
-NCCL_GB = (0.4, 0.7)
-"""Device memory reported for one connected NCCL communicator: 388 MiB to 688 MB on A100."""
 
 ASKS = {
     "region": "all ranks of a group to issue collectives, asynchronous ones too, in one order on "
@@ -33,6 +33,8 @@ _EXAMPLES = """examples:
   commgrid plan grid.yaml --world-size 64 --json
   commgrid plan --tp 8 --pp 4 --world-size 1024 --backend gloo
   commgrid plan --tp 2 --ranks 0-2,4,5,7
+  commgrid plan --auto --model gpt-175b --batch 1536 --cluster h100 --world-size 1024
+  commgrid plan --model gpt-175b --cluster h100 --tp 8 --pp 8 --world-size 128 --why
 
 Nothing is started and torch is not needed: any number of ranks plans in milliseconds.
 """
@@ -53,15 +55,18 @@ def add_parser(commands: Any) -> None:
         help="what open files and threads are counted for: nccl (default), gloo, "
         "cpu:gloo,cuda:nccl",
     )
+    plan_model.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.auto or args.model is not None:
+        return plan_model.run(args)
     spec = resolve(read_spec(args), args.world_size)
     backend = _checked(args.backend)
     give(
         args,
-        lambda: as_json(spec, backend),
-        lambda: as_text(spec, backend, columns(sys.stdout)),
+        lambda: as_json(spec, backend, args.why),
+        lambda: as_text(spec, backend, columns(sys.stdout), args.why),
         {r"  connects ": GREEN, r"  (?:first use|never) ": DIM, **MARKS},
     )
     return 0
@@ -77,8 +82,9 @@ def _checked(backend: str) -> str:
     return backend
 
 
-def as_json(spec: GridSpec, backend: str = "nccl") -> dict[str, Any]:
+def as_json(spec: GridSpec, backend: str = "nccl", why: bool = False) -> dict[str, Any]:
     """The plan for machines."""
+    told = {"why": [each.to_dict() for each in _why(spec, backend)]} if why else {}
     sizes = _group_sizes(spec)
     held, connecting = _counts(spec)
     return {
@@ -101,10 +107,13 @@ def as_json(spec: GridSpec, backend: str = "nccl") -> dict[str, Any]:
         ],
         "sharing": [_sharing(spec, share) for share in ASKS],
         "sockets": _sockets_json(spec, backend),
+        **told,
     }  # fmt: skip
 
 
-def as_text(spec: GridSpec, backend: str = "nccl", width: int | None = None) -> str:
+def as_text(
+    spec: GridSpec, backend: str = "nccl", width: int | None = None, why: bool = False
+) -> str:
     """The plan as a table a person reads, with the cost below it, of columns that fit `width`."""
     lines = [several(spec.world_size, "rank")]
     if spec.ranks is not None:
@@ -121,7 +130,37 @@ def as_text(spec: GridSpec, backend: str = "nccl", width: int | None = None) -> 
     if small:
         names = ", ".join(name for c in small for name in c.names)
         lines.append(f"  {1:7} {spec.world_size:8,}  {'never':<9} {names}")
-    return "\n".join([*lines, "", *_sockets(spec, backend, width), "", *_cost(spec)])
+    lines += ["", *_sockets(spec, backend, width), "", *_cost(spec)]
+    return "\n".join([*lines, *(plan_model.why_text(_why(spec, backend)) if why else ())])
+
+
+def _why(spec: GridSpec, backend: str) -> list[Why]:
+    """Where each number of memory, files and threads is from."""
+    _, connecting = _counts(spec)
+    start, most = sockets.total(_most_needed(spec, backend))
+    low, high = (connecting * gb for gb in NCCL_GB)
+    return [
+        Why(
+            "device memory",
+            f"{low:.1f}-{high:.1f} GB",
+            f"{connecting} communicators that connect · {NCCL_GB[0]} to {NCCL_GB[1]} GB; what "
+            "another create, connect or share saves is reckoned in the same way",
+            SOURCES["nccl"],
+        ),
+        Why(
+            "open files",
+            f"{start.files:,}-{most.files:,}",
+            f"the sum over a rank's communicators, over {backend}: at start, and once every pair "
+            "of their ranks has talked",
+            sockets.SOURCE,
+        ),
+        Why(
+            "threads",
+            f"{start.threads:,}-{most.threads:,}",
+            "likewise",
+            sockets.SOURCE,
+        ),
+    ]
 
 
 def _cost(spec: GridSpec) -> list[str]:

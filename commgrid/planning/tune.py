@@ -73,7 +73,7 @@ class Tuning:
     Args:
         best: of each grid the best way to run a step on it.
         grids: that are valid for the model.
-        far: of those, how many fit but take far longer than the best.
+        far: of those, how many take far longer than the best, whether they fit or not.
         evaluated: ways to run a step whose time was reckoned.
     """
 
@@ -110,6 +110,9 @@ def tune(
     return Tuning(tuple(found), search.grids, search.far, search.evaluated)
 
 
+_Fitting = tuple[Choice, Memory]
+
+
 @dataclass
 class _Search:
     """What a search knows so far."""
@@ -129,33 +132,52 @@ class _Search:
     def try_grid(self, grid: Choice) -> None:
         """Adds a grid's best way to run a step, where it is valid and fits."""
         best: StepCost | None = None
-        valid = fits = False
+        valid = far = False
+        small = self._state_fits(grid)
         for ways in _ways(self.model, grid, self.pins):
-            fitting = []
-            for choice in ways:
-                why = choice.refusal(self.model)
-                if why is not None:
-                    self.refusals[why] = self.refusals.get(why, 0) + 1
-                    continue
-                valid = True
-                made = self.least_recomputed(choice)
-                if made is not None:
-                    fitting.append(made)
-            if not fitting:
+            possible = [choice for choice in ways if self._is_valid(choice)]
+            if not possible:
                 continue
-            fits = True
-            if self._least(fitting[0][0]) > FAR * self.best:
+            valid = True
+            if not small:
+                break
+            if self._least(possible[0]) > FAR * self.best:
+                far = True
                 continue
-            cost = self._best_chunks(fitting)
-            if best is None or cost.seconds < best.seconds:
-                best = cost
+            made = [self.least_recomputed(choice) for choice in possible]
+            fitting = [each for each in made if each is not None]
+            for placed in self._orders(fitting) if fitting else ():
+                cost = self._best_chunks(placed)
+                if best is None or cost.seconds < best.seconds:
+                    best = cost
         self.grids += valid
         if best is not None:
-            best = self._best_order(best)
             self.found.append(best)
             self.best = min(self.best, best.seconds)
-        elif fits:
+        elif far:
             self.far += 1
+
+    def _is_valid(self, choice: Choice) -> bool:
+        why = choice.refusal(self.model)
+        if why is not None:
+            self.refusals[why] = self.refusals.get(why, 0) + 1
+        return why is None
+
+    def _state_fits(self, grid: Choice) -> bool:
+        """Whether what no way to run a step changes fits: weights, gradients, optimizer."""
+        asked = self.pins.recompute or RECOMPUTE[-1]
+        least = replace(grid, microbatch=self.pins.microbatch or 1, chunks=1, recompute=asked)
+        if least.refusal(self.model) is not None:
+            return True  # then nothing is known of it
+        memory = memory_of(self.model, least)
+        if memory.total - memory.activations <= memory_limit(self.cluster, self.pins):
+            return True
+        self._note(least, memory)
+        return False
+
+    def _note(self, choice: Choice, memory: Memory) -> None:
+        if self.smallest is None or memory.total < self.smallest[1].total:
+            self.smallest = (choice, memory)
 
     def _least(self, choice: Choice) -> float:
         """Seconds that a step takes at the least: those of the fullest stage's layers."""
@@ -167,17 +189,18 @@ class _Search:
         self.evaluated += 1
         return step_cost(self.model, choice, self.cluster, machine=self.machine, memory=memory)
 
-    def _best_chunks(self, fitting: list[tuple[Choice, Memory]]) -> StepCost:
+    def _best_chunks(self, fitting: list[_Fitting]) -> StepCost:
         """The best of choices that differ in chunks, and perhaps in what is computed again.
 
         Of equal ones the bubble shrinks with the chunks and the sends grow, both in proportion.
         """
-        firsts: dict[str, tuple[Choice, Memory, StepCost]] = {}
+        firsts: dict[str, StepCost] = {}
         best: tuple[float, Choice, Memory] | None = None
         for choice, memory in fitting:
             if choice.recompute not in firsts:
-                firsts[choice.recompute] = (choice, memory, self._cost(choice, memory))
-            base, _, cost = firsts[choice.recompute]
+                firsts[choice.recompute] = self._cost(choice, memory)
+            cost = firsts[choice.recompute]
+            base = cost.choice
             more = choice.chunks / base.chunks
             sends = (
                 cost.pp
@@ -190,15 +213,19 @@ class _Search:
         assert best is not None
         return self._cost(best[1], best[2])
 
-    def _best_order(self, best: StepCost) -> StepCost:
-        if self.pins.order is not None:
-            return self._cost(replace(best.choice, order=self.pins.order), best.memory)
-        if best.choice.pp > 1 and best.choice.dp > 1:
-            placed = replace(best.choice, order=ORDERS[1])
-            if placed.refusal(self.model) is None:
-                other = self._cost(placed, best.memory)
-                return other if other.seconds < best.seconds else best
-        return best
+    def _orders(self, fitting: list[_Fitting]) -> Iterator[list[_Fitting]]:
+        """The same choices in each order that they may have; it changes no memory."""
+        choice = fitting[0][0]
+        orders = [self.pins.order] if self.pins.order else [ORDERS[0]]
+        if self.pins.order is None and choice.pp > 1 and choice.dp > 1:
+            orders = [
+                each for each in ORDERS if not replace(choice, order=each).refusal(self.model)
+            ]
+        for order in orders:
+            if order == choice.order:
+                yield fitting
+            else:
+                yield [(replace(each, order=order), memory) for each, memory in fitting]
 
     def least_recomputed(self, choice: Choice) -> tuple[Choice, Memory] | None:
         """The choice with as little computed again as fits, since that only costs time."""
@@ -209,8 +236,7 @@ class _Search:
             memory = memory_of(self.model, tried)
             if memory.total <= limit:
                 return tried, memory
-        if self.smallest is None or memory.total < self.smallest[1].total:
-            self.smallest = (tried, memory)
+        self._note(tried, memory)
         return None
 
 
@@ -354,6 +380,6 @@ def describe(choice: Choice) -> str:
     """
     sizes = {axis: getattr(choice, axis) for axis in AXES if axis != "etp"}
     told = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    if choice.ep > 1 and choice.expert_tp != choice.tp:
+    if choice.expert_tp != choice.tp:
         told.append(f"etp {choice.expert_tp}")
     return " · ".join(told) or "dp 1"
