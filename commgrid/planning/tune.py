@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from commgrid.errors import SpecError
 from commgrid.planning.calibration import CALIBRATION, Calibration
@@ -105,7 +105,7 @@ def tune(
     for grid in _grids(model, world_size, pins):
         search.try_grid(grid)
     if not search.found:
-        raise SpecError(_nothing(search, world_size))
+        _refuse(search, world_size)
     found = sorted(search.found, key=lambda cost: (cost.seconds, cost.memory.total))
     return Tuning(tuple(found), search.grids, search.far, search.evaluated)
 
@@ -320,28 +320,32 @@ def first_fit(model: Model, world_size: int, cluster: Cluster, pins: Pins) -> Ch
     return None
 
 
-def _nothing(search: _Search, world_size: int) -> str:
+def _refuse(search: _Search, world_size: int) -> NoReturn:
     """Why no grid is left, and what would leave one."""
-    model, cluster, pins = search.model, search.cluster, search.pins
-    head = f"model {model.name!r} on {world_size:,} devices"
+    model, pins = search.model, search.pins
+    would = "; ".join(_what_would(search, world_size)) or _NO_WAY
     if search.smallest is None:
-        head += ": no grid is valid"
-        if search.refusals:
-            head += f"; {max(search.refusals, key=lambda why: search.refusals[why])}"
-        elif pins.given():
-            given = ", ".join(f"{key}={value}" for key, value in pins.given().items())
-            head += f" with {given}, since sizes must divide the devices and dp the batch"
-    else:
-        choice, memory = search.smallest
-        parts = {name: getattr(memory, name) for name in MEMORY_PARTS}
-        largest = max(parts, key=lambda name: parts[name])
-        head += (
-            f": no grid fits in {memory_limit(cluster, pins) / 1e9:.0f} GB; the nearest, "
-            f"{describe(choice)} with recompute={choice.recompute}, needs "
-            f"{memory.total / 1e9:.1f}, of which {parts[largest] / 1e9:.1f} are {largest}"
+        raise SpecError(
+            f"model {model.name!r} on {world_size:,} devices: no grid is valid{_cause(search)}; "
+            f"{would}"
         )
-    would = _what_would(search, world_size)
-    return f"{head}; {'; '.join(would) if would else _NO_WAY}"
+    choice, memory = search.smallest
+    parts = {name: getattr(memory, name) for name in MEMORY_PARTS}
+    largest = max(parts, key=lambda name: parts[name])
+    raise SpecError(
+        f"model {model.name!r} on {world_size:,} devices: no grid fits in "
+        f"{memory_limit(search.cluster, pins) / 1e9:.0f} GB; the nearest, {describe(choice)} with "
+        f"recompute={choice.recompute}, needs {memory.total / 1e9:.1f}, of which "
+        f"{parts[largest] / 1e9:.1f} are {largest}; {would}"
+    )
+
+
+def _cause(search: _Search) -> str:
+    if search.refusals:
+        return f"; {max(search.refusals, key=lambda why: search.refusals[why])}"
+    given = ", ".join(f"{key}={value}" for key, value in search.pins.given().items())
+    beside = f" with {given}" if given else ""
+    return f"{beside}, since sizes must divide the devices and dp the batch"
 
 
 _NO_WAY = "no single change that was tried makes it fit"

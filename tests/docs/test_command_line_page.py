@@ -35,6 +35,7 @@ BENCHMARK = {
     "case": "8 ranks", "metric": "time", "unit": "s", "ours": 1.0, "peer": "a peer",
     "peer_value": 2.0, "ratio": 0.5, "spread": [0.4, 0.6],
 }  # fmt: skip
+MODEL = ["--model", "mixtral-8x22b", "--cluster", "h100"]
 METRICS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
 
 
@@ -94,6 +95,8 @@ def printed(which: str, folder: Path) -> Any:
     Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128}).save(folder / "c.json")
     argv = {
         "plan": ["plan", *GRID],
+        "plan --model": ["plan", *MODEL, "--world-size", "128", "--pp", "4", "--tp", "4"],
+        "plan --auto": ["plan", "--auto", *MODEL, "--world-size", "128", "--pp", "4"],
         "explain": ["explain", *GRID, "--rank", "5"],
         "show for a grid": ["show", *GRID, "--rank", "5"],
         "show --schedule": ["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
@@ -114,7 +117,8 @@ def schema(which: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "which",
     [
-        "plan", "explain", "show for a grid", "show --schedule", "show --metrics",
+        "plan", "plan --model", "plan --auto", "explain", "show for a grid", "show --schedule",
+        "show --metrics",
         "show --benchmark", "show --sharding", "show --transfer",
     ],
 )  # fmt: skip
