@@ -17,7 +17,7 @@ from commgrid.planning.cluster import Cluster, find_cluster
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import find_model
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.step_cost import StepCost, step_cost
+from commgrid.planning.step_cost import StepCost
 from commgrid.planning.step_memory import MEMORY_PARTS
 from commgrid.planning.step_why import Why, why
 from commgrid.planning.tune import AXES, Pins, Tuning, describe, memory_limit, tune
@@ -53,9 +53,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Of `commgrid plan` with `--model` or `--auto`."""
-    model, cluster = _read(args)
+    model, cluster = read_job(args)
     if not args.auto:
-        cost, limit = _given(args, model, cluster)
+        pins = _run_pins(args)
+        cost = given_step(resolve(read_spec(args), args.world_size), model, cluster, pins)
+        limit = memory_limit(cluster, pins)
         give(
             args,
             lambda: {**_about(model, cluster, cost.choice.world_size, limit),
@@ -83,14 +85,21 @@ def run(args: argparse.Namespace) -> int:
 # ---- what is given ------------------------------------------------------------------------------
 
 
-def _read(args: argparse.Namespace) -> tuple[Model, Cluster]:
+def read_job(args: argparse.Namespace) -> tuple[Model, Cluster]:
+    """The model and the cluster that the flags name.
+
+    Raises:
+        SpecError: one of them is not there.
+    """
     for key in ("model", "cluster"):
         if getattr(args, key) is None:
             raise SpecError(f"--{key}: needed for the time and memory of a step; give its name or "
                             "a YAML file")  # fmt: skip
     model = find_model(args.model)
     changed: dict[str, Any] = {
-        key: _whole(key, getattr(args, key)) for key in ("batch", "sequence") if getattr(args, key)
+        key: _whole(key, getattr(args, key))
+        for key in ("batch", "sequence")
+        if getattr(args, key, None)
     }
     return replace(model, **changed), find_cluster(args.cluster)
 
@@ -133,20 +142,20 @@ def _run_pins(args: argparse.Namespace) -> Pins:
     )
 
 
-def _given(args: argparse.Namespace, model: Model, cluster: Cluster) -> tuple[StepCost, float]:
-    """The step on the grid that is given, run as well as fits; where nothing does, at the least."""
-    spec = resolve(read_spec(args), args.world_size)
-    pins = replace(_run_pins(args), **_sizes(spec, model))
-    limit = memory_limit(cluster, pins)
+def given_step(spec: GridSpec, model: Model, cluster: Cluster, pins: Pins) -> StepCost:
+    """The step on a grid, run as well as fits; where nothing does, with the least memory."""
+    pins = replace(pins, **_sizes(spec, model))
     world_size = len(spec.grid_ranks)
     try:
-        return tune(model, world_size, cluster, pins).best[0], limit
+        return tune(model, world_size, cluster, pins).best[0]
     except SpecError as error:
         if "no grid fits" not in str(error):
             raise
-    least = replace(pins, max_memory=math.inf, recompute=pins.recompute or RECOMPUTE[-1])
-    found = tune(model, world_size, cluster, least).best[0]
-    return step_cost(model, found.choice, cluster), limit
+    least = replace(
+        pins, max_memory=math.inf, recompute=pins.recompute or RECOMPUTE[-1],
+        microbatch=pins.microbatch or 1, chunks=pins.chunks or 1,
+    )  # fmt: skip
+    return tune(model, world_size, cluster, least).best[0]
 
 
 def _sizes(spec: GridSpec, model: Model) -> dict[str, Any]:
@@ -161,7 +170,7 @@ def _sizes(spec: GridSpec, model: Model) -> dict[str, Any]:
         raise SpecError(
             f"axes.{other[0]}: a step's model knows tp, cp, ep, dp and pp; leave out --model"
         )
-    if "expert" in regions:
+    if "expert" in regions and (model.experts or regions["expert"].get("ep", 1) > 1):
         sizes |= {"ep": regions["expert"].get("ep", 1), "etp": regions["expert"].get("etp", 1)}
     else:  # experts are split over tp as all else is
         sizes |= {"ep": 1, "etp": sizes["tp"] if model.experts else None}
@@ -237,6 +246,27 @@ def step_text(cost: StepCost, limit: float) -> list[str]:
     for part in MEMORY_PARTS:
         size = getattr(cost.memory, part)
         lines.append(f"  {part:28} {size / 1e9:7.1f} GB {size / memory:7.1%}")
+    return lines
+
+
+def change_text(before: StepCost, after: StepCost) -> list[str]:
+    """What changes of a step between two grids."""
+    seconds, memory = (
+        after.seconds / before.seconds - 1,
+        [cost.memory.total / 1e9 for cost in (before, after)],
+    )
+    lines = [
+        f"a step of {before.model.name} on {before.cluster.name}",
+        f"  takes {_time(before.seconds)} → {_time(after.seconds)} ({seconds:+.1%}), "
+        f"{before.tokens_per_second:,.0f} → {after.tokens_per_second:,.0f} tokens/s",
+        f"  needs {memory[0]:.1f} → {memory[1]:.1f} GB a rank, of "
+        f"{before.cluster.device.memory / 1e9:.0f}",
+        f"  {_way(before)} → {_way(after)}",
+    ]
+    for part, old in before.parts.items():
+        new = after.parts[part]
+        if abs(new - old) >= 1e-3 * before.seconds:
+            lines.append(f"  {NAMES[part]:28} {_time(old):>10} → {_time(new)}")
     return lines
 
 

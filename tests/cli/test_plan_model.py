@@ -64,8 +64,26 @@ def test_a_given_grid_is_run_as_well_as_fits(capsys: pytest.CaptureFixture[str])
     assert isinstance(flags, dict)
     assert isinstance(searched, list)
     assert flags == {key: value for key, value in searched[0].items() if key in flags}
-    preset = found(capsys, *GPT, "--preset", "deepspeed", "--tp", "8", "--pp", "4")["step"]
-    assert preset == flags
+    for name in ("deepspeed", "megatron"):
+        preset = found(capsys, *GPT, "--preset", name, "--tp", "8", "--pp", "4")["step"]
+        assert preset == flags
+
+
+def test_diff_compares_the_steps_of_two_grids(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", "llama3-70b", "--cluster", "h100", "--world-size", "256"]
+    grids = [["--tp", "8", "--pp", "4"], ["--tp", "4", "--pp", "8"]]
+    steps = [found(capsys, *job, *grid)["step"] for grid in grids]
+    sets = ["--set", "axes.tp=8", "--set", "axes.pp=4"]
+    before = ["megatron", "--set", "axes.tp=4", "--set", "axes.pp=8"]
+    assert main(["diff", *before, *job, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"]["after"] == steps[1]
+    assert main(["diff", "megatron", *sets, *job]) == 0
+    text = capsys.readouterr().out
+    assert "a step of llama3-70b on h100" in text
+    assert re.search(rf" → {steps[0]['total_gb']:.1f} GB a rank", text)  # type: ignore[index]
+    assert main(["diff", "megatron", *sets, "--world-size", "256", "--model", "llama3-70b"]) == 2
+    assert "--cluster: needed" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_shown_and_said(capsys: pytest.CaptureFixture[str]) -> None:
