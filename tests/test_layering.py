@@ -19,6 +19,9 @@ ROWS = [
         "planning.fitted",
     ],
     ["planning.presets", "planning.cluster", "planning.constraints"],
+    ["planning.model", "planning.calibration"],
+    ["planning.choice", "planning.model_zoo"],
+    ["planning.step_memory", "planning.spreads"],
     [
         "planning.groups",
         "planning.region",
@@ -41,6 +44,9 @@ ROWS = [
     ["context_parallel.length_groups", "context_parallel.drawing"],
     ["planning.plan", "planning.crossing", "context_parallel.plans"],
     ["observe.traces"],
+    ["planning.layer_cost"],
+    ["planning.step_cost"],
+    ["planning.step_why", "planning.tune", "planning.tune_words"],
     ["planning.sockets", "planning.diff", "context_parallel.volume", "bridge.pipelines"],
     ["context_parallel.length_plan"],
     ["context_parallel.lengths"],
@@ -127,7 +133,7 @@ ROWS = [
     ["observe"],
     ["cli.terminal"],
     ["cli.grid_options", "cli.output"],
-    ["cli.show_sharding"],
+    ["cli.show_sharding", "cli.plan_model", "cli.plan_cluster"],
     [
         "cli.plan",
         "cli.presets",
@@ -141,7 +147,7 @@ ROWS = [
     ["cli"],
     ["__main__"],
 ]
-PURE = 21  # rows that import neither torch nor anything below them
+PURE = 27  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

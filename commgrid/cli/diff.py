@@ -6,19 +6,22 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from commgrid.cli.grid_options import new_command, resolve
+from commgrid.cli import plan_model
+from commgrid.cli.grid_options import add_cluster_options, new_command, resolve
 from commgrid.cli.output import MARKS, give
 from commgrid.errors import SpecError
 from commgrid.planning.diff import compare
 from commgrid.planning.names import nearest
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.tune import Pins
 from commgrid.planning.yaml_io import read_change
 
 _EXAMPLES = """examples:
   commgrid diff old.yaml new.yaml --world-size 64
   commgrid diff grid.yaml --set axes.tp=4 --world-size 64
   commgrid diff megatron torchtitan --world-size 64
+  commgrid diff megatron --set axes.tp=4 --world-size 64 --model llama3-70b --cluster h100
 
 Nothing is started and torch is not needed.
 """
@@ -46,6 +49,10 @@ def add_parser(commands: Any) -> None:
         help="another value of a key of AFTER, such as axes.tp=2; may be repeated",
     )
     parser.add_argument("--world-size", metavar="N", help="number of ranks of both")
+    parser.add_argument(
+        "--model", metavar="NAME", help="of whose step time and memory are compared"
+    )
+    add_cluster_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +65,18 @@ def run(args: argparse.Namespace) -> int:
     before = resolve(_read(args.before, {}), args.world_size)
     after = resolve(_read(args.after or args.before, changes), args.world_size)
     found = compare(before, after)
-    give(args, found.to_dict, lambda: str(found), MARKS)
+    if args.model is None and args.cluster is None:
+        give(args, found.to_dict, lambda: str(found), MARKS)
+        return 0
+    model, cluster = plan_model.read_job(args)
+    old, new = (plan_model.given_step(spec, model, cluster, Pins()) for spec in (before, after))
+    give(
+        args,
+        lambda: {**found.to_dict(), "steps": {
+            "before": plan_model.step_json(old), "after": plan_model.step_json(new)}},
+        lambda: "\n".join([str(found), "", *plan_model.change_text(old, new)]),
+        MARKS,
+    )  # fmt: skip
     return 0
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from commgrid.cli import plan_cluster, plan_model
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -20,14 +19,13 @@ from commgrid.cli.output import MARKS, give
 from commgrid.cli.terminal import DIM, GREEN, YELLOW, columns
 from commgrid.errors import SpecError
 from commgrid.planning import sockets
+from commgrid.planning.calibration import NCCL_GB, SOURCES
 from commgrid.planning.cluster import Cluster
-from commgrid.planning.crossing import Crossing, check_within, find_crossings, warnings
+from commgrid.planning.crossing import check_within, find_crossings
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.step_why import Why
 from commgrid.planning.summary import several
-
-NCCL_GB = (0.4, 0.7)
-"""Device memory reported for one connected NCCL communicator: 388 MiB to 688 MB on A100."""
 
 ASKS = {
     "region": "all ranks of a group to issue collectives, asynchronous ones too, in one order on "
@@ -45,6 +43,8 @@ _EXAMPLES = """examples:
   commgrid plan --tp 2 --ranks 0-2,4,5,7
   commgrid plan --tp 16 --world-size 64 --cluster h100
   commgrid plan --tp 8 --world-size 64 --gpus-per-node 4
+  commgrid plan --auto --model gpt-175b --batch 1536 --cluster h100 --world-size 1024
+  commgrid plan --model gpt-175b --cluster h100 --tp 8 --pp 8 --world-size 128 --why
 
 Nothing is started and torch is not needed: any number of ranks plans in milliseconds.
 """
@@ -66,17 +66,20 @@ def add_parser(commands: Any) -> None:
         "cpu:gloo,cuda:nccl",
     )
     add_cluster_options(parser)
+    plan_model.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.auto or args.model is not None:
+        return plan_model.run(args)
     spec = resolve(read_spec(args), args.world_size)
     backend, cluster = _checked(args.backend), read_cluster(args)
     if cluster is not None:
         check_within(spec, cluster)
     give(
         args,
-        lambda: as_json(spec, backend, cluster),
-        lambda: as_text(spec, backend, columns(sys.stdout), cluster),
+        lambda: as_json(spec, backend, cluster, why=args.why),
+        lambda: as_text(spec, backend, columns(sys.stdout), cluster, why=args.why),
         {r"  connects ": GREEN, r"  (?:first use|never) ": DIM, r"^  slow: .*": YELLOW, **MARKS},
     )
     return 0
@@ -93,12 +96,13 @@ def _checked(backend: str) -> str:
 
 
 def as_json(
-    spec: GridSpec, backend: str = "nccl", cluster: Cluster | None = None
+    spec: GridSpec, backend: str = "nccl", cluster: Cluster | None = None, *, why: bool = False
 ) -> dict[str, Any]:
     """The plan for machines."""
+    told = {"why": [each.to_dict() for each in _why(spec, backend)]} if why else {}
     sizes = _group_sizes(spec)
     held, connecting = _counts(spec)
-    placed = {} if cluster is None else _crossings_json(spec, cluster)
+    placed = {} if cluster is None else plan_cluster.as_json(spec, cluster)
     return {
         "world_size": spec.world_size,
         "spec": spec.to_dict(),
@@ -120,6 +124,7 @@ def as_json(
         "sharing": [_sharing(spec, share) for share in ASKS],
         "sockets": _sockets_json(spec, backend),
         **placed,
+        **told,
     }  # fmt: skip
 
 
@@ -128,6 +133,8 @@ def as_text(
     backend: str = "nccl",
     width: int | None = None,
     cluster: Cluster | None = None,
+    *,
+    why: bool = False,
 ) -> str:
     """The plan as a table a person reads, with the cost below it, of columns that fit `width`."""
     lines = [several(spec.world_size, "rank")]
@@ -136,7 +143,7 @@ def as_text(
     lines += [f"  {region}" for region in spec.regions]
     found = {} if cluster is None else find_crossings(spec, cluster)
     heads = f"  {'size':>7} {'groups':>8}  {'starts':<9} "
-    lines += ["", f"{heads}{_within('within', found)}names of one communicator"]
+    lines += ["", f"{heads}{plan_cluster.within('within', found)}names of one communicator"]
     small = [c for c in _kinds(spec) if c.size == 1]
     for communicator in _kinds(spec):
         if communicator.size > 1:
@@ -145,68 +152,44 @@ def as_text(
             names = ", ".join(communicator.names)
             level = found[communicator.name].level.name if found else ""
             numbers = f"  {communicator.size:7,} {count:8,}  {when:<9} "
-            lines.append(f"{numbers}{_within(level, found)}{names}")
+            lines.append(f"{numbers}{plan_cluster.within(level, found)}{names}")
     if small:
         names = ", ".join(name for c in small for name in c.names)
         numbers = f"  {1:7} {spec.world_size:8,}  {'never':<9} "
-        lines.append(f"{numbers}{_within('', found)}{names}")
+        lines.append(f"{numbers}{plan_cluster.within('', found)}{names}")
     if cluster is not None:
-        lines += ["", *_crossings(spec, cluster, found)]
-    return "\n".join([*lines, "", *_sockets(spec, backend, width), "", *_cost(spec)])
+        lines += ["", *plan_cluster.as_lines(spec, cluster, found, _kinds(spec))]
+    lines += ["", *_sockets(spec, backend, width), "", *_cost(spec)]
+    return "\n".join([*lines, *(plan_model.why_text(_why(spec, backend)) if why else ())])
 
 
-def _within(level: str, found: Mapping[str, Crossing]) -> str:
-    """The column that says which level's unit holds a whole group; nothing without a cluster."""
-    if not found:
-        return ""
-    return f"{level:<{max(len('within'), *(len(c.level.name) for c in found.values()))}}  "
-
-
-def _crossings(spec: GridSpec, cluster: Cluster, found: Mapping[str, Crossing]) -> list[str]:
-    """What the cluster is, which names cross what of it, and what is slow."""
-    lines = [_head(cluster)]
-    told: dict[str, list[str]] = {}
-    for communicator in _kinds(spec):
-        if communicator.size > 1 and found[communicator.name].place:
-            names = told.setdefault(found[communicator.name].describe(), [])
-            names += [name for name in communicator.names if name not in names]
-    lines += [f"  {how}: {', '.join(names)}" for how, names in told.items()]
-    if not told:
-        lines.append(f"  every group is within a {cluster.levels[0].name}")
-    lines += [f"  slow: {line}" for line in warnings(spec, cluster, found)]
-    return lines
-
-
-def _head(cluster: Cluster) -> str:
-    """How far apart devices are, and how fast each level is for one of them."""
-    if not cluster.source:
-        return f"On nodes of {cluster.per_node} devices:"
-    parts = []
-    for place, level in enumerate(cluster.levels):
-        size = cluster.unit_size(place)
-        where = f"within a {level.name} of {size:g}" if math.isfinite(size) else "beyond"
-        alone = f"within a {level.name}" if place == 0 and math.isinf(size) else where
-        parts.append(f"{level.bandwidth / 1e9:g} GB/s {alone}")
-    speeds = f"On {cluster.name} a device sends {', '.join(parts)}."
-    return f"{speeds}\n  numbers: {cluster.source}"
-
-
-def _crossings_json(spec: GridSpec, cluster: Cluster) -> dict[str, Any]:
-    found = find_crossings(spec, cluster)
-    names = [level.name for level in cluster.levels]
-    return {
-        "cluster": cluster.to_dict(),
-        "crossings": {
-            name: {
-                "within": crossing.level.name,
-                "spread": dict(zip(names, crossing.spread, strict=True)),
-                "at_once": crossing.at_once,
-                "gb_per_s": crossing.bandwidth / 1e9,
-            }
-            for name, crossing in found.items()
-        },
-        "warnings": warnings(spec, cluster, found),
-    }
+def _why(spec: GridSpec, backend: str) -> list[Why]:
+    """Where each number of memory, files and threads is from."""
+    _, connecting = _counts(spec)
+    start, most = sockets.total(_most_needed(spec, backend))
+    low, high = (connecting * gb for gb in NCCL_GB)
+    return [
+        Why(
+            "device memory",
+            f"{low:.1f}-{high:.1f} GB",
+            f"{connecting} communicators that connect · {NCCL_GB[0]} to {NCCL_GB[1]} GB; what "
+            "another create, connect or share saves is reckoned in the same way",
+            SOURCES["nccl"],
+        ),
+        Why(
+            "open files",
+            f"{start.files:,}-{most.files:,}",
+            f"the sum over a rank's communicators, over {backend}: at start, and once every pair "
+            "of their ranks has talked",
+            sockets.SOURCE,
+        ),
+        Why(
+            "threads",
+            f"{start.threads:,}-{most.threads:,}",
+            "likewise",
+            sockets.SOURCE,
+        ),
+    ]
 
 
 def _cost(spec: GridSpec) -> list[str]:

@@ -24,6 +24,12 @@ from dataclasses import dataclass
 from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
 
+SOURCE = (
+    "the table of commgrid/planning/sockets.py: gloo's measured, and again by a test; NCCL's "
+    "counted in its sources, for IP sockets and two channels, which is the most"
+)
+"""Where these counts are from."""
+
 GLOO_DEVICE_FILES = 4
 """A device's epoll, the two ends of a pipe that wakes it, and its listener."""
 NCCL_BOOTSTRAP_FILES = 6

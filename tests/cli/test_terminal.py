@@ -168,7 +168,7 @@ def test_a_terminal_without_the_characters_gets_others() -> None:
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*args: object) -> None:
+    def stopped(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("commgrid.cli.plan.as_text", stopped)

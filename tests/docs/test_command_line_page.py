@@ -39,6 +39,7 @@ TRACE = {
     "format": 1, "rank": 0, "wall": 1.0, "monotonic": 0, "dropped": 0, "members": {"tp": [0, 1]},
     "calls": [["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 0, 10, 20]],
 }  # fmt: skip
+MODEL = ["--model", "mixtral-8x22b", "--cluster", "h100"]
 METRICS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
 
 
@@ -99,6 +100,8 @@ def printed(which: str, folder: Path) -> Any:
     (folder / "rank_00000.json").write_text(json.dumps(TRACE))
     argv = {
         "plan": ["plan", *GRID, "--cluster", "h100", "--gpus-per-node", "1"],
+        "plan --model": ["plan", *MODEL, "--world-size", "128", "--pp", "4", "--tp", "4"],
+        "plan --auto": ["plan", "--auto", *MODEL, "--world-size", "128", "--pp", "4"],
         "explain": ["explain", *GRID, "--rank", "5", "--cluster", "h100"],
         "show for a grid": ["show", *GRID, "--rank", "5"],
         "show --schedule": ["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
@@ -120,8 +123,8 @@ def schema(which: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "which",
     [
-        "plan", "explain", "show for a grid", "show --schedule", "show --metrics",
-        "show --benchmark", "show --sharding", "show --transfer", "trace",
+        "plan", "plan --model", "plan --auto", "explain", "show for a grid", "show --schedule",
+        "show --metrics", "show --benchmark", "show --sharding", "show --transfer", "trace",
     ],
 )  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""What `commgrid plan` says of the cluster: which level holds each group, and what is slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from commgrid.planning.cluster import Cluster
+from commgrid.planning.crossing import Crossing, find_crossings, warnings
+from commgrid.planning.plan import PlannedCommunicator
+from commgrid.planning.spec import GridSpec
+
+
+def within(level: str, found: Mapping[str, Crossing]) -> str:
+    """The column that says which level's unit holds a whole group; nothing without a cluster."""
+    if not found:
+        return ""
+    return f"{level:<{max(len('within'), *(len(c.level.name) for c in found.values()))}}  "
+
+
+def as_lines(
+    spec: GridSpec,
+    cluster: Cluster,
+    found: Mapping[str, Crossing],
+    kinds: Iterable[PlannedCommunicator],
+) -> list[str]:
+    """What the cluster is, which names cross what of it, and what is slow."""
+    lines = [_head(cluster)]
+    told: dict[str, list[str]] = {}
+    for communicator in kinds:
+        if communicator.size > 1 and found[communicator.name].place:
+            names = told.setdefault(found[communicator.name].describe(), [])
+            names += [name for name in communicator.names if name not in names]
+    lines += [f"  {how}: {', '.join(names)}" for how, names in told.items()]
+    if not told:
+        lines.append(f"  every group is within a {cluster.levels[0].name}")
+    lines += [f"  slow: {line}" for line in warnings(spec, cluster, found)]
+    return lines
+
+
+def _head(cluster: Cluster) -> str:
+    """How far apart devices are, and how fast each level is for one of them."""
+    if not cluster.source:
+        return f"On nodes of {cluster.per_node} devices:"
+    parts = []
+    for place, level in enumerate(cluster.levels):
+        size = cluster.unit_size(place)
+        where = f"within a {level.name} of {size:g}" if math.isfinite(size) else "beyond"
+        alone = f"within a {level.name}" if place == 0 and math.isinf(size) else where
+        parts.append(f"{level.bandwidth / 1e9:g} GB/s {alone}")
+    speeds = f"On {cluster.name} a device sends {', '.join(parts)}."
+    return f"{speeds}\n  numbers: {cluster.source}"
+
+
+def as_json(spec: GridSpec, cluster: Cluster) -> dict[str, Any]:
+    """The same for machines."""
+    found = find_crossings(spec, cluster)
+    names = [level.name for level in cluster.levels]
+    return {
+        "cluster": cluster.to_dict(),
+        "crossings": {
+            name: {
+                "within": crossing.level.name,
+                "spread": dict(zip(names, crossing.spread, strict=True)),
+                "at_once": crossing.at_once,
+                "gb_per_s": crossing.bandwidth / 1e9,
+            }
+            for name, crossing in found.items()
+        },
+        "warnings": warnings(spec, cluster, found),
+    }

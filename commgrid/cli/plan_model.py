@@ -1,0 +1,358 @@
+"""`commgrid plan --model …`: a training step on a grid, and with `--auto` the best grids."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from commgrid.cli.grid_options import read_cluster, read_spec, resolve
+from commgrid.cli.output import MARKS, give
+from commgrid.cli.terminal import DIM, GREEN
+from commgrid.errors import SpecError
+from commgrid.planning.choice import ORDERS, RECOMPUTE, SHARD, Choice
+from commgrid.planning.cluster import Cluster
+from commgrid.planning.model import Model
+from commgrid.planning.model_zoo import find_model
+from commgrid.planning.spec import GridSpec
+from commgrid.planning.step_cost import StepCost
+from commgrid.planning.step_memory import MEMORY_PARTS
+from commgrid.planning.step_why import Why, why
+from commgrid.planning.tune import AXES, Pins, Tuning, describe, memory_limit, tune
+from commgrid.planning.tune_words import NAMES, limits, why_worse
+
+_NOT_WITH_AUTO = (
+    "yaml", "preset", "changes", "axis", "create", "connect", "ranks", "share", "dp_replicate",
+    "dp_shard", "within", "place",
+)  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The flags of a model's step."""
+    step = parser.add_argument_group("training step", "what a step of a model takes on the grid")
+    step.add_argument("--model", metavar="NAME", help="such as gpt-175b, or a YAML file")
+    step.add_argument(
+        "--auto", action="store_true",
+        help="find the best grids; sizes, --order and the flags below are kept where given",
+    )  # fmt: skip
+    step.add_argument("--batch", metavar="N", help="sequences of a step (default: the model's)")
+    step.add_argument("--sequence", metavar="N", help="tokens of one (default: the model's)")
+    step.add_argument("--microbatch", metavar="N", help="sequences that go through a stage at once")
+    step.add_argument("--chunks", metavar="N", help="of a stage's layers, for interleaving")
+    step.add_argument("--recompute", help=", ".join(RECOMPUTE))
+    step.add_argument("--shard", help=f"what dp shares out: {', '.join(SHARD)} (default optimizer)")
+    step.add_argument("--max-memory", metavar="GB", help="of a device (default: all it has)")
+    step.add_argument("--top", metavar="N", default="5", help="grids that --auto shows (default 5)")
+    parser.add_argument(
+        "--why", action="store_true", help="where each number of time or memory is from"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Of `commgrid plan` with `--model` or `--auto`."""
+    model, cluster = read_job(args)
+    if not args.auto:
+        pins = _run_pins(args)
+        cost = given_step(resolve(read_spec(args), args.world_size), model, cluster, pins)
+        limit = memory_limit(cluster, pins)
+        give(
+            args,
+            lambda: {**_about(model, cluster, cost.choice.world_size, limit),
+                     "step": step_json(cost), **_why_json(args, cost)},
+            lambda: "\n".join([*step_text(cost, limit), *_why_text(args, cost)]),
+            {r"does not fit.*$": DIM, **MARKS},
+        )  # fmt: skip
+        return 0
+    pins, top = _pins(args), _whole("top", args.top)
+    if args.world_size is None:
+        raise SpecError("--world-size: needed; --auto fills so many devices")
+    world_size = _whole("world-size", args.world_size)
+    tuning = tune(model, world_size, cluster, pins)
+    limit = memory_limit(cluster, pins)
+    give(
+        args,
+        lambda: {**_about(model, cluster, world_size, limit), **_tuning_json(tuning, top),
+                 **_why_json(args, tuning.best[0])},
+        lambda: "\n".join([*tuning_text(tuning, limit, top), *_why_text(args, tuning.best[0])]),
+        {r"^commgrid .*$": GREEN, **MARKS},
+    )  # fmt: skip
+    return 0
+
+
+# ---- what is given ------------------------------------------------------------------------------
+
+
+def read_job(args: argparse.Namespace) -> tuple[Model, Cluster]:
+    """The model and the cluster that the flags name.
+
+    Raises:
+        SpecError: one of them is not there.
+    """
+    for key in ("model", "cluster"):
+        if getattr(args, key) is None:
+            raise SpecError(f"--{key}: needed for the time and memory of a step; give its name or "
+                            "a YAML file")  # fmt: skip
+    model = find_model(args.model)
+    changed: dict[str, Any] = {
+        key: _whole(key, getattr(args, key))
+        for key in ("batch", "sequence")
+        if getattr(args, key, None)
+    }
+    cluster = read_cluster(args)
+    assert cluster is not None  # one is given
+    return replace(model, **changed), cluster
+
+
+def _pins(args: argparse.Namespace) -> Pins:
+    """What the flags decide of a search."""
+    for key in _NOT_WITH_AUTO:
+        if getattr(args, key, None) not in (None, []):
+            raise SpecError(
+                f"--auto beside {'GRID.yaml' if key == 'yaml' else '--' + key.replace('_', '-')}: "
+                "it chooses the grid itself, but for sizes and --order"
+            )
+    given: dict[str, Any] = {
+        axis: _whole(axis, getattr(args, axis)) for axis in AXES if getattr(args, axis)
+    }
+    return replace(_run_pins(args), order=args.order, **given)
+
+
+def _run_pins(args: argparse.Namespace) -> Pins:
+    """What the flags decide of how a step is run."""
+    asked = Choice(
+        shard=args.shard or Choice().shard,
+        recompute=args.recompute or Choice().recompute,
+        order=args.order if args.auto and args.order else Choice().order,
+    )  # which checks them
+    memory = None
+    if args.max_memory is not None:
+        try:
+            memory = float(args.max_memory) * 1e9
+        except ValueError:
+            memory = math.nan
+        if not 0 < memory < math.inf:
+            raise SpecError(f"--max-memory {args.max_memory}: expected GB above 0")
+    return Pins(
+        microbatch=_whole("microbatch", args.microbatch) if args.microbatch else None,
+        chunks=_whole("chunks", args.chunks) if args.chunks else None,
+        recompute=args.recompute,
+        max_memory=memory,
+        base=Choice(shard=asked.shard),
+    )
+
+
+def given_step(spec: GridSpec, model: Model, cluster: Cluster, pins: Pins) -> StepCost:
+    """The step on a grid, run as well as fits; where nothing does, with the least memory."""
+    pins = replace(pins, **_sizes(spec, model))
+    world_size = len(spec.grid_ranks)
+    try:
+        return tune(model, world_size, cluster, pins).best[0]
+    except SpecError as error:
+        if "no grid fits" not in str(error):
+            raise
+    least = replace(
+        pins, max_memory=math.inf, recompute=pins.recompute or RECOMPUTE[-1],
+        microbatch=pins.microbatch or 1, chunks=pins.chunks or 1,
+    )  # fmt: skip
+    return tune(model, world_size, cluster, least).best[0]
+
+
+def _sizes(spec: GridSpec, model: Model) -> dict[str, Any]:
+    """The sizes and order of a grid, as a step's model knows them."""
+    regions = {region.name: dict(region.numbers) for region in spec.regions}
+    dense = dict(regions["dense"])
+    sizes: dict[str, Any] = {axis: dense.pop(axis, 1) for axis in ("tp", "cp", "pp")}
+    sizes["dp"] = math.prod(
+        dense.pop(axis) for axis in ("dp", "dp_replicate", "dp_shard") if axis in dense
+    )
+    if other := [axis for axis, size in dense.items() if size > 1 and axis != "ep"]:
+        raise SpecError(
+            f"axes.{other[0]}: a step's model knows tp, cp, ep, dp and pp; leave out --model"
+        )
+    if "expert" in regions and (model.experts or regions["expert"].get("ep", 1) > 1):
+        sizes |= {"ep": regions["expert"].get("ep", 1), "etp": regions["expert"].get("etp", 1)}
+    else:  # experts are split over tp as all else is
+        sizes |= {"ep": 1, "etp": sizes["tp"] if model.experts else None}
+    axes = list(regions["dense"])
+    inner = next((axes.index(axis) for axis in axes if axis.startswith("dp")), 0)
+    return {**sizes, "order": ORDERS["pp" in axes and axes.index("pp") < inner]}
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise SpecError(f"--{name.replace('_', '-')} {text}: expected a whole number from 1 on")
+    return number
+
+
+# ---- text ---------------------------------------------------------------------------------------
+
+
+def tuning_text(tuning: Tuning, limit: float, top: int) -> list[str]:
+    """The best grids as a table, and how to start the first."""
+    best = tuning.best[0]
+    lines = [
+        f"{_title(best)} on {best.choice.world_size:,} devices of {best.cluster.name}",
+        f"  {tuning.grids:,} grids are valid: {len(tuning.best):,} fit in {limit / 1e9:.0f} GB and "
+        f"are near the best, {tuning.far:,} take far longer",
+        "",
+        f"  {'step':>8} {'tokens/s':>12} {'MFU':>6} {'memory':>7}  grid, and how a step is run",
+    ]
+    for cost in tuning.best[:top]:
+        told = f"limited by {limits(cost)}" if cost is best else why_worse(cost, best)
+        lines += [
+            f"  {_time(cost.seconds):>8} {cost.tokens_per_second:12,.0f} {cost.mfu:6.1%} "
+            f"{cost.memory.total / 1e9:4.0f} GB  {describe(cost.choice)}; {_way(cost)}",
+            f"  {'':>8} {'':>12} {'':>6} {'':>7}  {told}",
+        ]
+    return [*lines, "", *start_lines(best.choice)]
+
+
+def start_lines(choice: Choice) -> list[str]:
+    """How to start a grid, on the command line and in Python."""
+    sizes = {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "ep")}
+    given = {axis: str(size) for axis, size in sizes.items() if size > 1}
+    if choice.expert_tp != choice.tp:
+        given["etp"] = str(choice.expert_tp)
+    order = choice.order != Choice().order and choice.pp > 1
+    flags = "".join(f" --{axis} {size}" for axis, size in given.items())
+    code = "".join(f"{axis}={size}, " for axis, size in given.items()) + f"dp={choice.dp}"
+    if order:
+        flags, code = f"{flags} --order {choice.order}", f"{code}, order={choice.order!r}"
+    return [
+        f"commgrid plan{flags} --world-size {choice.world_size}",
+        f"commgrid.initialize({code})",
+    ]
+
+
+def step_text(cost: StepCost, limit: float) -> list[str]:
+    """A step's time and memory in parts."""
+    lines = [
+        f"{_title(cost)} on {describe(cost.choice)} of {cost.cluster.name}",
+        f"  {_way(cost)}",
+        "",
+        f"Step: {_time(cost.seconds)}, {cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.1%}",
+    ]
+    for part, seconds in cost.parts.items():
+        if seconds:
+            lines.append(f"  {NAMES[part]:28} {_time(seconds):>10} {seconds / cost.seconds:7.1%}")
+    memory = cost.memory.total
+    fits = "" if memory <= limit else ": does not fit"
+    lines += ["", f"Memory of a rank: {memory / 1e9:.1f} GB of {limit / 1e9:.0f}{fits}"]
+    for part in MEMORY_PARTS:
+        size = getattr(cost.memory, part)
+        lines.append(f"  {part:28} {size / 1e9:7.1f} GB {size / memory:7.1%}")
+    return lines
+
+
+def change_text(before: StepCost, after: StepCost) -> list[str]:
+    """What changes of a step between two grids."""
+    seconds, memory = (
+        after.seconds / before.seconds - 1,
+        [cost.memory.total / 1e9 for cost in (before, after)],
+    )
+    lines = [
+        f"a step of {before.model.name} on {before.cluster.name}",
+        f"  takes {_time(before.seconds)} → {_time(after.seconds)} ({seconds:+.1%}), "
+        f"{before.tokens_per_second:,.0f} → {after.tokens_per_second:,.0f} tokens/s",
+        f"  needs {memory[0]:.1f} → {memory[1]:.1f} GB a rank, of "
+        f"{before.cluster.device.memory / 1e9:.0f}",
+        f"  {_way(before)} → {_way(after)}",
+    ]
+    for part, old in before.parts.items():
+        new = after.parts[part]
+        if abs(new - old) >= 1e-3 * before.seconds:
+            lines.append(f"  {NAMES[part]:28} {_time(old):>10} → {_time(new)}")
+    return lines
+
+
+def why_text(found: Sequence[Why]) -> list[str]:
+    """Where each number is from, as lines."""
+    lines = ["", "Where these numbers are from:"]
+    for each in found:
+        lines.append(f"  {each.name:18} {each.value:>11}  {each.formula}")
+        if each.source:
+            lines.append(f"  {'':18} {'':>11}  from: {each.source}")
+    return lines
+
+
+def _why_text(args: argparse.Namespace, cost: StepCost) -> list[str]:
+    return why_text(why(cost)) if args.why else []
+
+
+def _title(cost: StepCost) -> str:
+    model = cost.model
+    return (
+        f"{model.name}: {model.parameters / 1e9:,.1f} billion parameters, steps of {model.batch:,} "
+        f"· {model.sequence:,} tokens,"
+    )
+
+
+def _way(cost: StepCost) -> str:
+    choice = cost.choice
+    told = [f"microbatch {choice.microbatch}"]
+    if choice.pp > 1:
+        told.append(f"chunks {choice.chunks}")
+    told.append(f"recompute {choice.recompute}")
+    if choice.shard != "optimizer":
+        told.append(f"shard {choice.shard}")
+    if choice.order != Choice().order and choice.pp > 1:
+        told.append(f"order {choice.order}")
+    return ", ".join(told)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+# ---- JSON ---------------------------------------------------------------------------------------
+
+
+def _about(model: Model, cluster: Cluster, world_size: int, limit: float) -> dict[str, Any]:
+    return {
+        "world_size": world_size,
+        "model": model.to_dict(),
+        "cluster": cluster.to_dict(),
+        "limit_gb": limit / 1e9,
+    }
+
+
+def step_json(cost: StepCost) -> dict[str, Any]:
+    """A step for machines."""
+    choice = cost.choice
+    return {
+        "axes": {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "dp", "ep")},
+        "etp": choice.expert_tp if cost.model.experts else None,
+        "order": choice.order,
+        "microbatch": choice.microbatch,
+        "chunks": choice.chunks,
+        "recompute": choice.recompute,
+        "shard": choice.shard,
+        "step_s": cost.seconds,
+        "tokens_per_s": cost.tokens_per_second,
+        "mfu": cost.mfu,
+        "parts_s": cost.parts,
+        "memory_gb": {part: getattr(cost.memory, part) / 1e9 for part in MEMORY_PARTS},
+        "total_gb": cost.memory.total / 1e9,
+    }
+
+
+def _tuning_json(tuning: Tuning, top: int) -> dict[str, Any]:
+    best = tuning.best[0]
+    return {
+        "grids": {"valid": tuning.grids, "near": len(tuning.best), "far": tuning.far},
+        "best": [
+            {**step_json(cost), "limits": limits(cost),
+             "worse": None if cost is best else why_worse(cost, best)}
+            for cost in tuning.best[:top]
+        ],
+    }  # fmt: skip
+
+
+def _why_json(args: argparse.Namespace, cost: StepCost) -> dict[str, Any]:
+    return {"why": [each.to_dict() for each in why(cost)]} if args.why else {}

@@ -1,0 +1,263 @@
+"""A transformer as numbers: what it is made of, its parameters, and its arithmetic for one token.
+
+The counts follow Narayanan et al. 2021 (arXiv 2104.04473, section 5.1) for GPT, and the same sums
+over the matrices of a layer for gated, grouped-query and expert models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.planning.names import nearest
+from commgrid.planning.yaml_io import load_yaml
+
+ATTENTION = ("flash", "plain")
+"""How attention is computed: in one kernel that keeps no scores, or with scores in memory."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer and the batch it is trained on.
+
+    Args:
+        name: what it is called.
+        layers, hidden, heads: numbers of layers, of features, and of attention heads.
+        vocabulary: tokens that the embedding and the output layer know.
+        sequence: tokens of one sequence.
+        batch: sequences of one optimizer step, over all ranks.
+        ffn: features inside the MLP; None: 4 · hidden.
+        kv_heads: heads of keys and values; None: `heads`.
+        head_size: features of a head; None: hidden / heads.
+        gated: the MLP has three matrices (SwiGLU), not two.
+        biases: linear layers and norms have biases, as in GPT; positions are learned then.
+        dropout: after attention and the MLP, and in attention.
+        tied: embedding and output layer share their weights.
+        attention: `flash` or `plain`.
+        experts: of each layer; 0: a dense MLP.
+        top_k: experts that a token goes through.
+        expert_ffn: features inside an expert; None: `ffn`.
+        shared_ffn: features of an expert that all tokens go through; 0: there is none.
+        source: where the numbers are from.
+
+    Example:
+        >>> gpt = Model("gpt", layers=96, hidden=12288, heads=96, vocabulary=51200,
+        ...             sequence=2048, batch=64, biases=True, tied=True)
+        >>> print(f"{gpt.parameters / 1e9:.1f}")
+        174.6
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    batch: int
+    ffn: int | None = None
+    kv_heads: int | None = None
+    head_size: int | None = None
+    gated: bool = False
+    biases: bool = False
+    dropout: bool = False
+    tied: bool = False
+    attention: str = "flash"
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int | None = None
+    shared_ffn: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "vocabulary", "sequence", "batch"):
+            _check_whole(key, getattr(self, key), 1)
+        for key in ("ffn", "kv_heads", "head_size", "expert_ffn"):
+            if getattr(self, key) is not None:
+                _check_whole(key, getattr(self, key), 1)
+        for key in ("experts", "top_k", "shared_ffn"):
+            _check_whole(key, getattr(self, key), 0)
+        for key in ("gated", "biases", "dropout", "tied"):
+            if type(getattr(self, key)) is not bool:
+                raise SpecError(f"{key}={getattr(self, key)!r}: expected true or false")
+        if self.attention not in ATTENTION:
+            raise SpecError(
+                f"attention={self.attention!r}: expected {' or '.join(ATTENTION)}"
+                f"{nearest(str(self.attention), ATTENTION)}"
+            )
+        if self.head_size is None and self.hidden % self.heads:
+            raise SpecError(
+                f"heads={self.heads}: does not divide hidden={self.hidden}; give head_size"
+            )
+        if self.heads % self.groups:
+            raise SpecError(f"kv_heads={self.groups}: does not divide heads={self.heads}")
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise SpecError(
+                f"top_k={self.top_k}: expected a whole number from 1 to experts={self.experts}"
+            )
+        if not self.experts and (self.top_k or self.expert_ffn or self.shared_ffn):
+            raise SpecError("top_k, expert_ffn and shared_ffn are of models with experts; "
+                            "give experts as well")  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Model:
+        """A model from the mapping that YAML holds: the arguments above.
+
+        Raises:
+            SpecError: a key is missing or unknown, or a value does not fit.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key in config:
+            if key not in fields:
+                raise SpecError(
+                    f"{key}: unknown key of a model{nearest(str(key), fields)}; expected "
+                    f"{', '.join(fields)}"
+                )
+        for key, field in fields.items():
+            if key not in config and field.default is dataclasses.MISSING:
+                raise SpecError(f"{key}: missing; a model needs {', '.join(_needed(fields))}")
+        given: dict[str, Any] = dict(config)
+        return cls(**{**given, "name": str(given["name"]), "source": str(given.get("source", ""))})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Model:
+        """A model from a YAML file.
+
+        Raises:
+            SpecError: the file is not there, not YAML, or describes no model.
+        """
+        try:
+            return cls.from_dict(load_yaml(Path(path)))
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mapping that `from_dict` reads; what is as it is without being said is left out."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
+        }
+
+    @cached_property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @cached_property
+    def head(self) -> int:
+        """Features of one head."""
+        return self.hidden // self.heads if self.head_size is None else self.head_size
+
+    @cached_property
+    def width(self) -> int:
+        """Features inside the MLP."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @cached_property
+    def expert_width(self) -> int:
+        """Features inside an expert."""
+        return self.width if self.expert_ffn is None else self.expert_ffn
+
+    @property
+    def tokens(self) -> int:
+        """Of one optimizer step."""
+        return self.batch * self.sequence
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Of one layer: query, key, value and output matrices."""
+        return self.hidden * self.head * (2 * self.heads + 2 * self.groups)
+
+    @cached_property
+    def dense_parameters(self) -> int:
+        """Of one layer's MLP, or of what of an expert layer all tokens go through."""
+        if not self.experts:
+            return self._matrices * self.hidden * self.width
+        return self._matrices * self.hidden * self.shared_ffn + self.hidden * self.experts
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        return self._matrices * self.hidden * self.expert_width if self.experts else 0
+
+    @cached_property
+    def small_parameters(self) -> int:
+        """Of one layer's norms and biases."""
+        if not self.biases:
+            return 2 * self.hidden
+        return (
+            4 * self.hidden
+            + self.head * (self.heads + 2 * self.groups)
+            + (2 * self.hidden + (2 if self.gated else 1) * self.width)
+        )
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Of one layer."""
+        dense = self.attention_parameters + self.dense_parameters + self.small_parameters
+        return dense + self.experts * self.expert_parameters
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """Of the embedding, or of the output layer."""
+        return self.vocabulary * self.hidden
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the whole model; as Narayanan et al. 2021, equation 2, for GPT."""
+        ends = self.embedding_parameters * (1 if self.tied else 2)
+        positions = self.sequence * self.hidden if self.biases else 0
+        return self.layers * self.layer_parameters + ends + positions
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Those that one token goes through."""
+        idle = self.layers * (self.experts - self.top_k) * self.expert_parameters
+        return self.parameters - idle
+
+    @cached_property
+    def matrix_flops(self) -> float:
+        """Of one token's forward through the matrices of one layer: two for each parameter."""
+        routed = self.top_k * self.expert_parameters
+        return 2.0 * (self.attention_parameters + self.dense_parameters + routed)
+
+    @cached_property
+    def score_flops(self) -> float:
+        """Of one token's forward through one layer's attention to the whole sequence."""
+        return 4.0 * self.sequence * self.heads * self.head
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Of forward and backward, as papers count them: three forwards, nothing computed again,
+        attention as if it were not causal, and the output layer.
+
+        Korthikanti et al. 2022 (arXiv 2205.05198), appendix A: 72·l·h²(1 + s/6h + V/12lh) for GPT.
+        """
+        layers = self.layers * (self.matrix_flops + self.score_flops)
+        return 3.0 * (layers + 2.0 * self.embedding_parameters)
+
+    @cached_property
+    def recomputed_flops_per_token(self) -> float:
+        """`flops_per_token` with every layer's forward computed again before its backward.
+
+        Narayanan et al. 2021, equation 3: 96·l·h²(1 + s/6h + V/16lh) for GPT.
+        """
+        return self.flops_per_token + self.layers * (self.matrix_flops + self.score_flops)
+
+    @property
+    def _matrices(self) -> int:
+        return 3 if self.gated else 2
+
+
+def _needed(fields: Mapping[str, Any]) -> list[str]:
+    return [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+
+
+def _check_whole(key: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise SpecError(f"{key}={value!r}: expected a whole number from {least} on")

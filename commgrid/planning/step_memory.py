@@ -1,0 +1,145 @@
+"""Device memory of a rank in training: what it holds, in bytes.
+
+Weights, gradients and optimizer are those of mixed-precision Adam: 2 bytes of weights, 2 or 4 of
+gradients, 12 of master weights and two moments (Rajbhandari et al. 2020, arXiv 1910.02054, section
+3.1). Activations are counted as Korthikanti et al. 2022 do (arXiv 2205.05198, table 2), matrix by
+matrix, so that gated, grouped-query and expert layers are counted too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commgrid.planning.calibration import NCCL_GB, RESERVED_GB
+from commgrid.planning.choice import Choice
+from commgrid.planning.model import Model
+
+WEIGHT, MASTER, MOMENTS = 2, 4, 8
+"""Bytes of a parameter: in bf16, in fp32, and Adam's two moments in fp32."""
+
+
+MEMORY_PARTS = (
+    "weights", "gradients", "optimizer", "activations", "communicators", "reserved"
+)  # fmt: skip
+"""What a rank's memory is made of."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that the rank which needs most holds."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    communicators: float
+    reserved: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return (
+            self.weights + self.gradients + self.optimizer
+            + self.activations + self.communicators + self.reserved
+        )  # fmt: skip
+
+
+def parameters_of_rank(model: Model, choice: Choice, layers: int, ends: int) -> tuple[float, float]:
+    """Parameters that a rank of a stage holds, of experts and of all the rest.
+
+    Args:
+        layers: of the stage.
+        ends: how many of embedding and output layer it holds.
+
+    Returns:
+        Those that only ranks with the same experts hold, and those that all of dp and cp hold.
+    """
+    dense = (model.attention_parameters + model.dense_parameters) / choice.tp
+    rest = layers * (dense + model.small_parameters) + (
+        ends * model.embedding_parameters / choice.tp
+    )
+    local = model.experts / choice.ep
+    return layers * local * model.expert_parameters / choice.expert_tp, rest
+
+
+def layer_activations(model: Model, choice: Choice, recompute: str | None = None) -> float:
+    """Bytes that one layer keeps of one microbatch until its backward.
+
+    Args:
+        recompute: None: as the choice says.
+
+    For GPT: s·b·h(10 + 24/t + 5·a·s/(h·t)); with sequence parallelism s·b·h/t(34 + 5·a·s/h), and
+    s·b·h·34/t where attention is computed again (Korthikanti et al. 2022, table 2).
+    """
+    tokens = choice.microbatch * model.sequence / choice.cp
+    recompute = choice.recompute if recompute is None else recompute
+    hidden, outside = model.hidden, choice.split
+    if recompute == "full":
+        return tokens * 2 * hidden / outside
+    again = recompute == "selective"
+    norms = 0 if again and model.attention == "flash" else 2 * 2 * hidden
+    kept = (2 * 2 * hidden + (2 * hidden if model.dropout else 0) + norms) / outside
+    heads = model.heads * model.head
+    kept += (2 * heads + 4 * model.groups * model.head + 2 * heads) / choice.tp
+    if model.attention == "plain" and not again:
+        kept += (5 if model.dropout else 2) * model.heads * model.sequence / choice.tp
+    inside = (4 if model.gated else 2) + (0 if again and model.attention == "flash" else 2)
+    if model.experts:
+        routed = model.top_k * (2 * 2 * hidden + inside * model.expert_width) / outside
+        kept += routed + inside * model.shared_ffn / choice.tp
+    else:
+        kept += inside * model.width / choice.tp
+    return tokens * kept
+
+
+def memory_of(model: Model, choice: Choice) -> Memory:
+    """What the rank that needs most holds: one of the first stage, of the next, or of the last."""
+    first, most, last = choice.stage_layers(model)
+    layer = layer_activations(model, choice)
+    in_flight = choice.in_flight(model)
+    if choice.pp == 1:
+        return _of_stage(model, choice, most, 2 - model.tied, layer * most * in_flight, True)
+    after = max(in_flight - choice.pp + 1, 1)
+    stages = [
+        _of_stage(model, choice, first, 1, layer * first * in_flight),
+        _of_stage(model, choice, last, 1, layer * last * after, True),
+    ]
+    if choice.pp > 2 and most > first:
+        kept = layer * most * max(in_flight - 1, 1)
+        stages.append(_of_stage(model, choice, most, 0, kept))
+    return max(stages, key=lambda memory: memory.total)
+
+
+def communicators_of(choice: Choice) -> int:
+    """Communicators of more than one rank that a step uses, one of each."""
+    sizes = [choice.tp, choice.cp, choice.pp, choice.dp * choice.cp]
+    if choice.ep > 1:
+        sizes += [choice.ep, choice.expert_tp, choice.edp]
+    return sum(size > 1 for size in sizes)
+
+
+def _of_stage(
+    model: Model, choice: Choice, layers: int, ends: int, kept: float, output: bool = False
+) -> Memory:
+    """Of a stage's rank that keeps so many bytes of its layers' activations."""
+    experts, rest = parameters_of_rank(model, choice, layers, ends)
+    all_of_it = experts + rest
+    shared = all_of_it
+    if choice.shard != "none":
+        shared = rest / (choice.dp * choice.cp) + experts / choice.edp
+    held, gathered = all_of_it, 0.0
+    if choice.shard == "weights":  # and the layer that is computed, whole
+        held, gathered = shared, WEIGHT * all_of_it / layers
+    if choice.recompute == "full":  # what one layer needs while it is computed again
+        kept += layer_activations(model, choice, "none")
+    if output:  # logits in 16 bits, and in 32 for the loss
+        tokens = choice.microbatch * model.sequence / choice.cp
+        kept += tokens * model.vocabulary * 6 / choice.tp
+    return Memory(
+        weights=WEIGHT * held + gathered,
+        gradients=choice.gradient_bytes * held,
+        optimizer=(MASTER + MOMENTS) * shared,
+        activations=kept,
+        communicators=communicators_of(choice) * sum(NCCL_GB) / 2 * 1e9,
+        reserved=RESERVED_GB * 1e9,
+    )

@@ -1,0 +1,389 @@
+"""The best grids for a model: all that are valid and fit, by the time of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+from commgrid.errors import SpecError
+from commgrid.planning.calibration import CALIBRATION, Calibration
+from commgrid.planning.choice import ORDERS, RECOMPUTE, Choice
+from commgrid.planning.cluster import Cluster
+from commgrid.planning.layer_cost import Machine, layer_cost
+from commgrid.planning.model import Model
+from commgrid.planning.spreads import groups
+from commgrid.planning.step_cost import StepCost, step_cost
+from commgrid.planning.step_memory import MEMORY_PARTS, Memory, memory_of
+
+AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
+MICROBATCHES = (1, 2, 4, 8, 16)
+LARGEST_TP = 64
+FAR = 1.5
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user has decided; None: is chosen.
+
+    Args:
+        tp, cp, pp, dp, ep, etp: sizes of axes.
+        order, microbatch, chunks, recompute: as of `Choice`.
+        max_memory: bytes that a rank may need; None: the device's.
+        base: what the rest is taken from: sequence parallelism, sharding, bytes of gradients.
+    """
+
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    order: str | None = None
+    microbatch: int | None = None
+    chunks: int | None = None
+    recompute: str | None = None
+    max_memory: float | None = None
+    base: Choice = field(default_factory=Choice)
+
+    def __post_init__(self) -> None:
+        for key in (*AXES, "microbatch", "chunks"):
+            given = getattr(self, key)
+            if given is not None and (type(given) is not int or given < 1):
+                raise SpecError(f"{key}={given!r}: expected a whole number from 1 on")
+        if self.max_memory is not None and not self.max_memory > 0:
+            raise SpecError(f"max_memory={self.max_memory!r}: expected bytes above 0")
+
+    def given(self) -> dict[str, object]:
+        """Those that are decided."""
+        keys = (*AXES, "order", "microbatch", "chunks", "recompute", "max_memory")
+        return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+
+    def without(self, key: str) -> Pins:
+        """The same with one of them left open."""
+        opened: dict[str, Any] = {key: None}
+        return replace(self, **opened)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The grids that fit, best first.
+
+    Args:
+        best: of each grid the best way to run a step on it.
+        grids: that are valid for the model.
+        far: of those, how many take far longer than the best, whether they fit or not.
+        evaluated: ways to run a step whose time was reckoned.
+    """
+
+    best: tuple[StepCost, ...]
+    grids: int
+    far: int
+    evaluated: int
+
+
+def tune(
+    model: Model,
+    world_size: int,
+    cluster: Cluster,
+    pins: Pins | None = None,
+    calibration: Calibration = CALIBRATION,
+) -> Tuning:
+    """The best grids of a model on so many devices, by the time of a step.
+
+    Of each grid the best order, microbatch and number of chunks, with as little computed again as
+    fits in memory. Grids whose layers alone take `FAR` times the best step are left out.
+
+    Raises:
+        SpecError: the cluster has no so many devices, no grid is valid, or none fits; says what
+            would.
+    """
+    pins = pins or Pins()
+    cluster.check_world(world_size)
+    search = _Search(model, cluster, pins, Machine(cluster, calibration))
+    for grid in _grids(model, world_size, pins):
+        search.try_grid(grid)
+    if not search.found:
+        _refuse(search, world_size)
+    found = sorted(search.found, key=lambda cost: (cost.seconds, cost.memory.total))
+    return Tuning(tuple(found), search.grids, search.far, search.evaluated)
+
+
+_Fitting = tuple[Choice, Memory]
+
+
+@dataclass
+class _Search:
+    """What a search knows so far."""
+
+    model: Model
+    cluster: Cluster
+    pins: Pins
+    machine: Machine
+    found: list[StepCost] = field(default_factory=list)
+    best: float = math.inf
+    grids: int = 0
+    far: int = 0
+    evaluated: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    smallest: tuple[Choice, Memory] | None = None
+
+    def try_grid(self, grid: Choice) -> None:
+        """Adds a grid's best way to run a step, where it is valid and fits."""
+        best: StepCost | None = None
+        valid = far = False
+        small = self._state_fits(grid)
+        for ways in _ways(self.model, grid, self.pins):
+            possible = [choice for choice in ways if self._is_valid(choice)]
+            if not possible:
+                continue
+            valid = True
+            if not small:
+                break
+            if self._least(possible[0]) > FAR * self.best:
+                far = True
+                continue
+            made = [self.least_recomputed(choice) for choice in possible]
+            fitting = [each for each in made if each is not None]
+            for placed in self._orders(fitting) if fitting else ():
+                cost = self._best_chunks(placed)
+                if best is None or cost.seconds < best.seconds:
+                    best = cost
+        self.grids += valid
+        if best is not None:
+            self.found.append(best)
+            self.best = min(self.best, best.seconds)
+        elif far:
+            self.far += 1
+
+    def _is_valid(self, choice: Choice) -> bool:
+        why = choice.refusal(self.model)
+        if why is not None:
+            self.refusals[why] = self.refusals.get(why, 0) + 1
+        return why is None
+
+    def _state_fits(self, grid: Choice) -> bool:
+        """Whether what no way to run a step changes fits: weights, gradients, optimizer."""
+        asked = self.pins.recompute or RECOMPUTE[-1]
+        least = replace(grid, microbatch=self.pins.microbatch or 1, chunks=1, recompute=asked)
+        if least.refusal(self.model) is not None:
+            return True  # then nothing is known of it
+        memory = memory_of(self.model, least)
+        if memory.total - memory.activations <= memory_limit(self.cluster, self.pins):
+            return True
+        self._note(least, memory)
+        return False
+
+    def _note(self, choice: Choice, memory: Memory) -> None:
+        if self.smallest is None or memory.total < self.smallest[1].total:
+            self.smallest = (choice, memory)
+
+    def _least(self, choice: Choice) -> float:
+        """Seconds that a step takes at the least: those of the fullest stage's layers."""
+        layer = layer_cost(self.model, choice, self.machine, groups(choice, self.cluster))
+        each = layer.forward.total + layer.backward.total
+        return choice.microbatches(self.model) * choice.stage_layers(self.model).last * each
+
+    def _cost(self, choice: Choice, memory: Memory | None) -> StepCost:
+        self.evaluated += 1
+        return step_cost(self.model, choice, self.cluster, machine=self.machine, memory=memory)
+
+    def _best_chunks(self, fitting: list[_Fitting]) -> StepCost:
+        """The best of choices that differ in chunks, and perhaps in what is computed again.
+
+        Of equal ones the bubble shrinks with the chunks and the sends grow, both in proportion.
+        """
+        firsts: dict[str, StepCost] = {}
+        best: tuple[float, Choice, Memory] | None = None
+        for choice, memory in fitting:
+            if choice.recompute not in firsts:
+                firsts[choice.recompute] = self._cost(choice, memory)
+            cost = firsts[choice.recompute]
+            base = cost.choice
+            more = choice.chunks / base.chunks
+            sends = (
+                cost.pp
+                * (choice.microbatches(self.model) * choice.chunks + choice.pp - 1)
+                / (choice.microbatches(self.model) * base.chunks + choice.pp - 1)
+            )
+            seconds = cost.seconds - cost.bubble * (1 - 1 / more) + sends - cost.pp
+            if best is None or seconds < best[0]:
+                best = (seconds, choice, memory)
+        assert best is not None
+        return self._cost(best[1], best[2])
+
+    def _orders(self, fitting: list[_Fitting]) -> Iterator[list[_Fitting]]:
+        """The same choices in each order that they may have; it changes no memory."""
+        choice = fitting[0][0]
+        orders = [self.pins.order] if self.pins.order else [ORDERS[0]]
+        if self.pins.order is None and choice.pp > 1 and choice.dp > 1:
+            orders = [
+                each for each in ORDERS if not replace(choice, order=each).refusal(self.model)
+            ]
+        for order in orders:
+            if order == choice.order:
+                yield fitting
+            else:
+                yield [(replace(each, order=order), memory) for each, memory in fitting]
+
+    def least_recomputed(self, choice: Choice) -> tuple[Choice, Memory] | None:
+        """The choice with as little computed again as fits, since that only costs time."""
+        limit = memory_limit(self.cluster, self.pins)
+        for recompute in [self.pins.recompute] if self.pins.recompute else RECOMPUTE:
+            same = choice.recompute == recompute
+            tried = choice if same else replace(choice, recompute=recompute)
+            memory = memory_of(self.model, tried)
+            if memory.total <= limit:
+                return tried, memory
+        self._note(tried, memory)
+        return None
+
+
+def memory_limit(cluster: Cluster, pins: Pins) -> float:
+    """Bytes that a rank may need."""
+    return cluster.device.memory if pins.max_memory is None else pins.max_memory
+
+
+def _grids(model: Model, world_size: int, pins: Pins) -> Iterator[Choice]:
+    """Every factorisation into axes that may be valid; what never is, is left out early."""
+    for tp in _sizes(world_size, pins.tp, LARGEST_TP):
+        if model.heads % tp and pins.tp is None:
+            continue
+        for cp in _sizes(world_size // tp, pins.cp, world_size):
+            if (
+                cp > 1
+                and pins.cp is None
+                and (model.attention != "flash" or model.sequence % (2 * cp * tp))
+            ):
+                continue
+            for pp in _sizes(world_size // tp // cp, pins.pp, model.layers):
+                dp = world_size // tp // cp // pp
+                if pins.dp not in (None, dp) or (pins.dp is None and model.batch % dp):
+                    continue
+                base = replace(pins.base, tp=tp, cp=cp, pp=pp, dp=dp)
+                yield from _expert_grids(model, base, pins)
+
+
+def _expert_grids(model: Model, base: Choice, pins: Pins) -> Iterator[Choice]:
+    if not model.experts:
+        if pins.ep in (None, 1) and pins.etp is None:
+            yield base
+        elif pins.ep is not None:
+            yield replace(base, ep=pins.ep, etp=pins.etp)
+        return
+    inner = base.tp * base.cp * base.dp
+    for ep in _sizes(inner, pins.ep, model.experts):
+        if model.experts % ep and pins.ep is None:
+            continue
+        for etp in sorted({1, base.tp}) if pins.etp is None else [pins.etp]:
+            if inner % (ep * etp) == 0 or pins.etp is not None:
+                yield replace(base, ep=ep, etp=etp)
+
+
+def _sizes(whole: int, pinned: int | None, most: int) -> list[int]:
+    """The divisors up to a size, or the one that was decided where it divides."""
+    if pinned is not None:
+        return [pinned] if whole % pinned == 0 else []
+    return [size for size in range(1, min(whole, most) + 1) if whole % size == 0]
+
+
+def _ways(model: Model, grid: Choice, pins: Pins) -> Iterator[list[Choice]]:
+    """For each microbatch the numbers of chunks that its stages can have."""
+    per_rank = max(model.batch // grid.dp, 1)
+    layers = -(-model.layers // grid.pp)
+    sizes: tuple[int, ...] = MICROBATCHES
+    if grid.cp > 1 and pins.cp is None:
+        sizes = (1,)  # as many tokens a rank with cp halved and twice the sequences cost less
+    for microbatch in [pins.microbatch] if pins.microbatch else sizes:
+        if pins.microbatch is None and per_rank % microbatch:
+            continue
+        chunks = [pins.chunks] if pins.chunks else [1]
+        if pins.chunks is None and grid.pp > 1 and per_rank // microbatch % grid.pp == 0:
+            chunks += [count for count in range(2, layers + 1) if layers % count == 0]
+        yield [replace(grid, microbatch=microbatch, chunks=count) for count in chunks]
+
+
+# ---- where nothing fits -------------------------------------------------------------------------
+
+
+def first_fit(model: Model, world_size: int, cluster: Cluster, pins: Pins) -> Choice | None:
+    """Any choice that is valid and fits; None where there is none."""
+    search = _Search(model, cluster, pins, Machine(cluster, CALIBRATION))
+    for grid in _grids(model, world_size, pins):
+        for ways in _ways(model, grid, pins):
+            for choice in ways:
+                if choice.refusal(model) is None:
+                    made = search.least_recomputed(choice)
+                    if made is not None:
+                        return made[0]
+    return None
+
+
+def _refuse(search: _Search, world_size: int) -> NoReturn:
+    """Why no grid is left, and what would leave one."""
+    model, pins = search.model, search.pins
+    would = "; ".join(_what_would(search, world_size)) or _NO_WAY
+    if search.smallest is None:
+        raise SpecError(
+            f"model {model.name!r} on {world_size:,} devices: no grid is valid{_cause(search)}; "
+            f"{would}"
+        )
+    choice, memory = search.smallest
+    parts = {name: getattr(memory, name) for name in MEMORY_PARTS}
+    largest = max(parts, key=lambda name: parts[name])
+    raise SpecError(
+        f"model {model.name!r} on {world_size:,} devices: no grid fits in "
+        f"{memory_limit(search.cluster, pins) / 1e9:.0f} GB; the nearest, {describe(choice)} with "
+        f"recompute={choice.recompute}, needs {memory.total / 1e9:.1f}, of which "
+        f"{parts[largest] / 1e9:.1f} are {largest}; {would}"
+    )
+
+
+def _cause(search: _Search) -> str:
+    if search.refusals:
+        return f"; {max(search.refusals, key=lambda why: search.refusals[why])}"
+    given = ", ".join(f"{key}={value}" for key, value in search.pins.given().items())
+    beside = f" with {given}" if given else ""
+    return f"{beside}, since sizes must divide the devices and dp the batch"
+
+
+_NO_WAY = "no single change that was tried makes it fit"
+_MOST_DEVICES = 1024
+
+
+def _what_would(search: _Search, world_size: int) -> list[str]:
+    """Single changes that leave a grid that fits."""
+    model, cluster, pins = search.model, search.cluster, search.pins
+    told = []
+    for key in pins.given():
+        if key == "max_memory":
+            continue
+        found = first_fit(model, world_size, cluster, pins.without(key))
+        if found is not None:
+            told.append(f"without {key}={getattr(pins, key)} {describe(found)} fits")
+    if pins.base.shard != "weights":
+        shared = replace(pins, base=replace(pins.base, shard="weights"))
+        found = first_fit(model, world_size, cluster, shared)
+        if found is not None:
+            told.append(f"with shard=weights {describe(found)} fits")
+    times = 2
+    while not told and times <= _MOST_DEVICES:
+        found = first_fit(model, times * world_size, cluster, replace(pins, dp=None))
+        if found is not None:
+            told.append(f"on {times * world_size:,} devices {describe(found)} fits")
+        times *= 2
+    return told
+
+
+def describe(choice: Choice) -> str:
+    """A grid's sizes above 1.
+
+    >>> describe(Choice(tp=8, pp=4, dp=16))
+    'tp 8 · pp 4 · dp 16'
+    """
+    sizes = {axis: getattr(choice, axis) for axis in AXES if axis != "etp"}
+    told = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    if choice.expert_tp != choice.tp:
+        told.append(f"etp {choice.expert_tp}")
+    return " · ".join(told) or "dp 1"

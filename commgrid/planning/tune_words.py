@@ -1,0 +1,90 @@
+"""Grids compared in words: what limits one, and why another is worse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from commgrid.planning.choice import RECOMPUTE
+from commgrid.planning.spreads import groups
+from commgrid.planning.step_cost import PARTS, StepCost
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "compute": "kernels",
+        "bubble": "bubble",
+        "tp": "tp's collectives",
+        "cp": "cp's ring",
+        "ep": "experts' all-to-all",
+        "pp": "sends between stages",
+        "dp": "gradients and weights of dp",
+        "optimizer": "optimizer",
+    }
+)
+"""What the parts of a step are called."""
+
+_Reason = Callable[[StepCost, StepCost], str]
+
+
+def limits(cost: StepCost) -> str:
+    """What of a step is not arithmetic, the most first."""
+    shares = {part: cost.parts[part] / cost.seconds for part in PARTS if part != "compute"}
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:2]
+    told = [f"{NAMES[part]} {share:.0%}" for part, share in largest if share >= 0.01]
+    return ", ".join(told) or "arithmetic alone"
+
+
+def why_worse(cost: StepCost, best: StepCost) -> str:
+    """Why a grid takes longer than the best one: the part that grew most, and what is behind it."""
+    more = cost.seconds / best.seconds - 1
+    grown = {part: (cost.parts[part] - best.parts[part]) / best.seconds for part in PARTS}
+    part = max(grown, key=lambda each: grown[each])
+    reason = _REASONS[part](cost, best)
+    return f"+{more:.1%}: {NAMES[part]} +{grown[part]:.1%}{reason}"
+
+
+def _of_compute(cost: StepCost, best: StepCost) -> str:
+    places = [RECOMPUTE.index(each.choice.recompute) for each in (cost, best)]
+    if places[0] > places[1]:
+        return f" (recompute {cost.choice.recompute}, to fit)"
+    if cost.choice.tp > best.choice.tp:
+        return f" (smaller matrices with tp {cost.choice.tp})"
+    if cost.choice.microbatch < best.choice.microbatch:
+        return f" (smaller matrices with microbatches of {cost.choice.microbatch})"
+    if cost.choice.pp > best.choice.pp:
+        return f" (fuller stages with pp {cost.choice.pp})"
+    return ""
+
+
+def _of_bubble(cost: StepCost, best: StepCost) -> str:
+    choice, count = cost.choice, cost.choice.microbatches(cost.model)
+    return f" ({choice.pp} stages of {choice.chunks} for {count} microbatches)"
+
+
+def _crossing(group: str, axis: str) -> _Reason:
+    def reason(cost: StepCost, best: StepCost) -> str:
+        spread = groups(cost.choice, cost.cluster).get(group)
+        if spread is None:
+            return ""
+        level = cost.cluster.levels[cost.cluster.highest(spread)]
+        size = getattr(cost.choice, axis)
+        if level is cost.cluster.levels[0]:
+            return f" ({axis} {size})"
+        return (
+            f" ({axis} {size} leaves the {cost.cluster.levels[0].name}: "
+            f"{level.bandwidth / 1e9:.0f} GB/s)"
+        )
+
+    return reason
+
+
+_REASONS: Mapping[str, _Reason] = {
+    "compute": _of_compute,
+    "bubble": _of_bubble,
+    "tp": _crossing("tp", "tp"),
+    "cp": _crossing("cp", "cp"),
+    "ep": _crossing("ep", "ep"),
+    "pp": _crossing("pp", "pp"),
+    "dp": _crossing("dp_cp", "dp"),
+    "optimizer": lambda cost, best: f" (shared by dp {cost.choice.dp})",
+}

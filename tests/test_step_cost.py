@@ -1,0 +1,191 @@
+"""Time and memory of a step against papers' formulas, the simulator, and counting."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from commgrid.pipeline.schedule import interleaved, one_f_one_b
+from commgrid.pipeline.simulator import Times, simulate
+from commgrid.planning.calibration import CALIBRATION, SOURCES
+from commgrid.planning.choice import ORDERS, Choice
+from commgrid.planning.cluster import CLUSTERS
+from commgrid.planning.layer_cost import Machine, layer_cost
+from commgrid.planning.model import Model
+from commgrid.planning.model_zoo import MODELS
+from commgrid.planning.spec import GridSpec
+from commgrid.planning.spreads import groups
+from commgrid.planning.step_cost import PARTS, step_cost
+from commgrid.planning.step_memory import MEMORY_PARTS, layer_activations, memory_of
+from commgrid.planning.step_why import why
+
+H100 = CLUSTERS["h100"]
+GPT = Model(
+    "gpt", layers=48, hidden=6144, heads=64, vocabulary=51200, sequence=2048, batch=64,
+    biases=True, dropout=True, tied=True, attention="plain",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("t", [1, 2, 8])
+@pytest.mark.parametrize("b", [1, 4])
+def test_activations_are_those_of_the_papers_table(t: int, b: int) -> None:
+    """Korthikanti et al. 2022, table 2: bytes of one layer."""
+    s, h, a = GPT.sequence, GPT.hidden, GPT.heads
+    sbh, scores = s * b * h, 5 * a * s / h
+    plain = Choice(tp=t, microbatch=b, sequence_parallel=False)
+    split = Choice(tp=t, microbatch=b)
+    table = {
+        (plain, "none"): sbh * (10 + 24 / t + scores / t),
+        (split, "none"): sbh / t * (34 + scores),
+        (plain, "selective"): sbh * (10 + 24 / t),
+        (split, "selective"): sbh * 34 / t,
+        (plain, "full"): sbh * 2,
+    }
+    for (choice, recompute), bytes_ in table.items():
+        assert layer_activations(GPT, choice, recompute) == pytest.approx(bytes_, rel=1e-12)
+
+
+def test_attention_in_one_kernel_keeps_no_scores() -> None:
+    flash, choice = replace(GPT, attention="flash"), Choice()
+    fewer = layer_activations(GPT, choice) - layer_activations(flash, choice)
+    assert fewer == 5 * GPT.heads * GPT.sequence**2
+
+
+@pytest.mark.parametrize(("shard", "bytes_"), [("none", 18.0), ("optimizer", 6 + 12 / 8)])
+def test_model_state_is_18_bytes_a_parameter(shard: str, bytes_: float) -> None:
+    memory = memory_of(GPT, Choice(dp=8, shard=shard))
+    state = memory.weights + memory.gradients + memory.optimizer
+    # A stage counts what is on it: positions, which are few, are not.
+    known = GPT.parameters - GPT.sequence * GPT.hidden
+    assert state == pytest.approx(bytes_ * known, rel=1e-12)
+    assert memory.total == sum(getattr(memory, part) for part in MEMORY_PARTS)
+
+
+def test_all_ranks_hold_the_whole_model_once() -> None:
+    """Parameters of experts and of the rest over tp, pp and ep, where stages are even."""
+    model = replace(MODELS["mixtral-8x22b"], batch=64)
+    choice = Choice(tp=2, pp=4, dp=8, ep=8, etp=1, shard="none")
+    memory = memory_of(model, choice)
+    layers = model.layers // choice.pp
+    experts = layers * model.experts * model.expert_parameters / 8
+    rest = model.attention_parameters + model.dense_parameters
+    held = layers * (rest / 2 + model.small_parameters) + model.embedding_parameters / 2
+    assert memory.weights == 2 * (experts + held)
+    assert choice.edp == 2 * 8 // 8
+
+
+@pytest.mark.parametrize(("pp", "chunks", "count"), [(4, 1, 8), (2, 1, 2), (4, 2, 8), (4, 3, 12)])
+def test_bubble_and_live_microbatches_are_the_simulators(pp: int, chunks: int, count: int) -> None:
+    model = replace(GPT, layers=pp * chunks * 2, batch=count, vocabulary=8)
+    choice = Choice(pp=pp, chunks=chunks)
+    cost = step_cost(model, choice, H100)
+    machine = Machine(H100, CALIBRATION)
+    layer = layer_cost(model, choice, machine, groups(choice, H100))
+    forward, backward = 2 * layer.forward.total, 2 * layer.backward.total
+    schedule = one_f_one_b(pp, count) if chunks == 1 else interleaved(pp, count, num_chunks=chunks)
+    ran = simulate(schedule, Times(forward, backward / 2, backward / 2))
+    assert cost.compute + cost.bubble == pytest.approx(ran.makespan, rel=2e-3)  # 8 words of output
+    assert choice.in_flight(model) * chunks == pytest.approx(max(ran.peak_live), abs=chunks)
+
+
+def test_the_fullest_stage_sets_the_pace() -> None:
+    """126 layers on 16 stages: 7, 14 times 8, and 7; on 12 the last has 10 and the output."""
+    model = MODELS["llama3-405b"]
+    for pp in range(1, 20):
+        first, most, last = Choice(pp=pp).stage_layers(model)
+        assert 1 <= min(first, last) <= most == -(-126 // pp)
+    even = step_cost(model, Choice(tp=8, pp=14, dp=8), H100)
+    assert even.choice.stage_layers(model) == (9, 9, 9)
+    heavy = replace(model, vocabulary=8 * model.vocabulary)
+    assert step_cost(heavy, even.choice, H100).compute > 1.2 * even.compute
+
+
+def test_groups_lie_as_a_real_grids_do() -> None:
+    """In closed form, against the ranks of a plan of the same sizes and order."""
+    sizes = [1, 2, 3, 4, 8]
+    for tp, cp, dp, pp in itertools.product(sizes, [1, 2], sizes, [1, 2, 4]):
+        for order, cluster in itertools.product(ORDERS, (CLUSTERS["h100"], CLUSTERS["gb200"])):
+            choice = Choice(tp=tp, cp=cp, pp=pp, dp=dp, order=order)
+            layout = (
+                GridSpec.build(tp=tp, cp=cp, pp=pp, dp=dp, order=order)
+                .resolve(choice.world_size)
+                .layout("dense")
+            )
+            found = groups(choice, cluster)
+            for name in ("tp", "cp", "pp", "dp_cp"):
+                ranks = layout.group(0, *name.split("_"))
+                assert found[name] == cluster.spread(ranks), (choice, name)
+
+
+def test_expert_groups_lie_as_a_real_grids_do() -> None:
+    for tp, dp, pp, ep, etp in itertools.product([1, 2, 4], [4, 8], [1, 2], [2, 4, 8], [1, 2]):
+        if tp * dp % (ep * etp):
+            continue
+        choice = Choice(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
+        spec = GridSpec.build(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp).resolve(choice.world_size)
+        found = groups(choice, H100)
+        for name, axis in (("ep", "ep"), ("etp", "etp"), ("edp", "edp")):
+            ranks = spec.layout("expert").group(0, axis)
+            assert found[name] == H100.spread(ranks), (choice, name)
+
+
+def test_less_is_never_slower() -> None:
+    """More computed again, slower links, a smaller share of the peak: each takes longer."""
+    model, choice = MODELS["llama3-70b"], Choice(tp=8, pp=4, dp=8)
+    base = step_cost(model, choice, H100).seconds
+    none, some, full = (
+        step_cost(model, replace(choice, recompute=each), H100)
+        for each in ("none", "selective", "full")
+    )
+    assert none.seconds < some.seconds < full.seconds
+    assert none.memory.total > some.memory.total > full.memory.total
+    slow = replace(CALIBRATION, gemm=(("H100-80GB", 0.3),))
+    assert step_cost(model, choice, H100, slow).seconds > base
+    links = replace(H100, levels=tuple(replace(e, bandwidth=e.bandwidth / 4) for e in H100.levels))
+    slower = step_cost(model, choice, links)
+    assert slower.tp > 3 * none.tp
+    assert slower.seconds > base
+    plain = step_cost(model, replace(choice, overlap=False), H100)
+    assert plain.dp > none.dp
+
+
+def test_a_measured_cluster_is_taken_as_it_is() -> None:
+    model, choice = MODELS["llama3-70b"], Choice(tp=8, pp=4, dp=8)
+    told = step_cost(model, choice, H100)
+    measured = step_cost(model, choice, replace(H100, source="measured"))
+    assert measured.tp == pytest.approx(0.8 * told.tp, rel=0.05)
+
+
+def test_every_number_says_where_it_is_from() -> None:
+    model = replace(MODELS["mixtral-8x22b"], batch=64)
+    cost = step_cost(model, Choice(tp=2, cp=2, pp=4, dp=4, ep=8, etp=1), H100)
+    found = {each.name: each for each in why(cost)}
+    times = ("kernels", "bubble", "tp", "cp", "ep", "sends", "dp", "optimizer")
+    for part, name in zip(PARTS, times, strict=True):
+        seconds = float(found[name].value.removesuffix(" s"))
+        assert seconds == pytest.approx(cost.parts[part], abs=5.1e-3), name
+        assert found[name].formula
+        assert found[name].source
+    for part, name in zip(MEMORY_PARTS, (
+        "weights", "gradients", "optimizer state", "activations", "communicators", "reserved",
+    ), strict=True):  # fmt: skip
+        assert found[name].value == f"{getattr(cost.memory, part) / 1e9:.1f} GB"
+        assert found[name].source
+    assert {"gemm", "gemm_other", "flash", "memory", "network"} <= SOURCES.keys()
+    shares = [each.source for each in why(cost) if each.name == "share of the peak"]
+    assert shares == [SOURCES["gemm"], SOURCES["flash"]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tp": 5}, "tp=5: does not divide 64 heads"),
+        ({"cp": 2}, "cp=2: needs attention: flash"),
+        ({"pp": 64}, "pp=64: more stages than the 48 layers"),
+        ({"dp": 3}, "dp=3: times 1 sequences of a microbatch does not divide the batch of 64"),
+        ({"ep": 2}, "ep=2: model 'gpt' has no experts"),
+        ({"pp": 4, "chunks": 5}, "chunks=5: needs pp above 1"),
+    ],
+)
+def test_what_cannot_run_says_why(sizes: dict[str, int], said: str) -> None:
+    assert (Choice(**sizes).refusal(GPT) or "").startswith(said)

@@ -1,0 +1,156 @@
+"""The best grids: against brute force, with pins, and where nothing fits."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from commgrid.errors import SpecError
+from commgrid.planning.choice import ORDERS, RECOMPUTE, Choice
+from commgrid.planning.cluster import CLUSTERS, Cluster
+from commgrid.planning.model import Model
+from commgrid.planning.model_zoo import MODELS
+from commgrid.planning.spec import GridSpec
+from commgrid.planning.step_cost import StepCost, step_cost
+from commgrid.planning.tune import FAR, Pins, describe, tune
+from commgrid.planning.tune_words import limits, why_worse
+
+H100 = CLUSTERS["h100"]
+SMALL = Model("small", layers=12, hidden=4096, heads=32, vocabulary=32000, sequence=4096, batch=48,
+              kv_heads=8, gated=True)  # fmt: skip
+EXPERTS = replace(SMALL, name="experts", experts=8, top_k=2, expert_ffn=4096)
+
+
+def brute(model: Model, world: int, cluster: Cluster, limit: float) -> dict[str, StepCost]:
+    """The best step of every grid, by trying everything that a choice can be."""
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    best: dict[str, StepCost] = {}
+    for tp, cp, pp, ep in itertools.product(sizes, sizes, sizes, sizes if model.experts else [1]):
+        if world % (tp * cp * pp):
+            continue
+        ways = itertools.product(
+            (1, 2, 4, 8, 16), range(1, 13), RECOMPUTE, ORDERS,
+            sorted({1, tp}) if model.experts else [None],
+        )  # fmt: skip
+        for microbatch, chunks, recompute, order, etp in ways:
+            choice = Choice(
+                tp=tp, cp=cp, pp=pp, dp=world // (tp * cp * pp), ep=ep, etp=etp, order=order,
+                microbatch=microbatch, chunks=chunks, recompute=recompute,
+            )  # fmt: skip
+            if choice.refusal(model) is None:
+                cost = step_cost(model, choice, cluster)
+                key = describe(choice)
+                known = best.get(key)
+                if cost.memory.total <= limit and (not known or cost.seconds < known.seconds):
+                    best[key] = cost
+    return best
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "gb"), [(SMALL, 16, 12), (SMALL, 8, 80), (EXPERTS, 4, 60)]
+)
+def test_the_best_is_that_of_trying_everything(model: Model, world: int, gb: int) -> None:
+    every = brute(model, world, H100, gb * 1e9)
+    found = tune(model, world, H100, Pins(max_memory=gb * 1e9))
+    first = min(every.values(), key=lambda cost: cost.seconds)
+    assert found.best[0].seconds == pytest.approx(first.seconds, rel=1e-9)
+    assert describe(found.best[0].choice) == describe(first.choice)
+    seconds = [cost.seconds for cost in found.best]
+    assert seconds == sorted(seconds)
+    ours = {describe(cost.choice): cost for cost in found.best}
+    for key, cost in every.items():
+        if cost.choice.cp > 1:
+            continue  # with several sequences at once it is another grid with fewer cp
+        if key in ours:
+            assert ours[key].seconds == pytest.approx(cost.seconds, rel=1e-9), key
+        else:
+            assert cost.seconds > FAR * first.seconds, key
+
+
+def test_pins_are_obeyed() -> None:
+    model = replace(MODELS["gpt-175b"], batch=512)
+    free = tune(model, 256, H100).best[0]
+    for pins in (
+        Pins(tp=8), Pins(pp=4, microbatch=1), Pins(recompute="full"), Pins(order=ORDERS[1]),
+        Pins(chunks=3), Pins(tp=2, cp=2, pp=16, dp=4), Pins(max_memory=60e9),
+        Pins(base=Choice(shard="weights")),
+    ):  # fmt: skip
+        found = tune(model, 256, H100, pins).best
+        for cost in found:
+            for key, value in pins.given().items():
+                if key == "max_memory":
+                    assert cost.memory.total <= 60e9
+                else:
+                    assert getattr(cost.choice, key) == value
+            assert cost.choice.shard == pins.base.shard
+            assert cost.choice.world_size == 256
+        if pins.base.shard == "optimizer":
+            assert found[0].seconds >= free.seconds
+
+
+def test_every_grid_that_is_found_is_a_real_one() -> None:
+    model = replace(MODELS["mixtral-8x22b"], batch=256)
+    for cost in tune(model, 128, H100).best:
+        choice = cost.choice
+        spec = GridSpec.build(
+            tp=choice.tp, cp=choice.cp, pp=choice.pp, dp=choice.dp, ep=choice.ep,
+            etp=choice.expert_tp, order=choice.order,
+        ).resolve(128)  # fmt: skip
+        expert = spec.layout("expert").shape
+        assert expert["ep"] == choice.ep
+        assert expert["edp"] == choice.edp
+        assert cost.memory.total <= H100.device.memory
+
+
+def test_the_same_again() -> None:
+    first, second = (tune(MODELS["llama3-70b"], 128, H100) for _ in range(2))
+    assert first == second
+
+
+def test_the_search_is_small_at_any_size() -> None:
+    """Counted, since a clock tells of the machine: 16,384 devices within seconds."""
+    for name in ("llama3-405b", "mixtral-8x22b"):
+        model = replace(MODELS[name], batch=2048)
+        assert tune(model, 16384, H100).evaluated < 5000
+
+
+def test_why_the_next_is_worse_is_told_by_its_parts() -> None:
+    model = replace(MODELS["gpt-175b"], batch=1536)
+    best = tune(model, 1024, H100, Pins(tp=8)).best[0]
+    wide = tune(model, 1024, H100, Pins(tp=32)).best[0]
+    told = re.fullmatch(r"\+(.+)%: tp's collectives \+(.+)% \((.+)\)", why_worse(wide, best))
+    assert told is not None
+    assert told[3] == "tp 32 leaves the node: 50 GB/s"
+    assert float(told[1]) == pytest.approx(100 * (wide.seconds / best.seconds - 1), abs=0.06)
+    assert float(told[2]) == pytest.approx(100 * (wide.tp - best.tp) / best.seconds, abs=0.06)
+    assert limits(best).startswith("tp's collectives")
+    assert FAR > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "pins", "said"),
+    [
+        ("gpt-1t", 64, Pins(), r"no grid fits in 80 GB; the nearest, .* needs 2\d\d\.\d, of which "
+         r"\d+\.\d are optimizer; .*on 256 devices tp 8 · pp 32 fits"),
+        ("gpt-175b", 64, Pins(tp=5), r"no grid is valid with tp=5, .*; without tp=5 .* fits"),
+        ("gpt-175b", 64, Pins(tp=8, dp=8), r"no grid fits .*; without dp=8 .*; with shard=weights"),
+        ("gpt-175b", 64, Pins(ep=2), r"no grid is valid; ep=2: model 'gpt-175b' has no experts"),
+        ("gpt-175b", 64, Pins(recompute="none", max_memory=54e9), "without recompute=none .* fits"),
+        ("gpt-22b", 8, Pins(max_memory=1e9), "no single change that was tried makes it fit"),
+    ],
+)  # fmt: skip
+def test_where_nothing_fits_it_says_what_would(
+    name: str, world: int, pins: Pins, said: str
+) -> None:
+    with pytest.raises(SpecError, match=said):
+        tune(MODELS[name], world, H100, pins)
+
+
+def test_pins_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(SpecError, match="tp=0: expected a whole number from 1 on"):
+        Pins(tp=0)
+    with pytest.raises(SpecError, match="max_memory=-1: expected bytes above 0"):
+        Pins(max_memory=-1)
+    with pytest.raises(SpecError, match=r"recompute='ful': .*; did you mean 'full'\?"):
+        Choice(recompute="ful")
