@@ -126,8 +126,9 @@ class Choice:
         if model.groups % tp and tp % model.groups:
             return f"tp={tp}: neither divides {model.groups} heads of keys and values nor is a \
 multiple of them"
-        if model.width % tp or model.vocabulary % tp:
-            return f"tp={tp}: does not divide ffn {model.width} and vocabulary {model.vocabulary}"
+        dense = model.shared_ffn if experts else model.width
+        if dense % tp:  # a vocabulary is filled up to a multiple, as all do it
+            return f"tp={tp}: does not divide {dense} features of the MLP"
         if self.cp > 1 and (model.sequence % (2 * self.cp) or model.attention != "flash"):
             return f"cp={self.cp}: needs attention: flash, and 2 · cp to divide the sequence of \
 {model.sequence}"

@@ -45,6 +45,11 @@ class Machine:
     layers: dict[Hashable, LayerCost] = field(default_factory=dict, compare=False, repr=False)
     times: dict[Hashable, float] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def links(self) -> float:
+        """Share of a link's bandwidth that is reached: all of what was measured."""
+        return self.calibration.network if "datasheet" in self.cluster.source else 1.0
+
     def gemm(self, m: float, n: float, k: float) -> float:
         """Forward seconds of the product of (m, k) and (k, n) in 16 bits."""
         return self._roofline(2 * m * n * k, 2 * (m * k + k * n + m * n))
@@ -71,8 +76,7 @@ class Machine:
         """Seconds of a collective at the share of its links that is reached."""
         known = self.times.get((name, size, spread))
         if known is None:
-            reached = self.calibration.network if "datasheet" in self.cluster.source else 1.0
-            known = collective_time(name, size / reached, spread, self.cluster)
+            known = collective_time(name, size / self.links, spread, self.cluster)
             self.times[name, size, spread] = known
         return known
 

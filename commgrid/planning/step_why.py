@@ -33,7 +33,12 @@ class Why:
 
 def why(cost: StepCost, calibration: Calibration = CALIBRATION) -> tuple[Why, ...]:
     """All numbers of a step's time and memory, in the order in which they are printed."""
-    return (*_of_step(cost), *_of_time(cost, calibration), *_of_memory(cost), *_constants(cost))
+    return (
+        *_of_step(cost),
+        *_of_time(cost, calibration),
+        *_of_memory(cost),
+        *_constants(cost, calibration),
+    )
 
 
 def _of_step(cost: StepCost) -> Iterator[Why]:
@@ -176,8 +181,8 @@ def _of_memory(cost: StepCost) -> Iterator[Why]:
     yield Why("reserved", _gb(memory.reserved), "a constant", SOURCES["reserved"])
 
 
-def _constants(cost: StepCost) -> Iterator[Why]:
-    calibration, cluster = CALIBRATION, cost.cluster
+def _constants(cost: StepCost, calibration: Calibration) -> Iterator[Why]:
+    cluster = cost.cluster
     known = cluster.device.name in dict(calibration.gemm)
     yield Why(
         "share of the peak",
@@ -188,7 +193,8 @@ def _constants(cost: StepCost) -> Iterator[Why]:
     if cost.model.attention == "flash":
         yield Why("share of the peak", f"{calibration.flash}", "of attention", SOURCES["flash"])
     yield Why("share of memory", f"{calibration.memory}", "of kernels", SOURCES["memory"])
-    yield Why("share of links", f"{calibration.network}", "of collectives", SOURCES["network"])
+    links = Machine(cluster, calibration).links
+    yield Why("share of links", f"{links:g}", "of collectives", SOURCES["network"])
     yield Why("cluster", cluster.name, "devices, bandwidths, latencies", cluster.source)
     yield Why("model", cost.model.name, "sizes", cost.model.source or "as given")
 
