@@ -31,6 +31,16 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_peer_that_never_talks_is_an_error_within_the_timeout[any-*]",
         "test_a_peer_that_never_talks_is_an_error_within_the_timeout[barrier-*]",
     ],
+    "tests/test_tune.py": [
+        "test_the_search_is_small_at_any_size",
+        "test_the_best_is_that_of_trying_everything[model0-16-12]",
+    ],
+    "tests/test_step_cost.py": [
+        "test_groups_lie_as_a_real_grids_do",
+    ],
+    "tests/test_published.py": [
+        "test_the_constants_are_those_that_the_runs_give",
+    ],
     "tests/bridge/test_bridge_errors.py": [
         "test_a_rank_that_does_not_come_is_named",
         "test_who_waits_for_a_rank_that_died_is_told",
