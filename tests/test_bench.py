@@ -20,10 +20,10 @@ import commgrid
 from commgrid.cli import main
 from commgrid.cli.bench import as_table
 from commgrid.errors import SpecError, UnknownGroupError
+from commgrid.observe.bench import Effort, bench
 from commgrid.planning.cluster import CLUSTERS, find_cluster
 from commgrid.planning.cost import COLLECTIVES, collective_time
 from commgrid.planning.fitting import Measured
-from commgrid.runtime.bench import Effort, bench
 from tests.ranks import run_on_ranks
 
 BOX = CLUSTERS["h100"]

@@ -21,7 +21,7 @@ from commgrid.planning.names import canonical
 from commgrid.planning.spec import GridSpec
 
 if TYPE_CHECKING:
-    from commgrid.runtime.bench import Effort
+    from commgrid.observe.bench import Effort
     from commgrid.runtime.grid import HyperCommGrid
 
 _EXAMPLES = """examples:
@@ -160,7 +160,7 @@ def read_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _read_effort(args: argparse.Namespace) -> Effort:
-    from commgrid.runtime.bench import Effort
+    from commgrid.observe.bench import Effort
 
     try:
         seconds = float(args.seconds)

@@ -24,6 +24,11 @@ from commgrid.runtime.agreement import Meeting
 _NAMED = 4  # hosts that a message lists
 
 
+def own_host() -> str:
+    """What this process's host is called: COMMGRID_HOST, or its name."""
+    return os.environ.get("COMMGRID_HOST") or socket.gethostname()
+
+
 def needs_hosts(spec: GridSpec) -> bool:
     """Whether something of a spec depends on where ranks run."""
     return bool(spec.constraints) or spec.place == BY_HOST
@@ -42,8 +47,7 @@ def settle(spec: GridSpec, meeting: Meeting, name: str, rank: int) -> GridSpec:
         SpecError: on every rank, a group leaves the host that it was to stay on.
         GridMismatchError, PeerTimeoutError, PeerFailedError: as the meeting raises them.
     """
-    host = os.environ.get("COMMGRID_HOST") or socket.gethostname()
-    found = meeting.gather(host, lambda hosts: conclude(spec, hosts))
+    found = meeting.gather(own_host(), lambda hosts: conclude(spec, hosts))
     if found["refused"]:
         raise SpecError(f"grid {name!r}: {found['refused']}")
     if not found["order"]:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
+from commgrid.observe.bench import Effort, bench
 from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.cost import COLLECTIVES
-from commgrid.runtime.bench import Effort, bench
 from tests.benchmarks.report import Row, compare, main
 from tests.ranks import run_on_ranks
 

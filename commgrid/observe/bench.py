@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import time
 from collections import Counter
@@ -14,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from commgrid.collectives.objects import gathered
 from commgrid.errors import SpecError
 from commgrid.planning.cluster import CLUSTERS, Cluster, Device, Level
 from commgrid.planning.cost import COLLECTIVES
 from commgrid.planning.fitting import Measured
 from commgrid.planning.names import canonical, nearest
 from commgrid.runtime import torch_groups
+from commgrid.runtime.hosts import own_host
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -148,9 +149,7 @@ def _chosen(
     for name in names:
         grid.is_member(name)  # or it is an error that names the nearest
     asked = list(dict.fromkeys(names)) or [held[0] for held in alike.values()]
-    listed: list[Any] = [None] * everyone.size()
-    mine = [(name, shared.get(name, (name,))) for name in asked]
-    dist.all_gather_object(listed, mine, group=everyone)
+    listed = gathered([(name, shared.get(name, (name,))) for name in asked], everyone)
     merged: dict[str, tuple[str, ...]] = {}
     for name, held in (each for theirs in listed for each in theirs):
         if any(len(ranks) > 1 for ranks in grid.get_all_ranks(name)):
@@ -280,8 +279,7 @@ def _finish(device: torch.device) -> None:
 def find_hosts(grid: HyperCommGrid) -> list[int]:
     """By global rank, the number of the host that it runs on, by its name; all ranks call it."""
     ranks = grid.get_ranks(whole_name(grid))
-    names: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(names, socket.gethostname(), group=grid.get_group(whole_name(grid)))
+    names = gathered(own_host(), grid.get_group(whole_name(grid)))
     numbers = {name: place for place, name in enumerate(dict.fromkeys(names))}
     found = [0] * (max(ranks) + 1)
     for rank, name in zip(ranks, names, strict=True):
