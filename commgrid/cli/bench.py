@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         _check_output(args)
     base = None if args.cluster is None else find_cluster(args.cluster)
     spec = _with_everyone(read_spec(args))
-    from commgrid.runtime import bench
+    from commgrid.observe import bench
     from commgrid.runtime.registry import initialize, is_initialized, shutdown, started_ranks
 
     if started_ranks() == 1:
