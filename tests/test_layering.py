@@ -53,7 +53,13 @@ ROWS = [
     ["planning"],
     ["viz.figure", "viz.view", "viz.json_lines"],
     ["viz.grid_picture", "viz.schedule_picture", "viz.curves_picture", "viz.page"],
-    ["viz.benchmark_picture", "viz.costs_picture", "viz.sharding_picture", "viz.transfer_picture"],
+    [
+        "viz.benchmark_picture",
+        "viz.costs_picture",
+        "viz.steps_picture",
+        "viz.sharding_picture",
+        "viz.transfer_picture",
+    ],
     ["viz.live"],
     ["viz"],
     ["runtime.launch", "runtime.roll", "runtime.torch_nccl", "runtime.seconds"],
@@ -133,7 +139,7 @@ ROWS = [
     ["observe"],
     ["cli.terminal"],
     ["cli.grid_options", "cli.output"],
-    ["cli.show_sharding", "cli.plan_model", "cli.plan_cluster"],
+    ["cli.show_sharding", "cli.show_choice", "cli.plan_model", "cli.plan_cluster"],
     [
         "cli.plan",
         "cli.presets",

@@ -19,6 +19,7 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import MARKS, give
+from commgrid.cli.show_choice import ShownBench, ShownSteps, add_choice_options
 from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
 from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.errors import SpecError
@@ -54,9 +55,14 @@ _EXAMPLES = """examples:
   commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
   commgrid show --sharding 30,4,9 --cp 3 --way ring
   commgrid show --transfer plan.json -o plan.svg
+  commgrid show --steps best.json -o steps.svg           (of plan --auto --json)
+  commgrid show --bench bench.json --cluster measured.yaml -o costs.svg
 
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
+_KINDS: Mapping[str, Callable[[argparse.Namespace], ShownSharding | ShownSteps | ShownBench]] = {
+    "sharding": ShownSharding, "steps": ShownSteps, "bench": ShownBench,
+}  # fmt: skip
 _SIZES = ("stages", "microbatches", "chunks")
 _PARTS = 4  # of a staircase that is folded to the terminal's width
 
@@ -91,6 +97,7 @@ def add_parser(commands: Any) -> None:
         help="what Pipeline.write_spans wrote on each stage, drawn beside the plan",
     )  # fmt: skip
     add_sharding_options(parser)
+    add_choice_options(parser)
     runs = parser.add_argument_group("runs")
     runs.add_argument(
         "--metrics", nargs="+", type=Path, default=[], metavar="FILE",
@@ -117,9 +124,10 @@ def run(args: argparse.Namespace) -> int:
     if args.transfer is not None:
         plan = read_traffic(args.transfer)
         return _give(args, plan.as_dict, lambda: as_table(plan), lambda: draw_transfer(plan), {})
-    if args.sharding:
-        shown = ShownSharding(args)
-        return _give(args, shown.as_dict, shown.as_text, shown.draw, {})
+    for given, kind in _KINDS.items():
+        if getattr(args, given):
+            shown = kind(args)
+            return _give(args, shown.as_dict, shown.as_text, shown.draw, {})
     if args.metrics:
         return _show_runs(args)
     simulation = _simulation(args)
@@ -190,6 +198,11 @@ def _check(args: argparse.Namespace) -> None:
     alone = "--metrics" if args.metrics else "--benchmark" if args.benchmark else None
     if alone and (args.schedule or grid_flags_given(args)):
         raise SpecError(f"{alone}: draws runs alone; leave the grid and --schedule out")
+    if (args.steps or args.bench) and (others or grid_flags_given(args)):
+        flag = "--steps" if args.steps else "--bench"
+        raise SpecError(f"{flag}: draws its file alone; leave the grid and other pictures out")
+    if args.steps and args.bench:
+        raise SpecError("--steps and --bench: are two pictures; give one of them")
     if args.metrics and args.benchmark:
         raise SpecError("--metrics and --benchmark: are two pictures; give one of them")
     if args.rows and not args.benchmark:

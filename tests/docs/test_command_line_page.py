@@ -35,6 +35,11 @@ BENCHMARK = {
     "case": "8 ranks", "metric": "time", "unit": "s", "ours": 1.0, "peer": "a peer",
     "peer_value": 2.0, "ratio": 0.5, "spread": [0.4, 0.6],
 }  # fmt: skip
+BENCHED = {
+    "group": "tp", "names": ["tp"], "ranks": 8, "groups": 1, "spread": [8, 1],
+    "collective": "all_reduce", "size": 1024, "count": 256, "type": "float", "time_us": 20.0,
+    "least_us": 19.0, "most_us": 21.0, "algbw": 0.05, "busbw": 0.09,
+}  # fmt: skip
 TRACE = {
     "format": 1, "rank": 0, "wall": 1.0, "monotonic": 0, "dropped": 0, "members": {"tp": [0, 1]},
     "calls": [["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 0, 10, 20]],
@@ -97,6 +102,10 @@ def printed(which: str, folder: Path) -> Any:
     (folder / "a.jsonl").write_text(METRICS)
     (folder / "b.json").write_text(json.dumps({"rows": [BENCHMARK]}))
     Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128}).save(folder / "c.json")
+    (folder / "e.json").write_text(json.dumps({"rows": [BENCHED]}))
+    if which == "show --steps":
+        best = said("plan", "--auto", *MODEL, "--world-size", "128", "--pp", "4")
+        (folder / "d.json").write_text(json.dumps(best))
     (folder / "rank_00000.json").write_text(json.dumps(TRACE))
     argv = {
         "plan": ["plan", *GRID, "--cluster", "h100", "--gpus-per-node", "1"],
@@ -109,6 +118,8 @@ def printed(which: str, folder: Path) -> Any:
         "show --sharding": ["show", "--sharding", "900,90x4", "--cp", "4"],
         "show --benchmark": ["show", "--benchmark", str(folder / "b.json")],
         "show --transfer": ["show", "--transfer", str(folder / "c.json")],
+        "show --steps": ["show", "--steps", str(folder / "d.json")],
+        "show --bench": ["show", "--bench", str(folder / "e.json"), "--cluster", "h100"],
         "trace": ["trace", str(folder)],
     }
     return said(*argv[which])
@@ -124,7 +135,8 @@ def schema(which: str) -> dict[str, str]:
     "which",
     [
         "plan", "plan --model", "plan --auto", "explain", "show for a grid", "show --schedule",
-        "show --metrics", "show --benchmark", "show --sharding", "show --transfer", "trace",
+        "show --metrics", "show --benchmark", "show --sharding", "show --transfer", "show --steps",
+        "show --bench", "trace",
     ],
 )  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""The best grids as bars, and a bench beside what a cluster predicts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commgrid import SpecError
+from commgrid.cli import main
+from commgrid.planning.cluster import CLUSTERS
+from commgrid.planning.cost import collective_time
+from commgrid.planning.step_cost import PARTS
+from commgrid.viz.figure import drawing
+from commgrid.viz.steps_picture import draw_steps, read_steps
+
+JOB = ["--model", "llama3-8b", "--cluster", "h100", "--world-size", "64"]
+
+
+@pytest.fixture
+def best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert main(["plan", "--auto", *JOB, "--json"]) == 0
+    path = tmp_path / "best.json"
+    path.write_text(capsys.readouterr().out)
+    return path
+
+
+def test_bars_are_as_long_as_the_steps_take(best: Path) -> None:
+    """Parts lie end to end from 0, and are those of the plan."""
+    pytest.importorskip("matplotlib")
+    found, rows = json.loads(best.read_text())["best"], read_steps(best)
+    assert [step.seconds for step in rows.steps] == [row["step_s"] for row in found]
+    with drawing():
+        figure = draw_steps(rows)
+    (axes,) = figure.axes
+    bars: dict[float, list[Any]] = {}
+    for bar in axes.patches:
+        bars.setdefault(round(bar.get_y() + bar.get_height() / 2), []).append(bar)
+    assert sorted(bars) == list(range(len(found)))
+    for place, row in enumerate(found):
+        ends = 0.0
+        for bar in bars[place]:
+            assert bar.get_x() == pytest.approx(ends)
+            ends += bar.get_width()
+        assert ends == pytest.approx(row["step_s"], rel=2e-3 * len(PARTS))
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [step.grid for step in rows.steps]
+
+
+def test_one_grid_is_a_bar_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *JOB, "--tp", "8", "--json"]) == 0
+    (tmp_path / "one.json").write_text(capsys.readouterr().out)
+    assert main(["show", "--steps", str(tmp_path / "one.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "llama3-8b on 64 devices of h100"
+    assert lines[2].startswith("  tp 8 · dp 8")
+
+
+def test_a_bench_stands_beside_what_the_cluster_predicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "group": "tp", "names": ["tp"], "ranks": 8, "groups": 1, "spread": [8, 1],
+        "collective": "all_reduce", "size": 1 << 20, "count": 1 << 18, "type": "float",
+        "time_us": 20.0, "least_us": 19.0, "most_us": 21.0, "algbw": 0.05, "busbw": 0.09,
+    }  # fmt: skip
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"rows": [row]}))
+    assert main(["show", "--bench", str(path), "--cluster", "h100", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["rows"]
+    expected = collective_time("all_reduce", 1 << 20, (8, 1), CLUSTERS["h100"])
+    assert found["measured_us"] == pytest.approx(20.0)
+    assert found["predicted_us"] == pytest.approx(expected * 1e6)
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "costs.svg"
+    assert main(["show", "--bench", str(path), "--cluster", "h100", "-o", str(out)]) == 0
+    assert "all_reduce" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--bench", "x.json"], "--bench x.json: give the cluster that predicts it as well"),
+        (["--bench", "x.json", "--cluster", "h100"], "x.json: cannot be read"),
+        (["--steps", "x.json"], "x.json: cannot be read"),
+        (["--steps", "x.json", "--tp", "2"], "--steps: draws its file alone"),
+        (["--steps", "x.json", "--bench", "x.json"], "--steps and --bench: are two pictures"),
+    ],
+)
+def test_wrong_flags_are_one_line(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_another_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"best": [{}]}')
+    with pytest.raises(SpecError, match=r"expected what `commgrid plan --auto"):
+        read_steps(tmp_path / "a.json")
