@@ -46,7 +46,7 @@ ROWS = [
     ["observe.traces"],
     ["planning.layer_cost"],
     ["planning.step_cost"],
-    ["planning.step_why", "planning.tune", "planning.tune_words"],
+    ["planning.step_why", "planning.tune", "planning.tune_words", "planning.step_traffic"],
     ["planning.sockets", "planning.diff", "context_parallel.volume", "bridge.pipelines"],
     ["context_parallel.length_plan"],
     ["context_parallel.lengths"],

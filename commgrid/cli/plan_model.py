@@ -19,6 +19,7 @@ from commgrid.planning.model_zoo import find_model
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.step_cost import StepCost
 from commgrid.planning.step_memory import MEMORY_PARTS
+from commgrid.planning.step_traffic import traffic
 from commgrid.planning.step_why import Why, why
 from commgrid.planning.tune import AXES, Pins, Tuning, describe, memory_limit, tune
 from commgrid.planning.tune_words import NAMES, limits, why_worse
@@ -247,6 +248,34 @@ def step_text(cost: StepCost, limit: float) -> list[str]:
     for part in MEMORY_PARTS:
         size = getattr(cost.memory, part)
         lines.append(f"  {part:28} {size / 1e9:7.1f} GB {size / memory:7.1%}")
+    return [*lines, *_traffic_text(cost)]
+
+
+def traffic_notes(cost: StepCost) -> dict[str, str]:
+    """What a step sends by name, in words; dp's is that of dp_cp where cp is 1."""
+    levels, found = cost.cluster.levels, {}
+    for each in traffic(cost):
+        told = f"{each.sent / 1e9:.3g} GB a step from each rank"
+        if each.level:
+            unit = levels[each.level - 1].name
+            told += f", {each.link / 1e9:.3g} over a {unit}'s link"
+        found[each.name] = told
+    if cost.choice.cp == 1 and "dp_cp" in found:
+        found["dp"] = found["dp_cp"]
+    return found
+
+
+def _traffic_text(cost: StepCost) -> list[str]:
+    """What a step sends, by name."""
+    found = traffic(cost)
+    if not found:
+        return []
+    lines = ["", "Sent by a rank in a step:"]
+    levels = cost.cluster.levels
+    for each in found:
+        unit = levels[each.level - 1].name if each.level else ""
+        over = f"   {each.link / 1e9:8.1f} GB over a {unit}'s link" if each.level else ""
+        lines.append(f"  {each.name:28} {each.sent / 1e9:7.1f} GB{over}")
     return lines
 
 
@@ -339,6 +368,8 @@ def step_json(cost: StepCost) -> dict[str, Any]:
         "parts_s": cost.parts,
         "memory_gb": {part: getattr(cost.memory, part) / 1e9 for part in MEMORY_PARTS},
         "total_gb": cost.memory.total / 1e9,
+        "sent_gb": {each.name: each.sent / 1e9 for each in traffic(cost)},
+        "link_gb": {each.name: each.link / 1e9 for each in traffic(cost) if each.level},
     }
 
 

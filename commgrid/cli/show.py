@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commgrid.cli import plan_model
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -28,6 +29,7 @@ from commgrid.pipeline.simulator import Simulation, simulate
 from commgrid.planning.crossing import check_within
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.tune import Pins
 from commgrid.transfer.table import as_table
 from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
 from commgrid.viz.curves_picture import draw_curves, read_curve
@@ -45,6 +47,7 @@ _EXAMPLES = """examples:
   commgrid show --tp 2 --pp 2 --world-size 16                     (a table)
   commgrid show --tp 8 --pp 4 --world-size 512 -o grid.svg
   commgrid show --tp 16 --world-size 64 --cluster h100 -o grid.svg
+  commgrid show --tp 8 --pp 4 --world-size 128 --cluster h100 --model gpt-175b -o grid.html
   commgrid show --tp 4 --ep 8 --etp 1 --world-size 64 --names ep,edp --rank 37 -o grid.png
   commgrid show grid.yaml --world-size 64 -o grid.html            (a page to explore)
   commgrid show --preset hsdp --world-size 64 --beside-presets -o grid.html
@@ -84,6 +87,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--rank", metavar="R", help="a global rank to point out")
     add_cluster_options(parser)
+    parser.add_argument(
+        "--model", metavar="NAME",
+        help="with --cluster: what a step of it sends on each name, and over the links between",
+    )  # fmt: skip
     parser.add_argument(
         "--beside-presets", action="store_true",
         help="a page that also switches to every preset that fits the ranks",
@@ -237,10 +244,16 @@ def _view(args: argparse.Namespace) -> GridView:
     cluster = read_cluster(args)
     spec = resolve(read_spec(args), args.world_size)
     if cluster is None:
+        if args.model is not None:
+            raise SpecError(f"--model {args.model}: goes with --cluster, as --cluster h100")
         return GridView(spec, DEFAULT_GPUS_PER_NODE, names, rank)
     check_within(spec, cluster)
     per_node = cluster.levels[0].size or spec.world_size
-    return GridView(spec, per_node, names, rank, cluster)
+    notes: dict[str, str] = {}
+    if args.model is not None:
+        model, cluster = plan_model.read_job(args)
+        notes = plan_model.traffic_notes(plan_model.given_step(spec, model, cluster, Pins()))
+    return GridView(spec, per_node, names, rank, cluster, notes)
 
 
 def _presets_beside(view: GridView) -> dict[str, GridView]:

@@ -13,6 +13,9 @@ from commgrid.planning.cost import collective_time
 from commgrid.planning.model import Model
 from commgrid.planning.spreads import Spread
 
+LINEAR_BYTES = 2
+"""Of a number in 16 bits, as activations and weights are sent."""
+
 
 @dataclass(frozen=True)
 class Times:

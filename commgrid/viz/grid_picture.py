@@ -69,7 +69,7 @@ def draw_grid(view: GridView) -> Figure:
     columns = 2 if len(view.shown) == 4 else min(len(view.shown), 3)
     rows = math.ceil(len(view.shown) / columns)
     tall = _PANEL * places.extent[1] / places.extent[0]
-    title = 0.55 if view.cluster is None else 0.75  # with a second line
+    title = 0.55 + 0.2 * max(view.describe(name).count("; ") for name in view.shown)
     figure = new_figure(_PANEL * columns, max(rows * (tall + title), 1.6) + 0.6)
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for axes, name in zip(panels, view.shown, strict=False):

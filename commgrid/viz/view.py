@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,6 +31,7 @@ class GridView:
         rank: the global rank to point out; None: none.
         cluster: what the nodes are of, which says how fast the links are that groups cross; None:
             not known.
+        notes: what else is told of a name, such as what a step sends there.
 
     Raises:
         SpecError: nodes of no ranks, a spec with open sizes, a rank that is not the grid's, or a
@@ -50,6 +51,7 @@ class GridView:
     names: Sequence[str] = ()
     rank: int | None = None
     cluster: Cluster | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
     _groups: dict[str, tuple[tuple[int, ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -128,7 +130,10 @@ class GridView:
         where = "within a node"
         if over > 1:
             where = f"over {over} nodes{' each' if len(groups) > 1 else ''}"
-        return f"{name}: {many} of {of}, {where}{self._speed(name)}"
+        return f"{name}: {many} of {of}, {where}{self._speed(name)}{self._note(name)}"
+
+    def _note(self, name: str) -> str:
+        return f"; {self.notes[name]}" if name in self.notes else ""
 
     def _speed(self, name: str) -> str:
         """The slowest links that a name's groups use, and how many groups share them."""

@@ -1,10 +1,12 @@
 """What pictures show, against counting by hand."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from commgrid import GridSpec, SpecError, UnknownGroupError
+from commgrid.cli import main
 from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.plan import GroupPlan
 from commgrid.viz.page import page_data
@@ -90,3 +92,18 @@ def test_a_cluster_says_how_fast_the_links_are_that_names_cross() -> None:
         .endswith("within a node; 450 GB/s")
     )
     assert GridView(spec, 8).describe("tp").endswith("over 2 nodes each")
+
+
+def test_a_model_says_what_a_step_sends_on_each_name(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tp", "8", "--pp", "4", "--world-size", "64", "--cluster", "h100"]
+    assert main(["show", *flags, "--model", "gpt-175b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert main(["plan", *flags, "--model", "gpt-175b", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    tp = next(line for line in lines if line.startswith("  tp:"))
+    assert tp.endswith(f"450 GB/s; {step['sent_gb']['tp']:.3g} GB a step from each rank")
+    dp = next(line for line in lines if line.startswith("  dp:"))
+    sent, link = step["sent_gb"]["dp_cp"], step["link_gb"]["dp_cp"]
+    assert dp.endswith(f"; {sent:.3g} GB a step from each rank, {link:.3g} over a node's link")
+    assert main(["show", "--tp", "8", "--world-size", "64", "--model", "gpt-175b"]) == 2
+    assert "--model gpt-175b: goes with --cluster" in capsys.readouterr().err
