@@ -63,6 +63,7 @@ ROWS = [
     ["viz.live"],
     ["viz"],
     ["runtime.launch", "runtime.roll", "runtime.torch_nccl", "runtime.seconds"],
+    ["runtime.torch_all_to_all"],
     ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis", "runtime.board"],
     ["runtime.agreement"],
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches", "runtime.pairing"],

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_gloo, torch_nccl
+from commgrid.runtime.torch_all_to_all import fill_in_sizes
 from commgrid.runtime.torch_world import (
     FAKE,
     is_initialized,
@@ -109,6 +110,8 @@ def create_group(
         group: dist.ProcessGroup = made
         if lazy:
             torch_gloo.adopt(group, parsed, config)
+        if getattr(getattr(backend_options, "config", None), "blocking", 1) == 0:
+            fill_in_sizes(group)
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
         if (waits or lazy) and not connecting:
             set_timeout(group, limit)

@@ -130,3 +130,39 @@ def test_destroy_gives_device_memory_back() -> None:
     # All ranks share the counter where they share the GPU; a communicator is hundreds of MiB.
     for leaked in on_gpus(repeated, 2):
         assert leaked < 100
+
+
+def every_collective(device: str) -> None:
+    """torch's own collectives, each as the first of its kind, on every group that connected."""
+    grid = commgrid.initialize(tp=2, pp=2)
+    for name in ("tp", "pp"):
+        group, own, ranks = grid.get_group(name), grid.get_local_rank(name), grid.get_ranks(name)
+        other = 1 - own
+        x = torch.tensor([1.0 + own, 10.0 + own], device=device)
+        y = torch.empty_like(x)
+        dist.all_to_all_single(y, x, group=group)
+        assert y.tolist() == ([1.0, 2.0] if own == 0 else [10.0, 11.0])
+        parts = [torch.empty(1, device=device) for _ in range(2)]
+        dist.all_to_all(parts, list(x.split(1)), group=group)
+        assert torch.cat(parts).tolist() == y.tolist()
+        dist.all_to_all_single(y, x, [1, 1], [1, 1], group=group)
+        assert y.tolist() == torch.cat(parts).tolist()
+        pair = [torch.empty_like(x) for _ in range(2)] if own == 0 else None
+        dist.gather(x, pair, dst=ranks[0], group=group)
+        if pair is not None:
+            assert torch.stack(pair).tolist() == [[1.0, 10.0], [2.0, 11.0]]
+        dist.scatter(y, pair, src=ranks[0], group=group)
+        assert y.tolist() == x.tolist()
+        first, then = (dist.send, dist.recv) if own == 0 else (dist.recv, dist.send)
+        first(x if own == 0 else y, ranks[other], group=group)
+        then(y if own == 0 else x, ranks[other], group=group)
+        assert y.tolist() == [1.0 + other, 10.0 + other]
+        dist.broadcast(y, ranks[0], group=group)
+        dist.reduce(y, ranks[0], group=group)
+        dist.barrier(group=group)
+    commgrid.shutdown()
+
+
+def test_torchs_own_collectives_run_on_communicators_that_do_not_block() -> None:
+    """An all-to-all without sizes was an error there: NCCL operation in progress."""
+    on_gpus(every_collective, 4, "cuda")
