@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from commgrid.errors import SpecError
@@ -285,18 +286,20 @@ def _sizes(whole: int, pinned: int | None, most: int) -> list[int]:
     """The divisors up to a size, or the one that was decided where it divides."""
     if pinned is not None:
         return [pinned] if whole % pinned == 0 else []
-    return _divisors(whole, most)
+    return list(_divisors(whole, most))
 
 
-def _divisors(number: int, most: int) -> list[int]:
+@lru_cache(maxsize=10_000)
+def _divisors(number: int, most: int) -> tuple[int, ...]:
     """Of a number those up to `most`, in as many steps as its root: a typing error of some zeros
     is answered as fast as any other.
 
     >>> _divisors(12, 4)
-    [1, 2, 3, 4]
+    (1, 2, 3, 4)
     """
     low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return [size for size in sorted({*low, *(number // size for size in low)}) if size <= most]
+    found = sorted({*low, *(number // size for size in low)})
+    return tuple(size for size in found if size <= most)
 
 
 def _ways(model: Model, grid: Choice, pins: Pins) -> Iterator[list[Choice]]:
@@ -311,7 +314,7 @@ def _ways(model: Model, grid: Choice, pins: Pins) -> Iterator[list[Choice]]:
             continue
         chunks = [pins.chunks] if pins.chunks else [1]
         if pins.chunks is None and grid.pp > 1 and per_rank // microbatch % grid.pp == 0:
-            chunks = _divisors(layers, layers)
+            chunks = list(_divisors(layers, layers))
         yield [replace(grid, microbatch=microbatch, chunks=count) for count in chunks]
 
 
