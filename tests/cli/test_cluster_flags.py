@@ -176,6 +176,8 @@ def test_constraints_are_flags(capsys: pytest.CaptureFixture[str]) -> None:
         said(capsys, "plan --preset hsdp --within dp_shard=node --world-size 16 --json")
     )
     assert found["spec"]["within"] == {"dp_shard": "node"}
+    unchecked = said(capsys, "plan --tp 16 --within tp=node --world-size 64")
+    assert "within tp=node: checked at start; here with --cluster or --gpus-per-node" in unchecked
 
 
 def lying(first: int, *modes: tuple[int, int]) -> RankSet:
