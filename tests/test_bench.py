@@ -149,7 +149,8 @@ def test_the_command_prints_json_and_writes_a_cluster(tmp_path: Path) -> None:
     status, out, progress = first
     assert status == 0
     assert out.count("\n") == 1
-    assert [line.partition(":")[0] for line in progress.splitlines()] == [
+    said = [line.partition(":")[0] for line in progress.splitlines()]
+    assert [each for each in said if not each.endswith(" on node")] == [  # a fit's small sizes
         "[1/2] tp all_reduce", "[1/2] tp all_to_all",
         "[2/2] dp_tp all_reduce", "[2/2] dp_tp all_to_all",
     ]  # fmt: skip

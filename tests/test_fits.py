@@ -13,7 +13,7 @@ from commgrid.errors import SpecError
 from commgrid.planning.cluster import Cluster, Device, Level, find_cluster
 from commgrid.planning.cost import collective_time, one_level_time
 from commgrid.planning.fitted import Fit
-from commgrid.planning.fitting import Measured, fit
+from commgrid.planning.fitting import Measured, fit, too_fast
 
 LEVELS = (Level("node", 8, math.nan, math.nan), Level("cluster", None, math.nan, math.nan))
 TWO = Cluster("two", Device("any", 1e12, 1e9, 1e9), LEVELS, "a test")
@@ -185,3 +185,13 @@ def test_the_picture_has_what_was_measured_and_the_models_line() -> None:
     assert [line.get_label() for line in lines] == ["2 ranks", "4 ranks", "8 ranks"]
     size, time = lines[2].get_xdata()[-1], lines[2].get_ydata()[-1]
     assert time == pytest.approx(collective_time("all_reduce", size, (8, 1), fitted) * 1e3)
+
+
+def test_a_bandwidth_that_small_sizes_do_not_tell_is_said_not_to_be_trusted() -> None:
+    """Of 64 KB and 256 KB on a small machine a cluster file had 116 GB/s; 0.15 were measured."""
+    rows = [row("all_reduce", size, (2, 1), 2e-3) for size in (65536, 262144)]
+    (told,) = too_fast(rows, fit(rows, TWO))
+    assert told.startswith("all_reduce on node: the fit's ")
+    assert "at most 0.131 were measured" in told
+    enough = truth("all_reduce", "ring", 0, 5e-5, 2e9, (2, 8))
+    assert too_fast(enough, fit(enough, TWO)) == []

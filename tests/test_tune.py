@@ -128,6 +128,23 @@ def test_why_the_next_is_worse_is_told_by_its_parts() -> None:
     assert FAR > 1
 
 
+def test_why_names_the_axes_that_share_gradients() -> None:
+    """It said that "dp 1" leaves the node, where gradients are summed over cp as well."""
+    model = replace(MODELS["llama3-8b"], batch=7)
+    costs = tune(model, 64, H100).best
+    wide = next(cost for cost in costs if (cost.choice.dp, cost.choice.cp) == (1, 8))
+    told = why_worse(replace(wide, dp=wide.dp + 1), costs[0])
+    assert "gradients and weights of dp +" in told
+    assert told.endswith("(cp 8 leaves the node: 50 GB/s)")
+
+
+def test_a_model_with_a_million_times_the_layers_is_refused_at_once() -> None:
+    """A typing error: every number up to the layers of a stage was tried as its chunks."""
+    model = replace(MODELS["llama3-8b"], layers=100_000_000)
+    with pytest.raises(SpecError, match=r"no grid fits in 80 GB; .*no single change"):
+        tune(model, 64, H100)
+
+
 @pytest.mark.parametrize(
     ("name", "world", "pins", "said"),
     [

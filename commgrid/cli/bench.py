@@ -16,7 +16,7 @@ from commgrid.cli.terminal import BOLD, CYAN
 from commgrid.errors import SpecError
 from commgrid.planning.cluster import Cluster, find_cluster
 from commgrid.planning.cost import COLLECTIVES
-from commgrid.planning.fitting import Measured, fit
+from commgrid.planning.fitting import Measured, fit, too_fast
 from commgrid.planning.names import canonical
 from commgrid.planning.spec import GridSpec
 
@@ -111,7 +111,10 @@ def run(args: argparse.Namespace) -> int:
             marks = {r"^\S.*$": BOLD, r"^  \w+": CYAN}
             give(args, lambda: found, lambda: as_table(rows, args.alone), marks)
             if args.output is not None:
-                _write(Path(args.output), fit(rows, cluster))
+                fitted = fit(rows, cluster)
+                _write(Path(args.output), fitted)
+                for line in too_fast(rows, fitted):
+                    _say(line)
     finally:
         if is_initialized():
             shutdown()

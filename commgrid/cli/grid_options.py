@@ -181,7 +181,10 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         k: getattr(args, k) for k in ("order", "share", "place") if getattr(args, k)
     }
     if args.within:
-        rest["within"] = dict(map(_level_of, args.within))
+        rest["within"] = levels = dict(map(_level_of, args.within))
+        if len(levels) < len(set(args.within)):
+            given = " ".join(f"--within {each}" for each in args.within)
+            raise SpecError(f"{given}: says two things of a name; keep the lowest level of each")
     for key, words in (("create", ("all",)), ("connect", CONNECT_CHOICES)):
         value = getattr(args, key)
         if value:

@@ -159,6 +159,10 @@ def as_text(
         lines.append(f"{numbers}{plan_cluster.within('', found)}{names}")
     if cluster is not None:
         lines += ["", *plan_cluster.as_lines(spec, cluster, found, _kinds(spec))]
+    elif spec.constraints:
+        rules = ", ".join(f"{name}={level}" for name, level in spec.constraints.items())
+        told = f"within {rules}: checked at start; here with --cluster or --gpus-per-node"
+        lines += ["", told]
     lines += ["", *_sockets(spec, backend, width), "", *_cost(spec)]
     return "\n".join([*lines, *(plan_model.why_text(_why(spec, backend)) if why else ())])
 

@@ -41,7 +41,7 @@ def as_lines(
 
 def _head(cluster: Cluster) -> str:
     """How far apart devices are, and how fast each level is for one of them."""
-    if not cluster.source:
+    if math.isnan(cluster.levels[0].bandwidth):  # of `--gpus-per-node` alone
         return f"On nodes of {cluster.per_node} devices:"
     parts = []
     for place, level in enumerate(cluster.levels):
@@ -50,7 +50,7 @@ def _head(cluster: Cluster) -> str:
         alone = f"within a {level.name}" if place == 0 and math.isinf(size) else where
         parts.append(f"{level.bandwidth / 1e9:g} GB/s {alone}")
     speeds = f"On {cluster.name} a device sends {', '.join(parts)}."
-    return f"{speeds}\n  numbers: {cluster.source}"
+    return f"{speeds}\n  numbers: {cluster.source}" if cluster.source else speeds
 
 
 def as_json(spec: GridSpec, cluster: Cluster) -> dict[str, Any]:

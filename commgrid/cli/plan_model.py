@@ -43,7 +43,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--microbatch", metavar="N", help="sequences that go through a stage at once")
     step.add_argument("--chunks", metavar="N", help="of a stage's layers, for interleaving")
     step.add_argument("--recompute", help=", ".join(RECOMPUTE))
-    step.add_argument("--shard", help=f"what dp shares out: {', '.join(SHARD)} (default optimizer)")
+    step.add_argument(
+        "--shard",
+        help=f"what dp shares out: {', '.join(SHARD)} (default optimizer; with dp_shard weights)",
+    )
     step.add_argument("--max-memory", metavar="GB", help="of a device (default: all it has)")
     step.add_argument("--top", metavar="N", default="5", help="grids that --auto shows (default 5)")
     parser.add_argument(
@@ -56,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     model, cluster = read_job(args)
     if not args.auto:
         pins = _run_pins(args)
-        cost = given_step(resolve(read_spec(args), args.world_size), model, cluster, pins)
+        spec = resolve(read_spec(args), args.world_size)
+        cost = given_step(spec, model, cluster, pins, args.shard)
         limit = memory_limit(cluster, pins)
         give(
             args,
@@ -144,9 +148,17 @@ def _run_pins(args: argparse.Namespace) -> Pins:
     )
 
 
-def given_step(spec: GridSpec, model: Model, cluster: Cluster, pins: Pins) -> StepCost:
-    """The step on a grid, run as well as fits; where nothing does, with the least memory."""
-    pins = replace(pins, **_sizes(spec, model))
+def given_step(
+    spec: GridSpec, model: Model, cluster: Cluster, pins: Pins, shard: str | None = None
+) -> StepCost:
+    """The step on a grid, run as well as fits; where nothing does, with the least memory.
+
+    Args:
+        shard: what dp shares out; None: the weights too where the grid has dp_shard, as FSDP and
+            HSDP do, else the optimizer's state.
+    """
+    shard = shard or ("weights" if spec.shape.get("dp_shard", 1) > 1 else pins.base.shard)
+    pins = replace(pins, base=replace(pins.base, shard=shard), **_sizes(spec, model))
     world_size = len(spec.grid_ranks)
     try:
         return tune(model, world_size, cluster, pins).best[0]

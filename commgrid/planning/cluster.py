@@ -188,7 +188,7 @@ class Cluster:
                 raise SpecError(f"{key}size={size!r}: expected a whole number from 1 on")
             made.append(
                 Level(
-                    str(level["name"]),
+                    _name(key, level),
                     size,
                     _number(key, level, "gb_per_s") * 1e9,
                     _number(key, level, "latency_us") / 1e6,
@@ -198,9 +198,9 @@ class Cluster:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise SpecError(f"levels: {twice!r} is the name of two; names must differ")
         cluster = cls(
-            name=str(config["name"]),
+            name=_name("", config),
             device=Device(
-                str(device["name"]),
+                _name("device.", device),
                 _number("device.", device, "peak_tflops") * 1e12,
                 _number("device.", device, "memory_gb") * 1e9,
                 _number("device.", device, "memory_gb_per_s") * 1e9,
@@ -221,7 +221,7 @@ class Cluster:
             SpecError: the file is not there, not YAML, or describes no cluster.
         """
         try:
-            return cls.from_dict(load_yaml(Path(path)))
+            return cls.from_dict(load_yaml(Path(path), "levels: […]"))
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from error
 
@@ -355,10 +355,19 @@ def _check_keys(
             raise SpecError(f"{where}{key}: missing; expected {', '.join(keys)}")
 
 
+def _name(where: str, given: Mapping[str, Any]) -> str:
+    if not isinstance(given["name"], str | int):
+        raise SpecError(f"{where}name={given['name']!r}: expected a name")
+    return str(given["name"])
+
+
 def _number(where: str, given: Mapping[str, Any], key: str) -> float:
     value = given[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise SpecError(f"{where}{key}={value!r}: expected a number above 0")
+        fix = ""
+        if isinstance(value, str) and re.fullmatch(r"[\d.]+(e\d+)?", value):  # YAML 1.1's text
+            fix = "; without quotes, and as 1000 or 1.0e+3, not 1e3"
+        raise SpecError(f"{where}{key}={value!r}: expected a number above 0{fix}")
     return float(value)
 
 

@@ -93,6 +93,38 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
     return replace(cluster, levels=tuple(levels), fits=tuple(fits))
 
 
+def too_fast(rows: Iterable[Measured], fitted: Cluster) -> list[str]:
+    """Which fits have a bandwidth that the measured sizes do not tell, in words.
+
+    Where all sizes take about as long, latency explains them, and a bandwidth of any size does:
+    what is planned for larger messages is then far too fast.
+
+    Args:
+        rows: that `fit` was given.
+        fitted: what it made of them.
+    """
+    rows, told = list(rows), []
+    for one in fitted.fits:
+        place = fitted.find_level(one.level)
+        best = max(
+            row.bus_bandwidth
+            for row in rows
+            if row.collective == one.collective
+            and [at for at, n in enumerate(row.spread) if n > 1] == [place]
+        )
+        if one.bandwidth > _TOO_FAST * best:
+            told.append(
+                f"{one.collective} on {one.level}: the fit's {one.bandwidth / 1e9:.3g} GB/s are "
+                f"not to be trusted, since at most {best / 1e9:.3g} were measured and time hardly "
+                "grew with size; measure larger ones with --sizes"
+            )
+    return told
+
+
+_TOO_FAST = 10
+"""How many times the best that was measured a fit's bandwidth may be."""
+
+
 def _fit_one(collective: str, level: str, rows: Sequence[Measured]) -> Fit:
     """The form of the smallest error, and what remains beside it."""
     found: list[tuple[float, Fit]] = []

@@ -120,6 +120,8 @@ class Model:
         for key, field in fields.items():
             if key not in config and field.default is dataclasses.MISSING:
                 raise SpecError(f"{key}: missing; a model needs {', '.join(_needed(fields))}")
+        if not isinstance(config["name"], str | int):
+            raise SpecError(f"name={config['name']!r}: expected a name")
         given: dict[str, Any] = dict(config)
         return cls(**{**given, "name": str(given["name"]), "source": str(given.get("source", ""))})
 
@@ -131,7 +133,7 @@ class Model:
             SpecError: the file is not there, not YAML, or describes no model.
         """
         try:
-            return cls.from_dict(load_yaml(Path(path)))
+            return cls.from_dict(load_yaml(Path(path), "layers: 32"))
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from commgrid.errors import SpecError
@@ -133,7 +134,7 @@ class _Search:
         """Adds a grid's best way to run a step, where it is valid and fits."""
         best: StepCost | None = None
         valid = far = False
-        small = self._state_fits(grid)
+        small = self.state_fits(grid)
         for ways in _ways(self.model, grid, self.pins):
             possible = [choice for choice in ways if self._is_valid(choice)]
             if not possible:
@@ -163,7 +164,7 @@ class _Search:
             self.refusals[why] = self.refusals.get(why, 0) + 1
         return why is None
 
-    def _state_fits(self, grid: Choice) -> bool:
+    def state_fits(self, grid: Choice) -> bool:
         """Whether what no way to run a step changes fits: weights, gradients, optimizer."""
         asked = self.pins.recompute or RECOMPUTE[-1]
         least = replace(grid, microbatch=self.pins.microbatch or 1, chunks=1, recompute=asked)
@@ -285,7 +286,20 @@ def _sizes(whole: int, pinned: int | None, most: int) -> list[int]:
     """The divisors up to a size, or the one that was decided where it divides."""
     if pinned is not None:
         return [pinned] if whole % pinned == 0 else []
-    return [size for size in range(1, min(whole, most) + 1) if whole % size == 0]
+    return list(_divisors(whole, most))
+
+
+@lru_cache(maxsize=10_000)
+def _divisors(number: int, most: int) -> tuple[int, ...]:
+    """Of a number those up to `most`, in as many steps as its root: a typing error of some zeros
+    is answered as fast as any other.
+
+    >>> _divisors(12, 4)
+    (1, 2, 3, 4)
+    """
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    found = sorted({*low, *(number // size for size in low)})
+    return tuple(size for size in found if size <= most)
 
 
 def _ways(model: Model, grid: Choice, pins: Pins) -> Iterator[list[Choice]]:
@@ -300,7 +314,7 @@ def _ways(model: Model, grid: Choice, pins: Pins) -> Iterator[list[Choice]]:
             continue
         chunks = [pins.chunks] if pins.chunks else [1]
         if pins.chunks is None and grid.pp > 1 and per_rank // microbatch % grid.pp == 0:
-            chunks += [count for count in range(2, layers + 1) if layers % count == 0]
+            chunks = list(_divisors(layers, layers))
         yield [replace(grid, microbatch=microbatch, chunks=count) for count in chunks]
 
 
@@ -311,6 +325,8 @@ def first_fit(model: Model, world_size: int, cluster: Cluster, pins: Pins) -> Ch
     """Any choice that is valid and fits; None where there is none."""
     search = _Search(model, cluster, pins, Machine(cluster, CALIBRATION))
     for grid in _grids(model, world_size, pins):
+        if not search.state_fits(grid):
+            continue
         for ways in _ways(model, grid, pins):
             for choice in ways:
                 if choice.refusal(model) is None:

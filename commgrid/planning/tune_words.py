@@ -61,17 +61,19 @@ def _of_bubble(cost: StepCost, best: StepCost) -> str:
     return f" ({choice.pp} stages of {choice.chunks} for {count} microbatches)"
 
 
-def _crossing(group: str, axis: str) -> _Reason:
+def _crossing(group: str, *axes: str) -> _Reason:
     def reason(cost: StepCost, best: StepCost) -> str:
         spread = groups(cost.choice, cost.cluster).get(group)
         if spread is None:
             return ""
         level = cost.cluster.levels[cost.cluster.highest(spread)]
-        size = getattr(cost.choice, axis)
+        sizes = {axis: getattr(cost.choice, axis) for axis in axes}
+        large = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+        group_of = " · ".join(large) or f"{axes[0]} 1"
         if level is cost.cluster.levels[0]:
-            return f" ({axis} {size})"
+            return f" ({group_of})"
         return (
-            f" ({axis} {size} leaves the {cost.cluster.levels[0].name}: "
+            f" ({group_of} leaves the {cost.cluster.levels[0].name}: "
             f"{level.bandwidth / 1e9:.0f} GB/s)"
         )
 
@@ -85,6 +87,6 @@ _REASONS: Mapping[str, _Reason] = {
     "cp": _crossing("cp", "cp"),
     "ep": _crossing("ep", "ep"),
     "pp": _crossing("pp", "pp"),
-    "dp": _crossing("dp_cp", "dp"),
+    "dp": _crossing("dp_cp", "dp", "cp"),
     "optimizer": lambda cost, best: f" (shared by dp {cost.choice.dp})",
 }

@@ -26,8 +26,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_yaml(path: Path) -> dict[str, Any]:
+def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, Any]:
     """The mapping in a YAML file.
+
+    Args:
+        path: of the file.
+        such_as: how a right one begins, for the error.
 
     Raises:
         SpecError: the file cannot be read, is not safe YAML, or is no mapping.
@@ -41,10 +45,11 @@ def load_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise SpecError(f"not plain YAML (no Python tags): {error}") from error
+        what = " ".join(str(error).split())  # PyYAML's message has several lines
+        raise SpecError(f"not plain YAML (no Python tags): {what}") from error
     if not isinstance(loaded, dict):
         kind = "nothing" if loaded is None else type(loaded).__name__
-        raise SpecError(f"expected a mapping such as `axes: {{tp: 2, dp: -1}}`, found {kind}")
+        raise SpecError(f"expected a mapping such as `{such_as}`, found {kind}")
     return loaded
 
 

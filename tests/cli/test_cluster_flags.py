@@ -103,6 +103,8 @@ def test_a_file_and_the_launcher_say_it(
          "within.tp='node': ranks 0-15, a group of tp, lie on 2 nodes of 8 devices; a node has 8"),
         ("explain --tp 4 --within tp=node --rank 0 --world-size 8 --gpus-per-node 2", "tp=2 stays"),
         ("plan --tp 2 --within tp --world-size 8", "--within tp: expected NAME=LEVEL"),
+        ("plan --tp 2 --within tp=node --within tp=cluster --world-size 8",
+         "--within tp=node --within tp=cluster: says two things of a name"),
         ("plan --tp 2 --place by_node --world-size 8", "place='by_node': expected by_rank or by_h"),
     ],
 )  # fmt: skip
@@ -110,6 +112,60 @@ def test_what_does_not_fit_is_told(
     command: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told in refused(capsys, command)
+
+
+def test_a_cluster_without_a_source_still_has_speeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`source` may be left out; plan then hid the speeds that the file gives."""
+    config = CLUSTERS["h100"].to_dict()
+    del config["source"]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(json.dumps(config))
+    text = said(capsys, f"plan --tp 16 --world-size 64 --cluster {path}")
+    assert "On h100 a device sends 450 GB/s within a node of 8, 50 GB/s beyond.\n" in text
+    assert "numbers:" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "expected a mapping such as `levels: […]`, found nothing"),
+        ("- 1", "expected a mapping such as `levels: […]`, found list"),
+        ("a: [1,\n", "not plain YAML (no Python tags): while parsing a flow node expected the"),
+        ("{name: , device: {}, levels: [{}]}", "device.name: missing"),
+    ],
+)
+def test_a_file_that_is_no_cluster_is_told_in_one_line(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    error = refused(capsys, f"plan --tp 2 --world-size 8 --cluster {path}")
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("gb_per_s: 1e3", "levels[0].gb_per_s='1e3': expected a number above 0; without quotes"),
+        ("gb_per_s: '380'", "levels[0].gb_per_s='380': expected a number above 0; without quotes"),
+        ("gb_per_s: fast", "levels[0].gb_per_s='fast': expected a number above 0\n"),
+        ("gb_per_s: 1, name: [a]", "levels[0].name=['a']: expected a name"),
+        ("gb_per_s: 1, name:", "levels[0].name=None: expected a name"),
+    ],
+)
+def test_numbers_that_yaml_takes_for_text_are_told_how_to_be_written(
+    given: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "" if "name" in given else "name: node, "
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "name: ours\ndevice: {name: d, peak_tflops: 1, memory_gb: 1, memory_gb_per_s: 1}\n"
+        f"levels: [{{{name}latency_us: 1, {given}}}]\n"
+    )
+    assert told in refused(capsys, f"plan --tp 2 --world-size 8 --cluster {path}")
 
 
 def test_constraints_are_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +176,8 @@ def test_constraints_are_flags(capsys: pytest.CaptureFixture[str]) -> None:
         said(capsys, "plan --preset hsdp --within dp_shard=node --world-size 16 --json")
     )
     assert found["spec"]["within"] == {"dp_shard": "node"}
+    unchecked = said(capsys, "plan --tp 16 --within tp=node --world-size 64")
+    assert "within tp=node: checked at start; here with --cluster or --gpus-per-node" in unchecked
 
 
 def lying(first: int, *modes: tuple[int, int]) -> RankSet:

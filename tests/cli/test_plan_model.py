@@ -69,6 +69,23 @@ def test_a_given_grid_is_run_as_well_as_fits(capsys: pytest.CaptureFixture[str])
         assert preset == flags
 
 
+def test_a_step_with_fsdp_shares_out_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """The presets fsdp and hsdp were reckoned as if every rank held all weights."""
+    job = ["--model", "llama3-8b", "--cluster", "h100", "--world-size", "64"]
+    asked = found(capsys, *job, "--shard", "weights")["step"]
+    for preset in ("fsdp", "hsdp"):
+        step = found(capsys, *job, "--preset", preset)["step"]
+        assert isinstance(step, dict)
+        assert step["shard"] == "weights"
+        assert step["memory_gb"] == asked["memory_gb"]  # type: ignore[index]
+        held = 4 * MODELS["llama3-8b"].parameters / 64 / 1e9  # fp32 gradients
+        assert step["memory_gb"]["gradients"] == pytest.approx(held, rel=1e-3)
+    kept = found(capsys, *job, "--preset", "fsdp", "--shard", "optimizer")["step"]
+    assert kept["shard"] == "optimizer"  # type: ignore[index]
+    copies = found(capsys, *job, "--preset", "ddp")["step"]
+    assert copies["shard"] == "optimizer"  # type: ignore[index]
+
+
 def test_diff_compares_the_steps_of_two_grids(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", "llama3-70b", "--cluster", "h100", "--world-size", "256"]
     grids = [["--tp", "8", "--pp", "4"], ["--tp", "4", "--pp", "8"]]
