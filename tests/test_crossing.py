@@ -256,3 +256,8 @@ def test_the_launcher_says_how_large_nodes_are(environ: dict[str, str], size: in
 def test_a_launcher_that_does_not_say_is_an_error(environ: dict[str, str], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         Cluster.from_launcher(environ=environ)
+
+
+def test_more_ranks_than_can_be_placed_are_refused_at_once() -> None:
+    with pytest.raises(SpecError, match="more than 2,000,000 ranks are not reckoned"):
+        CLUSTERS["h100"].check_world(10**9)

@@ -25,6 +25,10 @@ Hosts = Mapping[int, int] | Sequence[int]
 """By rank, the number of the node that it runs on."""
 
 
+MOST_RANKS = 2_000_000
+"""That are placed on a cluster, one by one, which takes some 9 s for a million."""
+
+
 @dataclass(frozen=True)
 class Device:
     """What a rank computes on.
@@ -150,6 +154,11 @@ class Cluster:
         Raises:
             SpecError: it does not, with the nearest numbers that do.
         """
+        if world_size > MOST_RANKS:
+            raise SpecError(
+                f"world_size={world_size}: more than {MOST_RANKS:,} ranks are not reckoned on a "
+                "cluster, since where each of them is takes too long; leave the cluster out"
+            )
         if world_size <= self.per_node:
             return
         if world_size % self.per_node:
