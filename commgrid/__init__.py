@@ -104,7 +104,7 @@ _LIVE = {
     "join": "commgrid.runtime.registry",
     "shutdown": "commgrid.runtime.registry",
     "size": "commgrid.runtime.registry",
-    "trace": "commgrid.observe.trace",
+    "trace": "commgrid.observe",
     "use_grid": "commgrid.runtime.registry",
 }
 

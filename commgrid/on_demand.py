@@ -16,7 +16,7 @@ def on_demand(
 
     Args:
         module: the package's `globals()`.
-        where: name to the module that has it, or that is it.
+        where: name to the module that has it.
 
     Example:
         >>> package = {"__name__": "package", "__all__": ["sqrt"], "json": None}
@@ -28,9 +28,7 @@ def on_demand(
     def get(name: str) -> Any:
         if name not in where:
             raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")
-        found = importlib.import_module(where[name])
-        value = found if where[name].rpartition(".")[2] == name else getattr(found, name)
-        module[name] = value
+        value = module[name] = getattr(importlib.import_module(where[name]), name)
         return value
 
     def listed() -> list[str]:

@@ -66,6 +66,7 @@ _GLOO = "commgrid/runtime/torch_gloo.py"
 _NCCL = "commgrid/runtime/torch_nccl.py"
 _TRANSFERS = "commgrid/runtime/torch_transfers.py"
 _SUSPEND = "commgrid/runtime/torch_suspend.py"
+_CALLS = "commgrid/runtime/torch_calls.py"
 _PATCHES = "commgrid/runtime/torch_patches.py"
 _MESH = "commgrid/runtime/device_mesh.py"
 _SHARDING = "commgrid/sharding.py"
@@ -195,8 +196,10 @@ ROWS = (
         (_SUSPEND,),
         "dist.get_group_by_name or the like; else handles that were kept end with a suspension",
     ),
-    Private("group._allgather_base", (_SUSPEND,), "nothing: it is then called by its public name"),
-    Private("group._reduce_scatter_base", (_SUSPEND,), "as group._allgather_base"),
+    Private(
+        "group._allgather_base", (_SUSPEND, _CALLS), "nothing: it is then called by its public name"
+    ),
+    Private("group._reduce_scatter_base", (_SUSPEND, _CALLS), "as group._allgather_base"),
     Private("group._start_coalescing", (_SUSPEND,), "as group._allgather_base"),
     # -- meshes and DTensor ------------------------------------------------------------------
     Private(

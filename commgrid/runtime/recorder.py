@@ -6,6 +6,7 @@ A record is made before the call, so that one that never returns is the last of 
 from __future__ import annotations
 
 import atexit
+import inspect
 import json
 import os
 import sys
@@ -194,7 +195,7 @@ _inside: dict[CodeType, bool] = {}
 def _caller() -> tuple[CodeType | None, int]:
     """The innermost place outside torch and commgrid; within a thread of torch's, commgrid's."""
     own: tuple[CodeType | None, int] = (None, 0)
-    each: FrameType | None = sys._getframe(3)
+    each: FrameType | None = inspect.currentframe()
     while each is not None:
         code = each.f_code
         inside = _inside.get(code)

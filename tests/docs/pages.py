@@ -28,6 +28,7 @@ from unittest import mock
 
 import yaml
 
+from commgrid.runtime.registry import _registry
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +149,9 @@ def _run(script: Path) -> None:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("default")  # as in a program of one's own
         runpy.run_path(str(script), run_name="__main__")
+        # What a program's end does, and a forked process does not: the first rank stays until all
+        # have read from its store.
+        _registry.leave()
 
 
 def commands(page: Path) -> Iterator[tuple[str, str]]:

@@ -110,7 +110,8 @@ def test_search_and_the_keyboard_alone_do_all_of_it(tmp_path: Path) -> None:
       $("nodes").dispatchEvent(new PointerEvent("pointerleave")); const back = litRanks();
       press(document.activeElement, "Escape"); note();
       return { steps, unknown, pressed, back,
-        reachable: [...document.querySelectorAll("[tabindex='0'], select, input, button")].length,
+        reachable: [...document.querySelectorAll("[tabindex='0'], select, input, button")]
+          .filter(each => !each.closest("[hidden]")).length,
         live: $("told").getAttribute("aria-live"), label: cells[3].getAttribute("aria-label") };
     """
     found = browse(draw_page(GridView(GridSpec.build(tp=2).resolve(16))), tmp_path, script)
@@ -151,11 +152,11 @@ def test_names_with_html_in_them_are_text(tmp_path: Path) -> None:
     """Names are identifiers, so nothing but a page made by hand could hold one."""
     evil = "</script><img src=x onerror=wrong.push('ran')>"
     page = draw_page(GridView(GridSpec.build(tp=2).resolve(4)))
-    data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
+    data = json.loads(page.partition("let data = ")[2].partition(";\n")[0])
     data["names"][evil] = data["names"]["tp"]
     data["title"] = evil
     text = json.dumps(data).replace("<", "\\u003c")
-    made = page.replace(page.partition("const data = ")[2].partition(";\n")[0], text)
+    made = page.replace(page.partition("let data = ")[2].partition(";\n")[0], text)
     script = 'return { title: $("title").textContent, images: document.images.length };'
     found = browse(made, tmp_path, script)
     assert (found["title"], found["images"]) == (evil, 0)
