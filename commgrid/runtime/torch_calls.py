@@ -72,7 +72,8 @@ class Listener(Protocol):
 
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
-_original: dict[tuple[type, str], Any] = {}
+_original: dict[tuple[type, str], tuple[Any, Callable[..., Any]]] = {}
+"""By class and method, torch's own and ours in its place."""
 
 
 def listen(listener: Listener) -> None:
@@ -80,8 +81,7 @@ def listen(listener: Listener) -> None:
     global _listeners
     with _lock:
         _listeners = (*_listeners, listener)
-        if not _original:
-            _put_in_place()
+        _put_in_place()
 
 
 def stop(listener: Listener) -> None:
@@ -90,21 +90,26 @@ def stop(listener: Listener) -> None:
     with _lock:
         _listeners = tuple(each for each in _listeners if each is not listener)
         if not _listeners:
-            for (kind, name), method in _original.items():
-                setattr(kind, name, method)
-            _original.clear()
+            for (kind, name), (method, ours) in list(_original.items()):
+                # What somebody has put around ours since stays; ours then tells nobody.
+                if vars(kind)[name] is ours:
+                    setattr(kind, name, method)
+                    del _original[kind, name]
 
 
 def _put_in_place() -> None:
     for name, (operation, place) in _CALLS.items():
         if name in vars(dist.ProcessGroup):  # some are of later versions of torch
-            # What the class holds, which `getattr` would give without what binds it to a group.
-            _original[dist.ProcessGroup, name] = vars(dist.ProcessGroup)[name]
             method = getattr(dist.ProcessGroup, name)
-            told = _telling(method, operation, place, _PEER.get(name))
-            setattr(dist.ProcessGroup, name, told)
-    _original[dist.Work, "wait"] = vars(dist.Work)["wait"]
-    dist.Work.wait = _telling_wait(dist.Work.wait)  # type: ignore[method-assign]
+            _replace(dist.ProcessGroup, name, _telling(method, operation, place, _PEER.get(name)))
+    _replace(dist.Work, "wait", _telling_wait(dist.Work.wait))
+
+
+def _replace(kind: type, name: str, ours: Callable[..., Any]) -> None:
+    if (kind, name) not in _original:
+        # What the class holds, which `getattr` would give without what binds it to a group.
+        _original[kind, name] = vars(kind)[name], ours
+        setattr(kind, name, ours)
 
 
 def _telling(

@@ -151,6 +151,32 @@ def test_a_listener_that_raises_keeps_the_call_from_being_made(grid: Any) -> Non
     dist.broadcast(torch.ones(1), 0, grid.get_group("dp"))
 
 
+def test_what_others_put_around_it_stays_and_nothing_is_recorded_twice(grid: Any) -> None:
+    """As a mend of an all-to-all does, that is put in place while a trace is on."""
+    group, seen = grid.get_group("dp"), []
+    commgrid.trace.start()
+    ours = dist.ProcessGroup.broadcast
+
+    def around(group: Any, *args: Any) -> Any:
+        seen.append("around")
+        return ours(group, *args)
+
+    plain = METHODS[0]["broadcast"]
+    dist.ProcessGroup.broadcast = around  # type: ignore[method-assign]
+    try:
+        dist.broadcast(torch.ones(1), 0, group)
+        commgrid.trace.stop()
+        dist.broadcast(torch.ones(1), 0, group)
+        commgrid.trace.start()
+        dist.broadcast(torch.ones(1), 0, group)
+        assert len(commgrid.trace.recorded().calls) == 1
+        assert seen == ["around"] * 3
+    finally:
+        dist.ProcessGroup.broadcast = ours  # type: ignore[method-assign]
+        commgrid.trace.stop()
+    assert vars(dist.ProcessGroup)["broadcast"] is plain
+
+
 def test_nothing_recorded_is_said() -> None:
     from commgrid.observe import trace
 
