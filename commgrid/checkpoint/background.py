@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,7 +230,8 @@ class BackgroundSave:
 def _yield_to_training() -> None:
     """Gives this thread what processor time others leave, where a thread has a priority."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        with suppress(OSError):  # where the system forbids it, saving matters more
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _kind(error: Exception) -> str:
@@ -262,18 +264,18 @@ def _digests(copies: Iterable[tuple[Copy, list[tuple[int, ...]]]]) -> Digests:
 
 def _differing(digests: Mapping[int, Digests]) -> str | None:
     """What differs between ranks that should have copies, with who; None: nothing."""
-    for rank, own in digests.items():
-        for ranks, mine in own.items():
-            for other in ranks:
-                theirs = digests[other].get(ranks, [])
-                if [key for _, key, _ in theirs] != [key for _, key, _ in mine]:
-                    return (
-                        f"ranks {rank} and {other} have {len(mine)} and {len(theirs)} copies of "
-                        "parameters and optimizer state, not of the same ones"
-                    )
-                for (name, _, one), (_, _, two) in zip(mine, theirs, strict=True):
-                    if one != two:
-                        return f"{name} differs between rank {rank} and rank {other}"
+    for ranks in dict.fromkeys(ranks for own in digests.values() for ranks in own):
+        mine = digests[ranks[0]].get(ranks, [])
+        for other in ranks[1:]:  # equal to the first is equal to all
+            theirs = digests[other].get(ranks, [])
+            if [key for _, key, _ in theirs] != [key for _, key, _ in mine]:
+                return (
+                    f"ranks {ranks[0]} and {other} have {len(mine)} and {len(theirs)} copies of "
+                    "parameters and optimizer state, not of the same ones"
+                )
+            for (name, _, one), (_, _, two) in zip(mine, theirs, strict=True):
+                if one != two:
+                    return f"{name} differs between rank {ranks[0]} and rank {other}"
     return None
 
 
