@@ -26,7 +26,7 @@ Add = Callable[..., Any]
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, once on each node."""
+    """Says what is wrong in one line, once however many ranks find it."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         found, unknown = self.parse_known_args(args, namespace)
@@ -36,19 +36,20 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        if is_first_of_node():
+        if is_first_of_command():
             print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
 
-def is_first_of_node() -> bool:
-    """Whether this process is the one on its node that says what all of them find."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+def is_first_of_command() -> bool:
+    """Whether this process is the one that says what all find that one command has started: rank 0
+    under srun, and the first of each node under torchrun, which is started on each."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def refuse(message: str, grid: commgrid.HyperCommGrid | None = None) -> NoReturn:
-    """Ends the program, of which all ranks find the same wrong; said once on each node."""
-    first = is_first_of_node() or (grid is not None and grid.get_local_rank() == 0)
+    """Ends the program, of which all ranks find the same wrong; the first of them says it."""
+    first = is_first_of_command() or (grid is not None and grid.get_local_rank() == 0)
     raise SystemExit(message if first else 1)
 
 
@@ -56,7 +57,7 @@ def last_words(error: commgrid.CommGridError) -> str | int:
     """What a program that an error ends exits with: a line, said once where all ranks have it."""
     # Sizes that do not fit are wrong on all ranks alike; its surroundings are a rank's own.
     alike = isinstance(error, commgrid.SpecError) and not f"{error}".startswith("environment")
-    return f"{type(error).__name__}: {error}" if is_first_of_node() or not alike else 1
+    return f"{type(error).__name__}: {error}" if is_first_of_command() or not alike else 1
 
 
 def parse(

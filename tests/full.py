@@ -248,6 +248,13 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_two_nodes[loopback-second_node_twice]",
         "test_two_nodes[namespaces-*]",
     ],
+    "tests/engines/test_slurm.py": [
+        "test_a_killed_process_and_the_job_goes_on",
+        "test_stops_are_one_line",
+        "test_survivors_live_on",
+        "test_the_batch_file_trains",
+        "test_what_all_find_wrong_is_said_by_rank_0",
+    ],
     "tests/examples/test_clients.py": [
         "test_losses_are_those_without_commgrid[accelerate --dp-shard 4]",
         "test_losses_are_those_without_commgrid[deepspeed *]",

@@ -1,0 +1,44 @@
+"""What a job of an engine said, how its training went on, and the row that a fault makes."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.examples.curves import run
+from tests.ranks import run_on_ranks
+
+JOB = [
+    "--layers", "4", "--hidden", "32", "--heads", "4", "--batch-size", "8", "--seq-len", "16",
+    "--lr", "1e-2", "--dtype", "fp64", "--steps", "20",
+]  # fmt: skip
+"""train_gpt's flags: its 16 last steps take long enough for a process to be killed in them."""
+LONG = [*JOB, "--steps", "1000000", "--log-every", "1"]
+
+
+def alone(metrics: Path) -> None:
+    """Trains in one process that nobody stops."""
+    run_on_ranks(run, 1, [*JOB, "--metrics", str(metrics)], init=None, launcher="torchrun")
+
+
+def wait_until(true: Callable[[], object], what: str, seconds: float = 120) -> None:
+    """Raises AssertionError where it does not become true in time."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, f"not in {seconds:g} s: {what}"
+        time.sleep(0.01)
+
+
+def row(fault: str, moment: str, seen: str, seconds: float, left: int) -> None:
+    """Prints a fault's row: fault × moment × what is seen × seconds × processes left."""
+    line = f"{fault} | {moment} | {seen} | {seconds:.1f} s | {left} left"
+    print(line, file=sys.__stderr__)
+
+
+def tracebacks(said: str, of: str = "") -> int:
+    """How many of Python's tracebacks there are, of those that go through a file."""
+    found = re.split(r"^Traceback \(most recent call last\):$", said, flags=re.M)[1:]
+    return sum(of in text for text in found)

@@ -1,0 +1,156 @@
+"""train_gpt under a real SLURM of two nodes: trains, is killed and goes on, stops, and refuses."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.said import JOB, LONG, alone, row, tracebacks, wait_until
+from tests.engines.slurm_cluster import Cluster, cluster, why_not
+from tests.examples.curves import curve, same_curve
+
+# A cluster is one for all tests of a process, so these run in one.
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.xdist_group("slurm"),
+]
+SMALL = ["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
+"""sbatch's options go before those in the file: nodes of two devices in place of eight."""
+GPT = ["python", "examples/train_gpt.py"]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with cluster() as made:
+        yield made
+    assert made.processes() == []
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The curve of one process that nobody kills."""
+    metrics = tmp_path_factory.mktemp("alone") / "metrics"
+    alone(metrics)
+    return curve(metrics)
+
+
+def batch(slurm: Cluster, log: Path, *more: str, **variables: str) -> str:
+    """Queues a batch file; its job's number."""
+    given = ["sbatch", "--parsable", f"--output={log}", *SMALL, *more]
+    return slurm.run(*given, **variables).strip()
+
+
+def wait_for_job(slurm: Cluster, job: str, log: Path) -> str:
+    """Until a job has ended; what it has printed."""
+
+    def ended() -> bool:
+        state = slurm.run("scontrol", "show", "job", job)
+        return re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)", state) is not None
+
+    wait_until(ended, f"the end of job {job}")
+    wait_until(lambda: not slurm.tasks(), "the end of its tasks")
+    return log.read_text()
+
+
+def test_the_batch_file_trains(
+    slurm: Cluster, unbroken: list[dict[str, float]], tmp_path: Path
+) -> None:
+    metrics, log = tmp_path / "metrics", tmp_path / "log"
+    flags = [*JOB, "--tp", "2", "--metrics", str(metrics)]
+    said = wait_for_job(slurm, batch(slurm, log, "examples/slurm/train_gpt.sbatch", *flags), log)
+    assert "grid   tp 2 · dp 2 on 4 ranks (cpu)" in said
+    same_curve(curve(metrics), unbroken, "fp64")
+
+
+def test_a_killed_process_and_the_job_goes_on(
+    slurm: Cluster, unbroken: list[dict[str, float]], tmp_path: Path
+) -> None:
+    victim = 3  # on the second node
+    log, runs = tmp_path / "log", tmp_path / "runs"
+    flags = [*JOB, "--tp", "2", "--save-every", "2"]
+    job = batch(slurm, log, "examples/slurm/restart.sbatch", *flags, RUNS=str(runs))
+    wait_until(lambda: len(slurm.tasks()) == 4, "four tasks")
+    tasks = slurm.tasks()
+    wait_until(lambda: (runs / job / "step_00000004").exists(), "the checkpoint of step 4")
+    os.kill(tasks[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    again = f"start 1 of job {job} has failed"
+    wait_until(lambda: again in log.read_text(), again)
+    seconds = time.monotonic() - killed
+    said = wait_for_job(slurm, job, log)
+    before, _, after = said.partition(again)
+    assert re.search(rf"srun: error: \S+: task {victim}: Killed", before)
+    assert tracebacks(before) == 0
+    assert "PeerFailedError: " in before, before
+    assert re.search(r"goes on after step (4|6|8)\n", after)
+    rows = curve(Path(f"{runs / job}.jsonl"))
+    assert [each["step"] for each in rows] == list(range(1, 21))
+    same_curve(rows, unbroken, "fp64")
+    seen = re.findall(r"PeerFailedError: .*", before)[0]
+    row(f"srun: kill -9 of rank {victim} of 4", "a step", seen, seconds, len(slurm.tasks()))
+    assert seconds < 30
+
+
+def test_stops_are_one_line(slurm: Cluster) -> None:
+    """scancel, and Ctrl-C twice, as srun wants it."""
+    for name, stop in (("SIGTERM", scancel), ("SIGINT", ctrl_c)):
+        running = slurm.start("srun", "-N2", "-n2", *GPT, *LONG)
+        assert running.stdout is not None
+        try:
+            assert any(line.startswith("step    3") for line in running.stdout)
+            stop(slurm, running)
+            stopped = time.monotonic()
+            out, err = running.communicate(timeout=60)
+        finally:
+            running.kill()
+        seconds = time.monotonic() - stopped
+        last = out.splitlines()[-1]
+        assert last.startswith(f"stopped by {name}: "), (last, err)
+        assert out.count("stopped by") == 1
+        assert tracebacks(err) == 0, err
+        assert seconds < 10
+        wait_until(lambda: not slurm.tasks(), "the end of its tasks")
+        row(f"srun: {stop.__name__}", "a step", last, seconds, len(slurm.tasks()))
+
+
+def scancel(slurm: Cluster, running: subprocess.Popen[str]) -> None:
+    (job,) = slurm.run("squeue", "--noheader", "--format=%i").split()
+    slurm.run("scancel", job)
+
+
+def ctrl_c(slurm: Cluster, running: subprocess.Popen[str]) -> None:
+    running.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    running.send_signal(signal.SIGINT)
+
+
+def test_what_all_find_wrong_is_said_by_rank_0(slurm: Cluster) -> None:
+    for flags, told in (
+        (["--tp", "3"], "SpecError: axes: tp=3 "),
+        (["--tqp", "2"], "unknown flag"),
+    ):
+        running = slurm.start("srun", "-N2", "-n2", *GPT, *JOB, *flags)
+        _, err = running.communicate(timeout=120)
+        assert running.returncode in (1, 2)
+        lines = [line for line in err.splitlines() if not line.startswith("srun: ")]
+        assert len(lines) == 1, err
+        assert told in lines[0]
+
+
+def test_survivors_live_on(slurm: Cluster) -> None:
+    """Without --kill-on-bad-exit and --wait srun leaves the others of a killed task alone."""
+    code = (
+        "import os, time; time.sleep(2 + 2 * (os.environ['SLURM_PROCID'] == '0')); print('alive')"
+    )
+    running = slurm.start("srun", "-N2", "-n2", "--no-kill", "python", "-c", code)
+    wait_until(lambda: len(slurm.tasks()) == 2, "two tasks")
+    os.kill(slurm.tasks()[1], signal.SIGKILL)
+    out, err = running.communicate(timeout=60)
+    assert out == "alive\n"
+    assert "task 1: Killed" in err
+    assert running.returncode == 128 + signal.SIGKILL
