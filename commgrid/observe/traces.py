@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,14 @@ class Trace:
         calls: in the order in which it issued them.
         dropped: how many earlier ones were not kept.
         members: of each group, the ranks, where it is a commgrid grid's.
+        batches: of messages that were started as one, by group and number: which batch.
     """
 
     rank: int
     calls: tuple[Call, ...]
     dropped: int
     members: dict[str, tuple[int, ...]]
+    batches: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,11 @@ def parse(found: Mapping[str, Any]) -> Trace:
         calls=tuple(_call(dict(zip(KEYS, each, strict=True)), offset) for each in found["calls"]),
         dropped=int(found["dropped"]),
         members={name: tuple(ranks) for name, ranks in found["members"].items()},
+        batches={
+            (group, number): batch
+            for batch, (group, first, last) in enumerate(found.get("batches", ()))
+            for number in range(first, last + 1)
+        },
     )
 
 

@@ -1,0 +1,165 @@
+"""What ranks issue, as data: collectives, messages and waits, one after another.
+
+    programs = {0: [Call(tp, "all_reduce", handle="a"), Call(dp, "all_reduce"), Wait(("a",))], …}
+
+A call without a handle is waited for where it stands. One with a handle runs beside what comes
+after it until a `Wait` for the handle, or for ever where there is none. Several messages that a
+backend starts as one are a `Batch`. `order` decides whether such programs come to an end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from commgrid.errors import SpecError
+
+MESSAGES = ("send", "recv")
+"""Operations between two ranks; every other takes all of the group."""
+
+Handle = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A communicator: what it is called, and its ranks in group order."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective, or one half of a message.
+
+    Args:
+        group: on which communicator.
+        operation: `send` or `recv`, or a collective such as `all_reduce`.
+        peer: the global rank of a message's other side.
+        shape, dtype, bytes: of what is handed in, where known.
+        root: the global rank that a broadcast, reduce, gather or scatter is about, where known.
+        tag: which of gloo's messages meet.
+        handle: what a `Wait` names; None: the call is waited for where it stands.
+        number: how many the rank had issued on the communicator before; None: as counted here.
+        where: the place in the program.
+    """
+
+    group: Group
+    operation: str
+    peer: int | None = None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    bytes: int = 0
+    root: int | None = None
+    tag: int = 0
+    handle: Handle | None = None
+    number: int | None = None
+    where: str = ""
+
+    @property
+    def about(self) -> tuple[str, str, int, int, int | None]:
+        """What all sides of it have to give alike."""
+        if self.operation in MESSAGES:
+            return "message", self.dtype, math.prod(self.shape), self.bytes, None
+        if self.operation in ("all_to_all", "gather", "scatter"):  # each rank gives its own share
+            return self.operation, self.dtype, 0, 0, self.root
+        return self.operation, self.dtype, math.prod(self.shape), self.bytes, self.root
+
+    def said(self) -> str:
+        """Operation, shape and dtype, for messages."""
+        size = f" of {list(self.shape)}" if self.shape or self.dtype else ""
+        root = "" if self.root is None else f" root {self.root}"
+        return f"{self.operation}{size}{' ' * bool(self.dtype)}{self.dtype}{root}"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Messages that are started as one, as `batch_isend_irecv` does.
+
+    On NCCL all of them are over together, so that a wait for one is a wait for all.
+
+    Args:
+        calls: sends and receives on one communicator.
+        handle: what a `Wait` names for all of them; None: each has its own.
+    """
+
+    calls: tuple[Call, ...]
+    handle: Handle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Until calls are over.
+
+    Args:
+        handles: whose; none: of all calls so far, as a synchronisation of the device.
+    """
+
+    handles: tuple[Handle, ...] = ()
+
+
+Step = Call | Batch | Wait
+Programs = Mapping[int, Sequence[Step]]
+"""By rank, what it does first to last."""
+
+
+def calls_of(step: Step) -> tuple[Call, ...]:
+    """The calls that a step issues."""
+    if isinstance(step, Call):
+        return (step,)
+    return step.calls if isinstance(step, Batch) else ()
+
+
+def check_sides(programs: Programs) -> None:
+    """Refuses what no rank could issue.
+
+    Raises:
+        SpecError: a rank outside its communicator, a message without its other side, a wait for a
+            handle that was not issued, a member without a program.
+    """
+    known: set[int] = set()
+    for rank, steps in programs.items():
+        handles: set[Handle | None] = set()
+        for step in steps:
+            if isinstance(step, Wait):
+                for handle in step.handles:
+                    if handle not in handles:
+                        raise SpecError(
+                            f"rank {rank} waits for {handle!r}, which it has not issued; expected "
+                            "the handle of an earlier call"
+                        )
+                continue
+            handles.add(step.handle)
+            for call in calls_of(step):
+                handles.add(call.handle)
+                _check_call(rank, call)
+                if id(call.group) not in known:
+                    known.add(id(call.group))
+                    if missing := [one for one in call.group.ranks if one not in programs]:
+                        raise SpecError(
+                            f"ranks {missing[:8]} of {call.group.name} have no program; give those "
+                            f"of all its ranks {list(call.group.ranks[:8])}"
+                        )
+
+
+def _check_call(rank: int, call: Call) -> None:
+    ranks = call.group.ranks
+    if rank not in ranks:
+        raise SpecError(
+            f"rank {rank} issues {call.operation} on {call.group.name} of ranks {list(ranks[:8])}, "
+            "which it is not one of"
+        )
+    if call.operation not in MESSAGES:
+        return
+    if call.peer is None:
+        raise SpecError(
+            f"rank {rank}: {call.operation} on {call.group.name} at {call.where or '?'} takes from "
+            "anybody; whom it meets is decided while it runs, and no check before can tell. Name "
+            "the sender"
+        )
+    if call.peer not in ranks:
+        raise SpecError(
+            f"rank {rank}: {call.operation} on {call.group.name} with rank {call.peer}, which is "
+            f"not one of its ranks {list(ranks[:8])}"
+        )

@@ -1,0 +1,72 @@
+"""What ranks issued, from their traces: calls, batches and waits in the order they were made in.
+
+A trace says when a wait for a call was over; it stands before the first call that began later. What
+nobody has waited for has no wait. Messages that were started as one are told by the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commgrid.errors import SpecError
+from commgrid.observe import traces
+from commgrid.observe.programs import MESSAGES, Batch, Call, Group, Step, Wait
+from commgrid.observe.traces import Trace
+
+
+def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
+    """What every rank issued.
+
+    Raises:
+        SpecError: a trace whose first calls were not kept, a communicator that is no grid's, or a
+            rank without a trace.
+    """
+    traced = {trace.rank for trace in found}
+    groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+    for trace in found:
+        if trace.dropped:
+            raise SpecError(
+                f"rank {trace.rank}: its first {trace.dropped:,} calls were not kept, and what "
+                "they met cannot be told; trace fewer steps, or commgrid.trace.start(capacity=…)"
+            )
+        for call in trace.calls:
+            ranks = trace.members.get(call.group)
+            if ranks is None:
+                raise SpecError(
+                    f"rank {trace.rank}: {call.operation} at {call.where} is on {call.group!r}, "
+                    "which is no communicator of a commgrid grid; whose ranks it has is not known"
+                )
+            if missing := [rank for rank in ranks if rank not in traced]:
+                raise SpecError(
+                    f"rank {missing[0]} of {traces.short(call.group)} has no trace beside rank "
+                    f"{trace.rank}'s; give the folder with those of all ranks"
+                )
+            groups.setdefault((call.group, ranks), Group(call.group, ranks))
+    return {trace.rank: _steps(trace, groups) for trace in found}
+
+
+def _steps(trace: Trace, groups: dict[tuple[str, tuple[int, ...]], Group]) -> list[Step]:
+    """A rank's calls and waits, by time; a call that was over at its return has waited."""
+    timed: list[tuple[float, int, Step | int]] = []
+    batches: dict[int, list[Call]] = {}
+    for at, made in enumerate(trace.calls):
+        group = groups[made.group, trace.members[made.group]]
+        is_message = made.operation in MESSAGES
+        batch = trace.batches.get((made.group, made.number))
+        waited_here = batch is None and (made.issued is None or made.ended == made.issued)
+        call = Call(
+            group, made.operation,
+            group.ranks[made.peer] if is_message and made.peer is not None else None,
+            made.shape, made.dtype, made.bytes,
+            handle=None if waited_here else at, number=made.number, where=made.where,
+        )  # fmt: skip
+        if batch is None:
+            timed.append((made.began, 2 * at, call))
+        else:
+            if batch not in batches:
+                timed.append((made.began, 2 * at, batch))
+            batches.setdefault(batch, []).append(call)
+        if not waited_here and made.ended is not None and made.ended != made.issued:
+            timed.append((made.ended, 2 * at + 1, Wait((at,))))
+    timed.sort(key=lambda each: each[:2])
+    return [Batch(tuple(batches[step])) if isinstance(step, int) else step for _, _, step in timed]

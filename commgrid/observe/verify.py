@@ -1,0 +1,331 @@
+"""Whether every rank can finish what ranks are about to issue, and if not, the shortest reason why.
+
+    programs = commgrid.verify.programs("runs/trace")      what COMMGRID_TRACE recorded
+    verdict = commgrid.verify.check(programs, "nccl")
+    print(verdict)
+
+A program can be written by hand:
+
+    >>> tp, dp = Group("tp", (0, 1)), Group("dp", (0, 1))
+    >>> found = check({
+    ...     0: [Call(tp, "all_reduce", where="a.py:12"), Call(dp, "all_reduce", where="a.py:15")],
+    ...     1: [Call(dp, "all_reduce", where="b.py:40"), Call(tp, "all_reduce", where="b.py:44")],
+    ... })
+    >>> print(found)
+    cannot finish under nccl's rules: 2 calls wait in a circle
+      rank 0 waits in tp all_reduce 0 (a.py:12) for rank 1, which comes to it at b.py:44, after dp \
+all_reduce 0
+      rank 1 waits in dp all_reduce 0 (b.py:40) for rank 0, which comes to it at a.py:15, after tp \
+all_reduce 0
+
+The rules, and why one look at the programs decides it, are in `commgrid.observe.order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.observe import traces
+from commgrid.observe.order import RULES, Event, Laid, Side, circle, lay_out, run
+from commgrid.observe.programs import (
+    MESSAGES,
+    Batch,
+    Call,
+    Group,
+    Handle,
+    Programs,
+    Step,
+    Wait,
+    calls_of,
+    check_sides,
+)
+from commgrid.observe.recorded import from_traces
+from commgrid.planning.names import nearest
+
+__all__ = ["Batch", "Call", "Group", "Place", "Verdict", "Wait", "check", "programs"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A call of a counterexample, and why it is never over.
+
+    Args:
+        rank: where it stands.
+        call: such as `tp all_reduce 3`.
+        where: its place in the program.
+        why: in words.
+    """
+
+    rank: int
+    call: str
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check has found.
+
+    Args:
+        rules: nccl, gloo or strict.
+        ranks, calls: how many were looked at.
+        kind: what keeps ranks from finishing: `circle`, `never issued` or `differs`; None: nothing.
+        places: the shortest reason.
+        programs: the smallest part of what was given that cannot finish either.
+        is_shortest: False: there were too many calls to rule out a shorter one.
+    """
+
+    rules: str
+    ranks: int
+    calls: int
+    kind: str | None = None
+    places: tuple[Place, ...] = ()
+    programs: dict[int, list[Step]] = field(default_factory=dict)
+    is_shortest: bool = True
+
+    @property
+    def finishes(self) -> bool:
+        """Whether every rank comes to its end."""
+        return self.kind is None
+
+    def __str__(self) -> str:
+        if self.finishes:
+            return (
+                f"{self.ranks:,} ranks, {self.calls:,} calls: all finish under {self.rules}'s rules"
+            )
+        what = {
+            "circle": f"{len(self.places)} call{'s' * (len(self.places) > 1)} wait in a circle",
+            "never issued": "a call that not all of its ranks issue",
+            "differs": "a call that its ranks give differently",
+        }[str(self.kind)]
+        lines = [f"cannot finish under {self.rules}'s rules: {what}"]
+        lines += [f"  {place.why}" for place in self.places]
+        if not self.is_shortest:
+            lines.append("  there may be a shorter circle: there were too many to look at all")
+        return "\n".join(lines)
+
+    def draw(self) -> str:
+        """A line per rank of the smallest part; a rank stands in what is in brackets.
+
+        >>> pp = Group("pp", (0, 1))
+        >>> sends = {r: [Call(pp, "send", 1 - r), Call(pp, "recv", 1 - r)] for r in range(2)}
+        >>> print(check(sends).draw())
+        rank 0  [pp send 0 to rank 1]  pp recv 1 from rank 1
+        rank 1  [pp send 0 to rank 0]  pp recv 1 from rank 0
+        """
+        if self.finishes:
+            return ""
+        laid = lay_out(self.programs, self.rules)
+        run(laid)
+        width = len(f"rank {max(self.programs)}")
+        lines = []
+        for rank, steps in self.programs.items():
+            words, stands = [], False
+            for at in range(len(steps)):
+                for side in laid.sides[rank].get(at, ()):
+                    is_here = not stands and not side.event.is_over
+                    stands |= is_here
+                    words.append(f"[{said(side)}]" if is_here else said(side))
+            if words:
+                lines.append(f"{f'rank {rank}':{width}}  {'  '.join(words)}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {
+            "rules": self.rules, "finishes": self.finishes, "ranks": self.ranks,
+            "calls": self.calls, "kind": self.kind, "is_shortest": self.is_shortest,
+            "places": [
+                {"rank": p.rank, "call": p.call, "where": p.where, "why": p.why}
+                for p in self.places
+            ],
+        }  # fmt: skip
+
+
+def programs(folder: str | Path) -> dict[int, list[Step]]:
+    """What every rank issued, from the traces in a folder.
+
+    Args:
+        folder: what COMMGRID_TRACE or `commgrid.trace.save` was given.
+
+    Raises:
+        SpecError: no traces, or some from which it cannot be told.
+    """
+    return from_traces(traces.read(Path(folder)))
+
+
+def check(programs: Programs, rules: str = "nccl") -> Verdict:
+    """Decides whether every rank can finish.
+
+    Args:
+        programs: by rank, what it issues.
+        rules: nccl, gloo, or strict: as if each call were waited for where it stands.
+
+    Raises:
+        SpecError: other rules, or programs that no ranks could issue.
+    """
+    if rules not in RULES:
+        raise SpecError(
+            f"rules={rules!r}: expected one of {', '.join(RULES)}{nearest(rules, RULES)}"
+        )
+    check_sides(programs)
+    laid = lay_out(programs, rules)
+    stuck = run(laid)
+    calls = sum(len(sides) for own in laid.sides.values() for sides in own.values())
+    if not stuck:
+        return Verdict(rules, len(programs), calls)
+    wrong = [event for event in stuck if not event.is_whole or not event.is_alike]
+    if wrong:
+        first = min(wrong, key=lambda event: (event.begun != len(event.sides), _first_step(event)))
+        kind = "differs" if first.is_whole else "never issued"
+        places = _differing(first) if first.is_whole else (_missing(first, laid),)
+        return Verdict(rules, len(programs), calls, kind, places, _part(programs, [first]))
+    found, is_shortest = circle(stuck)
+    kept = _part(programs, [event for event, _ in found])
+    return Verdict(rules, len(programs), calls, "circle", _waiting(found), kept, is_shortest)
+
+
+def _first_step(event: Event) -> int:
+    return min(side.at for side in event.sides)
+
+
+# -- in words ---------------------------------------------------------------------------
+
+
+def said(side: Side, *, with_place: bool = False) -> str:
+    """A call by names, such as `tp all_reduce 3 (a.py:12)`."""
+    call = side.call
+    peer = ""
+    if call.operation in MESSAGES:
+        peer = f" {'to' if call.operation == 'send' else 'from'} rank {call.peer}"
+    where = f" ({call.where})" if with_place and call.where else ""
+    return f"{traces.short(call.group.name)} {call.operation} {side.number}{peer}{where}"
+
+
+def _waiting(found: list[tuple[Event, Side]]) -> tuple[Place, ...]:
+    """Each call of a circle waits for the rank that stands in the one before."""
+    places = []
+    for i, (event, side) in enumerate(found):
+        before = found[i - 1][1]
+        late = next(s for s in event.sides if s.rank == before.rank and s is not before)
+        follower = found[(i + 1) % len(found)][0]
+        next_here = next(s for s in follower.sides if s.rank == side.rank and s is not side)
+        told = said(side, with_place=True)
+        how = f"rank {side.rank} waits in {told} for"
+        if next_here.at <= side.waited:
+            how = f"rank {side.rank} has {told} first in its queue, which waits for"
+        at = f" at {late.call.where}," if late.call.where else ""
+        whom = f"rank {before.rank}, which comes"
+        if before.rank == side.rank:
+            whom = "itself, which comes"
+        places.append(
+            Place(
+                side.rank, said(side), side.call.where,
+                f"{how} {whom} to it{at} "
+                f"{'after' if late.at > before.waited else 'behind'} {said(before)}",
+            )
+        )  # fmt: skip
+    turn = min(range(len(places)), key=lambda i: places[i].rank)
+    return tuple(places[turn:] + places[:turn])
+
+
+def _differing(event: Event) -> tuple[Place, ...]:
+    """What each rank gives; of many that give the same the first."""
+    kinds: dict[object, list[Side]] = {}
+    for side in sorted(event.sides, key=lambda side: side.rank):
+        kinds.setdefault(side.call.about, []).append(side)
+    return tuple(
+        Place(
+            sides[0].rank, said(sides[0]), sides[0].call.where,
+            f"{_ranks(side.rank for side in sides)} gives {said(sides[0], with_place=True)}: "
+            f"{sides[0].call.said()}",
+        )
+        for sides in kinds.values()
+    )  # fmt: skip
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    found = list(ranks)
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    more = f" and {len(found) - 8:,} more" if len(found) > 8 else ""
+    return f"each of ranks {', '.join(map(str, found[:8]))}{more}"
+
+
+def _missing(event: Event, laid: Laid) -> Place:
+    """Who never comes, and where its calls on the communicator begin to be other ones."""
+    side = event.sides[0]
+    here = {each.rank for each in event.sides}
+    absent = [rank for rank in event.needs if rank not in here]
+    issues = f"rank {side.rank} issues {said(side, with_place=True)}"
+    if side.call.operation in MESSAGES:
+        other = "receives" if side.call.operation == "send" else "sends"
+        why = f"{issues}, which that rank never {other}"
+    else:
+        whom = "rank" if len(absent) == 1 else "ranks"
+        listed = ", ".join(map(str, absent[:8])) + (", …" if len(absent) > 8 else "")
+        why = (
+            f"{issues}, which {whom} {listed} never "
+            f"{'do' if len(absent) > 1 else 'does'}{_parting(event, side, absent[0], laid)}"
+        )
+    return Place(side.rank, said(side), side.call.where, why)
+
+
+def _parting(event: Event, side: Side, absent: int, laid: Laid) -> str:
+    """The first collective of two ranks that comes from other places of the program."""
+    ours, theirs = (
+        [s for sides in laid.sides[rank].values() for s in sides
+         if s.call.group == side.call.group and s.call.operation not in MESSAGES]
+        for rank in (side.rank, absent)
+    )  # fmt: skip
+    for one, other in zip(ours, theirs, strict=False):
+        if one.call.where != other.call.where:
+            return (
+                f"; the first that come from other places are {said(one, with_place=True)} and, on "
+                f"rank {absent}, {said(other, with_place=True)}"
+            )
+    return f"; it issues {len(theirs)} there, rank {side.rank} {len(ours)}"
+
+
+# -- the smallest part ------------------------------------------------------------------
+
+
+def _part(programs: Programs, events: Sequence[Event]) -> dict[int, list[Step]]:
+    """Of the programs only some events, and the waits for them."""
+    ranks = {rank for event in events for rank in event.sides[0].call.group.ranks}
+    numbers = {
+        (side.rank, side.at, id(side.call)): side.number
+        for event in events for side in event.sides
+    }  # fmt: skip
+    return {
+        rank: list(_part_of(rank, programs[rank], numbers))
+        for rank in programs if rank in ranks
+    }  # fmt: skip
+
+
+def _part_of(
+    rank: int,
+    steps: Sequence[Step],
+    numbers: dict[tuple[int, int, int], int],
+) -> Iterable[Step]:
+    under_way: set[Handle] = set()
+    for at, step in enumerate(steps):
+        if isinstance(step, Wait):
+            waited = tuple(handle for handle in step.handles if handle in under_way)
+            if waited or (under_way and not step.handles):
+                yield Wait(waited)
+            under_way -= set(waited) if step.handles else under_way.copy()
+            continue
+        calls = tuple(
+            replace(call, number=numbers[rank, at, id(call)])
+            for call in calls_of(step) if (rank, at, id(call)) in numbers
+        )  # fmt: skip
+        if not calls:
+            continue
+        handles = {call.handle if step.handle is None else step.handle for call in calls}
+        under_way |= {handle for handle in handles if handle is not None}
+        yield Batch(calls, step.handle) if isinstance(step, Batch) else calls[0]
