@@ -46,6 +46,7 @@ ROWS = [
     ["observe.traces", "observe.programs"],
     ["observe.order", "observe.recorded"],
     ["observe.verify"],
+    ["observe.stages"],
     ["planning.layer_cost"],
     ["planning.step_cost"],
     ["planning.step_why", "planning.tune", "planning.tune_words", "planning.step_traffic"],
@@ -156,7 +157,7 @@ ROWS = [
     ["cli"],
     ["__main__"],
 ]
-PURE = 29  # rows that import neither torch nor anything below them
+PURE = 30  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

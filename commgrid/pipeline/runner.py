@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.norm import device_of
 from commgrid.errors import GridMismatchError, SpecError
+from commgrid.observe.stages import check_schedule
 from commgrid.pipeline.exchange import Program, programs
 from commgrid.pipeline.p2p import StageLinks
 from commgrid.pipeline.run import Batch, Loss, Run, StageParts
@@ -62,7 +63,8 @@ class Pipeline:
         grid: where the group is looked up; None: the default grid.
 
     Raises:
-        SpecError: a schedule that does not fit the sizes, or chunks that do not fit the schedule.
+        SpecError: a schedule that does not fit the sizes, or whose stages would wait for each other
+            in a circle, or chunks that do not fit the schedule.
         GridMismatchError: the stages were given different schedules, microbatches or chunks.
 
     Example:
@@ -113,6 +115,8 @@ class Pipeline:
                 f"{theirs} does not fit group {group!r} of {stages} ranks with "
                 f"num_microbatches={num_microbatches} and {len(self.chunks)} chunks on this one"
             )
+        if isinstance(schedule, Schedule):
+            check_schedule(schedule)
         self._model = nn.ModuleList(self.chunks)
         check_shared(self._model, self.links.group.group)
         self._program = programs(self.schedule)[self.stage]
