@@ -180,7 +180,7 @@ def check_schedule(schedule: Schedule) -> None:
         )
     found = prove(schedule)
     if not found.finishes:
-        raise SpecError(f"{schedule}: {found}\n{found.draw()}")
+        raise SpecError(f"{schedule} cannot send all it has to: {found}\n{found.draw()}")
 
 
 def _by_order(schedule: Schedule) -> dict[int, list[Step]]:
