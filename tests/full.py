@@ -248,6 +248,13 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_two_nodes[loopback-second_node_twice]",
         "test_two_nodes[namespaces-*]",
     ],
+    "tests/engines/test_ray.py": [
+        "test_a_killed_worker_and_the_job_goes_on",
+        "test_a_stop_is_one_line",
+        "test_what_is_wrong_is_said_before_anything_starts[flag]",
+        "test_what_is_wrong_is_said_before_anything_starts[no_ray]",
+        "test_what_is_wrong_is_said_before_anything_starts[workers]",
+    ],
     "tests/engines/test_slurm.py": [
         "test_a_killed_process_and_the_job_goes_on",
         "test_stops_are_one_line",
