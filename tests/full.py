@@ -22,6 +22,7 @@ UNMATCHED = pytest.StashKey[list[str]]()
 T = TypeVar("T")
 
 ONLY_FULL: dict[str, list[str]] = {
+    "tests/observe/test_planted_causes.py": ["test_every_planted_cause_is_named"],
     "tests/test_bench.py": ["test_it_runs_under_torchrun"],
     "tests/test_first_use.py": [
         "test_a_peer_that_never_talks_is_an_error_within_the_timeout[recv-*]",

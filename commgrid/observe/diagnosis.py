@@ -219,8 +219,8 @@ def _swapped(ledger: Ledger, rank: int, call: Call, peer: int, wait: Wait) -> Fi
     way, back = ("to", "from") if call.operation == "send" else ("from", "to")
     text = (
         f"rank {rank} has issued {name} {call.operation} {way} rank {peer} at {call.where}, to "
-        f"which that one has not come; rank {wait.rank} {waited(wait)} at {wait.call.where} for {name} "
-        f"{wait.call.operation} {back} rank {rank}"
+        f"which that one has not come; rank {wait.rank} {waited(wait)} at {wait.call.where} for "
+        f"{name} {wait.call.operation} {back} rank {rank}"
     )
     places = (call.where, wait.call.where)
     turn = ledger.turn(wait.rank, wait.call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,7 +73,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if not self.causes:
-            return f"nothing is wrong that the records of {said(self.ranks)} show"
+            left = f"; {said(self.missing)} left none" if self.missing else ""
+            return f"nothing is wrong that the records of {said(self.ranks)} show{left}"
         lines = [self.causes[0].text]
         lines += [f"also: {each.text}" for each in self.causes[1:_MOST]]
         lines += [f"then: {each.text}" for each in self.consequences[:_MOST]]
@@ -96,7 +97,3 @@ def lasted(seconds: float) -> str:
     ('0.2 s', '31 s')
     """
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-
-
-def listed(words: Iterable[str]) -> str:
-    return "; ".join(words)

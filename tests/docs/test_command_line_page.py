@@ -73,7 +73,7 @@ def test_every_command_has_its_section_and_its_flags() -> None:
 def said(*argv: str) -> Any:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert cli.main([*argv, "--json"]) == (argv[0] == "diagnose")  # of one of two ranks
+        assert cli.main([*argv, "--json"]) == 0
     return json.loads(out.getvalue())
 
 
