@@ -73,8 +73,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if not self.causes:
-            left = f"; {said(self.missing)} left none" if self.missing else ""
-            return f"nothing is wrong that the records of {said(self.ranks)} show{left}"
+            others = f"; {said(self.missing)} left none" if self.missing else ""
+            return f"nothing is wrong that the records of {said(self.ranks)} show{others}"
         lines = [self.causes[0].text]
         lines += [f"also: {each.text}" for each in self.causes[1:_MOST]]
         lines += [f"then: {each.text}" for each in self.consequences[:_MOST]]
