@@ -21,6 +21,7 @@ from commgrid.checkpoint.meeting import (
     failure,
     kind_of,
     reporter,
+    tells_failures,
 )
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
@@ -53,6 +54,7 @@ def steps(folder: str | Path) -> list[int]:
     return list(folders.complete(Path(folder)))
 
 
+@tells_failures
 def load(
     folder: str | Path,
     model: Model,
@@ -85,6 +87,7 @@ def load(
             optimizer, or with values of other types than plain ones; names what is missing or
             differs, and which ranks found it. Should a module
             refuse its extra state after all that, it says that the model is not to be used.
+        PeerFailedError, PeerTimeoutError: as `save`.
         UnknownGroupError: the grid has no group of all its ranks.
     """
     grid = grid or get_grid()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,7 +14,15 @@ from torch.distributed import ProcessGroup
 from commgrid.checkpoint.model_state import chunks_of
 from commgrid.checkpoint.progress import ProgressLine
 from commgrid.checkpoint.storage import Report
-from commgrid.errors import CheckpointError, GridMismatchError, SpecError, UnknownGroupError
+from commgrid.errors import (
+    CheckpointError,
+    CommGridError,
+    GridMismatchError,
+    SpecError,
+    UnknownGroupError,
+)
+from commgrid.runtime.failures import named_failures
+from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -23,6 +32,29 @@ Model = nn.Module | Sequence[nn.Module]
 Call = dict[str, int | str | None]
 """What a rank has called for."""
 Progress = bool | Callable[[int, int], object]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def tells_failures(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes a rank that is gone in the middle of a call an error on all others that names it.
+
+    What ranks raise alike, as `at_first` makes them, leaves the grid as it was.
+    """
+
+    @wraps(function)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> T:
+        grid = cast("HyperCommGrid | None", kwargs.get("grid")) or get_grid()
+        kwargs["grid"] = grid
+        if grid.is_destroyed:  # which the function says in its own words
+            return function(*args, **kwargs)
+        with named_failures(
+            grid, lambda: f"checkpoint.{function.__name__}", agreed=(CommGridError,)
+        ):
+            return function(*args, **kwargs)
+
+    return telling
 
 
 def everyone(grid: HyperCommGrid) -> ProcessGroup | None:

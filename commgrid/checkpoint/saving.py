@@ -25,6 +25,7 @@ from commgrid.checkpoint.meeting import (
     failure,
     kind_of,
     reporter,
+    tells_failures,
 )
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 COPIES = ("compare", "first")
 
 
+@tells_failures
 def save(
     folder: str | Path,
     step: int,
@@ -94,8 +96,9 @@ def save(
             optimizer state differ between ranks, stages have different parameters of one name, a
             parameter is sliced over something that is not of the grid, or the optimizer is not
             element-wise; names the ranks that found it. Or an earlier one was not, in the
-            background. A rank that writes for longer than the grid's timeout is torch's error on
-            the others.
+            background.
+        PeerFailedError, PeerTimeoutError: a rank is gone, or writes for longer than the grid's
+            timeout; names it. The grid is then destroyed.
         UnknownGroupError: the grid has no group of all its ranks.
 
     Example:
@@ -165,6 +168,7 @@ def save(
     return final
 
 
+@tells_failures
 def wait(*, grid: HyperCommGrid | None = None) -> None:
     """Waits for a save in the background; on all ranks of the grid.
 

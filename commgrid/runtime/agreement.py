@@ -24,6 +24,8 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.runtime.diagnosis import (
     CALL,
@@ -34,12 +36,14 @@ from commgrid.runtime.diagnosis import (
     ranks_entry,
     ranks_of,
 )
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.roll import Coming, Line, Roll, Store, seconds_until
 
 _MOVED = json.dumps({"kind": "moved"})
 _LINGER_SECONDS = 2.0
 _LOBBY_SECONDS = 1.0
 _LEASE_SECONDS = 10.0
+_ANSWER_SECONDS = 5.0  # that the store gets to answer in, however little time is left
 PHASES = ("created", "ready")
 """What a grid meets for after comparing, at most."""
 HOSTS = "hosts"
@@ -89,7 +93,9 @@ class Meeting:
     ) -> None:
         self._about = about or f"grid {name!r}"
         self._rank, self._ranks = rank, ranks
-        self._store, self._line = store, line or Line(store, len(ranks))
+        # Read late: it is set below, and a stopped server must not hold anybody for longer.
+        asked = PatientStore(store, lambda: max(seconds_until(self._deadline), _ANSWER_SECONDS))
+        self._store, self._line = asked, line or Line(store, len(ranks))
         self._phases, self._phase = ("compare", *phases), 0
         self._deadline = deadline
         if seconds_until(deadline) == 0:
@@ -104,7 +110,7 @@ class Meeting:
         place = ranks.index(rank) if rank in ranks else 0
         self._grace = 0.0 if place % every == 0 else self._margin
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
-        self._examiner = Examiner(store, name, rank, self._document, self._about, call, limit)
+        self._examiner = Examiner(asked, name, rank, self._document, self._about, call, limit)
         # Grids on separate ranks may share a name: they have different lowest ranks.
         self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
         self._room, self._number, self._base, self._left = f"{name}@{self._first}", 0, "", False
@@ -340,12 +346,14 @@ class Meeting:
         """
         if self._left or not self._came or self._phase == len(self._phases):
             return error
-        phase = self._phases[self._phase]
-        key = f"{self._base}/{phase}/verdict"
         try:
-            if not self._store.check([key]):
-                self._conclude(phase, self._blame(phase, error))
-            verdict = json.loads(self._store.get(key))
+            for phase in self._phases[self._phase :]:
+                key = f"{self._base}/{phase}/verdict"
+                if not self._store.check([key]):
+                    self._conclude(phase, self._blame(phase, error))
+                verdict = json.loads(self._store.get(key))
+                if verdict["kind"] != "agreed":  # else the others have gone on to the next
+                    break
             if verdict["kind"] in ("agreed", "moved"):
                 return error
             self._leave(verdict)
@@ -458,7 +466,7 @@ class Meeting:
     def _guarded(self, step: Callable[[], None]) -> None:
         try:
             step()
-        except CommGridError:
+        except (CommGridError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError among them
             raise PeerTimeoutError(

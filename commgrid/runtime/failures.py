@@ -11,6 +11,7 @@ waits on the device, where torch's own watchdog ends what waits for a rank that 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,19 +20,31 @@ from typing import TYPE_CHECKING
 from commgrid.errors import GridDestroyedError, PeerFailedError, PeerTimeoutError
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_world
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.registry import get_grid
 from commgrid.runtime.roll import Coming, Line, Roll
+from commgrid.runtime.whereabouts import whereabouts
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
 _ROLL_CALL_SECONDS = 2.0
 _PATIENCE_SECONDS = 2.0  # for the one who knows more than that a connection closed
+_ROLL_CALLS_SECONDS, _NEXT_SECONDS = 10.0, 1.5  # at most, and from one who comes to the next
 _POLL_SECONDS = 0.05
 
 
 class GoneError(PeerFailedError):
-    """A certain rank is gone; raised where that is known from who was waited for."""
+    """A certain rank is gone, or ends after one that is; raised where that is who was waited for.
+
+    Args:
+        said: the message.
+        rank: which one.
+    """
+
+    def __init__(self, said: str, rank: int | None = None) -> None:
+        super().__init__(said)
+        self.rank = rank
 
 
 def who_is_missing(at: str, ranks: Iterable[int], what: str) -> str:
@@ -46,7 +59,7 @@ def who_is_missing(at: str, ranks: Iterable[int], what: str) -> str:
     """
     every = tuple(sorted(ranks))
     with suppress(RuntimeError):  # the store has gone with the rank that served it
-        store = torch_world.world_store()
+        store = PatientStore(torch_world.world_store(), lambda: _PATIENCE_SECONDS)
         roll, line = Roll(store, at, every), Line(store, len(every))
         all_came = roll.come(torch_world.world_rank()) is Coming.LAST
         if all_came:
@@ -64,7 +77,10 @@ def who_is_missing(at: str, ranks: Iterable[int], what: str) -> str:
 
 @contextmanager
 def named_failures(
-    grid: HyperCommGrid | None = None, doing: Callable[[], str] | None = None
+    grid: HyperCommGrid | None = None,
+    doing: Callable[[], str] | None = None,
+    *,
+    agreed: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
     """Within it, the failure of any rank of the grid is an error on every other that names it.
 
@@ -74,6 +90,7 @@ def named_failures(
     Args:
         grid: None: the default one.
         doing: says what this rank was at, for the message.
+        agreed: errors that all ranks raise alike, after which the grid is as good as before.
 
     Raises:
         PeerFailedError: another rank failed, is gone, or does not answer; from torch's error.
@@ -95,27 +112,34 @@ def named_failures(
     try:
         yield
     except BaseException as error:
-        left = isinstance(error, SystemExit) and not error.code
-        if left or grid.is_destroyed:  # no failure, or one that an inner block has told
+        if grid.is_destroyed:  # an inner block has told
             raise
-        me = f"rank {grid.rank}"
-        at = f" in {doing()}" if doing is not None else ""
+        peer = isinstance(error, GoneError) or torch_world.is_peer_failure(error)
+        if isinstance(error, agreed) and not peer:
+            raise
+        me, at = f"rank {grid.rank}", _at(error, doing, peer)
         board = FailureBoard(grid)
-        told: str | None = None
-        if isinstance(error, GoneError):
-            told = board.post(f"{error}")
-        elif torch_world.is_peer_failure(error):
-            told = board.read(_PATIENCE_SECONDS) or board.post(
-                f"a rank is gone or does not answer: {me}{at} got {torch_world.first_line(error)}"
-            )
-        else:
+        if isinstance(error, SystemExit) and not error.code:  # no failure, if nobody waits for it
+            board.post(f"{me} has left{at}: it called sys.exit")
+            grid.abort()
+            raise
+        if not peer:
             board.post(f"{me} failed{at}: {type(error).__name__}: {torch_world.first_line(error)}")
-        grid.abort()
-        if told is None:
-            if at:
+            grid.abort()
+            if doing is not None:
                 error.add_note(f"commgrid: {me} failed{at}")
             raise
+        told = board.inquire(grid, error, f"{me}{at}")
         raise _peer_error(told, f"{me} was{at}" if at else me, error) from error
+
+
+def _at(error: BaseException, doing: Callable[[], str] | None, peer: bool) -> str:
+    """What this rank was at; where it waited for another, also on which group, at which line."""
+    found = whereabouts(error) if peer or doing is None else None
+    parts = [] if doing is None else [f"in {doing()}"]
+    if found is not None and (found.group or doing is None):
+        parts.append(str(found))
+    return f" {', '.join(parts)}" if parts else ""
 
 
 def _peer_error(told: str, who: str, error: BaseException) -> Exception:
@@ -129,11 +153,12 @@ class FailureBoard:
 
     def __init__(self, grid: HyperCommGrid) -> None:
         self._key = f"commgrid/failures/{grid.identity}"
+        self._store = PatientStore(torch_world.world_store(), lambda: _PATIENCE_SECONDS)
 
     def post(self, text: str) -> str:
         """Writes it, unless somebody was first; what now stands there."""
         try:
-            return bytes(torch_world.world_store().compare_set(self._key, "", text)).decode()
+            return self._store.compare_set(self._key, "", text).decode()
         except (RuntimeError, ValueError):  # the store has gone with the rank that served it
             return text
 
@@ -141,11 +166,73 @@ class FailureBoard:
         """What stands there, waiting up to `patience` seconds for somebody to write it."""
         deadline = time.monotonic() + patience
         with suppress(RuntimeError, ValueError):
-            store = torch_world.world_store()
             while True:
-                if store.check([self._key]):
-                    return bytes(store.get(self._key)).decode()
+                if self._store.check([self._key]):
+                    return self._store.get(self._key).decode()
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_POLL_SECONDS)
         return None
+
+    def inquire(self, grid: HyperCommGrid, error: BaseException, me: str) -> str:
+        """Who it was, where this rank only knows that somebody is gone or silent.
+
+        The grid is aborted, so that those who wait for this rank come here, too. Who is first here
+        was the next to what happened: it waits for the others a moment, and who does not come is
+        gone.
+
+        Args:
+            error: this rank's.
+            me: this rank and where it was, for the message.
+        """
+        known, waited_for = self.read(0.0), _waited_for(error)
+        mine = f"{me} got {torch_world.first_line(error)}"
+        found: str | None = None
+        try:
+            first = known is None and self._store.add(f"{self._key}/came", 1) == 1
+            Roll(self._store, f"{self._key}/roll", ()).come(grid.rank)
+            grid.abort()
+            if first:
+                found = self._missing(grid, error, waited_for, mine)
+            elif known is None:
+                known = self.read(_ROLL_CALLS_SECONDS + _PATIENCE_SECONDS)
+        except (RuntimeError, ValueError):
+            grid.abort()
+            found = f"{_store_server()} is gone or does not answer, which serves the store: {mine}"
+        return known or self.post(found or f"a rank is gone or does not answer: {mine}")
+
+    def _missing(
+        self, grid: HyperCommGrid, error: BaseException, waited_for: set[int], mine: str
+    ) -> str:
+        """What happened, by who has come here."""
+        every = sorted(grid.spec.grid_ranks)
+        roll = Roll(self._store, f"{self._key}/roll", every)
+        last = time.monotonic() + _ROLL_CALLS_SECONDS
+        missing, until = set(every), last
+        while len(missing) > 1 and time.monotonic() < min(until, last):
+            before, missing = missing, set(every) - set(roll.here(every))
+            if missing != before:  # around a ring, one wakes the next
+                until = time.monotonic() + _NEXT_SECONDS
+            time.sleep(_POLL_SECONDS)
+        gone = missing & waited_for or missing
+        if isinstance(error, GoneError) and (not gone or gone == waited_for):
+            return f"{error}"
+        if not gone:
+            return f"a connection failed, or a rank came too late: {mine}"
+        who = describe_ranks(gone)
+        return (
+            f"{who} {'is gone or does' if len(gone) == 1 else 'are gone or do'} not answer: {mine}"
+        )
+
+
+def _waited_for(error: BaseException) -> set[int]:
+    """Whom this rank may have waited for."""
+    if isinstance(error, GoneError):
+        return set() if error.rank is None else {error.rank}
+    where = whereabouts(error)
+    return set(where.ranks) if where is not None else set()
+
+
+def _store_server() -> str:
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return "torchrun's agent" if by_agent else "rank 0"

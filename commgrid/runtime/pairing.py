@@ -32,11 +32,13 @@ from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.board import find
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.roll import Line, seconds_until
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
+_ANSWER_SECONDS = 5.0
 SIDES = ("source", "target")
 
 
@@ -136,7 +138,10 @@ class Pairing:
         self._about, self._what, self._limit = f"{what} {name!r}", what, limit
         for grid in grids.values():
             check_alive(self._about, grid)
-        self._store, self.rank = torch_world.world_store(), torch_world.world_rank()
+        self._store = PatientStore(
+            torch_world.world_store(), lambda: max(seconds_until(deadline), _ANSWER_SECONDS)
+        )
+        self.rank = torch_world.world_rank()
         self._room = f"commgrid/{what}/{name}"
         # Kept back from looking for the other grid, to tell the ranks of one's own in time.
         margin = min(1.0, seconds_until(deadline) / 4)

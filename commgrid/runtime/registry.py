@@ -28,6 +28,7 @@ from commgrid.runtime import recorder, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.roll import Line
 from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.torch_world import versions
@@ -162,6 +163,7 @@ class Registry:
         if launch is None or launch.world_size == 1:
             return
         try:
+            store = PatientStore(store, lambda: _LAST_RANK_SECONDS)
             left = store.add("left", 1)
             until = time.monotonic() + _LAST_RANK_SECONDS
             while launch.hosts_store and left < launch.world_size and time.monotonic() < until:

@@ -15,6 +15,8 @@ from enum import Enum
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from commgrid.runtime.patient import PatientStore
+
 # A store's counters are signed and have 64 bits. The second of a rank's two keeps two processes as
 # one rank apart from the next rank's.
 _BLOCK = 30
@@ -23,6 +25,7 @@ _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
 # costs less than a connection and a thread. More ranks would keep the store's server busy.
 _FEW_RANKS = 64
 _LOOK_SECONDS = 0.25
+_ANSWER_SECONDS = 5.0  # that a store gets to answer in, however little time is left
 _FIRST_PAUSE, _PAUSES_GROW = 0.001, 1.5
 
 
@@ -124,7 +127,9 @@ class Line:
     """
 
     def __init__(self, store: Any, among: int, reuse: bool = True) -> None:
-        self._store, self._reuse = store, reuse
+        self._patience, self._reuse = 0.0, reuse
+        self._asked = PatientStore(store, lambda: self._patience)
+        self._store = self._asked.raw
         self._look_seconds = _LOOK_SECONDS if among <= _FEW_RANKS else 0.0
         self._waits: list[_Wait] = []
 
@@ -148,6 +153,7 @@ class Line:
         Raises:
             RuntimeError: the store is gone.
         """
+        self._patience = max(seconds, _ANSWER_SECONDS)
         if not self._waits or self._waits[-1].key != key:
             if self._look_seconds:
                 looked = min(self._look_seconds, seconds)
@@ -162,7 +168,7 @@ class Line:
     def _looks(self, key: str, seconds: float) -> bool:
         """Whether the key is seen within so many seconds, on the store's own connection."""
         until, pause = time.monotonic() + seconds, _FIRST_PAUSE
-        while not self._store.check([key]):
+        while not self._asked.check([key]):
             left = until - time.monotonic()
             if left <= 0:
                 return False
@@ -176,7 +182,7 @@ class Line:
         if free:
             return free.pop()
         try:
-            made = self._store.clone()
+            made = self._asked.clone()
             made.set_timeout(self._store.timeout)
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # the network's, not that there is no such thing

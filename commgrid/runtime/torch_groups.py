@@ -13,7 +13,7 @@ import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_gloo, torch_nccl
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.torch_all_to_all import fill_in_sizes
 from commgrid.runtime.torch_world import (
     FAKE,
@@ -38,6 +39,7 @@ from commgrid.runtime.torch_world import (
 _CREATING = threading.RLock()
 
 _REFUSED_SECONDS = 0.05  # until connections that are on their way are made or refused
+_ANSWER_SECONDS = 2.0  # that the store gets while groups are destroyed
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
 
@@ -166,8 +168,12 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroys a group if torch still knows it (whoever ended WORLD has destroyed it too)."""
     if is_initialized() and group in c10d._world.pg_map:
         with suppress(RuntimeError):  # a store that has gone keeps nothing
-            torch_gloo.forget_addresses(group)
+            _patient_store().during(partial(torch_gloo.forget_addresses, group))
         dist.destroy_process_group(group)
+
+
+def _patient_store() -> PatientStore:
+    return PatientStore(world_store(), lambda: _ANSWER_SECONDS)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -261,7 +267,8 @@ def abort_all(
                     torch_gloo.break_connections(group)
                 elif group.size() <= _MOST_TOLD:
                     # Who waits for this rank to connect learns that it is gone when it was there.
-                    telling.append(torch_gloo.connect_all(group))
+                    connecting = partial(torch_gloo.connect_all, group)  # asks the store
+                    telling.append(_patient_store().during(connecting))
     if telling:
         time.sleep(_REFUSED_SECONDS)
     for group in alive:

@@ -333,6 +333,7 @@ def is_store_gone(error: BaseException) -> bool:
     return isinstance(error, dist.DistNetworkError) and not _CANNOT_SERVE.search(str(error))
 
 
+_ADVICE = ". This is typically caused by a remote worker crashing"  # what gloo adds
 _IN_GLOO = re.compile(r"^\[\S+\.cc:\d+\] ")
 
 # What torch 2.11 to 2.15 raise where a peer is gone or silent; each is provoked by a test, but for
@@ -365,8 +366,8 @@ _CANNOT_SERVE = re.compile(r"^The server socket has failed to (listen|bind)")
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without what follows its first line, and where in gloo's source it is."""
-    lines = _IN_GLOO.sub("", str(error)).splitlines()
+    """An error's message without what follows its first line, and what gloo puts around it."""
+    lines = _IN_GLOO.sub("", str(error)).partition(_ADVICE)[0].splitlines()
     return lines[0] if lines else type(error).__name__
 
 

@@ -13,7 +13,10 @@ from contextlib import suppress
 from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError, TransferError
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_world
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.roll import Coming, Line, Roll
+
+_ANSWER_SECONDS = 5.0
 
 KINDS: dict[str, type[CommGridError]] = {
     "absent": PeerTimeoutError, "gone": PeerFailedError, "failed": TransferError,
@@ -31,7 +34,8 @@ class Gates:
 
     def __init__(self, key: str, rank: int, ranks: Sequence[int]) -> None:
         self.rank, self.ranks = rank, ranks
-        self._store, self._key = torch_world.world_store(), key
+        self._store = PatientStore(torch_world.world_store(), lambda: _ANSWER_SECONDS)
+        self._key = key
         self._line = Line(self._store, len(ranks))
         self._used: set[str] = set()
 

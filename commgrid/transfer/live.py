@@ -142,6 +142,7 @@ class Transfer:
         most = max(given, default=_TIMEOUT)
         self._timeout = as_seconds("timeout", most if timeout is None else timeout)
         self._max_bytes, self._broken, self._runs = max_bytes, "", 0
+        self._name = name
         self._messages: list[Message] | None = None
         self._carrier: Carrier | None = None
         self._nothing = Held()
@@ -272,7 +273,7 @@ class Transfer:
             self._target.finish(values)
         except BaseException as error:
             told = self._fail(done, error)
-            self._broken = f"{told}; {consequence}"
+            self._broken = f"{told} (in transfer {self._name!r}); {consequence}"
             self.close(broken=True)
             if not isinstance(error, Exception):
                 raise
@@ -359,12 +360,13 @@ class Transfer:
 
     def _fail(self, gate: str, error: BaseException) -> BaseException:
         """Tells the others; what then is the error of all."""
-        kind, told = "failed", f"rank {self._gates.rank}: {first_line(error)}"
+        me = f"rank {self._gates.rank}"
+        kind, told = "failed", f"{me} failed: {type(error).__name__}: {first_line(error)}"
         if isinstance(error, GoneError):
             kind, told = "gone", str(error)
         elif is_peer_failure(error):
             kind = "gone"
-            told = f"a rank is gone or does not answer: {told}"
+            told = f"a rank is gone or does not answer: {me} got {first_line(error)}"
         elif isinstance(error, CommGridError):
             told = f"{error}"
         stands = self._gates.conclude(gate, kind, told)

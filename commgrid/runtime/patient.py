@@ -1,0 +1,125 @@
+"""Calls of the store that end, also where the process that serves it is stopped.
+
+torch's client waits for each answer in C++ without a limit: a server that has ended is an error at
+once, one that is stopped, or behind a link that is cut, is silence for ever, and not even Ctrl-C
+reaches the thread. So a call runs on a thread of its own, and who has waited long enough goes on
+without its answer.
+
+    asked ── thread ──► torch's client ──► server        nothing comes
+      └── after so many seconds: DistNetworkError; the next call waits for this one's answer first
+"""
+
+from __future__ import annotations
+
+import _thread
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+Answer = TypeVar("Answer")
+
+_OWED_SECONDS = 0.1  # that a store gets which has kept an earlier call waiting
+
+_OWED: WeakKeyDictionary[Any, _Asked] = WeakKeyDictionary()
+"""Of a store, the call that it has not answered: until it does, torch's client is held."""
+
+
+class PatientStore:
+    """A store whose calls end.
+
+    Args:
+        store: torch's.
+        patience: how many seconds a call may take, asked at each.
+    """
+
+    def __init__(self, store: Any, patience: Callable[[], float]) -> None:
+        self.raw: Any = store.raw if isinstance(store, PatientStore) else store
+        self._patience = patience
+
+    @property
+    def timeout(self) -> Any:
+        """What torch's own waits may take."""
+        return self.raw.timeout
+
+    def set(self, key: str, value: str) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask("get", key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return list(self._ask("multi_get", keys))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask("add", key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return bytes(self._ask("compare_set", key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete_key", key))
+
+    def clone(self) -> Any:
+        """A further connection, which is torch's own."""
+        return self._ask("clone")
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        """torch's own wait, which holds its thread."""
+        self.raw.wait(keys, timeout)
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        return self.during(lambda: getattr(self.raw, name)(*args))
+
+    def during(self, call: Callable[[], Answer]) -> Answer:
+        """What a call gives that asks this store somewhere within torch.
+
+        Raises:
+            DistNetworkError: it has not returned in time, or an earlier one has not yet.
+        """
+        what = f"the store has not answered for {self._patience():.3g} s"
+        owed = _OWED.pop(self.raw, None)
+        if owed is not None and not owed.is_over(min(self._patience(), _OWED_SECONDS)):
+            _OWED[self.raw] = owed
+            raise dist.DistNetworkError(what)
+        asked = _Asked(call)
+        if not asked.is_over(self._patience()):
+            _OWED[self.raw] = asked
+            raise dist.DistNetworkError(what)
+        return cast(Answer, asked.answer())
+
+
+class _Asked:
+    """A call under way on a thread; made for being quick where the answer is."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._answer: Any = None
+        self._error: BaseException | None = None
+        self._held = _thread.allocate_lock()  # until the call has returned
+        self._held.acquire()
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        try:
+            self._answer = self._call()
+        except BaseException as error:
+            self._error = error
+        self._held.release()
+
+    def is_over(self, seconds: float = 0.0) -> bool:
+        """Whether it has returned, once so many seconds have passed at most."""
+        if not self._held.acquire(timeout=max(seconds, 0.0)):
+            return False
+        self._held.release()
+        return True
+
+    def answer(self) -> Any:
+        """What it has returned or raised."""
+        if self._error is not None:
+            raise self._error
+        return self._answer
