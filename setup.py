@@ -13,6 +13,7 @@ CLIENTS = [
     "accelerate==1.15.0", "lightning==2.6.6", "deepspeed==0.19.8", "torchtitan==0.2.2", "triton",
 ]  # fmt: skip
 VIZ = ["matplotlib>=3.8"]
+RAY = ["ray>=2.40"]
 COMPLETE = ["argcomplete>=3"]
 SETUPTOOLS = "setuptools>=77"  # as pyproject.toml has it: the first that knows license expressions
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
@@ -74,6 +75,7 @@ setup(
         "viz": VIZ,
         "docs": DOCS,
         "complete": COMPLETE,
+        "ray": RAY,
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",

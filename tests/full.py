@@ -22,6 +22,7 @@ UNMATCHED = pytest.StashKey[list[str]]()
 T = TypeVar("T")
 
 ONLY_FULL: dict[str, list[str]] = {
+    "tests/observe/test_planted_causes.py": ["test_every_planted_cause_is_named"],
     "tests/test_bench.py": ["test_it_runs_under_torchrun"],
     "tests/test_first_use.py": [
         "test_a_peer_that_never_talks_is_an_error_within_the_timeout[recv-*]",
@@ -247,6 +248,13 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_two_nodes[loopback-one_after_the_other]",
         "test_two_nodes[loopback-second_node_twice]",
         "test_two_nodes[namespaces-*]",
+    ],
+    "tests/engines/test_ray.py": [
+        "test_a_killed_worker_and_the_job_goes_on",
+        "test_a_stop_is_one_line",
+        "test_what_is_wrong_is_said_before_anything_starts[flag]",
+        "test_what_is_wrong_is_said_before_anything_starts[no_ray]",
+        "test_what_is_wrong_is_said_before_anything_starts[workers]",
     ],
     "tests/engines/test_slurm.py": [
         "test_a_killed_process_and_the_job_goes_on",

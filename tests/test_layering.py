@@ -43,8 +43,12 @@ ROWS = [
     ["transfer.plan"],
     ["context_parallel.length_groups", "context_parallel.drawing"],
     ["planning.plan", "planning.crossing", "context_parallel.plans"],
-    ["observe.traces", "observe.programs"],
-    ["observe.order", "observe.recorded"],
+    ["observe.traces", "observe.programs", "observe.findings"],
+    ["observe.order", "observe.recorded", "observe.flight_recorder", "observe.ledger"],
+    ["observe.mismatches", "observe.slowness", "observe.waiting"],
+    ["observe.astray"],
+    ["observe.circles"],
+    ["observe.diagnosis"],
     ["observe.verify"],
     ["observe.stages"],
     ["planning.layer_cost"],
@@ -153,12 +157,13 @@ ROWS = [
         "cli.check",
         "cli.show",
         "cli.trace",
+        "cli.diagnose",
         "cli.bench",
     ],
     ["cli"],
     ["__main__"],
 ]
-PURE = 30  # rows that import neither torch nor anything below them
+PURE = 34  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from commgrid.cli import bench, check, diff, explain, plan, presets, show, trace
+from commgrid.cli import bench, check, diagnose, diff, explain, plan, presets, show, trace
 from commgrid.cli.output import guarded
 from commgrid.cli.terminal import RED, has_colour, paint
 from commgrid.errors import CommGridError
@@ -22,7 +22,7 @@ from commgrid.version import VERSION
 
 _COMMANDS = {
     "plan": plan, "explain": explain, "check": check, "show": show, "presets": presets,
-    "diff": diff, "bench": bench, "trace": trace,
+    "diff": diff, "bench": bench, "trace": trace, "diagnose": diagnose,
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(
             args.command,
             "needs torch, which is not installed here (pip install torch); plan, explain, "
-            "show, presets, diff and trace do without it",
+            "show, presets, diff, trace and diagnose do without it",
         )
     return status
 

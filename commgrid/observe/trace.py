@@ -34,6 +34,8 @@ def start(capacity: int = recorder.CAPACITY) -> None:
     Args:
         capacity: how many calls are kept, the last ones; about 300 bytes each.
     """
+    if recorder.current() is not None:
+        return
     started = recorder.start(capacity)
     _kept[:] = [started]
     if is_initialized():

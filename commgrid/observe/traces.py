@@ -16,9 +16,9 @@ from commgrid.errors import SpecError
 FORMAT = 1
 KEYS = (
     "group", "number", "operation", "shape", "dtype", "bytes", "peer", "where", "began", "issued",
-    "ended",
+    "ended", "turn",
 )  # fmt: skip
-"""What a file holds of each call, in this order."""
+"""What a file holds of each call, in this order; `turn` came later and may be absent."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,12 @@ class Call:
         number: how many the rank had issued on it before.
         operation: such as `all_reduce`.
         shape, dtype, bytes: of what the rank handed in; of `recv` what it took.
-        peer: the group rank of a transfer's other side.
+        peer: the group rank of a transfer's other side, or of the root of a collective with one.
         where: file, line and function of the program.
         began, issued, ended: seconds of the wall clock; None where it had not come to that.
+        turn: by which members' calls are matched: of a collective, how many collectives the rank
+            had issued on the communicator before; of a transfer, how many in this direction
+            between the two. None in files of before 0.1.
     """
 
     group: str
@@ -46,6 +49,12 @@ class Call:
     began: float
     issued: float | None
     ended: float | None
+    turn: int | None = None
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it is between two ranks alone."""
+        return self.operation in ("send", "recv")
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,16 @@ class Trace:
         rank: which.
         calls: in the order in which it issued them.
         dropped: how many earlier ones were not kept.
-        members: of each group, the ranks, where it is a commgrid grid's.
+        members: of each group, the ranks.
         batches: of messages that were started as one, by group and number: which batch.
+        at: when it was written, in seconds of the wall clock; None: unknown.
+        over: whether the process was ending.
+        waits: the calls, by group and number, that a thread was in the middle of waiting for, or
+            that a wait had failed for; None: not recorded.
+        entered: of each group, how many collectives the rank had issued.
+        since: of each group, when its present communicator came, in seconds of the wall clock:
+            calls before belong to another one.
+        on_device: whether calls run in order on a device, which `ended` then is about.
     """
 
     rank: int
@@ -65,6 +82,12 @@ class Trace:
     dropped: int
     members: dict[str, tuple[int, ...]]
     batches: dict[tuple[str, int], int] = field(default_factory=dict)
+    at: float | None = None
+    over: bool = False
+    waits: tuple[tuple[str, int], ...] | None = None
+    entered: Mapping[str, int] = field(default_factory=dict)
+    since: Mapping[str, float] = field(default_factory=dict)
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,9 +143,10 @@ def _read(path: Path) -> Trace:
 def parse(found: Mapping[str, Any]) -> Trace:
     """A trace from what a file holds."""
     offset = found["wall"] - found["monotonic"] / 1e9
+    waits = found.get("waits")
     return Trace(
         rank=int(found["rank"]),
-        calls=tuple(_call(dict(zip(KEYS, each, strict=True)), offset) for each in found["calls"]),
+        calls=tuple(_call(each, offset) for each in found["calls"]),
         dropped=int(found["dropped"]),
         members={name: tuple(ranks) for name, ranks in found["members"].items()},
         batches={
@@ -130,10 +154,16 @@ def parse(found: Mapping[str, Any]) -> Trace:
             for batch, (group, first, last) in enumerate(found.get("batches", ()))
             for number in range(first, last + 1)
         },
+        at=float(found["wall"]),
+        over=bool(found.get("over", False)),
+        waits=tuple((group, int(number)) for group, number in waits) if waits is not None else None,
+        entered={group: int(count) for group, count in found.get("entered", {}).items()},
+        since={group: at / 1e9 + offset for group, at in found.get("since", {}).items()},
     )
 
 
-def _call(held: dict[str, Any], offset: float) -> Call:
+def _call(row: Sequence[Any], offset: float) -> Call:
+    held = dict(zip(KEYS, row, strict=len(row) != len(KEYS) - 1))
     times = {
         key: None if held[key] is None else held[key] / 1e9 + offset
         for key in ("began", "issued", "ended")

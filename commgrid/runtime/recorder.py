@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_calls
 
 FORMAT = 1
@@ -46,7 +47,9 @@ class Record:
         shape, dtype: of what the rank hands in, of `recv` what it takes; of several tensors the
             first one's.
         bytes: of all of it.
-        peer: the group rank of a transfer's other side.
+        peer: the group rank of a transfer's other side, or of the root of a collective with one.
+        turn: how many collectives this rank had issued on it before; of a transfer, how many in
+            its direction with this peer.
         code, line: where the program called.
         began, issued, ended: nanoseconds of `time.perf_counter_ns`; `ended` is when the wait for it
             was over, None where nobody has waited.
@@ -62,6 +65,7 @@ class Record:
     code: CodeType | None
     line: int
     began: int
+    turn: int = 0
     issued: int | None = None
     ended: int | None = None
 
@@ -85,6 +89,7 @@ class Recorder:
     Args:
         capacity: how many.
         total: how many there have been.
+        over: whether the process ends.
         rank: of this process.
         members: of each communicator of its grids, by its names with commas, the ranks.
     """
@@ -92,9 +97,13 @@ class Recorder:
     capacity: int = CAPACITY
     records: deque[Record] = field(init=False)
     total: int = 0
+    over: bool = False
     rank: int = 0
     members: dict[str, list[int]] = field(default_factory=dict)
+    _since: dict[str, int] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
+    _turns: dict[tuple[str, str, int | None], int] = field(default_factory=dict)
+    _waits: dict[int, Record] = field(default_factory=dict)
     _names: WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=WeakKeyDictionary)
     _pending: WeakKeyDictionary[dist.Work, Record] = field(default_factory=WeakKeyDictionary)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -107,17 +116,48 @@ class Recorder:
         """How many are not kept any more."""
         return self.total - len(self.records)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, as a file holds it; times in nanoseconds of a clock that `wall` tells."""
+    def as_dict(self, last: int | None = None) -> dict[str, Any]:
+        """All of it, as a file holds it; times in nanoseconds of a clock that `wall` tells.
+
+        Args:
+            last: calls of each communicator at most, the last ones; None: all that are kept.
+        """
+        with self._lock:
+            records, dropped = list(self.records), self.dropped
+            entered = {key[0]: n for key, n in self._turns.items() if not key[1]}
+            members, waits = dict(self.members), list(self._waits.values())
+            since = dict(self._since)
+        if last is not None:
+            kept = _last_of_each(records, last)
+            dropped += len(records) - len(kept)
+            records = kept
         return {
             "format": FORMAT, "rank": self.rank, "wall": time.time(),
-            "monotonic": time.perf_counter_ns(), "dropped": self.dropped, "members": self.members,
+            "monotonic": time.perf_counter_ns(), "dropped": dropped, "members": members,
+            "over": self.over, "waits": [[r.group, r.number] for r in waits], "entered": entered,
+            "since": since,
             "calls": [
                 [r.group, r.number, r.operation, list(r.shape), r.dtype, r.bytes, r.peer, r.where,
-                 r.began, r.issued, r.ended]
-                for r in list(self.records)
+                 r.began, r.issued, r.ended, r.turn]
+                for r in records
             ],
         }  # fmt: skip
+
+    def meet(self, rank: int, members: Mapping[str, list[int]]) -> None:
+        """Notes the communicators of a grid that was made, and counts their calls from here.
+
+        Whatever ranks have issued on others of these names, before a failure, they need not have
+        issued alike.
+        """
+        with self._lock:
+            self.rank = rank
+            self.members.update(members)
+            now = time.perf_counter_ns()
+            for name in members.keys() & self._numbers.keys():
+                self._since[name] = now
+                del self._numbers[name]
+            self._turns = {key: n for key, n in self._turns.items() if key[0] not in members}
+            self._waits.clear()
 
     def save(self, folder: Path) -> Path:
         """Writes `rank_00003.json` into a folder, which is made if need be.
@@ -140,7 +180,7 @@ class Recorder:
     ) -> Record:
         name = self._names.get(group)
         if name is None:
-            name = self._names[group] = _called(group)
+            name = self._name(group)
         code, line = _caller()
         first = tensors[0] if tensors else None
         record = Record(
@@ -152,6 +192,9 @@ class Recorder:
         with self._lock:
             record.number = self._numbers.get(name, 0)
             self._numbers[name] = record.number + 1
+            of = (name, operation, peer) if operation in _TRANSFERS else (name, "", None)
+            record.turn = self._turns.get(of, 0)
+            self._turns[of] = record.turn + 1
             self.total += 1
             self.records.append(record)
         return record
@@ -164,11 +207,42 @@ class Recorder:
         else:
             self._pending[work] = call
 
-    def waited(self, work: dist.Work) -> None:
+    def waits(self, work: dist.Work) -> None:
+        record = self._pending.get(work)
+        if record is not None:
+            self._waits[threading.get_ident()] = record
+
+    def waited(self, work: dist.Work, failed: bool) -> None:
+        if failed:
+            return  # the call has no end, and is what this thread was waiting for
         record = self._pending.pop(work, None)
         if record is not None:
             record.ended = time.perf_counter_ns()
+            self._waits.pop(threading.get_ident(), None)
 
+    def _name(self, group: dist.ProcessGroup) -> str:
+        """What a group is called from now on, and whose it is."""
+        ranks = list(dist.get_process_group_ranks(group))
+        name = _called(group)
+        if self.members.setdefault(name, ranks) != ranks:  # another's; nobody else's has its ranks
+            name = f"{name} of {describe_ranks(ranks)}"
+            self.members[name] = ranks
+        self._names[group] = name
+        return name
+
+
+def _last_of_each(records: Sequence[Record], most: int) -> list[Record]:
+    """The last calls of each communicator, in their order."""
+    counts: dict[str, int] = {}
+    kept = []
+    for record in reversed(records):
+        counts[record.group] = counts.get(record.group, 0) + 1
+        if counts[record.group] <= most:
+            kept.append(record)
+    return kept[::-1]
+
+
+_TRANSFERS = ("send", "recv")
 
 _DTYPES = {
     getattr(torch, name): name
@@ -181,7 +255,11 @@ _DTYPES = {
 
 def _called(group: dist.ProcessGroup) -> str:
     """The names of a communicator of commgrid's, which its description holds, or torch's own."""
-    return group.group_desc or group.group_name
+    described, name = group.group_desc, group.group_name
+    if described in ("", "undefined"):
+        return name
+    owner = name.split("/", 2)[1] if name.startswith("commgrid/") else "default"
+    return described if owner == "default" else f"{owner}:{described}"
 
 
 _SKIPPED = (
@@ -230,8 +308,7 @@ def follow(asked: bool, rank: int, members: Mapping[str, list[int]]) -> None:
     recorder = start() if asked or named else current()
     if recorder is None:
         return
-    recorder.rank = rank
-    recorder.members.update(members)
+    recorder.meet(rank, members)
     if named and folder != "1":
         # The last registered is the first called: while torch.distributed is still up.
         atexit.unregister(_save_at_exit)
@@ -239,6 +316,7 @@ def follow(asked: bool, rank: int, members: Mapping[str, list[int]]) -> None:
 
 
 def _save_at_exit(recorder: Recorder, folder: Path) -> None:
+    recorder.over = True
     try:
         recorder.save(folder)
     except CommGridError as error:

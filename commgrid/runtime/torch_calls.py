@@ -47,6 +47,8 @@ _CALLS: dict[str, tuple[str, int | None]] = {
     "monitored_barrier": ("barrier", None),
 }
 _PEER = {"send": 1, "recv": 1}
+_OPTIONS = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2}
+"""Which argument says the root."""
 
 
 class Listener(Protocol):
@@ -57,7 +59,8 @@ class Listener(Protocol):
     ) -> object:
         """A call that is about to be made; what is returned comes back with its end.
 
-        It may raise, and the call is not made.
+        The peer is the group rank of a transfer's other side or of a collective's root. Where it
+        raises, the call is not made.
         """
         ...
 
@@ -65,8 +68,12 @@ class Listener(Protocol):
         """The call has returned what can be waited for."""
         ...
 
-    def waited(self, work: dist.Work) -> None:
-        """Somebody has waited for it."""
+    def waits(self, work: dist.Work) -> None:
+        """Somebody is about to wait for it; it may raise, and nobody waits."""
+        ...
+
+    def waited(self, work: dist.Work, failed: bool) -> None:
+        """Somebody has waited for it, or the wait has failed."""
         ...
 
 
@@ -101,7 +108,7 @@ def _put_in_place() -> None:
     for name, (operation, place) in _CALLS.items():
         if name in vars(dist.ProcessGroup):  # some are of later versions of torch
             method = getattr(dist.ProcessGroup, name)
-            _replace(dist.ProcessGroup, name, _telling(method, operation, place, _PEER.get(name)))
+            _replace(dist.ProcessGroup, name, _telling(method, name, operation, place))
     _replace(dist.Work, "wait", _telling_wait(dist.Work.wait))
 
 
@@ -113,12 +120,18 @@ def _replace(kind: type, name: str, ours: Callable[..., Any]) -> None:
 
 
 def _telling(
-    method: Callable[..., Any], operation: str, place: int | None, peer_at: int | None
+    method: Callable[..., Any], name: str, operation: str, place: int | None
 ) -> Callable[..., Any]:
+    peer_at, root_at = _PEER.get(name), _OPTIONS.get(name)
+
     @wraps(method)
     def call(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
         given = args[place] if place is not None and len(args) > place else ()
-        peer = args[peer_at] if peer_at is not None and len(args) > peer_at else None
+        peer = None
+        if peer_at is not None and len(args) > peer_at:
+            peer = args[peer_at]
+        elif root_at is not None and len(args) > root_at:
+            peer = getattr(args[root_at], "rootRank", None)
         listeners = _listeners
         tensors = _flat(given)
         began = [(each, each.begins(group, operation, tensors, peer)) for each in listeners]
@@ -133,11 +146,18 @@ def _telling(
 def _telling_wait(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def wait(work: dist.Work, *args: Any, **options: Any) -> Any:
+        listeners = _listeners
+        for each in listeners:
+            each.waits(work)
         try:
-            return method(work, *args, **options)
-        finally:
-            for each in _listeners:
-                each.waited(work)
+            found = method(work, *args, **options)
+        except BaseException:
+            for each in listeners:
+                each.waited(work, True)
+            raise
+        for each in listeners:
+            each.waited(work, False)
+        return found
 
     return wait
 

@@ -121,6 +121,7 @@ def printed(which: str, folder: Path) -> Any:
         "show --steps": ["show", "--steps", str(folder / "d.json")],
         "show --bench": ["show", "--bench", str(folder / "e.json"), "--cluster", "h100"],
         "trace": ["trace", str(folder)],
+        "diagnose": ["diagnose", str(folder)],
     }
     return said(*argv[which])
 
@@ -136,7 +137,7 @@ def schema(which: str) -> dict[str, str]:
     [
         "plan", "plan --model", "plan --auto", "explain", "show for a grid", "show --schedule",
         "show --metrics", "show --benchmark", "show --sharding", "show --transfer", "show --steps",
-        "show --bench", "trace",
+        "show --bench", "trace", "diagnose",
     ],
 )  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:

@@ -14,11 +14,7 @@ from tests.engines.said import JOB, LONG, alone, row, tracebacks, wait_until
 from tests.engines.slurm_cluster import Cluster, cluster, why_not
 from tests.examples.curves import curve, same_curve
 
-# A cluster is one for all tests of a process, so these run in one.
-pytestmark = [
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-    pytest.mark.xdist_group("slurm"),
-]
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 SMALL = ["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
 """sbatch's options go before those in the file: nodes of two devices in place of eight."""
 GPT = ["python", "examples/train_gpt.py"]

@@ -1,0 +1,45 @@
+"""`commgrid diagnose`: what is wrong among ranks, from what each has recorded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from commgrid.cli.grid_options import new_command
+from commgrid.cli.output import give
+from commgrid.observe import diagnosis
+
+_EXAMPLES = """examples:
+  COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py
+  pkill -USR1 -f train.py                       (while it hangs; each rank writes its records)
+  commgrid diagnose runs/trace
+
+The first line is the cause; `also:` are further ones, `then:` who waits for them. Exit status: 0
+where nothing is wrong, 1 where something is, 2 where the folder cannot be read.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "diagnose",
+        summary="which rank a job waits for, and in which call",
+        description="Says what is wrong among ranks, the first cause first.",
+        examples=_EXAMPLES,
+        run=run,
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR",
+        help="records of all ranks: commgrid's rank_*.json, or dumps of torch's flight recorder",
+    )  # fmt: skip
+    parser.add_argument(
+        "--patience", type=float, default=diagnosis.PATIENCE, metavar="SECONDS",
+        help=f"shorter waits are not worth a word (default {diagnosis.PATIENCE:g})",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    found = diagnosis.diagnose(diagnosis.read(args.folder), args.patience)
+    give(args, found.as_dict, lambda: str(found), {})
+    return 1 if found else 0

@@ -1,0 +1,82 @@
+"""Ranks that wait for each other in a circle, and what has made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commgrid.observe.astray import on_another_group
+from commgrid.observe.findings import Finding, said
+from commgrid.observe.ledger import Ledger, Wait
+from commgrid.observe.waiting import finding, is_held, skipped, waited
+
+CIRCLES = ("deadlock", "crossed transfers")
+"""What a circle is called."""
+
+
+def circles(graph: dict[int, list[Wait]]) -> Iterator[list[Wait]]:
+    """Circles of ranks that wait for each other, one of each set of ranks."""
+    seen: set[int] = set()
+    for start in sorted(graph):
+        path: list[Wait] = []
+        at: int | None = start
+        places: dict[int, int] = {}
+        while at is not None and at not in seen:
+            if at in places:
+                circle = path[places[at] :]
+                yield circle
+                break
+            places[at] = len(path)
+            held = [w for w in graph.get(at, ()) if w.absent or w.behind]
+            if not held:
+                break
+            on = (*held[0].absent, *held[0].behind)
+            step = next((r for r in on if r in places), None)
+            if step is None:
+                step = next((r for r in on if is_held(graph, r)), None)
+            path.append(held[0])
+            at = step
+        seen.update(places)
+
+
+def deadlock(ledger: Ledger, circle: list[Wait]) -> Finding:
+    for i, wait in enumerate(circle):
+        astray = on_another_group(ledger, circle[(i + 1) % len(circle)].rank, wait, [wait])
+        if astray is not None:
+            return astray
+    ranks = tuple(wait.rank for wait in circle)
+    first = min(circle, key=lambda each: each.call.began)
+    turn = ledger.turn(first.rank, first.call)
+    steps = []
+    for i, wait in enumerate(circle):
+        after = circle[(i + 1) % len(circle)].rank
+        own = ledger.turn(wait.rank, wait.call)
+        steps.append(
+            f"rank {wait.rank} waits in {wait.channel.name} {wait.call.operation} {own} at "
+            f"{wait.call.where} for rank {after}"
+        )
+    operations = {wait.call.operation for wait in circle}
+    kind = "deadlock"
+    if operations <= {"send", "recv"}:
+        kind = "crossed transfers"
+        if len(operations) == 1:
+            steps.append(f"all of them {'send' if operations == {'send'} else 'receive'} first")
+    else:
+        skipper = next((w for w in circle if _went_past(ledger, w, circle)), None)
+        if skipper is not None:
+            before = circle[circle.index(skipper) - 1]
+            missed = ledger.turn(before.rank, before.call)
+            text = (
+                f"rank {skipper.rank} skipped {before.channel.name} {before.call.operation} "
+                f"{missed} of {before.call.where}, for which rank {before.rank} "
+                f"{waited(before)}: it went on to {skipper.channel.name} "
+                f"{skipper.call.operation} at {skipper.call.where}"
+            )
+            places = (skipper.call.where, before.call.where)
+            return finding("skipped call", (skipper.rank,), [before], missed, places, text)
+    text = f"{said(ranks)} wait for each other: {'; '.join(steps)}"
+    return finding(kind, ranks, [first], turn, tuple(w.call.where for w in circle), text)
+
+
+def _went_past(ledger: Ledger, wait: Wait, circle: list[Wait]) -> bool:
+    """Whether a rank of a circle left out, this time, what the one before it waits for."""
+    return skipped(ledger, wait.rank, circle[circle.index(wait) - 1])

@@ -1,0 +1,258 @@
+"""What is wrong among ranks, from what each has recorded: who waits for whom, and for whose call.
+
+    rank 1 ──► dp all_reduce 17 ──► rank 5 ──► nobody        rank 5 is the cause
+    rank 0 ──► tp ──► rank 1 ──► dp ──► rank 0               a circle: a deadlock
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from commgrid.errors import SpecError
+from commgrid.observe import flight_recorder, traces
+from commgrid.observe.astray import on_another_group
+from commgrid.observe.circles import CIRCLES, circles, deadlock
+from commgrid.observe.findings import Diagnosis, Finding, lasted, said
+from commgrid.observe.ledger import Channel, Ledger, Wait
+from commgrid.observe.mismatches import KINDS_OF_CALLS, mismatches
+from commgrid.observe.slowness import slow_ranks
+from commgrid.observe.traces import Call, Trace
+from commgrid.observe.waiting import finding, is_held, skipped, waited
+
+PATIENCE = 1.0
+"""Seconds for which a rank may wait before that is worth a word."""
+
+
+def read(folder: Path) -> list[Trace]:
+    """The records of all ranks in a folder: commgrid's, or of torch's flight recorder.
+
+    Raises:
+        SpecError: there are none, or a file is something else.
+    """
+    if not folder.is_dir():
+        raise SpecError(f"{folder}: is no folder; expected the one with the dumps of all ranks")
+    if any(folder.glob("rank_*.json")):
+        return traces.read(folder)
+    paths = sorted(
+        path for path in folder.iterdir()
+        if path.is_file() and path.stem[-1:].isdigit() and path.suffix in ("", ".json", ".pickle")
+    )  # fmt: skip
+    if not paths:
+        raise SpecError(
+            f"{folder}: has no rank_*.json and no dump of torch's flight recorder, whose names end "
+            "in a rank"
+        )
+    return flight_recorder.read(paths)
+
+
+def diagnose(
+    found: Iterable[Trace], patience: float = PATIENCE, present: Iterable[int] = ()
+) -> Diagnosis:
+    """What is wrong, the first cause first.
+
+    Args:
+        found: what each rank has recorded.
+        patience: seconds that a wait may last.
+        present: further ranks that are known to be there, of which there is no record.
+    """
+    ledger = Ledger.of(found)
+    members = {rank for channel in ledger.channels() for rank in channel.members}
+    missing = tuple(sorted(members - ledger.traces.keys() - set(present)))
+    graph = {
+        rank: [wait for wait in ledger.waits(rank) if _counts(ledger, wait, patience)]
+        for rank in ledger.traces
+    }
+    causes = [*mismatches(ledger)]
+    ends = [*_ends(ledger, graph)]
+    known = {(each.group, each.turn) for each in causes}
+    ends = [each for each in ends if (each.group, each.turn) not in known]
+    if not causes and not ends:
+        causes = [*slow_ranks(ledger)]
+    every, more = _by_culprit(sorted([*causes, *ends], key=_order))
+    waiting = {
+        rank: tuple(sorted({other for wait in waits for other in (*wait.absent, *wait.behind)}))
+        for rank, waits in graph.items()
+        if any(wait.absent or wait.behind for wait in waits)
+    }
+    return Diagnosis(
+        tuple(sorted(ledger.traces)), tuple(every),
+        (*more, *_consequences(ledger, graph, [*every, *more])), missing, waiting,
+    )  # fmt: skip
+
+
+def _by_culprit(findings: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """The first of each rank, and what else it has led to."""
+    first: list[Finding] = []
+    more: list[Finding] = []
+    for each in findings:
+        known = {rank for other in first for rank in other.ranks}
+        (more if known and known >= set(each.ranks) else first).append(each)
+    return first, more
+
+
+def _order(finding: Finding) -> tuple[int, float]:
+    # What never came is found by those who waited, after a call that was wrong has been made.
+    return (0 if finding.kind in KINDS_OF_CALLS else 1, finding.since)
+
+
+def _counts(ledger: Ledger, wait: Wait, patience: float) -> bool:
+    """Whether a wait is more than a moment's; what a rank that is gone leaves open always is."""
+    gone = any(r not in ledger.traces or ledger.traces[r].over for r in wait.absent)
+    return wait.seconds is None or wait.seconds >= patience or gone
+
+
+# -- who waits for nobody --------------------------------------------------------------
+
+
+def _ends(ledger: Ledger, graph: dict[int, list[Wait]]) -> Iterator[Finding]:
+    """Where the waiting ends: ranks that wait for nobody, and circles."""
+    wanted: dict[tuple[int, Channel, str, int], list[Wait]] = {}
+    for waits in graph.values():
+        for wait in waits:
+            for rank in wait.absent:
+                if rank not in ledger.traces or not is_held(graph, rank):
+                    key = (
+                        rank,
+                        wait.channel,
+                        wait.call.operation,
+                        ledger.turn(wait.rank, wait.call),
+                    )
+                    wanted.setdefault(key, []).append(wait)
+            if not wait.absent and not wait.behind:
+                stuck = _stuck(ledger, wait)
+                if stuck is not None:
+                    yield stuck
+    for (rank, *_), waits in sorted(wanted.items(), key=lambda each: each[1][0].call.began):
+        yield _why_absent(ledger, graph, rank, waits)
+    for circle in circles(graph):
+        yield deadlock(ledger, circle)
+
+
+def _stuck(ledger: Ledger, wait: Wait) -> Finding | None:
+    """A rank that has not come out of a call which all have entered, and others have ended."""
+    turn = ledger.turn(wait.rank, wait.call)
+    done = [
+        m for m in wait.channel.members
+        if m != wait.rank and not wait.call.is_transfer and ledger.has_ended(wait.channel, m, turn)
+    ]  # fmt: skip
+    if not done:
+        return None
+    text = (
+        f"rank {wait.rank} has not come out of {wait.channel.name} {wait.call.operation} {turn} at "
+        f"{wait.call.where}, which all have entered and {said(done)} ended: its device or its "
+        "network has stopped"
+    )
+    return finding("stopped", (wait.rank,), [wait], turn, (wait.call.where,), text)
+
+
+def _why_absent(
+    ledger: Ledger, graph: dict[int, list[Wait]], rank: int, waits: list[Wait]
+) -> Finding:
+    """Why a rank that waits for nobody has not come to a call."""
+    wait = min(waits, key=lambda each: each.call.began)
+    turn = ledger.turn(wait.rank, wait.call)
+    others = sorted({each.rank for each in waits})
+    what = f"{wait.channel.name} {wait.call.operation} {turn}"
+    if wait.call.is_transfer:
+        other, way = ("recv", "from") if wait.call.operation == "send" else ("send", "to")
+        what = f"{wait.channel.name} {other} {turn} {way} rank {wait.rank}"
+    for_whom = f"for which {said(others)} {waited(wait, len(others))} at {wait.call.where}"
+    trace = ledger.traces.get(rank)
+    if trace is None:
+        text = f"rank {rank} has left no record, and has not entered {what}, {for_whom}"
+        return finding("missing rank", (rank,), waits, turn, (wait.call.where,), text)
+    last = trace.calls[-1] if trace.calls else None
+    did = (
+        "it has no call under way"
+        if last is None
+        else f"its last call was {_last(ledger, rank, last)}"
+    )
+    if (astray := on_another_group(ledger, rank, wait, waits)) is not None:
+        return astray
+    if wait.call.is_transfer and (elsewhere := _other_peer(ledger, graph, rank, wait)) is not None:
+        return elsewhere
+    if skipped(ledger, rank, wait):
+        text = f"rank {rank} skipped {what}, {for_whom}; {did}"
+        kind = "skipped call"
+    elif trace.over:
+        text = f"rank {rank} ended without entering {what}, {for_whom}; {did}"
+        kind = "ended early"
+    else:
+        text = f"rank {rank} has not entered {what}, {for_whom}; {did}"
+        kind = "not entered"
+    places = (last.where if last is not None else "?", wait.call.where)
+    return finding(kind, (rank,), waits, turn, places, text)
+
+
+def _last(ledger: Ledger, rank: int, call: Call) -> str:
+    turn = ledger.turn(rank, call)
+    return f"{call.group.split(',')[0]} {call.operation} {turn} at {call.where}"
+
+
+def _other_peer(
+    ledger: Ledger, graph: dict[int, list[Wait]], rank: int, wait: Wait
+) -> Finding | None:
+    """A transfer with another one than the rank that waits for it.
+
+    Either the rank that has not come has one that nobody else has, or what it has not come to is
+    not its own: somebody else waits for that of the rank that waits.
+    """
+    wanted = "recv" if wait.call.operation == "send" else "send"
+    for waits in graph.values():
+        for other in waits:
+            if other.call.operation == wanted and other.absent == (wait.rank,):
+                return _swapped(ledger, wait.rank, wait.call, rank, other)
+    for call in reversed(ledger.traces[rank].calls):
+        if call.operation == wanted and ledger.channel(rank, call) == wait.channel:
+            absent = ledger.absent(rank, call)
+            if absent and absent != (wait.rank,):
+                return _swapped(ledger, rank, call, absent[0], wait)
+    return None
+
+
+def _swapped(ledger: Ledger, rank: int, call: Call, peer: int, wait: Wait) -> Finding:
+    """A rank's transfer with a peer that has none with it, for which another one waits."""
+    name = wait.channel.name
+    way, back = ("to", "from") if call.operation == "send" else ("from", "to")
+    text = (
+        f"rank {rank} has issued {name} {call.operation} {way} rank {peer} at {call.where}, to "
+        f"which that one has not come; rank {wait.rank} {waited(wait)} at {wait.call.where} for "
+        f"{name} {wait.call.operation} {back} rank {rank}"
+    )
+    places = (call.where, wait.call.where)
+    turn = ledger.turn(wait.rank, wait.call)
+    return finding("other peer", (rank,), [wait], turn, places, text)
+
+
+# -- what follows from it --------------------------------------------------------------
+
+
+def _consequences(
+    ledger: Ledger, graph: dict[int, list[Wait]], causes: list[Finding]
+) -> Iterator[Finding]:
+    """Who waits for ranks that wait themselves."""
+    told = {
+        (each.group, each.turn, rank) for each in causes for rank in (*each.ranks, *each.waiting)
+    }
+    circular = {r for each in causes if each.kind in CIRCLES for r in each.ranks}
+    groups: dict[tuple[Channel, str, int, tuple[int, ...]], list[Wait]] = {}
+    for rank, waits in graph.items():
+        for wait in waits if rank not in circular else ():
+            on = wait.absent or wait.behind
+            turn = ledger.turn(wait.rank, wait.call)
+            if on and (wait.channel.group, turn, wait.rank) not in told:
+                groups.setdefault((wait.channel, wait.call.operation, turn, on), []).append(wait)
+    for (channel, operation, turn, on), waits in sorted(
+        groups.items(), key=lambda each: each[1][0].call.began
+    ):
+        ranks = tuple(sorted(wait.rank for wait in waits))
+        first = min(waits, key=lambda each: each.call.began)
+        text = (
+            f"{said(ranks)} wait{'s' if len(ranks) == 1 else ''} in {channel.name} {operation} "
+            f"{turn} at {first.call.where} for {said(on)}"
+            + ("" if first.seconds is None else f", for {lasted(first.seconds)}")
+        )
+        yield finding("waits", on, waits, turn, (first.call.where,), text)

@@ -1,0 +1,99 @@
+"""What a diagnosis finds: one cause or consequence, in words and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from commgrid.planning.rank_lists import describe_ranks
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or that waits for what is.
+
+    Args:
+        kind: `skipped call`, `other order`, `deadlock`, …; docs/diagnose.md lists all.
+        ranks: whose doing it is.
+        group: names of the communicator with commas.
+        members: its ranks.
+        operation, turn: of the call, and its place among those of the communicator.
+        where: file, line and function of the calls that matter, the culprit's first.
+        waiting: the ranks that wait.
+        since: when it began, in seconds of the wall clock.
+        seconds: for how long the longest has waited; None: nobody does, or it is not known.
+        text: all of it in words.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    group: str
+    members: tuple[int, ...]
+    operation: str
+    turn: int
+    where: tuple[str, ...]
+    waiting: tuple[int, ...]
+    since: float
+    seconds: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong among ranks, the first cause first.
+
+    Args:
+        ranks: of which there are records.
+        causes: each waits for nobody; the first is the one to look at.
+        consequences: who waits for them.
+        missing: ranks of which there are none.
+        waiting: of each rank that waits, for whom.
+    """
+
+    ranks: tuple[int, ...]
+    causes: tuple[Finding, ...]
+    consequences: tuple[Finding, ...]
+    missing: tuple[int, ...]
+    waiting: dict[int, tuple[int, ...]]
+
+    def __bool__(self) -> bool:
+        """Whether anything is wrong."""
+        return bool(self.causes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `commgrid diagnose --json` prints it."""
+        return {
+            "ranks": list(self.ranks),
+            "missing": list(self.missing),
+            "causes": [asdict(each) for each in self.causes],
+            "consequences": [asdict(each) for each in self.consequences],
+            "waiting": {str(rank): list(others) for rank, others in self.waiting.items()},
+        }
+
+    def __str__(self) -> str:
+        if not self.causes:
+            others = f"; {said(self.missing)} left none" if self.missing else ""
+            return f"nothing is wrong that the records of {said(self.ranks)} show{others}"
+        lines = [self.causes[0].text]
+        lines += [f"also: {each.text}" for each in self.causes[1:_MOST]]
+        lines += [f"then: {each.text}" for each in self.consequences[:_MOST]]
+        left = max(len(self.causes) - _MOST, 0) + max(len(self.consequences) - _MOST, 0)
+        return "\n".join([*lines, f"and {left} more"] if left else lines)
+
+
+_MOST = 8
+
+
+def said(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
+    return describe_ranks(ranks)
+
+
+def lasted(seconds: float) -> str:
+    """A time in words.
+
+    >>> lasted(0.25), lasted(31.4)
+    ('0.2 s', '31 s')
+    """
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

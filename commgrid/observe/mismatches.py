@@ -1,0 +1,211 @@
+"""Calls that members of a communicator have made at the same turn, and that do not go together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from commgrid.observe.findings import Finding, said
+from commgrid.observe.ledger import UNEVEN, Channel, Ledger
+from commgrid.observe.traces import Call
+
+KINDS_OF_CALLS = (
+    "skipped call", "extra call", "other order", "other operation", "other root", "other dtype",
+    "other shape", "other size",
+)  # fmt: skip
+"""What calls can be that do not go together."""
+
+_AHEAD = 8  # calls within which two that were swapped are found
+
+Signature = tuple[str, str, int, int | None]
+
+
+def mismatches(ledger: Ledger) -> Iterator[Finding]:
+    """The first of each communicator, and of each pair of ranks that send to each other."""
+    for channel, held in ledger.turns.items():
+        found = _first_of(ledger, channel, held)
+        if found is not None:
+            yield found
+    yield from _transfers(ledger)
+
+
+def _first_of(
+    ledger: Ledger, channel: Channel, held: Mapping[int, Mapping[int, Call]]
+) -> Finding | None:
+    """The first turn of a communicator at which members' collectives differ."""
+    for turn in sorted({turn for calls in held.values() for turn in calls}):
+        calls = {rank: each[turn] for rank, each in held.items() if turn in each}
+        strict = any(call.ended is None for call in calls.values())
+        kinds = {rank: _signature(call, strict) for rank, call in calls.items()}
+        if len(set(kinds.values())) > 1:
+            return _explain(channel, held, turn, calls, kinds)
+        crossed = _crossed(channel, held, turn, calls)
+        if crossed is not None:
+            return crossed
+    return None
+
+
+def _signature(call: Call, strict: bool) -> Signature:
+    """What members' collectives have to agree in.
+
+    Members of an all-gather may hand in different amounts; of one that hangs it is told.
+    """
+    if call.operation == "barrier":
+        return ("barrier", "", 0, None)
+    free = call.operation in UNEVEN or (call.operation == "all_gather" and not strict)
+    return (call.operation, call.dtype, 0 if free else call.bytes, call.peer)
+
+
+def _explain(
+    channel: Channel,
+    held: Mapping[int, Mapping[int, Call]],
+    turn: int,
+    calls: Mapping[int, Call],
+    kinds: Mapping[int, Signature],
+) -> Finding:
+    counts = Counter(kinds.values())
+    # Where there are as many of each, the one that went on from the other has left something out.
+    best = max(counts.values())
+    usual = next(k for k in (kinds[r] for r in sorted(kinds)) if counts[k] == best)
+    odd = sorted(rank for rank in calls if kinds[rank] != usual)
+    same = sorted(rank for rank in calls if kinds[rank] == usual)
+    kind, who = _kind(held, turn, odd[0], same[0], calls, kinds)
+    even = len(odd) == len(same)
+    if who in same and even:
+        odd, same = same, odd
+    elif who in same and kind == "skipped call":
+        kind = "extra call"
+    mine, theirs = calls[odd[0]], calls[same[0]]
+    began = min(call.began for call in calls.values())
+    if kind == "skipped call":
+        text = (
+            f"{said(odd)} skipped {channel.name} {theirs.operation} {turn} of {theirs.where}, "
+            f"which {said(same)} issued: went on with {_words(mine)} at {mine.where}"
+        )
+    elif kind == "extra call":
+        text = (
+            f"{said(odd)} issued {channel.name} {_words(mine)} {turn} at {mine.where}, which "
+            f"{said(same)} did not: there it is {_words(theirs)} at {theirs.where}"
+        )
+    else:
+        text = (
+            f"{said(odd)} and {said(same)} issued different calls as {channel.name} {turn} "
+            f"({kind}): {_words(mine)} at {mine.where} on {said(odd)}, {_words(theirs)} at "
+            f"{theirs.where} on {said(same)}"
+        )
+    return Finding(
+        kind, tuple(odd), channel.group, channel.members, mine.operation, turn,
+        (mine.where, theirs.where), tuple(same), began, None, text,
+    )  # fmt: skip
+
+
+def _kind(
+    held: Mapping[int, Mapping[int, Call]],
+    turn: int,
+    odd: int,
+    same: int,
+    calls: Mapping[int, Call],
+    kinds: Mapping[int, Signature],
+) -> tuple[str, int]:
+    """What has happened, and which of two ranks did it."""
+    for rank, other in ((odd, same), (same, odd)):
+        mine, theirs = held[rank], held[other]
+        next_here, later = mine.get(turn + 1), theirs.get(turn + 1)
+        if later is not None and _like(mine[turn], later):
+            if next_here is not None and _like(next_here, theirs[turn]):
+                return "other order", rank
+            following = (theirs.get(turn + 2), next_here)
+            if following[0] is None or following[1] is None or _like(following[0], following[1]):
+                return "skipped call", rank
+        if later is None and _left_out(mine, turn, theirs[turn]):
+            if any(_like(mine[t], theirs[turn]) for t in _after(mine, turn)):
+                return "other order", rank
+            return "skipped call", rank
+    first, second = kinds[odd], kinds[same]
+    if first[0] != second[0]:
+        return "other operation", odd
+    if first[3] != second[3]:
+        return "other root", odd
+    return ("other dtype" if first[1] != second[1] else "other shape"), odd
+
+
+def _after(calls: Mapping[int, Call], turn: int) -> list[int]:
+    return [t for t in range(turn + 1, turn + 1 + _AHEAD) if t in calls]
+
+
+def _like(one: Call, other: Call) -> bool:
+    return one.where == other.where and _signature(one, True) == _signature(other, True)
+
+
+def _left_out(calls: Mapping[int, Call], turn: int, missing: Call) -> bool:
+    """Whether, the last time that a rank made its call of a turn, the missing one came before."""
+    for t in range(turn - 1, 0, -1):
+        if t not in calls or t - 1 not in calls:
+            return False
+        if _like(calls[t], calls[turn]):
+            return _like(calls[t - 1], missing)
+    return False
+
+
+def _crossed(
+    channel: Channel,
+    held: Mapping[int, Mapping[int, Call]],
+    turn: int,
+    calls: Mapping[int, Call],
+) -> Finding | None:
+    """Two calls that look alike, in another order on another rank: their sums are mixed up."""
+    first = min(calls)
+    mine = held[first]
+    if mine[turn].where == "?":
+        return None
+    for rank in sorted(calls):
+        theirs = held[rank]
+        if theirs[turn].where == mine[turn].where:
+            continue
+        for t in _after(theirs, turn):
+            if t in mine and theirs[t].where == mine[turn].where and (
+                mine[t].where == theirs[turn].where
+            ):  # fmt: skip
+                text = (
+                    f"{said([first])} and {said([rank])} issued two calls that look alike in "
+                    f"another order on {channel.name}, which mixes up their results: {turn} is "
+                    f"{_words(mine[turn])} at {mine[turn].where} on {said([first])} and at "
+                    f"{theirs[turn].where} on {said([rank])}; {t} is the other way round"
+                )
+                return Finding(
+                    "other order", (first, rank), channel.group, channel.members,
+                    mine[turn].operation, turn, (mine[turn].where, theirs[turn].where), (),
+                    min(mine[turn].began, theirs[turn].began), None, text,
+                )  # fmt: skip
+    return None
+
+
+def _transfers(ledger: Ledger) -> Iterator[Finding]:
+    """Sends and receives of two ranks that belong together, and are of different size or type."""
+    for (channel, operation, source, target), sent in ledger.transfers.items():
+        if operation != "send":
+            continue
+        taken = ledger.transfers.get((channel, "recv", source, target), {})
+        for turn in sorted(sent.keys() & taken.keys()):
+            one, other = sent[turn], taken[turn]
+            if (one.dtype, one.bytes) == (other.dtype, other.bytes):
+                continue
+            kind = "other dtype" if one.dtype != other.dtype else "other size"
+            text = (
+                f"rank {source} sends what rank {target} does not expect ({kind}): {channel.name} "
+                f"send {turn} is {_words(one)} at {one.where}, the recv is {_words(other)} at "
+                f"{other.where}"
+            )
+            yield Finding(
+                kind, (source, target), channel.group, channel.members, "send", turn,
+                (one.where, other.where), (), min(one.began, other.began), None, text,
+            )  # fmt: skip
+            break
+
+
+def _words(call: Call) -> str:
+    """A call with its shape and type: `all_reduce of float32 [2, 3]`."""
+    if not call.dtype:
+        return call.operation
+    root = "" if call.peer is None or call.is_transfer else f" from or to its member {call.peer}"
+    return f"{call.operation} of {call.dtype} {list(call.shape)}{root}"

@@ -1,0 +1,55 @@
+"""What is said of ranks that wait, and what can be seen of those they wait for."""
+
+from __future__ import annotations
+
+from commgrid.observe.findings import Finding, lasted
+from commgrid.observe.ledger import Ledger, Wait
+from commgrid.observe.traces import Call
+
+
+def waited(wait: Wait, ranks: int = 1) -> str:
+    if wait.seconds is None:
+        return "waits" if ranks == 1 else "wait"
+    return f"{'has' if ranks == 1 else 'have'} waited {lasted(wait.seconds)}"
+
+
+def finding(
+    kind: str,
+    ranks: tuple[int, ...],
+    waits: list[Wait],
+    turn: int,
+    where: tuple[str, ...],
+    text: str,
+) -> Finding:
+    first = min(waits, key=lambda each: each.call.began)
+    return Finding(
+        kind, ranks, first.channel.group, first.channel.members, first.call.operation, turn, where,
+        tuple(sorted({each.rank for each in waits} - set(ranks))), first.call.began,
+        max((each.seconds for each in waits if each.seconds is not None), default=None), text,
+    )  # fmt: skip
+
+
+def skipped(ledger: Ledger, rank: int, wait: Wait) -> bool:
+    """Whether a rank is past the place where, the time before, it made this call."""
+    if wait.call.is_transfer:
+        return False
+    calls = ledger.traces[rank].calls
+    if not calls or calls[-1].where == "?":
+        return False
+    last, group = calls[-1], wait.call.group
+    for i in range(len(calls) - 2, 0, -1):
+        if _same_place(calls[i], last):
+            # What it did after the call before, then and now.
+            return calls[i - 1].group == group and calls[i - 1].where == wait.call.where and not (
+                _same_place(calls[-2], calls[i - 1])
+            )  # fmt: skip
+    return False
+
+
+def _same_place(one: Call, other: Call) -> bool:
+    return (one.where, one.group, one.operation) == (other.where, other.group, other.operation)
+
+
+def is_held(graph: dict[int, list[Wait]], rank: int) -> bool:
+    """Whether a rank itself waits for somebody."""
+    return any(wait.absent or wait.behind for wait in graph.get(rank, ()))
