@@ -34,7 +34,7 @@ from commgrid.planning.spec import GridSpec
 from commgrid.version import VERSION
 
 if TYPE_CHECKING:
-    from commgrid.observe import trace
+    from commgrid.observe import trace, verify
     from commgrid.runtime.grid import HyperCommGrid
     from commgrid.runtime.registry import (
         destroy,
@@ -89,6 +89,7 @@ __all__ = [
     "size",
     "trace",
     "use_grid",
+    "verify",
 ]
 
 # These import torch, which planning on a laptop does not need; they load when first asked for.
@@ -106,6 +107,7 @@ _LIVE = {
     "size": "commgrid.runtime.registry",
     "trace": "commgrid.observe",
     "use_grid": "commgrid.runtime.registry",
+    "verify": "commgrid.observe",
 }
 
 __getattr__, __dir__ = on_demand(globals(), _LIVE)

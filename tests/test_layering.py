@@ -158,6 +158,7 @@ ROWS = [
         "cli.show",
         "cli.trace",
         "cli.diagnose",
+        "cli.verify",
         "cli.bench",
     ],
     ["cli"],

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from commgrid.cli import bench, check, diagnose, diff, explain, plan, presets, show, trace
+from commgrid.cli import bench, check, diagnose, diff, explain, plan, presets, show, trace, verify
 from commgrid.cli.output import guarded
 from commgrid.cli.terminal import RED, has_colour, paint
 from commgrid.errors import CommGridError
@@ -23,6 +23,7 @@ from commgrid.version import VERSION
 _COMMANDS = {
     "plan": plan, "explain": explain, "check": check, "show": show, "presets": presets,
     "diff": diff, "bench": bench, "trace": trace, "diagnose": diagnose,
+    "verify": verify,
 }  # fmt: skip
 
 
@@ -35,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status, 0 or 2 where the input is wrong."""
+    """Runs one command; returns its exit status, 2 where the input is wrong."""
     _write_what_it_can()
     return guarded(lambda: _run(argv))
 
@@ -56,7 +57,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(
             args.command,
             "needs torch, which is not installed here (pip install torch); plan, explain, "
-            "show, presets, diff, trace and diagnose do without it",
+            "show, presets, diff, trace, diagnose and verify do without it",
         )
     return status
 

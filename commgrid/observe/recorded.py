@@ -58,6 +58,7 @@ def _steps(trace: Trace, groups: dict[tuple[str, tuple[int, ...]], Group]) -> li
             group, made.operation,
             group.ranks[made.peer] if is_message and made.peer is not None else None,
             made.shape, made.dtype, made.bytes,
+            root=None if is_message or made.peer is None else group.ranks[made.peer],
             handle=None if waited_here else at, number=made.number, where=made.where,
         )  # fmt: skip
         if batch is None:

@@ -93,16 +93,15 @@ class Verdict:
         return self.kind is None
 
     def __str__(self) -> str:
+        whose = "strict" if self.rules == "strict" else f"{self.rules}'s"
         if self.finishes:
-            return (
-                f"{self.ranks:,} ranks, {self.calls:,} calls: all finish under {self.rules}'s rules"
-            )
+            return f"{self.ranks:,} ranks, {self.calls:,} calls: all finish under {whose} rules"
         what = {
             "circle": f"{len(self.places)} call{'s' * (len(self.places) > 1)} wait in a circle",
             "never issued": "a call that not all of its ranks issue",
             "differs": "a call that its ranks give differently",
         }[str(self.kind)]
-        lines = [f"cannot finish under {self.rules}'s rules: {what}"]
+        lines = [f"cannot finish under {whose} rules: {what}"]
         lines += [f"  {place.why}" for place in self.places]
         if not self.is_shortest:
             lines.append("  there may be a shorter circle: there were too many to look at all")
@@ -217,7 +216,7 @@ def _waiting(found: list[tuple[Event, Side]]) -> tuple[Place, ...]:
         told = said(side, with_place=True)
         how = f"rank {side.rank} waits in {told} for"
         if next_here.at <= side.waited:
-            how = f"rank {side.rank} has {told} first in its queue, which waits for"
+            how = f"rank {side.rank}'s queue stands at {told} for"
         at = f" at {late.call.where}," if late.call.where else ""
         whom = f"rank {before.rank}, which comes"
         if before.rank == side.rank:

@@ -13,6 +13,7 @@ PUBLIC = [
     "commgrid.expert", "commgrid.failures", "commgrid.parameters", "commgrid.pipeline",
     "commgrid.planning.cost", "commgrid.planning.fitting", "commgrid.planning.redistribution",
     "commgrid.sharding", "commgrid.tensor_parallel", "commgrid.trace", "commgrid.transfer",
+    "commgrid.verify",
     "megatron_adapter",
     "megatron_adapter.parallel_state.buffers", "megatron_adapter.parallel_state.dense",
     "megatron_adapter.parallel_state.expert", "megatron_adapter.parallel_state.pipeline",

@@ -41,7 +41,7 @@ BENCHED = {
     "least_us": 19.0, "most_us": 21.0, "algbw": 0.05, "busbw": 0.09,
 }  # fmt: skip
 TRACE = {
-    "format": 1, "rank": 0, "wall": 1.0, "monotonic": 0, "dropped": 0, "members": {"tp": [0, 1]},
+    "format": 1, "rank": 0, "wall": 1.0, "monotonic": 0, "dropped": 0, "members": {"tp": [0]},
     "calls": [["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 0, 10, 20]],
 }  # fmt: skip
 MODEL = ["--model", "mixtral-8x22b", "--cluster", "h100"]
@@ -122,6 +122,7 @@ def printed(which: str, folder: Path) -> Any:
         "show --bench": ["show", "--bench", str(folder / "e.json"), "--cluster", "h100"],
         "trace": ["trace", str(folder)],
         "diagnose": ["diagnose", str(folder)],
+        "verify": ["verify", str(folder)],
     }
     return said(*argv[which])
 
@@ -137,7 +138,7 @@ def schema(which: str) -> dict[str, str]:
     [
         "plan", "plan --model", "plan --auto", "explain", "show for a grid", "show --schedule",
         "show --metrics", "show --benchmark", "show --sharding", "show --transfer", "show --steps",
-        "show --bench", "trace", "diagnose",
+        "show --bench", "trace", "diagnose", "verify",
     ],
 )  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:

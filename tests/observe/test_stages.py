@@ -32,8 +32,10 @@ from tests.ranks import run_on_ranks
 
 
 def test_all_schedules_finish() -> None:
-    count, calls = prove_all(schedules() if full() else schedules([1, 2, 3, 8], [1, 4, 8], [1, 3]))
-    assert count == (2900 if full() else 84)
+    """All 2,900 take a minute: `python -m tests.observe.proved_schedules`."""
+    few = (range(1, 9), [1, 2, 3, 5, 8, 12, 16, 24, 32]) if full() else ([1, 2, 3, 8], [1, 4, 8])
+    count, calls = prove_all(schedules(*few, [1, 2, 4] if full() else [1, 3]))
+    assert count == (666 if full() else 84)
     assert calls > 10_000
 
 

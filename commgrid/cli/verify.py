@@ -1,0 +1,85 @@
+"""`commgrid verify`: whether ranks that issue what a trace holds all come to an end."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from commgrid.cli.grid_options import new_command
+from commgrid.cli.output import give
+from commgrid.cli.terminal import BOLD, RED, Marks
+from commgrid.observe.verify import Verdict, check, programs
+
+_EXAMPLES = """examples:
+  COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py --steps 1
+  commgrid verify runs/trace
+  commgrid verify runs/trace --backend nccl --strict
+
+A run over gloo that came to its end may not over NCCL, where calls of one communicator run one
+after another. Exits with 1 where ranks would wait for ever, and says in which calls.
+"""
+_MARKS: Marks = {r"^cannot finish.*$": RED, r"\[[a-z][^\]]*\]": BOLD}
+
+
+def add_parser(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "verify",
+        summary="whether what ranks have recorded can finish, under NCCL's rules and gloo's",
+        description="Decides from traces of a step whether every rank can finish it.",
+        examples=_EXAMPLES,
+        run=run,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where ranks saved rank_*.json")
+    parser.add_argument(
+        "--backend", choices=("nccl", "gloo"), help="whose rules (default: both's, one by one)"
+    )
+    parser.add_argument(
+        "--strict", action="store_true",
+        help="also 1 where calls of two communicators have to run at once, which NCCL's guide does "
+        "not promise",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    made = programs(args.folder)
+    rules = [args.backend] if args.backend else ["nccl", "gloo"]
+    found = [check(made, each) for each in rules]
+    strict = check(made, "strict") if "nccl" in rules else None
+    judged = [*found, strict] if args.strict and strict is not None else found
+    finishes = all(each.finishes for each in judged)
+    give(
+        args,
+        lambda: {
+            "ranks": found[0].ranks, "calls": found[0].calls, "finishes": finishes,
+            "verdicts": [
+                each.as_dict() for each in (*found, strict) if each is not None
+            ],
+        },
+        lambda: _as_text(found, strict),
+        _MARKS,
+    )  # fmt: skip
+    return 0 if finishes else 1
+
+
+def _as_text(found: list[Verdict], strict: Verdict | None) -> str:
+    """What is fine on one line, each that is not with its reason, then what to be careful with."""
+    fine = [each for each in found if each.finishes]
+    parts = []
+    if fine:
+        whose = " and ".join(f"{each.rules}'s" for each in fine)
+        parts.append(
+            f"{fine[0].ranks:,} ranks, {fine[0].calls:,} calls: all finish under {whose} rules"
+        )
+    parts += [_reason(each) for each in found if not each.finishes]
+    if strict is not None and not strict.finishes and fine and fine[0].rules == "nccl":
+        parts.append(
+            "careful: over nccl they finish only where calls of two communicators run at once, "
+            f"which its guide does not promise; {_reason(strict)}"
+        )
+    return "\n\n".join(parts)
+
+
+def _reason(verdict: Verdict) -> str:
+    return f"{verdict}\n\n{verdict.draw()}"
