@@ -36,6 +36,7 @@ from commgrid.version import VERSION
 if TYPE_CHECKING:
     from commgrid.observe import trace, verify
     from commgrid.runtime.grid import HyperCommGrid
+    from commgrid.runtime.inquiry import diagnose
     from commgrid.runtime.registry import (
         destroy,
         get_grid,
@@ -78,6 +79,7 @@ __all__ = [
     "TransferError",
     "UnknownGroupError",
     "destroy",
+    "diagnose",
     "get_grid",
     "get_group",
     "get_local_rank",
@@ -96,6 +98,7 @@ __all__ = [
 _LIVE = {
     "HyperCommGrid": "commgrid.runtime.grid",
     "destroy": "commgrid.runtime.registry",
+    "diagnose": "commgrid.runtime.inquiry",
     "get_grid": "commgrid.runtime.registry",
     "get_group": "commgrid.runtime.registry",
     "get_local_rank": "commgrid.runtime.registry",

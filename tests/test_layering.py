@@ -77,6 +77,7 @@ ROWS = [
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches", "runtime.pairing"],
     ["runtime.torch_suspend", "runtime.torch_calls"],
     ["runtime.recorder"],
+    ["runtime.inquiry"],
     [
         "runtime.communicator",
         "runtime.device_mesh",

@@ -19,7 +19,7 @@ from pathlib import Path
 from commgrid.errors import CommGridError
 from commgrid.observe import traces
 from commgrid.observe.traces import Trace
-from commgrid.runtime import recorder
+from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.registry import live_grids
 from commgrid.runtime.torch_world import is_initialized, world_rank
 
@@ -42,6 +42,7 @@ def start(capacity: int = recorder.CAPACITY) -> None:
         started.rank = world_rank()
     for grid in live_grids():
         started.members.update(grid.members_of_communicators())
+    inquiry.follow()
 
 
 def stop() -> None:
@@ -49,6 +50,7 @@ def stop() -> None:
     stopped = recorder.stop()
     if stopped is not None:
         _kept[:] = [stopped]
+    inquiry.follow()
 
 
 def is_on() -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from commgrid.errors import GridDestroyedError, PeerFailedError, PeerTimeoutError
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.runtime import torch_world
+from commgrid.runtime import inquiry, torch_world
 from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.registry import get_grid
 from commgrid.runtime.roll import Coming, Line, Roll
@@ -129,8 +129,9 @@ def named_failures(
             if doing is not None:
                 error.add_note(f"commgrid: {me} failed{at}")
             raise
+        why = inquiry.at_failure(grid.identity, "timed out" in f"{error}".lower())
         told = board.inquire(grid, error, f"{me}{at}")
-        raise _peer_error(told, f"{me} was{at}" if at else me, error) from error
+        raise _peer_error(told + why(), f"{me} was{at}" if at else me, error) from error
 
 
 def _at(error: BaseException, doing: Callable[[], str] | None, peer: bool) -> str:

@@ -24,7 +24,7 @@ from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
-from commgrid.runtime import recorder, torch_world
+from commgrid.runtime import inquiry, recorder, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
@@ -153,6 +153,7 @@ class Registry:
         """Ends the torch.distributed that commgrid started."""
         if self.started_world:
             self.started_world = False
+            inquiry.stop()
             torch_world.stop_world()
 
     def leave(self) -> None:
@@ -297,6 +298,7 @@ def initialize(
             raise
         _registry.add(grid)
         recorder.follow(trace, grid.rank, grid.members_of_communicators())
+        inquiry.follow()
     return grid
 
 

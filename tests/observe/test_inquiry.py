@@ -1,0 +1,150 @@
+"""Asked while others hang, by a signal, and where a call times out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commgrid
+from commgrid import CommGridError
+from commgrid.failures import named_failures
+from commgrid.observe import diagnosis
+from commgrid.runtime import inquiry, recorder, torch_world
+from tests.ranks import hear, run_on_ranks, tell
+
+
+def one_asks() -> str:
+    """Ranks 0 to 2 hang in C++; rank 3, which they wait for, asks."""
+    grid = commgrid.initialize(tp=2, timeout=20.0, trace=True)
+    group, found = grid.get_group("dp_tp"), ""
+    if grid.rank == 3:
+        time.sleep(2.0)
+        found = str(commgrid.diagnose(timeout=20.0))
+        store = torch_world.world_store()
+        assert not store.check(["commgrid/diagnose/1/0"])
+    dist.all_reduce(torch.ones(3), group=group)  # here
+    hear_all(grid.rank)
+    commgrid.trace.stop()
+    assert not any(thread.name == "commgrid answers" for thread in threading.enumerate())
+    commgrid.shutdown()
+    return found
+
+
+def hear_all(rank: int) -> None:
+    """Until all have come: who serves the store leaves last."""
+    tell(f"rank {rank}")
+    hear(*(f"rank {each}" for each in range(4)))
+
+
+def test_one_rank_asks_while_the_others_hang() -> None:
+    found = run_on_ranks(one_asks, 4, init=None, launcher="torchrun")[3]
+    assert found.startswith("rank 3 has not entered dp_tp all_reduce 0, for which ranks 0-2 have")
+    assert "test_inquiry.py" in found
+    assert "one_asks" in found
+
+
+def signalled(folder: str) -> list[str]:
+    """Rank 1 hangs in C++ and gets a signal from rank 0."""
+    faults = inquiry.faulthandler
+    faults.unregister(signal.SIGUSR1)
+    os.chdir(folder)
+    grid = commgrid.initialize(tp=2, timeout=30.0, trace=True)
+    store = torch_world.world_store()
+    if grid.rank == 1:
+        store.set("pid", str(os.getpid()))
+        dist.all_reduce(torch.ones(3), group=grid.get_group("tp"))
+    else:
+        pid = int(store.get("pid"))
+        time.sleep(1.0)
+        os.kill(pid, signal.SIGUSR1)
+        until = time.monotonic() + 30
+        while not Path("commgrid_trace/rank_00001.stacks").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not Path("commgrid_trace/rank_00000.stacks").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        dist.all_reduce(torch.ones(3), group=grid.get_group("tp"))
+    commgrid.trace.stop()
+    commgrid.shutdown()
+    return sorted(each.name for each in Path("commgrid_trace").iterdir())
+
+
+def test_a_signal_has_a_rank_write_down_where_it_hangs(tmp_path: Path) -> None:
+    first, second = run_on_ranks(signalled, 2, str(tmp_path), init=None, launcher="torchrun")
+    names = [f"rank_0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "stacks")]
+    assert first == second == names
+    folder = tmp_path / "commgrid_trace"
+    assert "signalled" in (folder / "rank_00001.stacks").read_text()
+    found = diagnosis.diagnose(diagnosis.read(folder), patience=0.5)
+    assert str(found).startswith("rank 0 has not entered tp all_reduce 0, for which rank 1 has")
+
+
+def times_out() -> str:
+    grid = commgrid.initialize(tp=2, timeout=2.0, trace=True)
+    try:
+        with named_failures():
+            dist.all_reduce(torch.ones(3), group=grid.get_group("dp_tp"))
+            if grid.rank == 2:
+                hear("others are out")
+            else:
+                dist.all_reduce(torch.ones(3), group=grid.get_group("dp_tp"))  # here
+    except CommGridError as error:
+        tell("others are out")
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_by_timeout_says_what_is_wrong() -> None:
+    said = run_on_ranks(times_out, 4, init=None, launcher="torchrun")
+    assert said[2] == ""
+    others = [said[rank] for rank in (0, 1, 3)]
+    assert any(each.startswith("PeerTimeoutError") for each in others)
+    for each in others:
+        assert "rank 2 has not entered dp_tp all_reduce 1, for which ranks 0-1, 3 have" in each
+
+
+def test_without_records_it_says_so() -> None:
+    assert recorder.current() is None
+    with pytest.raises(CommGridError, match="does not record its calls"):
+        commgrid.diagnose()
+
+
+def test_an_answer_is_bounded() -> None:
+    commgrid.initialize(trace=True)
+    try:
+        own: Any = recorder.current()
+        for group in range(3000):
+            own.members[f"a rather long name of a group {group}"] = [0]
+            for _ in range(2):
+                name = f"a rather long name of a group {group}"
+                operation, size = f"operation {group * 7919}", group * 104729
+                own.records.append(
+                    recorder.Record(
+                        name, 0, operation, (group,), "float32", size, None, None, 0, size
+                    )
+                )
+        assert len(inquiry.packed(own)) <= inquiry.MOST_BYTES
+    finally:
+        commgrid.trace.stop()
+        commgrid.shutdown()
+
+
+def test_a_handler_of_the_programs_own_stays() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        commgrid.initialize(trace=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        commgrid.trace.stop()
+        commgrid.shutdown()
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
