@@ -98,7 +98,9 @@ def times_out() -> str:
                 dist.all_reduce(torch.ones(3), group=grid.get_group("dp_tp"))  # here
     except CommGridError as error:
         tell("others are out")
+        hear_all(grid.rank)
         return f"{type(error).__name__}: {error}"
+    hear_all(grid.rank)
     return ""
 
 
