@@ -71,11 +71,11 @@ ROWS = [
     ["viz"],
     ["runtime.patient", "runtime.whereabouts"],
     ["runtime.launch", "runtime.roll", "runtime.torch_nccl", "runtime.seconds"],
-    ["runtime.torch_all_to_all"],
+    ["runtime.torch_all_to_all", "runtime.torch_calls"],
     ["runtime.torch_world", "runtime.torch_gloo", "runtime.diagnosis", "runtime.board"],
     ["runtime.agreement"],
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches", "runtime.pairing"],
-    ["runtime.torch_suspend", "runtime.torch_calls"],
+    ["runtime.torch_suspend"],
     ["runtime.recorder"],
     ["runtime.inquiry"],
     [

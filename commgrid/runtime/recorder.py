@@ -103,6 +103,7 @@ class Recorder:
     _since: dict[str, int] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
     _turns: dict[tuple[str, str, int | None], int] = field(default_factory=dict)
+    _batches: deque[list[Any]] = field(init=False)
     _waits: dict[int, Record] = field(default_factory=dict)
     _names: WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=WeakKeyDictionary)
     _pending: WeakKeyDictionary[dist.Work, Record] = field(default_factory=WeakKeyDictionary)
@@ -110,6 +111,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.records = deque(maxlen=self.capacity)
+        self._batches = deque(maxlen=self.capacity)
 
     @property
     def dropped(self) -> int:
@@ -126,7 +128,7 @@ class Recorder:
             records, dropped = list(self.records), self.dropped
             entered = {key[0]: n for key, n in self._turns.items() if not key[1]}
             members, waits = dict(self.members), list(self._waits.values())
-            since = dict(self._since)
+            since, batches = dict(self._since), [each[1:] for each in self._batches]
         if last is not None:
             kept = _last_of_each(records, last)
             dropped += len(records) - len(kept)
@@ -135,7 +137,7 @@ class Recorder:
             "format": FORMAT, "rank": self.rank, "wall": time.time(),
             "monotonic": time.perf_counter_ns(), "dropped": dropped, "members": members,
             "over": self.over, "waits": [[r.group, r.number] for r in waits], "entered": entered,
-            "since": since,
+            "since": since, "batches": batches,
             "calls": [
                 [r.group, r.number, r.operation, list(r.shape), r.dtype, r.bytes, r.peer, r.where,
                  r.began, r.issued, r.ended, r.turn]
@@ -158,6 +160,7 @@ class Recorder:
                 del self._numbers[name]
             self._turns = {key: n for key, n in self._turns.items() if key[0] not in members}
             self._waits.clear()
+            self._batches.clear()
 
     def save(self, folder: Path) -> Path:
         """Writes `rank_00003.json` into a folder, which is made if need be.
@@ -197,6 +200,10 @@ class Recorder:
             self._turns[of] = record.turn + 1
             self.total += 1
             self.records.append(record)
+            if of[1] and (batch := torch_calls.batch()):
+                if not self._batches or self._batches[-1][:2] != [batch, name]:
+                    self._batches.append([batch, name, record.number, record.number])
+                self._batches[-1][3] = record.number
         return record
 
     def issued(self, call: object, work: dist.Work | None) -> None:
@@ -205,6 +212,7 @@ class Recorder:
         if work is None:
             call.ended = call.issued
         else:
+            call.ended = None
             self._pending[work] = call
 
     def waits(self, work: dist.Work) -> None:

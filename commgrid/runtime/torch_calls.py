@@ -10,8 +10,10 @@ collectives (DTensor's, and what torch.compile has taken in), and a backend call
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Protocol
 
@@ -77,9 +79,42 @@ class Listener(Protocol):
         ...
 
 
+class _Batching(threading.local):
+    """Which batch a thread starts; 0: none.
+
+    Args:
+        number: of it.
+        last: of its last call, what listeners returned.
+    """
+
+    number = 0
+    last: Sequence[tuple[Listener, object]] = ()
+
+
+_batching, _batches = _Batching(), itertools.count(1)
+
+
+@contextmanager
+def batched() -> Iterator[None]:
+    """What this thread issues inside is started as one, whatever the backend makes of it."""
+    if not _listeners or _batching.number:
+        yield
+        return
+    _batching.number = next(_batches)
+    try:
+        yield
+    finally:
+        _batching.number, _batching.last = 0, ()
+
+
+def batch() -> int:
+    """The number of the batch that this thread starts; 0: none."""
+    return _batching.number
+
+
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
-_original: dict[tuple[type, str], tuple[Any, Callable[..., Any]]] = {}
+_original: dict[tuple[Any, str], tuple[Any, Callable[..., Any]]] = {}
 """By class and method, torch's own and ours in its place."""
 
 
@@ -110,9 +145,11 @@ def _put_in_place() -> None:
             method = getattr(dist.ProcessGroup, name)
             _replace(dist.ProcessGroup, name, _telling(method, name, operation, place))
     _replace(dist.Work, "wait", _telling_wait(dist.Work.wait))
+    for module in (dist, dist.distributed_c10d):
+        _replace(module, "batch_isend_irecv", _as_batch(dist.batch_isend_irecv))
 
 
-def _replace(kind: type, name: str, ours: Callable[..., Any]) -> None:
+def _replace(kind: Any, name: str, ours: Callable[..., Any]) -> None:
     if (kind, name) not in _original:
         # What the class holds, which `getattr` would give without what binds it to a group.
         _original[kind, name] = vars(kind)[name], ours
@@ -138,9 +175,24 @@ def _telling(
         work = method(group, *args, **options)
         for listener, call in began:
             listener.issued(call, work)
+        if _batching.number:
+            _batching.last = began
         return work
 
     return call
+
+
+def _as_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def batch_isend_irecv(ops: list[dist.P2POp], *args: Any, **options: Any) -> Any:
+        with batched():
+            works = function(ops, *args, **options)
+            if len(works) == 1 < len(ops):  # one for all, which the last call stands for
+                for listener, call in _batching.last:
+                    listener.issued(call, works[0])
+        return works
+
+    return batch_isend_irecv
 
 
 def _telling_wait(method: Callable[..., Any]) -> Callable[..., Any]:

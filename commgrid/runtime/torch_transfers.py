@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from commgrid.runtime.torch_calls import batched
+
 Transfer = tuple[torch.Tensor, int]
 """A tensor, and the group rank that it goes to or comes from."""
 
@@ -79,10 +81,11 @@ def start_transfers(
     device = (*sends, *recvs)[0][0].device
     if not starts_batches(group, device):
         # What torch's batch does then, without its checks of every operation.
-        return [
-            *(group.send([tensor], peer, 0) for tensor, peer in sends),
-            *(group.recv([tensor], peer, 0) for tensor, peer in recvs),
-        ]
+        with batched():
+            return [
+                *(group.send([tensor], peer, 0) for tensor, peer in sends),
+                *(group.recv([tensor], peer, 0) for tensor, peer in recvs),
+            ]
     return dist.batch_isend_irecv(
         [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise, permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import commgrid
 from commgrid import SpecError
+from commgrid.observe import verify
 from commgrid.observe.order import RULES
 from commgrid.observe.programs import Batch, Call, Wait, calls_of
 from commgrid.observe.stages import Around, check_schedule, programs_of
@@ -145,3 +148,44 @@ def test_the_programs_are_what_a_pipeline_issues() -> None:
         [("send", 0)], [("send", 0)], "wait",
     ]  # fmt: skip
     assert not any(isinstance(step, Call) for step in made[1])
+
+
+def traced(folder: str, name: str) -> None:
+    """A step of a pipeline, recorded."""
+    grid = commgrid.initialize(pp=2, trace=True)
+    made = Pipeline(torch.nn.Linear(2, 2), name, num_microbatches=3, loss=lambda y, _: y.sum())
+    commgrid.trace.stop()
+    commgrid.trace.start()
+    made.step(torch.ones(3, 1, 2), torch.ones(3))
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(
+                operation, torch.ones(4), group=grid.get_group("pp"), group_peer=1 - grid.rank
+            )
+            for operation in (dist.isend, dist.irecv)
+        ]
+    )
+    for work in works:
+        work.wait()
+    commgrid.trace.save(folder)
+    commgrid.trace.stop()
+    commgrid.destroy()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
+def test_programs_are_what_a_pipeline_issues(name: str, tmp_path: Path) -> None:
+    """Its trace holds the same batches in the same order, and a program's own batch after them."""
+    run_on_ranks(traced, 2, str(tmp_path), name)
+    issued, made = verify.programs(tmp_path), programs_of(make_schedule(name, 2, 3))
+    for rank in range(2):
+        ours, theirs = (
+            [
+                [(c.operation, c.peer) for c in step.calls]
+                for step in steps
+                if isinstance(step, Batch)
+            ]
+            for steps in (made[rank], issued[rank])
+        )
+        assert theirs == [*ours, [("send", 1 - rank), ("recv", 1 - rank)]]
+    for rules in RULES:
+        assert check(issued, rules).finishes

@@ -178,6 +178,23 @@ def test_what_others_put_around_it_stays_and_nothing_is_recorded_twice(grid: Any
     assert vars(dist.ProcessGroup)["broadcast"] is plain
 
 
+def test_a_batch_that_has_one_work_is_over_when_that_is(grid: Any) -> None:
+    """As NCCL's: calls of a batch return nothing to wait for, the batch one work for all."""
+    group = grid.get_group("dp")
+    commgrid.trace.start()
+
+    def started(ops: Any) -> list[Any]:
+        for _ in ops:
+            dist.broadcast(torch.ones(2), 0, group)
+        return [dist.broadcast(torch.ones(1), 0, group, async_op=True)]
+
+    (work,) = torch_calls._as_batch(started)([None, None])
+    *_, last = commgrid.trace.recorded().calls
+    assert last.ended is None
+    work.wait()
+    assert commgrid.trace.recorded().calls[-1].ended is not None
+
+
 def test_nothing_recorded_is_said() -> None:
     from commgrid.observe import trace
 
