@@ -35,8 +35,10 @@ from commgrid.version import VERSION
 
 if TYPE_CHECKING:
     from commgrid.observe import trace, verify
+    from commgrid.recovery import recover
     from commgrid.runtime.grid import HyperCommGrid
     from commgrid.runtime.inquiry import diagnose
+    from commgrid.runtime.rebuild import rebuild
     from commgrid.runtime.registry import (
         destroy,
         get_grid,
@@ -87,6 +89,8 @@ __all__ = [
     "initialize",
     "is_initialized",
     "join",
+    "rebuild",
+    "recover",
     "shutdown",
     "size",
     "trace",
@@ -106,6 +110,8 @@ _LIVE = {
     "initialize": "commgrid.runtime.registry",
     "is_initialized": "commgrid.runtime.registry",
     "join": "commgrid.runtime.registry",
+    "rebuild": "commgrid.runtime.rebuild",
+    "recover": "commgrid.recovery",
     "shutdown": "commgrid.runtime.registry",
     "size": "commgrid.runtime.registry",
     "trace": "commgrid.observe",

@@ -137,7 +137,17 @@ def add_grid(add: Add) -> None:
         "--ranks",
         metavar="LIST",
         help="the ranks that train, in the grid's order, as 0-2,4,5,7 (default: all); the others "
-        "end at once",
+        "end at once, or with --survive wait for a place",
+    )
+    add(
+        "--survive",
+        type=positive,
+        nargs="?",
+        const=10,
+        metavar="N",
+        help="when ranks fail, go on without them, in the same processes, from the state that is "
+        "kept in memory every N steps (default 10) or the last checkpoint; for launchers that "
+        "leave the others alone",
     )
     add(
         "--switch",
@@ -385,6 +395,10 @@ def check_together(
             "--fsdp shards the optimizer too, and is without --zero1 and --pp",
         ),
         (args.dp_replicate > 1 and not args.fsdp, "--dp-replicate is about --fsdp"),
+        (
+            args.survive and args.switch,
+            "--survive goes on on a smaller grid of its own, and is without --switch",
+        ),
         (args.cp_comm != "auto" and args.cp == 1, "--cp-comm is about --cp N"),
         (
             args.dropout and (args.cp > 1 or args.packed),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.planning.rank_lists import describe_ranks
+from commgrid.recovery import Recovered
 from commgrid.transfer import TransferPlan
 from gpt_context import about
 
@@ -93,6 +96,27 @@ class Log:
         self.say(
             f"step {step:4}  goes on over {axes_of(grid)}: {sent:,.1f} MB of weights and optimizer "
             f"state sent in {duration(seconds)}"
+        )
+
+    def survived(self, grid: commgrid.HyperCommGrid, found: Recovered, seconds: float) -> None:
+        """Training goes on after a failure, over the ranks that are left."""
+        what = grid.rebuilt
+        assert what is not None
+        spoke, self.grid = self.speaks, grid
+        self.speaks = grid.get_local_rank() == 0
+        if self.speaks and not spoke and self.args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(self.args.tensorboard, purge_step=found.step + 1)
+        self.last = found.step
+        self.unsaid.clear()
+        if self.speaks and self.args.metrics:
+            forget_after(found.step, Path(self.args.metrics))
+        waits = f"; {describe_ranks(what.spares)} to spare" if what.spares else ""
+        self.say(
+            f"step {found.step:4}  goes on without {describe_ranks(what.gone)} over "
+            f"{axes_of(grid)} (was {axes_as(what.before)}): the state of step {found.step} from "
+            f"{found.source}, in {duration(seconds)}{waits}"
         )
 
     @property
@@ -184,8 +208,13 @@ class Log:
 
 def axes_of(grid: commgrid.HyperCommGrid) -> str:
     """Such as `tp 2 · dp 2 on 4 ranks`."""
-    axes = " · ".join(f"{axis} {size}" for axis, size in grid.shape.items() if size > 1)
+    axes = axes_as(grid.shape)
     return f"{f'{axes} on ' if axes else ''}{several(grid.world_size, 'rank')}"
+
+
+def axes_as(shape: Mapping[str, int]) -> str:
+    """Such as `tp 2 · dp 2`."""
+    return " · ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1)
 
 
 def several(number: int, what: str) -> str:
@@ -195,6 +224,8 @@ def several(number: int, what: str) -> str:
 def forget_after(step: int, metrics: Path) -> None:
     """Leaves the rows up to a step, since those after it come again."""
     rows = metrics.read_text().splitlines() if step and metrics.exists() else []
+    if rows and not rows[-1].endswith("}"):  # half a row, of a process that was killed
+        rows.pop()
     kept = [row for row in rows if json.loads(row)["step"] <= step]
     metrics.write_text("".join(f"{row}\n" for row in kept))
 

@@ -151,6 +151,10 @@ class Trainer:
             background=self.args.save_in_background and step < self.args.steps,
         )  # fmt: skip
 
+    def keep(self, step: int) -> None:
+        """Keeps the step just taken in memory, for when other ranks are gone."""
+        checkpoint.keep(step, self.chunks, self.optimizer)
+
     def resume(self) -> int:
         """Loads the last checkpoint; the step it is of.
 

@@ -8,6 +8,7 @@ parallelism.
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --fsdp --dp-replicate 2
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --switch step=100:tp=4
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --save runs/1 --save-every 100
+    srun --no-kill examples/train_gpt.py --tp 2 --survive    # goes on without ranks that fail
     torchrun … --max-restarts 3 examples/train_gpt.py --save runs/1 --save-every 100 --resume runs/1
     python examples/train_gpt.py --steps 20                  # one process, no launcher
     python examples/train_gpt.py --resume runs/1 --steps 0 --sample "The statement "
@@ -26,8 +27,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import ExitStack
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
 
 import commgrid
 import gpt_flags
@@ -39,6 +39,7 @@ from gpt_log import Log
 from gpt_model import count_parameters
 from gpt_sample import generate
 from gpt_stop import told_when_stopped
+from gpt_survive import FAILURES, survive
 from gpt_trainer import Trainer, learning_rate, own_device
 
 
@@ -46,6 +47,7 @@ def train(args: argparse.Namespace) -> None:
     """The whole job on this rank, from the grid to the last line."""
     grid = make_grid(args)
     if grid is None:  # a spare rank
+        wait_for_a_place(args)
         commgrid.shutdown()
         return
     check_sizes(args, grid, grid.spec)
@@ -55,11 +57,10 @@ def train(args: argparse.Namespace) -> None:
     log = Log(args, grid, own_device())
     with told_when_stopped(log.stopped):
         with named_failures(grid, lambda: "the start"):
-            trainer = Trainer(args, grid)
-            log.begin(*count_parameters(trainer.model))
+            job = Job(Trainer(args, grid), log, text)
+            log.begin(*count_parameters(job.trainer.model))
         try:
-            with ExitStack() as in_use:
-                run(trainer, log, text, in_use)
+            job.begin()
         except Exception as error:
             if log.loss is not None:  # else there is nothing to go on from
                 log.stopped(type(error).__name__)
@@ -67,42 +68,103 @@ def train(args: argparse.Namespace) -> None:
     commgrid.shutdown()
 
 
-def run(trainer: Trainer, log: Log, text: Text, in_use: ExitStack) -> None:
-    """All steps, with the looks at the text held out, checkpoints and switches between them."""
-    args, done = trainer.args, 0
-    if args.resume:
-        with named_failures(trainer.grid, lambda: "loading a checkpoint"):
-            done = trainer.resume()
-    log.resumed(done, trainer.changed)
-    left = dict(args.switches)
-    for step in range(done + 1, args.steps + 1):
-        due = [number for number in left if number < step]
+class Job:
+    """All steps, with the looks at the text held out, checkpoints and switches between them.
+
+    Args:
+        trainer: the first one; a switch makes another, and so does --survive after a failure.
+        log: told of everything.
+        text: to train on, and to evaluate on.
+        done: the step that was taken last.
+    """
+
+    def __init__(self, trainer: Trainer, log: Log, text: Text, done: int = 0) -> None:
+        self.trainer, self.log, self.text, self.done = trainer, log, text, done
+        self.args = trainer.args
+        self.switches = dict(self.args.switches)
+
+    def begin(self) -> None:
+        """From the first step, or from where --resume says."""
+        if self.args.resume:
+            with self.named("loading a checkpoint"):
+                self.done = self.trainer.resume()
+        self.log.resumed(self.done, self.trainer.changed)
+        if self.args.survive:
+            self.keep()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The steps that are left, to the last line; with --survive, through failures."""
+        with ExitStack() as in_use:
+            while not self.all_steps(in_use):
+                # Its memory is needed, and others may wait for connections that it holds.
+                del self.trainer
+                found = survive(self.args, self.log)
+                if found is None:  # others go on without this rank, or have ended
+                    return
+                self.trainer, self.log, self.done = found
+            if self.args.sample is not None:
+                with self.named("the sample"):
+                    self.log.sample(generate(self.trainer))
+        self.log.end()
+
+    def all_steps(self, in_use: ExitStack) -> bool:
+        """The steps that are left; with --survive, False where another rank has failed."""
+        try:
+            while self.done < self.args.steps:
+                self.step(self.done + 1, in_use)
+            if self.args.eval_every:
+                self.evaluate()
+        except FAILURES:
+            if not self.args.survive:
+                raise
+            return False
+        return True
+
+    def step(self, step: int, in_use: ExitStack) -> None:
+        """One step, and what comes before and after it."""
+        args, log = self.args, self.log
+        due = [number for number in self.switches if number < step]
         if due:
-            trainer = switch(trainer, left[due[-1]], step - 1, log, in_use)
+            self.trainer = switch(self.trainer, self.switches[due[-1]], step - 1, log, in_use)
             for number in due:
-                del left[number]
+                del self.switches[number]
         started = time.perf_counter()
-        with named_failures(trainer.grid, partial("step {}".format, step)):
-            loss, norm = trainer.step(step, global_batch(text.training, step, args))
+        with self.named(f"step {step}"):
+            loss, norm = self.trainer.step(step, global_batch(self.text.training, step, args))
+        self.done = step
         log.step(step, loss, norm, learning_rate(step, args), time.perf_counter() - started)
         if args.eval_every and step % args.eval_every == 0 and step < args.steps:
-            evaluate(trainer, log, text)
+            self.evaluate()
+        if args.survive and step % args.survive == 0:
+            self.keep()
         if args.save and (step % args.save_every == 0 or step == args.steps):
-            with named_failures(trainer.grid, partial("saving step {}".format, step)):
-                trainer.save(step)
+            with self.named(f"saving step {step}"):
+                self.trainer.save(step)
             log.saved_step()
-    if args.eval_every:
-        evaluate(trainer, log, text)
-    if args.sample is not None:
-        with named_failures(trainer.grid, lambda: "the sample"):
-            log.sample(generate(trainer))
-    log.end()
+
+    def evaluate(self) -> None:
+        """The loss on text held out."""
+        with self.named(f"evaluating step {self.log.last}"):
+            batches = evaluation_batches(self.text.held_out, self.args)
+            self.log.evaluated(self.trainer.evaluate(batches))
+
+    def keep(self) -> None:
+        """Keeps the state in memory, for when other ranks are gone."""
+        with self.named(f"keeping step {self.done}"):
+            self.trainer.keep(self.done)
+
+    def named(self, doing: str) -> AbstractContextManager[None]:
+        """Within it every rank's failure is an error on all others that names it."""
+        return named_failures(self.trainer.grid, lambda: doing)
 
 
-def evaluate(trainer: Trainer, log: Log, text: Text) -> None:
-    """The loss on text held out."""
-    with named_failures(trainer.grid, partial("evaluating step {}".format, log.last)):
-        log.evaluated(trainer.evaluate(evaluation_batches(text.held_out, trainer.args)))
+def wait_for_a_place(args: argparse.Namespace) -> None:
+    """With --survive, a spare rank's part: it trains once another one is gone."""
+    found = survive(args) if args.survive else None
+    if found is not None:
+        trainer, log, done = found
+        Job(trainer, log, split_text(read_text(args.data, args.seq_len), args), done).go_on()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

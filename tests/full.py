@@ -22,6 +22,7 @@ UNMATCHED = pytest.StashKey[list[str]]()
 T = TypeVar("T")
 
 ONLY_FULL: dict[str, list[str]] = {
+    "tests/test_rebuild.py": ["test_the_store_goes_twice", "test_what_is_refused"],
     "tests/observe/test_planted_causes.py": ["test_every_planted_cause_is_named"],
     "tests/test_bench.py": ["test_it_runs_under_torchrun"],
     "tests/test_first_use.py": [

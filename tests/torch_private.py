@@ -61,6 +61,7 @@ def live() -> dict[str, Any]:
 
 
 _WORLD = "commgrid/runtime/torch_world.py"
+_STANDBY = "commgrid/runtime/torch_standby.py"
 _GROUPS = "commgrid/runtime/torch_groups.py"
 _GLOO = "commgrid/runtime/torch_gloo.py"
 _NCCL = "commgrid/runtime/torch_nccl.py"
@@ -82,13 +83,13 @@ ROWS = (
     ),
     Private(
         "c10d._world",
-        (_WORLD, _GROUPS, _GLOO, _SUSPEND),
+        (_WORLD, _STANDBY, _GROUPS, _GLOO, _SUSPEND),
         "keep backend, store and ranks of the groups we make ourselves; of others ask "
         "get_backend_config and get_process_group_ranks",
     ),
     Private(
         "c10d._get_default_group",
-        (_WORLD, _GROUPS, _GLOO),
+        (_WORLD, _STANDBY, _GROUPS, _GLOO),
         "dist.group.WORLD",
     ),
     Private(
@@ -123,12 +124,12 @@ ROWS = (
     ),
     Private(
         "torch._C._distributed_c10d.PrefixStore",
-        (_WORLD, _GROUPS),
+        (_WORLD, _STANDBY, _GROUPS),
         "dist.PrefixStore, likewise",
     ),
     Private(
         "torch._C._distributed_c10d.TCPStore",
-        (_WORLD,),
+        (_WORLD, _STANDBY),
         "dist.TCPStore, likewise",
     ),
     # -- gloo that connects at first use -----------------------------------------------------

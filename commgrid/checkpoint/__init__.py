@@ -21,6 +21,7 @@ A parameter that modules share has the first of its names. It can be opened with
 from __future__ import annotations
 
 from commgrid.checkpoint.loading import Restored, load, steps
-from commgrid.checkpoint.saving import save, wait
+from commgrid.checkpoint.memory import forget
+from commgrid.checkpoint.saving import keep, save, wait
 
-__all__ = ["Restored", "load", "save", "steps", "wait"]
+__all__ = ["Restored", "forget", "keep", "load", "save", "steps", "wait"]

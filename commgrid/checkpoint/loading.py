@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -108,7 +109,7 @@ def load(
 
     found, path = at_first(group, call, choose, failure("nothing was loaded"))
     failed = failure(f"nothing was loaded from {path}")
-    loading = _Loading(grid, path, model, optimizer, trusted)
+    loading = Loading(grid, lambda: Stored(path, trusted), model, optimizer)
     at_first(group, loading.plan, loading.check_all, failed)
     line, report = reporter(progress, f"loading step {found}", grid)
     at_first(group, lambda: loading.read(report), lambda _: None, failed)
@@ -119,24 +120,45 @@ def load(
     return Restored(found, path, loading.extra)
 
 
-class _Loading:
-    """One rank's part in loading a checkpoint."""
+class Source(Protocol):
+    """What is loaded from.
+
+    Attributes:
+        keys: what there is, with what torch's metadata says of each.
+    """
+
+    keys: Mapping[str, Any]
+
+    def check(self, items: Iterable[Item | Value], /) -> None:
+        """Raises CheckpointError where it has not these, in these shapes."""
+
+    def read(self, items: Iterable[Item | Value], report: Report, /) -> dict[str, Any]:
+        """Fills the items' boxes; returns the values by key."""
+
+
+class Loading:
+    """One rank's part in loading a checkpoint.
+
+    Args:
+        grid: whose ranks load.
+        source: opens what is loaded from.
+        model, optimizer: as `load` takes them.
+    """
 
     def __init__(
         self,
         grid: HyperCommGrid,
-        path: Path,
+        source: Callable[[], Source],
         model: Model,
         optimizer: torch.optim.Optimizer | None,
-        trusted: bool,
     ) -> None:
-        self._grid, self._path, self._trusted = grid, path, trusted
+        self._grid, self._open = grid, source
         self._given = model, optimizer
 
     def plan(self) -> list[str]:
         """Compares what is needed with what is there; returns the names of this rank's model."""
         model, optimizer = self._given
-        self._stored = Stored(self._path, self._trusted)
+        self._stored = self._open()
         self._model = ModelState(model, self._grid)
         self._live = list(self._model.items(Turns(self._grid)))
         self._stored.check(self._live)

@@ -27,6 +27,7 @@ from commgrid.checkpoint.meeting import (
     reporter,
     tells_failures,
 )
+from commgrid.checkpoint.memory import keep_items
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState
 from commgrid.checkpoint.progress import size
@@ -54,6 +55,7 @@ def save(
     keep: int | None = None,
     copies: str = "compare",
     background: bool = False,
+    keep_in_memory: bool = False,
     progress: Progress = True,
     grid: HyperCommGrid | None = None,
 ) -> Path:
@@ -83,6 +85,7 @@ def save(
             comes from a GPU: what the rank writes, and with copies="compare" all that it has. What
             goes wrong afterwards is raised by the next `save`, `load` or `wait`, on all ranks. At
             most one is under way: the next call waits for it.
+        keep_in_memory: whether to `keep` the state as well.
         progress: True: bytes on the first rank's stderr, in the background the last line alone; or
             called on every rank with its own bytes done and to do, in the background on a thread;
             False: nothing.
@@ -128,6 +131,7 @@ def save(
             "keep": kept,
             "copies": _known_way(copies),
             "background": background,
+            "keep_in_memory": keep_in_memory,
         }
         items.extend(_items(grid, step, model, optimizer, extra or {}))
         if background:
@@ -139,6 +143,8 @@ def save(
         return folders.begin(Path(folder).absolute(), step)
 
     partial = at_first(group, plan, begin, failure(what))
+    if keep_in_memory:
+        keep_items(step, items, grid, group, failure(f"step {step} was not kept in memory"))
     if background:
         line = reporter(progress is not False, f"saving step {step}", grid)[0]
         report = progress if callable(progress) else _silent
@@ -166,6 +172,52 @@ def save(
     if line is not None:
         line.finish(f"saved step {step}: {size(total)} to {final}")
     return final
+
+
+@tells_failures
+def keep(
+    step: int,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    grid: HyperCommGrid | None = None,
+) -> None:
+    """Keeps the state in the host's memory, for `commgrid.recover` after a failure; on all ranks.
+
+    Every rank keeps what it has, and what nobody on another host has a copy of goes to a neighbour
+    along dp on another host too; where all ranks are on one host, to another process. The last two
+    states are kept, pinned where they come from a GPU.
+
+    Args:
+        step: it is of; what `recover` goes on from.
+        model, optimizer, extra, grid: as `save` takes them.
+
+    Raises:
+        CheckpointError: on all ranks: a rank cannot; names it.
+
+    Example:
+        >>> import commgrid, torch
+        >>> from commgrid import checkpoint
+        >>> grid = commgrid.initialize()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> checkpoint.keep(20, model, extra={"epoch": 1})
+        >>> commgrid.recover(None, model).step
+        20
+        >>> commgrid.shutdown()
+    """
+    grid = grid or get_grid()
+    group = everyone(grid)
+    failed = failure(f"step {step} was not kept in memory")
+    items: list[Item | Value] = []
+
+    def plan() -> Call:
+        call = {"step": count_of("step", step, 0), "optimizer": kind_of(model, optimizer)}
+        items.extend(_items(grid, step, model, optimizer, extra or {}))
+        return call
+
+    at_first(group, plan, compare, failed)
+    keep_items(step, items, grid, group, failed)
 
 
 @tells_failures

@@ -238,6 +238,28 @@ def _write_item(item: Item, chunk: Chunk, index: MetadataIndex) -> WriteItem:
 # -- reading -----------------------------------------------------------------------------
 
 
+def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
+    """Looks whether there are these among what torch's metadata says, in these shapes.
+
+    Raises:
+        CheckpointError: names what is missing, or has another shape.
+    """
+    missing, other = [], []
+    for item in items:
+        stored = keys.get(item.key)
+        if stored is None:
+            missing.append(item.key)
+        elif isinstance(item, Item):
+            whole = isinstance(stored, TensorStorageMetadata)
+            shape = tuple(stored.size) if whole else "no tensor"
+            if shape != item.shape:
+                other.append(f"{item.key} is {shape}, here {item.shape}")
+    if missing:
+        raise CheckpointError(f"of another model: it has no {_some(missing)}")
+    if other:
+        raise CheckpointError(f"of another model, whose shapes differ: {_some(other)}")
+
+
 class Stored:
     """A checkpoint's folder, and what its metadata says.
 
@@ -285,20 +307,7 @@ class Stored:
         Raises:
             CheckpointError: names what is missing, or has another shape.
         """
-        missing, other = [], []
-        for item in items:
-            stored = self.keys.get(item.key)
-            if stored is None:
-                missing.append(item.key)
-            elif isinstance(item, Item):
-                whole = isinstance(stored, TensorStorageMetadata)
-                shape = tuple(stored.size) if whole else "no tensor"
-                if shape != item.shape:
-                    other.append(f"{item.key} is {shape}, here {item.shape}")
-        if missing:
-            raise CheckpointError(f"of another model: it has no {_some(missing)}")
-        if other:
-            raise CheckpointError(f"of another model, whose shapes differ: {_some(other)}")
+        check_has(self.keys, items)
 
     def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
         """Fills the items' boxes; returns the values by key.

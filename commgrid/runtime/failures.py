@@ -21,7 +21,7 @@ from commgrid.errors import GridDestroyedError, PeerFailedError, PeerTimeoutErro
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import inquiry, torch_world
 from commgrid.runtime.patient import PatientStore
-from commgrid.runtime.registry import get_grid
+from commgrid.runtime.registry import get_grid, store_server
 from commgrid.runtime.roll import Coming, Line, Roll
 from commgrid.runtime.whereabouts import whereabouts
 
@@ -236,4 +236,5 @@ def _waited_for(error: BaseException) -> set[int]:
 
 def _store_server() -> str:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return "torchrun's agent" if by_agent else "rank 0"
+    moved = store_server()  # to a standby store
+    return "torchrun's agent" if by_agent and not moved else f"rank {moved or 0}"

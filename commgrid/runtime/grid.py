@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from commgrid.runtime.communicator import CheckReport
+    from commgrid.runtime.rebuild import Rebuilt
 
 
 class HyperCommGrid(NamedGroups):
@@ -90,6 +91,9 @@ class HyperCommGrid(NamedGroups):
         super().__init__(name, spec, torch_world.world_rank())
         self._backend, self._timeout = backend, timeout
         self._owns_groups, self._incarnation = True, ""
+        self.rebuilt: Rebuilt | None = None
+        """What it was rebuilt from, where `commgrid.rebuild` has made it."""
+        self._addresses: list[tuple[Any, str]] = []
         self._before_destroy: list[Callable[[], object]] = []
         self._communicators: list[Communicator] = []
         self._meshes: GridMeshes | None = None
@@ -211,7 +215,16 @@ class HyperCommGrid(NamedGroups):
         Peers that wait for this rank get an error instead of what they wait for.
         """
         by_pairs = {c.group for c in self._communicators if not c.connected}
-        torch_groups.abort_all(self._let_go(), by_pairs)
+        groups = self._let_go()
+        self._addresses = torch_groups.addresses(groups)
+        torch_groups.abort_all(groups, by_pairs)
+
+    def forget_addresses(self) -> None:
+        """Takes from the store what `abort` has left there, since that may be gone with a rank."""
+        with suppress(RuntimeError):
+            while self._addresses:
+                store, key = self._addresses.pop()
+                store.delete_key(key)
 
     def _let_go(self) -> list[ProcessGroup]:
         self._destroyed = True

@@ -22,6 +22,7 @@ class Launch:
         address: host of the store that all ranks meet at; None for a world of one.
         port: TCP port of that store.
         hosts_store: whether this process serves the store.
+        rank_serves: whether rank 0's process does, and not a launcher's.
     """
 
     rank: int = 0
@@ -30,6 +31,7 @@ class Launch:
     address: str | None = None
     port: int = 0
     hosts_store: bool = False
+    rank_serves: bool = True
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Launch:
@@ -65,6 +67,7 @@ class Launch:
             address=environ["MASTER_ADDR"],
             port=_number(environ, "MASTER_PORT"),
             hosts_store=rank == 0 and not agent_serves,
+            rank_serves=not agent_serves,
         )._checked()
 
     @classmethod
@@ -87,6 +90,10 @@ class Launch:
             port=_number(environ, "MASTER_PORT", default=20000 + job % 10000),
             hosts_store=rank == 0,
         )._checked()
+
+    def is_served_by(self, rank: int) -> bool:
+        """Whether a rank's process serves the store, and not a launcher's."""
+        return rank == 0 and self.rank_serves
 
     def _checked(self) -> Launch:
         if not 0 <= self.rank < self.world_size:

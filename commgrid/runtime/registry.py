@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,12 +25,13 @@ from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
-from commgrid.runtime import inquiry, recorder, torch_world
+from commgrid.runtime import inquiry, recorder, torch_standby, torch_world
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.roll import Line
+from commgrid.runtime.roll_call import tell_over
 from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.torch_world import versions
 
@@ -37,6 +39,44 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LAST_RANK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a grid of this rank was made, for `rebuild` to make another of its kind.
+
+    Args:
+        given: as the user gave it, its -1 not filled.
+        full: the sizes of the first of its kind.
+        last: the resolved one that this rank was in last.
+        identity: of that one.
+        backend, timeout, trace: as they were given.
+    """
+
+    given: GridSpec
+    full: dict[str, int]
+    last: GridSpec
+    identity: str
+    backend: str | None
+    timeout: float | None
+    trace: bool = False
+
+
+@dataclass
+class StorePlace:
+    """Which store ranks meet at, and which they would go to without it.
+
+    Args:
+        server: the rank that serves the store; None: the launcher, or whoever started torch.
+        standbys: ranks that serve further stores, and where.
+        own: what this process serves.
+        gone: ranks that were not there when a grid was rebuilt.
+    """
+
+    server: int | None = None
+    standbys: list[tuple[int, str]] = field(default_factory=list)
+    own: torch_standby.Standby | None = None
+    gone: frozenset[int] = frozenset()
 
 
 class Registry:
@@ -50,6 +90,8 @@ class Registry:
         self.launch: Launch | None = None
         # Kept until the process ends: a launcher's store cannot be served a second time.
         self.store: Any = None
+        self.place = StorePlace()
+        self.made: dict[str, Made] = {}  # by name, also of grids that are gone
         self.started_world = False
         # Threads may start grids at once: each name is one thread's, and one thread starts WORLD.
         self.starting: set[str] = set()
@@ -117,6 +159,11 @@ class Registry:
             self.store = torch_world.connect_store(launch, deadline - time.monotonic())
             self.launch = launch
         torch_world.follow_timeout(self.store, timeout, chosen)
+        others = [r for r in range(launch.world_size) if not launch.is_served_by(r)]
+        candidates = torch_standby.chosen(others if launch.address else [])
+        self.place = StorePlace(server=0 if launch.is_served_by(0) else None)
+        if launch.rank in candidates:
+            self.place.own = torch_standby.serve((str(launch.address), launch.port))
         try:
             with Meeting(
                 self.store,
@@ -134,7 +181,7 @@ class Registry:
             ) as meeting:
                 patience = meeting.patience()
                 torch_world.start_world(launch, self.store, meeting.incarnation, chosen, patience)
-                meeting.meet()
+                self.place.standbys = self._tell_standbys(meeting, launch.rank, candidates)
         except BaseException:
             with suppress(RuntimeError):
                 torch_world.stop_world()
@@ -142,6 +189,32 @@ class Registry:
         self.started_world = True
         atexit.unregister(self.leave)  # once is enough, however often the world is started
         atexit.register(self.leave)
+
+    def _tell_standbys(
+        self, meeting: Meeting, rank: int, candidates: Sequence[int]
+    ) -> list[tuple[int, str]]:
+        """Meets for the last phase, in which all hear of the standby stores: a call of the store
+        for each of those who serve one, and a few for the last rank to come."""
+        keys = [f"standby/{meeting.incarnation}/{each}" for each in candidates]
+        if rank in candidates:
+            own = self.place.own
+            self.store.set(keys[candidates.index(rank)], own.address if own else "")
+
+        def tell() -> dict[str, list[str]]:
+            if not keys:
+                return {}
+            found = [text.decode() for text in self.store.multi_get(keys)]
+            for key in keys:
+                self.store.delete_key(key)
+            return {"standbys": found}
+
+        found = meeting.meet(tell).get("standbys", ())
+        return [(who, where) for who, where in zip(candidates, found, strict=False) if where]
+
+    def move_store(self, store: Any, server: int | None) -> None:
+        """Has all that is made from now on meet at another store."""
+        self.store = torch_standby.move_world(store)
+        self.place.server = server
 
     def stop_unused_world(self, name: str) -> None:
         """Ends what a grid of this name has started and nothing else uses."""
@@ -155,19 +228,23 @@ class Registry:
             self.started_world = False
             inquiry.stop()
             torch_world.stop_world()
+            self.made.clear()
 
     def leave(self) -> None:
         """At exit: ends everything; the rank that serves the store waits for the others a little,
         since they may still be reading from it."""
-        shutdown()
-        launch, store = self.launch, self.store
+        failed = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
+        end(failed)
+        launch, store, place = self.launch, self.store, self.place
         if launch is None or launch.world_size == 1:
             return
+        serves = place.server == launch.rank
+        expected = launch.world_size - len(place.gone)
         try:
             store = PatientStore(store, lambda: _LAST_RANK_SECONDS)
             left = store.add("left", 1)
             until = time.monotonic() + _LAST_RANK_SECONDS
-            while launch.hosts_store and left < launch.world_size and time.monotonic() < until:
+            while serves and left < expected and time.monotonic() < until:
                 time.sleep(0.02)
                 left = store.add("left", 0)
         except RuntimeError:
@@ -297,6 +374,9 @@ def initialize(
                 _registry.stop_unused_world(name)
             raise
         _registry.add(grid)
+        _registry.made[name] = Made(
+            spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace
+        )
         recorder.follow(trace, grid.rank, grid.members_of_communicators())
         inquiry.follow()
     return grid
@@ -446,6 +526,11 @@ def use_grid(grid: HyperCommGrid | str) -> Iterator[HyperCommGrid]:
         _registry.default = before
 
 
+def store_server() -> int | None:
+    """The rank whose process serves the store; None: a launcher, or it is not known."""
+    return _registry.place.server
+
+
 def live_grids() -> tuple[HyperCommGrid, ...]:
     """Every registered grid that is alive, in the order in which they were made."""
     found = (_registry.find(name) for name in list(_registry.grids))
@@ -504,6 +589,20 @@ def destroy(name: str | None = None) -> None:
 
 def shutdown() -> None:
     """Destroys all grids, and ends torch.distributed where commgrid started it; runs at exit."""
+    end(failed=False)
+
+
+def end(failed: bool) -> None:
+    """Shuts down; who waits in `rebuild` for a place in a grid learns it, unless this one failed.
+
+    Args:
+        failed: whether an error ends this process.
+    """
+    if not failed and torch_world.is_initialized():
+        for grid in live_grids():
+            covers_all = len(grid.spec.grid_ranks) == torch_world.world_size()
+            if not covers_all and grid.rank == grid.spec.grid_ranks[0]:
+                tell_over(torch_world.world_store())
     try:
         destroy()
     finally:

@@ -99,14 +99,19 @@ def adopt(group: dist.ProcessGroup, chosen: c10d.Backend, config: c10d.BackendCo
 def forget_addresses(group: dist.ProcessGroup) -> None:
     """Deletes what this rank has left in a group's store, if that is still there."""
     _, store = c10d._world.pg_map[group]
+    for key in addresses(group):
+        store.delete_key(key)
+
+
+def addresses(group: dist.ProcessGroup) -> list[str]:
+    """The keys of what this rank has left in a group's store."""
     for pair in c10d._world.pg_backend_config[group].split(","):
         on, _, kind = pair.partition(":")
         if kind == "gloo" and group.size() > 1:
             backend: Any = group._get_backend(torch.device(on))
-            if isinstance(backend, _Gloo):
-                for number in range(len(backend.options._devices)):
-                    store.delete_key(f"{on}//{number}/{group.rank()}")
-            return  # torch makes one for all its devices
+            devices = len(backend.options._devices) if isinstance(backend, _Gloo) else 0
+            return [f"{on}//{number}/{group.rank()}" for number in range(devices)]
+    return []  # torch makes one for all its devices
 
 
 def connect_all(group: dist.ProcessGroup) -> dist.Work:

@@ -223,6 +223,14 @@ def tells_connected(group: dist.ProcessGroup) -> bool:
     return all(torch_nccl.is_connected(backend) is not None for backend in backends)
 
 
+def addresses(groups: Iterable[dist.ProcessGroup]) -> list[tuple[Any, str]]:
+    """The keys that this rank has left at the store, which destroying alone would delete."""
+    return [
+        (c10d._world.pg_map[group][1], key)
+        for group in groups if is_alive(group) for key in torch_gloo.addresses(group)
+    ]  # fmt: skip
+
+
 def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
     """Ends what waits for members that should connect, after one of them did not.
 

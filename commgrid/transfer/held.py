@@ -58,8 +58,8 @@ class Part:
             )
 
 
-Model = nn.Module | Sequence[nn.Module] | Mapping[str, Tensor | Part]
-"""A module, a pipeline stage's chunks, or tensors by name: whole ones, DTensors or parts."""
+Model = nn.Module | Sequence[nn.Module] | Mapping[str, Tensor | Part | Sequence[Part]]
+"""A module, a pipeline stage's chunks, or tensors by name: whole, DTensors, a part or several."""
 
 
 @dataclass
@@ -263,8 +263,9 @@ def tensors_of(model: Model) -> list[Any]:
     What takes a few microseconds a tensor, where looking at placements takes hundreds.
     """
     if isinstance(model, Mapping):
-        given = [one.tensor if isinstance(one, Part) else one for one in model.values()]
-        return [*model, *map(_trace_of, given)]
+        given = [each for one in model.values() for each in _several(one)]
+        tensors = [one.tensor if isinstance(one, Part) else one for one in given]
+        return [*model, *map(_trace_of, tensors)]
     roots = [model] if isinstance(model, nn.Module) else model
     return [
         _trace_of(tensor)
@@ -281,13 +282,18 @@ def _trace_of(tensor: Any) -> tuple[Any, ...]:
     return id(tensor), local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
-def mapped_items(tensors: Mapping[str, Tensor | Part]) -> list[Item]:
+def mapped_items(tensors: Mapping[str, Tensor | Part | Sequence[Part]]) -> list[Item]:
     """The tensors of a mapping.
 
     Raises:
         SpecError: something in it is no tensor, or has no numbers.
     """
-    return [_mapped(name, given) for name, given in tensors.items()]
+    return [_mapped(name, each) for name, given in tensors.items() for each in _several(given)]
+
+
+def _several(given: Any) -> Sequence[Any]:
+    """The parts of a name; what is no list of parts is one by itself."""
+    return given if isinstance(given, list | tuple) else (given,)
 
 
 def _mapped(name: str, given: Tensor | Part) -> Item:

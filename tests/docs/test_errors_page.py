@@ -80,7 +80,16 @@ FILLED_IN = {
         "grid …: … have all come, and …",
         "grid …: … came too late; … had given up waiting",
     ],
-    "CheckpointError: …: …": ["step … was not saved to …: …", "nothing was loaded…: …"],
+    "CheckpointError: …: …": [
+        "step … was not saved to …: …",
+        "nothing was loaded…: …",
+        "nothing was recovered: …",
+        "step … was not kept in memory: …",
+    ],
+    "CheckpointError: …, and …; start again": [
+        "nobody who is left has all of … in memory, and …; start again",
+        "no rank has a state in memory (checkpoint.keep keeps some), and …; start again",
+    ],
     "CommGridError: …: …": ["…: …"],
     "GroupSuspendedError: …": ["… is suspended; call grid.resume() on all ranks of the grid first"],
 }
@@ -94,6 +103,14 @@ BY_NO_CALL = [
     "…: … did not come to …, to which … have come",
     "a rank is gone or does not answer: …",
     "grid …: rank … failed: …",
+    "rebuild of grid …: … did not come within timeout",
+    "rebuild of grid …: rank … came too late",
+    "rebuild of grid …: the store of torch.distributed is gone, and of … standby stores none",
+    "rebuild: …",
+    "the store of rank …: …",
+    "rebuild: the store has gone meanwhile (…)",
+    "rebuild of grid …: only … of its … ranks came",
+    "rebuild of grid …: rank … gave ranks=…, and who came first ranks=…",
 ]
 """Rows of errors whose class is chosen while the program runs."""
 

@@ -1,0 +1,353 @@
+"""States kept in memory: a rank's own, and what only a neighbour on another host has.
+
+    rank 0, host a   own state   +  the pieces of rank 2 that nobody on another host has
+    rank 2, host b   own state   +  those of rank 0
+
+A state is the boxes and values that a checkpoint would have, copied to the host's memory. Weights
+that ranks on several hosts have copies of are safe by that; what has no copy elsewhere, as the
+optimizer state that ZeRO-1 cuts over dp, or weights that FSDP cuts, goes to a neighbour along dp on
+another host as well. Where all ranks are on one host, another process is as good as it gets.
+
+The last two are kept: while ranks keep one, and some of them may not get to its end, the one before
+is whole.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid.checkpoint.background import stage
+from commgrid.checkpoint.boxes import Chunk
+from commgrid.checkpoint.items import Item, Shared, Value
+from commgrid.collectives.objects import at_first, gathered
+from commgrid.collectives.plain import all_gather, all_to_all
+from commgrid.runtime import torch_groups
+from commgrid.runtime.hosts import own_host
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+_KEPT = 2
+_ROUND_BYTES = 64 << 20
+Form = tuple[tuple[int, ...], str]
+"""Shape of a full tensor, and the name of its dtype."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A state in this process's memory.
+
+    Args:
+        step: it is of.
+        tag: what no other state is called, the same on all ranks.
+        own: this rank's boxes, on the CPU.
+        others: boxes of ranks whose neighbour this one is.
+        values: by key, of this rank and of these.
+        forms: of every tensor of all ranks, by key; None: a value.
+        layout: a digest of what this rank has, and of its grid.
+    """
+
+    step: int
+    tag: str
+    own: list[Item]
+    others: list[Item]
+    values: dict[str, Any]
+    forms: Mapping[str, Form | None]
+    layout: str
+
+
+_kept: list[Kept] = []
+
+
+def kept_states() -> tuple[Kept, ...]:
+    """The states that this process has, the latest last."""
+    return tuple(_kept)
+
+
+def forget(after: int | None = None) -> None:
+    """Gives their memory back.
+
+    Args:
+        after: only those of later steps, behind which training has gone back; None: all.
+    """
+    _kept[:] = [each for each in _kept if after is not None and each.step <= after]
+
+
+def keep_items(
+    step: int,
+    items: Sequence[Item | Value],
+    grid: HyperCommGrid,
+    group: ProcessGroup | None,
+    failed: Callable[[str], Exception],
+) -> Kept:
+    """Keeps a state; on all ranks of the grid.
+
+    Args:
+        step: it is of.
+        items: all that this rank has of it.
+        grid: whose ranks keep.
+        group: of all its ranks; None: there is one.
+        failed: makes the error of all, where one fails.
+    """
+    forms = {each.key: _form(each) for each in items}
+    layout = sha256(repr((grid.identity, sorted(forms.items()))).encode()).hexdigest()
+    known = at_first(group, lambda: bool(_kept) and _kept[-1].layout == layout, all, failed)
+    tag = at_first(group, lambda: None, lambda _: f"{step}/{uuid4().hex}", failed)
+    del _kept[: len(_kept) - _KEPT + 1]  # who comes here has seen that all have the last one
+    staged = stage([replace(each, writes=True) for each in items], ()).items
+    own = [each for each in staged if isinstance(each, Item)]
+    values = {each.key: _plain(each) for each in staged if isinstance(each, Value)}
+    others: list[Item] = []
+    every: Mapping[str, Form | None] = forms
+    if group is not None:
+        told = [] if known else gathered(forms, group)
+        every = _kept[-1].forms if known else {k: f for one in told for k, f in one.items()}
+        writes = {each.key for each in items if each.writes}
+        places = Places.of(grid, group)
+        alone = [each for each in own if each.key in writes and not places.has_copy(each)]
+        said = {key: value for key, value in values.items() if key in writes}
+        others, more = _exchange(alone, said, places, group)
+        values = {**more, **values}
+    _kept.append(Kept(step, tag, own, others, values, every, layout))
+    return _kept[-1]
+
+
+def _form(item: Item | Value) -> Form | None:
+    if isinstance(item, Value):
+        return None
+    return tuple(item.shape), str(item.dtype).removeprefix("torch.")
+
+
+def _plain(value: Value) -> Any:
+    return value.value.value if isinstance(value.value, Shared) else value.value
+
+
+# -- neighbours --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which ranks of a grid would be lost together, and whose neighbour each is.
+
+    Args:
+        grid: whose ranks.
+        of_rank: the host of each; where all are on one, the rank itself.
+    """
+
+    grid: HyperCommGrid
+    of_rank: Mapping[int, str]
+
+    @classmethod
+    def of(cls, grid: HyperCommGrid, group: ProcessGroup) -> Places:
+        """Asks all ranks of a group where they run."""
+        ranks = dist.get_process_group_ranks(group)
+        hosts = gathered(own_host(), group)
+        if len(set(hosts)) == 1:
+            hosts = [f"rank {rank}" for rank in ranks]
+        return cls(grid, dict(zip(ranks, hosts, strict=True)))
+
+    def has_copy(self, item: Item) -> bool:
+        """Whether a rank at another place has what this one has of a tensor.
+
+        And not of the same replica, all of which is left out where a grid has shrunk.
+        """
+        layouts = self.grid.spec.layouts.values()
+        layout = next(each for each in layouts if set(item.copies) <= set(each.shape))
+        me = self.grid.rank
+        ranks = {*(layout.group(me, *item.copies) if item.copies else ())}
+        if item.shared is not None:
+            ranks |= {*dist.get_process_group_ranks(item.shared)}
+        return any(
+            self.of_rank[rank] != self.of_rank[me]
+            and (len(self._replica(me)) == len(self.of_rank) or rank not in self._replica(me))
+            for rank in ranks
+        )
+
+    def _replica(self, rank: int) -> Sequence[int]:
+        """The ranks that have one model together with this one."""
+        layout = self.grid.spec.layout("dense")
+        others = [axis for axis in layout.shape if axis not in self._along]
+        return layout.group(rank, *others) if others else (rank,)
+
+    @property
+    def _along(self) -> list[str]:
+        layout = self.grid.spec.layout("dense")
+        return [axis for axis in layout.shape if axis.startswith("dp")]
+
+    def neighbour(self, rank: int) -> int:
+        """The next rank along dp at another place, or else the next of all."""
+        layout = self.grid.spec.layout("dense")
+        rings = [layout.group(rank, *self._along)] if self._along else []
+        for ring in (*rings, self.grid.spec.grid_ranks):
+            start = ring.index(rank)
+            for step in range(1, len(ring)):
+                other = ring[(start + step) % len(ring)]
+                if self.of_rank[other] != self.of_rank[rank]:
+                    return other
+        raise AssertionError("several ranks, and all at one place")
+
+
+def _exchange(
+    items: Sequence[Item], values: Mapping[str, Any], places: Places, group: ProcessGroup
+) -> tuple[list[Item], dict[str, Any]]:
+    """Gives this rank's to its neighbour; what others have given to this one."""
+    ranks = dist.get_process_group_ranks(group)
+    to = ranks.index(places.neighbour(places.grid.rank))
+    sources = [i for i, r in enumerate(ranks) if places.neighbour(r) == places.grid.rank]
+    boxes = [
+        (each.path, each.shape, each.dtype, [(c.offset, tuple(c.data.shape)) for c in each.chunks])
+        for each in items
+    ]
+    head = torch.frombuffer(bytearray(pickle.dumps((boxes, dict(values)))), dtype=torch.uint8)
+    heads = _send(group, to, sources, [head])
+    found: list[Item] = []
+    more: dict[str, Any] = {}
+    room: dict[int, list[Tensor]] = {}
+    for source, packed in heads.items():
+        raw = bytearray(packed.numel())
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(packed)
+        theirs, given = pickle.loads(bytes(raw))
+        more.update(given)
+        for path, shape, dtype, parts in theirs:
+            chunks = [Chunk(offset, torch.empty(size, dtype=dtype)) for offset, size in parts]
+            room.setdefault(source, []).extend(chunk.data for chunk in chunks)
+            found.append(Item(path, shape, chunks, dtype))
+    _send(group, to, sources, [chunk.data for each in items for chunk in each.chunks], room)
+    return found, more
+
+
+def _send(
+    group: ProcessGroup,
+    to: int,
+    sources: Sequence[int],
+    tensors: Iterable[Tensor],
+    room: Mapping[int, Sequence[Tensor]] | None = None,
+) -> dict[int, Tensor]:
+    """Bytes to one rank of a group, and from some; all ranks call it.
+
+    Args:
+        to: a place in the group.
+        sources: places.
+        tensors: on the CPU, sent one after the other.
+        room: by source, tensors that are filled; None: one is made for each.
+    """
+    device = min(torch_groups.devices_of(group), key=lambda one: one.type != "cpu")
+    mine = _Bytes(tensors)
+    lengths = all_gather(torch.tensor([mine.total], device=device), group).tolist()
+    made = {s: torch.empty(lengths[s], dtype=torch.uint8) for s in sources} if room is None else {}
+    into = {s: _Bytes([made[s]] if room is None else room.get(s, ())) for s in sources}
+    for start in range(0, max(lengths), _ROUND_BYTES):
+        counts = [min(max(length - start, 0), _ROUND_BYTES) for length in lengths]
+        send = [0] * len(lengths)
+        send[to] = counts[group.rank()]
+        receive = [counts[i] if i in into else 0 for i in range(len(lengths))]
+        got = all_to_all(mine.take(send[to]).to(device), group, send=send, receive=receive)
+        for source, part in enumerate(torch.split(got, receive)):
+            if source in into:
+                into[source].put(part.cpu())
+    return made
+
+
+class _Bytes:
+    """The bytes of some tensors, one after the other, read or written a part at a time."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._views = [each.reshape(-1).view(torch.uint8) for each in tensors if each.numel()]
+        self._done = 0
+        self.total = sum(view.numel() for view in self._views)
+
+    def take(self, count: int) -> Tensor:
+        """The next bytes, in a tensor of their own."""
+        found = torch.empty(count, dtype=torch.uint8)
+        for view, at in self._next(count):
+            found[at : at + view.numel()] = view
+        return found
+
+    def put(self, given: Tensor) -> None:
+        """Writes to the next bytes."""
+        for view, at in self._next(given.numel()):
+            view.copy_(given[at : at + view.numel()])
+
+    def _next(self, count: int) -> list[tuple[Tensor, int]]:
+        found, begin = [], 0
+        for view in self._views:
+            low, high = max(self._done - begin, 0), min(self._done + count - begin, view.numel())
+            if low < high:
+                found.append((view[low:high], begin + low - self._done))
+            begin += view.numel()
+        self._done += count
+        return found
+
+
+# -- what ranks have together ------------------------------------------------------------
+
+Boxes = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a rank tells of a state that it has kept.
+
+    Args:
+        step, tag: the state's.
+        own, others: offsets and sizes of boxes, by key.
+        values: keys.
+        forms: as the state's.
+    """
+
+    step: int
+    tag: str
+    own: Boxes
+    others: Boxes
+    values: list[str]
+    forms: Mapping[str, Form | None]
+
+    @classmethod
+    def of(cls, state: Kept) -> Inventory:
+        own, others = (_boxes_of(items) for items in (state.own, state.others))
+        return cls(state.step, state.tag, own, others, list(state.values), state.forms)
+
+
+def _boxes_of(items: Iterable[Item]) -> Boxes:
+    found: Boxes = {}
+    for item in items:
+        boxes = [(tuple(chunk.offset), tuple(chunk.data.shape)) for chunk in item.chunks]
+        found.setdefault(item.key, []).extend(boxes)
+    return found
+
+
+def missing(told: Sequence[Inventory], with_others: bool) -> list[str]:
+    """The keys of a state that ranks do not have all of, together.
+
+    Args:
+        told: by ranks that have the state.
+        with_others: whether what they have for their neighbours counts.
+    """
+    held: dict[str, set[Any]] = {}
+    values: set[str] = set()
+    for each in told:
+        values.update(each.values)
+        for boxes in (each.own, each.others) if with_others else (each.own,):
+            for key, places in boxes.items():
+                held.setdefault(key, set()).update(places)
+    lost = []
+    for key, form in told[0].forms.items():
+        if form is None:
+            whole = key in values
+        else:  # boxes of one grid are equal, or have nothing in common
+            sizes = [math.prod(size) for _, size in held.get(key, ())]
+            whole = sum(sizes) == math.prod(form[0]) and bool(sizes or not math.prod(form[0]))
+        if not whole:
+            lost.append(key)
+    return lost

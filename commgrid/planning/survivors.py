@@ -1,0 +1,188 @@
+"""The grid that is left: which sizes shrink when ranks are gone, and who takes which place.
+
+    tp 2 · dp 4, rank 3 gone          tp 2 · dp 3 over (0, 1, 4, 5, 6, 7)
+    dp 0   0  1                       dp 0   0  1
+    dp 1   2  .   ── left out ──►     dp 1   4  5
+    dp 2   4  5                       dp 2   6  7
+    dp 3   6  7                       rank 2 is spare
+
+What shrinks is the axis that was given as -1, or dp, and pp where these cannot. A whole replica is
+left out rather than everybody moved, so that as many ranks as possible keep what they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from commgrid.errors import SpecError
+from commgrid.planning.constraints import BY_RANK
+from commgrid.planning.rank_lists import describe_ranks
+from commgrid.planning.ranks import as_ranks
+from commgrid.planning.region import Region
+from commgrid.planning.spec import GridSpec
+
+_REPLICAS = ("dp_replicate", "dp_shard", "dp")
+Fits = Callable[[Mapping[str, int]], bool]
+
+
+def refit(
+    given: GridSpec,
+    full: Mapping[str, int],
+    last: GridSpec,
+    here: Iterable[int],
+    fits: Fits | None = None,
+) -> GridSpec:
+    """The grid of these sizes, or the largest that fits, over the ranks that are left.
+
+    Args:
+        given: as the user gave it, its -1 not filled.
+        full: the sizes of the first grid; none grows beyond.
+        last: the resolved grid before, which has told its ranks what they hold.
+        here: the ranks that are left, of the grid before and others.
+        fits: whether the job can use sizes, `{"tp": 2, …}`; None: any.
+
+    Returns:
+        A resolved spec; ranks of `here` that it leaves out are spare.
+
+    Raises:
+        SpecError: not even the smallest grid fits.
+
+    Example:
+        >>> given = GridSpec.build(tp=2)
+        >>> last = given.resolve(8)
+        >>> new = refit(given, last.shape, last, [0, 1, 2, 4, 5, 6, 7])
+        >>> new.shape["dp"], tuple(new.grid_ranks)
+        (3, (0, 1, 4, 5, 6, 7))
+    """
+    left = sorted(set(here))
+    full = {axis: full[axis] for axis in given.regions[0].axes}
+    why = ""
+    for sizes in smaller(full, shrinking(given)):
+        if math.prod(sizes.values()) > len(left) or (fits is not None and not fits(sizes)):
+            continue
+        changed = [axis for axis in sizes if sizes[axis] != last.shape[axis]]
+        along = changed or shrinking(given)[:1]
+        try:
+            return _with_ranks(given, sizes, seats(last, sizes, along, left))
+        except SpecError as error:  # such as experts that do not divide so many ranks
+            why = why or f"; {error}"
+    axes = " and ".join(shrinking(given))
+    fixed = {axis: size for axis, size in full.items() if axis not in shrinking(given)}
+    needs = " · ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1) or "its sizes"
+    raise SpecError(
+        f"no grid fits {describe_ranks(left)}: {axes} shrink to 1 at least, and {needs} need "
+        f"{math.prod(fixed.values())} ranks"
+        f"{', of sizes that fits= allows' if fits is not None else ''}{why}; make another grid "
+        "with commgrid.initialize, or start with spare ranks"
+    )
+
+
+def shrinking(given: GridSpec) -> tuple[str, ...]:
+    """The axes that may shrink, in turn: the one given as -1 or else those of dp, and then pp.
+
+    >>> shrinking(GridSpec.build(tp=2, dp=4)), shrinking(GridSpec.build(dp_replicate=2, dp_shard=4))
+    (('dp', 'pp'), ('dp_replicate', 'dp_shard', 'pp'))
+    """
+    numbers = dict(given.regions[0].numbers)
+    open_axes = [axis for axis, size in given.regions[0].sizes if size == -1]
+    replicas = [axis for axis in _REPLICAS if axis in numbers and axis not in open_axes]
+    return tuple(dict.fromkeys([*open_axes, *replicas, *(["pp"] if "pp" in numbers else [])]))
+
+
+def smaller(full: Mapping[str, int], axes: Sequence[str]) -> list[dict[str, int]]:
+    """The sizes to try, the full ones first: as long as it goes one axis alone shrinks, then the
+    next one too, and of these the larger grids come first.
+
+    >>> [tuple(s.values()) for s in smaller({"tp": 2, "dp": 2, "pp": 3}, ["dp", "pp"])]
+    [(2, 2, 3), (2, 1, 3), (2, 2, 2), (2, 2, 1), (2, 1, 2), (2, 1, 1)]
+    """
+    every = (
+        {**full, **dict(zip(axes, sizes, strict=True))}
+        for sizes in product(*(range(full[axis], 0, -1) for axis in axes))
+    )
+    later = axes[:0:-1]
+    return sorted(
+        every,
+        key=lambda sizes: (
+            [sizes[axis] != full[axis] for axis in later],
+            -math.prod(sizes.values()),
+        ),
+    )
+
+
+def seats(
+    last: GridSpec, sizes: Mapping[str, int], along: Sequence[str], here: Sequence[int]
+) -> list[int]:
+    """Who takes which place, in the new grid's order.
+
+    A row is what stays together, all ranks of one index along some axes. The fullest rows stay;
+    their gaps are filled with ranks of the others at the same place in their row, then with ranks
+    that were in no row, then with any.
+
+    Args:
+        last: the resolved grid before.
+        sizes: of the new one.
+        along: the axes whose sizes differ, or that rows are told apart by where none does.
+        here: the ranks that are left, ascending.
+    """
+    layout = last.layout("dense")
+    alive = set(here)
+    rows: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+    for rank in last.grid_ranks:
+        where = layout.coordinate(rank)
+        row = rows.setdefault(tuple(where[axis] for axis in along), {})
+        if rank in alive:
+            row[tuple(where[axis] for axis in sizes if axis not in along)] = rank
+    new_rows = list(product(*(range(sizes[axis]) for axis in along)))
+    kept = sorted(sorted(rows, key=lambda at: (-len(rows[at]), at))[: len(new_rows)])
+    places = list(product(*(range(n) for axis, n in sizes.items() if axis not in along)))
+    taken = {
+        (number, place): rows[at][place]
+        for number, at in enumerate(kept) for place in places if place in rows[at]
+    }  # fmt: skip
+    free = [rank for rank in here if rank not in set(taken.values())]
+    at_place = {
+        rank: place for row in rows.values() for place, rank in row.items() if rank in set(free)
+    }
+    gaps = [(n, place) for n in range(len(new_rows)) for place in places if (n, place) not in taken]
+    for wanted in ("same place", "new", "any"):
+        for gap in [gap for gap in gaps if gap not in taken]:
+            fitting = [rank for rank in free if _may(wanted, at_place.get(rank), gap[1])]
+            if fitting:
+                taken[gap] = fitting[0]
+                free.remove(fitting[0])
+    return _in_order(sizes, along, taken)
+
+
+def _may(wanted: str, place: tuple[int, ...] | None, gap: tuple[int, ...]) -> bool:
+    return {"same place": place == gap, "new": place is None, "any": True}[wanted]
+
+
+def _in_order(
+    sizes: Mapping[str, int],
+    along: Sequence[str],
+    taken: Mapping[tuple[int, tuple[int, ...]], int],
+) -> list[int]:
+    """The ranks by their place in the new grid, the first axis of `sizes` fastest."""
+    weights, weight = {}, 1
+    for axis, size in sizes.items():
+        weights[axis], weight = weight, weight * size
+    new_rows = list(product(*(range(sizes[axis]) for axis in along)))
+    others = [axis for axis in sizes if axis not in along]
+    ordered = [-1] * weight
+    for (number, place), rank in taken.items():
+        at = {**dict(zip(along, new_rows[number], strict=True)),
+              **dict(zip(others, place, strict=True))}  # fmt: skip
+        ordered[sum(weights[axis] * index for axis, index in at.items())] = rank
+    return ordered
+
+
+def _with_ranks(given: GridSpec, sizes: Mapping[str, int], ranks: Sequence[int]) -> GridSpec:
+    """The spec with these dense sizes over these ranks; other regions follow."""
+    dense = given.regions[0]
+    resized = Region(dense.name, tuple(sizes.items()), dense.inherited)
+    regions = (resized, *given.regions[1:])
+    return replace(given, regions=regions, ranks=as_ranks(ranks), place=BY_RANK).resolve(None)

@@ -1,0 +1,245 @@
+"""recover: after a rebuild, the state that training goes on from, out of what ranks have kept.
+
+The ranks of the new grid tell each other what they have in memory, their own and their neighbours'.
+The newest state that is there as a whole goes to where it is needed now, as between any two grids;
+else the last checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from commgrid import checkpoint
+from commgrid.checkpoint.items import Item, Value
+from commgrid.checkpoint.loading import Loading
+from commgrid.checkpoint.meeting import Model, Progress, everyone, failure, tells_failures
+from commgrid.checkpoint.memory import Inventory, Kept, forget, kept_states, missing
+from commgrid.checkpoint.storage import Report, check_has
+from commgrid.collectives.objects import at_first, gathered
+from commgrid.errors import CheckpointError
+from commgrid.runtime.registry import get_grid
+from commgrid.transfer.held import Part
+from commgrid.transfer.live import Transfer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from commgrid.runtime.grid import HyperCommGrid
+
+MEMORY, NEIGHBOURS, CHECKPOINT = "memory", "neighbours' memory", "checkpoint"
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What `recover` has brought back.
+
+    Args:
+        step: it is of; training goes on with the next.
+        source: `memory`: what the ranks that are left had of their own; `neighbours' memory`: some
+            of it was kept for ranks that are gone; `checkpoint`: the folder's last.
+        extra: what was kept or saved with it.
+        lost: with a checkpoint: what nobody had in memory any more, by name, if anything was kept.
+    """
+
+    step: int
+    source: str
+    extra: dict[str, Any]
+    lost: tuple[str, ...] = ()
+
+
+@tells_failures
+def recover(
+    folder: str | Path | None,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    progress: Progress = True,
+    trusted: bool = False,
+    grid: HyperCommGrid | None = None,
+) -> Recovered:
+    """Brings model and optimizer to the newest state that is left; on all ranks of the new grid.
+
+    That is a state which ranks have kept in memory (`checkpoint.keep`, or `save` with
+    `keep_in_memory=True`) and of which they have every part together, on any grid; or else, or
+    where it is newer, the folder's last checkpoint. States of later steps are forgotten.
+
+    Args:
+        folder: of checkpoints; None: there are none.
+        model, optimizer: made for the grid, in any state.
+        progress, trusted: of loading a checkpoint, as `checkpoint.load` takes them.
+        grid: None: the default one.
+
+    Raises:
+        CheckpointError: on all ranks: there is neither; names what is missing. Or what was kept is
+            of another model.
+
+    Example:
+        >>> import commgrid, torch
+        >>> grid = commgrid.initialize()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> commgrid.checkpoint.keep(20, model)
+        >>> commgrid.recover(None, model).source
+        'memory'
+        >>> commgrid.shutdown()
+    """
+    grid = grid or get_grid()
+    group = everyone(grid)
+    failed = failure("nothing was recovered")
+    chosen = at_first(
+        group,
+        lambda: [Inventory.of(state) for state in kept_states()],
+        lambda told: _choose([each for one in told for each in one], folder),
+        failed,
+    )
+    if chosen.tag is None:
+        assert folder is not None
+        restored = checkpoint.load(
+            folder, model, optimizer, progress=progress, trusted=trusted, grid=grid
+        )
+        forget(after=restored.step)
+        return Recovered(restored.step, CHECKPOINT, restored.extra, chosen.lost)
+    mine = next((state for state in kept_states() if state.tag == chosen.tag), None)
+    forms = at_first(
+        group,
+        lambda: None if mine is None else mine.forms,
+        lambda told: next(each for each in told if each is not None),
+        failed,
+    )
+    loading = Loading(grid, lambda: _Memory(mine, forms, grid, group), model, optimizer)
+    at_first(group, loading.plan, loading.check_all, failed)
+    at_first(group, lambda: loading.read(lambda *_: None), lambda _: None, failed)
+    partly = failure("the model is not to be used, as it was recovered in part")
+    at_first(group, loading.take, lambda _: None, partly)
+    forget(after=chosen.step)
+    return Recovered(chosen.step, chosen.source, loading.extra)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What there is to go on from.
+
+    Args:
+        tag: of a whole state in memory; None: the checkpoint.
+        step: it is of; 0 for the checkpoint, which says so itself.
+        source: as `Recovered` has it.
+        lost: what is missing of the newest state that is not whole.
+    """
+
+    tag: str | None
+    step: int
+    source: str
+    lost: tuple[str, ...] = ()
+
+
+def _choose(told: Sequence[Inventory], folder: str | Path | None) -> _Chosen:
+    """The newest state that is whole, in memory or else in the folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    saved = checkpoint.steps(folder) if folder is not None else []
+    states: dict[str, list[Inventory]] = {}
+    for each in told:
+        states.setdefault(each.tag, []).append(each)
+    lost: list[str] = []
+    for tag, having in sorted(states.items(), key=lambda state: -state[1][0].step):
+        if saved and saved[-1] > having[0].step:
+            break
+        if not missing(having, with_others=False):
+            return _Chosen(tag, having[0].step, MEMORY)
+        gone = missing(having, with_others=True)
+        if not gone:
+            return _Chosen(tag, having[0].step, NEIGHBOURS)
+        lost = lost or gone
+    if saved:
+        return _Chosen(None, 0, CHECKPOINT, tuple(lost))
+    more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+    what = (
+        f"nobody who is left has all of {', '.join(lost[:_NAMED])}{more} in memory"
+        if lost
+        else "no rank has a state in memory (checkpoint.keep keeps some)"
+    )
+    where = "no folder of checkpoints was given" if folder is None else f"{folder} has none"
+    raise CheckpointError(f"{what}, and {where}; start again")
+
+
+class _Memory:
+    """States in the memory of all ranks of a grid, as something to load from.
+
+    Args:
+        mine: this rank's part of it; None: it has none.
+        forms: of the whole.
+        grid, group: whose ranks.
+    """
+
+    def __init__(
+        self,
+        mine: Kept | None,
+        forms: Mapping[str, Any],
+        grid: HyperCommGrid,
+        group: ProcessGroup | None,
+    ) -> None:
+        self._mine, self._forms, self._grid, self._group = mine, forms, grid, group
+        self.keys: Mapping[str, Any] = {key: _metadata(form) for key, form in forms.items()}
+
+    def check(self, items: Iterable[Item | Value]) -> None:
+        """Raises CheckpointError where these are not in it."""
+        check_has(self.keys, items)
+
+    def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
+        """Fills the items' boxes from wherever they are; returns the values by key."""
+        wanted = list(items)
+        told = {} if self._mine is None else self._mine.values
+        values: dict[str, Any] = {}
+        for one in reversed(gathered(told, self._group) if self._group is not None else [told]):
+            values.update(one)
+        target: dict[str, list[Part]] = {}
+        late: list[tuple[Tensor, Tensor]] = []
+        for item in wanted:
+            if not isinstance(item, Item):
+                continue
+            shape, name = self._forms[item.key]
+            for chunk in item.chunks:
+                data = chunk.data
+                if data.dtype != getattr(torch, name):
+                    data = torch.empty_like(data, dtype=getattr(torch, name))
+                    late.append((chunk.data, data))
+                target.setdefault(item.key, []).append(Part(data, shape, tuple(chunk.offset)))
+        transfer = Transfer(
+            self._source(), target, source_grid=self._grid, target_grid=self._grid,
+            only=lambda _: True, copies="any", name="recover",
+        )  # fmt: skip
+        transfer.run()
+        transfer.close()
+        for live, read in late:
+            live.copy_(read)
+        return {item.key: values[item.key] for item in wanted if isinstance(item, Value)}
+
+    def _source(self) -> dict[str, list[Part]]:
+        found: dict[str, list[Part]] = {}
+        for item in (*self._mine.own, *self._mine.others) if self._mine is not None else ():
+            for chunk in item.chunks:
+                part = Part(chunk.data, tuple(item.shape), tuple(chunk.offset))
+                found.setdefault(item.key, []).append(part)
+        return found
+
+
+def _metadata(form: Any) -> Any:
+    """What torch's metadata says of a tensor, or of a value."""
+    if form is None:
+        return BytesStorageMetadata()
+    shape, dtype = form
+    properties = TensorProperties(dtype=getattr(torch, dtype))
+    return TensorStorageMetadata(properties, torch.Size(shape), [])

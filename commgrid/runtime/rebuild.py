@@ -1,0 +1,320 @@
+"""rebuild: the same named grid over the ranks that are left, in the processes that live."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from commgrid.errors import (
+    CommGridError,
+    GridNotInitializedError,
+    PeerFailedError,
+    PeerTimeoutError,
+    SpecError,
+)
+from commgrid.planning.rank_lists import describe_ranks
+from commgrid.planning.ranks import as_ranks
+from commgrid.planning.spec import GridSpec
+from commgrid.planning.survivors import Fits, refit
+from commgrid.runtime import inquiry, recorder, torch_standby, torch_world
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.registry import Made, Registry, _registry
+from commgrid.runtime.roll_call import Call, LateError, RollCall
+from commgrid.runtime.seconds import Seconds, as_seconds
+
+_SHARE = 0.5  # of the time that is left, for one attempt: another rank may go meanwhile
+_LEAST_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What a grid was rebuilt from.
+
+    Args:
+        before: the sizes of the grid before.
+        gone: ranks of the world that did not come.
+        spares: ranks that came and have no part.
+        seconds: from the call on this rank to the new grid.
+        moved: whether ranks meet at a standby store now.
+    """
+
+    before: dict[str, int]
+    gone: tuple[int, ...]
+    spares: tuple[int, ...]
+    seconds: float
+    moved: bool
+
+
+def rebuild(
+    ranks: range | Sequence[int] | str | None = None,
+    *,
+    name: str | None = None,
+    grace: Seconds = 3.0,
+    at_least: int | None = None,
+    fits: Fits | None = None,
+    timeout: Seconds = 60.0,
+) -> HyperCommGrid | None:
+    """Makes a grid again, of the same name and description, over the ranks that are left.
+
+    Ranks call it after a failure, such as a PeerFailedError; the processes and torch.distributed
+    stay. The axis that was given as -1 shrinks, or else dp, and then pp. Whole replicas are left
+    out, so that as many ranks as possible keep their place on the other axes; what they have in
+    memory `commgrid.recover` brings together. A rank without a part in a grid, which `ranks` of
+    `initialize` left out, which only called `join`, or which was left out here, waits in this call
+    until a rebuild needs it: it may take the place of one that is gone.
+
+    Args:
+        ranks: exactly these come; who does not is named. None: whoever does.
+        name: of the grid; None: the default one.
+        grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
+            learn of a failure in their next collective; give more than they compute without one.
+        at_least: how many ranks of the grid before must come; None: half, or more than half where
+            the store is out of reach and others may be there still. Fewer may be the smaller side
+            of a network that was cut, whose larger side goes on as well.
+        fits: whether the job can use sizes, `{"tp": 2, "dp": 3, …}`, such as a batch that must
+            divide; asked on one rank. None: any.
+        timeout: how long it may take in all, likewise; not the waiting of a rank without a part.
+
+    Returns:
+        The new grid, which `get_grid(name)` returns from now on and `rebuilt` says more of; None on
+        a rank that has waited for a place when the others have ended.
+
+    Raises:
+        GridNotInitializedError: torch.distributed is not up.
+        PeerTimeoutError: ranks did not come, or this one came too late.
+        PeerFailedError: too few ranks are left, or the store and all standby stores are gone.
+        SpecError: no grid of this description fits the ranks that are left.
+        GridMismatchError: ranks call for different things.
+
+    Example:
+        >>> import commgrid
+        >>> grid = commgrid.initialize()
+        >>> grid.abort()                        # as after a failure
+        >>> commgrid.rebuild(grace=0.1).shape["dp"]
+        1
+        >>> commgrid.shutdown()
+    """
+    return _Rebuild(
+        name or _registry.default,
+        None if ranks is None else tuple(sorted(as_ranks(ranks))),
+        as_seconds("grace", grace),
+        _count(at_least),
+        fits,
+        as_seconds("timeout", timeout),
+    ).run()
+
+
+def _count(at_least: int | None) -> int | None:
+    if at_least is not None and (type(at_least) is not int or at_least < 1):
+        raise SpecError(f"at_least={at_least!r}: expected a number of ranks, from 1")
+    return at_least
+
+
+class _AttemptError(PeerFailedError):
+    """It was begun and came to nothing, since another rank has gone meanwhile."""
+
+
+class _StoreGoneError(PeerFailedError):
+    """There is nowhere to meet."""
+
+
+@dataclass
+class _Rebuild:
+    """One call of `rebuild`, with its arguments."""
+
+    name: str
+    ranks: tuple[int, ...] | None
+    grace: float
+    at_least: int | None
+    fits: Fits | None
+    timeout: float
+    registry: Registry = _registry
+    unsure: bool = False
+    moved: bool = False
+    started: float = field(default=0.0, init=False)
+    deadline: float = field(default=0.0, init=False)
+
+    def run(self) -> HyperCommGrid | None:
+        if not torch_world.is_initialized():
+            raise GridNotInitializedError(
+                "rebuild: torch.distributed is not up; call commgrid.initialize, or "
+                "commgrid.join() on a rank that waits for a place"
+            )
+        before = self._let_go()
+        self._begin()
+        while True:
+            made = self.registry.made.get(self.name)
+            try:
+                self._find_store()
+                if before is not None and not self.moved:
+                    before.forget_addresses()
+                verdict = self._meet(made)
+                if verdict is None:
+                    return None
+                if made is None:
+                    self._begin()  # it has waited until now
+                self._settle_store(verdict)
+                spec = GridSpec.from_config(verdict["spec"]).resolve(torch_world.world_size())
+                if self._rank in spec.grid_ranks:
+                    return self._make(spec, verdict, made)
+                self.registry.made.pop(self.name, None)  # and waits for a place from now on
+            except _StoreGoneError:
+                if made is None:  # and with it all that this rank waited for
+                    return None
+                raise
+            except _AttemptError:
+                if made is not None and time.monotonic() > self.deadline:
+                    raise
+
+    def _begin(self) -> None:
+        self.started = time.monotonic()
+        self.deadline = self.started + self.timeout
+
+    @property
+    def _rank(self) -> int:
+        return torch_world.world_rank()
+
+    def _let_go(self) -> HyperCommGrid | None:
+        """Ends the grid as it is, whose collectives may be half done; which that was."""
+        grid = self.registry.grids.pop(self.name, None)
+        self.registry.tables.pop(self.name, None)
+        if grid is not None and not grid.is_destroyed:
+            grid.abort()
+        return grid
+
+    # -- the store ----------------------------------------------------------------------
+
+    def _find_store(self) -> None:
+        """Sees to it that ranks have a store to meet at.
+
+        Raises:
+            _StoreGoneError: none answers.
+        """
+        answer = torch_standby.ask_world()
+        if answer is torch_standby.Answer.HERE:
+            return
+        place = self.registry.place
+        store, server, unsure = torch_standby.first_that_answers(place.standbys, place.own)
+        if store is None:
+            raise _StoreGoneError(
+                f"rebuild of grid {self.name!r}: the store of torch.distributed is gone, and of "
+                f"{len(place.standbys)} standby stores none answers (commgrid keeps some where it "
+                "starts torch.distributed itself); start the job again"
+            )
+        self.unsure = self.unsure or unsure or answer is torch_standby.Answer.SILENT
+        self._move(store, server)
+
+    def _move(self, store: Any, server: int | None) -> None:
+        self.registry.move_store(store, server)
+        self.moved = True
+
+    def _own_standby(self) -> torch_standby.Standby | None:
+        """The store that this process serves, for when it is needed."""
+        place, launch = self.registry.place, self.registry.launch
+        if place.own is None and launch is not None and launch.address is not None:
+            place.own = torch_standby.serve((launch.address, launch.port))
+        return place.own
+
+    def _settle_store(self, verdict: Mapping[str, Any]) -> None:
+        """Takes over what the verdict says of stores: where to meet, and where else."""
+        place, goes_to = self.registry.place, verdict["store"]
+        place.gone = frozenset(verdict["gone"])
+        place.standbys = [(rank, address) for rank, address in verdict["standbys"]]
+        place.server = verdict["server"]
+        if goes_to is not None:
+            store, answer = torch_standby.connect(goes_to, place.own)
+            if store is None:
+                raise _AttemptError(f"the store of rank {place.server}: {answer.value}")
+            self._move(store, place.server)
+        if self._rank not in (place.server, *(rank for rank, _ in place.standbys)):
+            place.own = None
+
+    # -- agreeing -----------------------------------------------------------------------
+
+    def _meet(self, made: Made | None) -> Mapping[str, Any] | None:
+        """The verdict of the ranks that are left; None: the job is over."""
+        own, place = self._own_standby(), self.registry.place
+        said = json.dumps({
+            "address": own.address if own is not None else "",
+            "server": place.server, "unsure": self.unsure,
+        })  # fmt: skip
+        world = range(torch_world.world_size())
+        calls = RollCall(torch_world.world_store(), self._rank, world)
+        try:
+            if made is None:
+                return calls.wait(self.name, said)
+            call = Call(self.name, made.identity, self.ranks)
+            conclude = partial(self._conclude, made)
+            return calls.answer(call, said, conclude, self.grace, self.deadline)
+        except LateError:
+            self.registry.made.pop(self.name, None)
+            raise
+        except CommGridError:
+            raise
+        except RuntimeError as error:
+            told = torch_world.first_line(error)
+            raise _AttemptError(f"rebuild: the store has gone meanwhile ({told})") from error
+
+    def _conclude(self, made: Made, here: list[int], texts: list[str]) -> dict[str, Any]:
+        """What all ranks that are here are told."""
+        said = {rank: json.loads(text) for rank, text in zip(here, texts, strict=True)}
+        were = set(made.last.grid_ranks)
+        left = sorted(were & set(here))
+        unsure = any(said[rank]["unsure"] for rank in left)
+        needed = self.at_least or (len(were) // 2 + 1 if unsure else -(-len(were) // 2))
+        about = f"rebuild of grid {self.name!r}"
+        if len(left) < needed and self.ranks is None:
+            return {"error": "few", "refused": (
+                f"{about}: only {describe_ranks(left)} of its {len(were)} ranks came, and "
+                f"{needed} are needed: the others may have gone on where these do not reach them; "
+                "if they have not, give at_least= or ranks="
+            )}  # fmt: skip
+        try:
+            spec = refit(made.given, made.full, made.last, here, self.fits)
+        except SpecError as error:
+            return {"error": "unfit", "refused": f"{about}: {error}"}
+        server = said[left[0]]["server"] if left else None
+        can_serve = [rank for rank in here if said[rank]["address"] and rank != server]
+        moves = server is not None and server not in here and bool(can_serve)
+        if moves:
+            server = can_serve[0]
+        gone = sorted({*range(torch_world.world_size())} - set(here))
+        return {
+            "spec": spec.to_dict(), "given": made.given.to_dict(), "full": made.full,
+            "before": made.last.shape, "backend": made.backend, "timeout": made.timeout,
+            "token": uuid4().hex, "gone": gone, "spares": sorted({*here} - {*spec.grid_ranks}),
+            "server": server, "store": said[can_serve[0]]["address"] if moves else None,
+            "standbys": [(rank, said[rank]["address"]) for rank in torch_standby.chosen(can_serve)],
+        }  # fmt: skip
+
+    # -- the grid -----------------------------------------------------------------------
+
+    def _make(self, spec: GridSpec, verdict: Mapping[str, Any], made: Made | None) -> HyperCommGrid:
+        left = max(self.deadline - time.monotonic(), 0.0)
+        backend, limit = verdict["backend"], verdict["timeout"]
+        with self.registry.reserved(self.name):
+            try:
+                grid = HyperCommGrid(
+                    spec, name=self.name, backend=backend, timeout=limit,
+                    startup_timeout=max(left * _SHARE, _LEAST_SECONDS),
+                )  # fmt: skip
+            except (PeerTimeoutError, PeerFailedError) as error:
+                raise _AttemptError(f"rebuild: {error}") from error
+            grid.rebuilt = Rebuilt(
+                verdict["before"], tuple(verdict["gone"]), tuple(verdict["spares"]),
+                time.monotonic() - self.started, self.moved,
+            )  # fmt: skip
+            self.registry.add(grid)
+        traces = made is not None and made.trace
+        self.registry.made[self.name] = Made(
+            GridSpec.from_config(verdict["given"]), verdict["full"], grid.spec,
+            f"{grid.identity}/{verdict['token']}", backend, limit, traces,
+        )  # fmt: skip
+        recorder.follow(traces, grid.rank, grid.members_of_communicators())
+        inquiry.follow()
+        return grid

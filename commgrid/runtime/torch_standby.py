@@ -1,0 +1,174 @@
+"""Standby stores: where ranks meet once the store that they met at is gone.
+
+Where no launcher serves the store, a rank does, and it dies with that rank. So the first, the
+middle and the last of the other ranks each serve another one, empty, and when torch.distributed
+starts all ranks learn the three addresses. A store that is asked for in vain may be gone, which the
+machine it ran on says at once, or silent, which a network that is cut or a stopped process is too.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+from uuid import uuid4
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from commgrid.runtime.torch_world import world_store
+
+_ASK_SECONDS = 3.0
+_PROBE_SECONDS = 1.0
+_TOKEN = "standby"
+
+
+class Answer(Enum):
+    """What asking a store comes to."""
+
+    HERE = "it answers"
+    GONE = "nobody serves it any more"
+    SILENT = "it does not answer, and may be alive for others"
+
+
+@dataclass(frozen=True)
+class Standby:
+    """A store that this process serves until it is closed, or ends.
+
+    Args:
+        server: torch's; it ends with the last reference to it.
+        address: what `connect` takes, on any rank.
+    """
+
+    server: Any
+    address: str
+
+
+def chosen(ranks: Sequence[int]) -> list[int]:
+    """Who serves a standby: the first, the middle and the last, likely on several hosts.
+
+    >>> chosen(range(1, 8)), chosen([5]), chosen([])
+    ([1, 4, 7], [5], [])
+    """
+    return sorted({ranks[0], ranks[len(ranks) // 2], ranks[-1]}) if ranks else []
+
+
+def serve(towards: tuple[str, int] | None) -> Standby | None:
+    """Serves an empty store on a free port of this machine; None: it cannot.
+
+    Args:
+        towards: a host and port that all ranks reach; of this machine's addresses the others get
+            the one that is used to go there. None: loopback.
+    """
+    try:
+        server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        token = uuid4().hex
+        server.set(_TOKEN, token)
+    except RuntimeError:
+        return None
+    return Standby(server, json.dumps([_own_address(towards), server.port, token]))
+
+
+def _own_address(towards: tuple[str, int] | None) -> str:
+    if towards is not None:
+        with suppress(OSError):
+            family, kind, *_, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def connect(address: str, own: Standby | None) -> tuple[Any, Answer]:
+    """The standby store of an address.
+
+    Args:
+        address: of a `Standby`.
+        own: what this process serves.
+    """
+    if own is not None and own.address == address:
+        return own.server, Answer.HERE
+    host, port, token = json.loads(address)
+    try:
+        socket.create_connection((host, port), _PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return None, Answer.GONE
+    except OSError:
+        return None, Answer.SILENT
+    found: list[Any] = []
+
+    def meet() -> None:
+        limit = timedelta(seconds=_ASK_SECONDS)
+        store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        if store.check([_TOKEN]) and store.get(_TOKEN).decode() == token:
+            found.append(store)
+
+    answer = _within(_ASK_SECONDS, meet)
+    if answer is Answer.HERE and not found:
+        return None, Answer.GONE  # somebody else's, on a port that is free again
+    return (found or [None])[0], answer
+
+
+def ask_world() -> Answer:
+    """Whether the store that WORLD meets at answers."""
+    store = world_store()
+    return _within(_ASK_SECONDS, lambda: store.check([_TOKEN]))
+
+
+def _within(seconds: float, call: Any) -> Answer:
+    """What a call of a store comes to, on a thread, since nothing ends it."""
+    said = [Answer.SILENT]
+
+    def run() -> None:
+        try:
+            call()
+            said[0] = Answer.HERE
+        except (RuntimeError, ValueError):
+            said[0] = Answer.GONE
+
+    thread = threading.Thread(target=run, name="commgrid asks a store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return said[0]
+
+
+def move_world(store: Any) -> Any:
+    """Has WORLD, and all groups made from now on, meet at another store.
+
+    Returns:
+        The store as commgrid keeps it.
+    """
+    kept = PrefixStore("commgrid", store)
+    kept.set_timeout(world_store().timeout)
+    world = c10d._get_default_group()
+    backend, _ = c10d._world.pg_map[world]
+    c10d._world.pg_map[world] = (backend, PrefixStore("world", kept))
+    return kept
+
+
+def first_that_answers(
+    standbys: Iterable[tuple[int, str]], own: Standby | None
+) -> tuple[Any, int, bool]:
+    """The first standby that answers.
+
+    Args:
+        standbys: the ranks that serve them, and their addresses.
+        own: what this process serves.
+
+    Returns:
+        Its store, or None; whose it is; and whether one before it was silent, and so may be alive
+        for other ranks.
+    """
+    unsure = False
+    for rank, address in standbys:
+        store, answer = connect(address, own)
+        if store is not None:
+            return store, rank, unsure
+        unsure = unsure or answer is Answer.SILENT
+    return None, -1, unsure

@@ -1,0 +1,207 @@
+"""Ranks are killed, and the others make the same named grid over whoever is left."""
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import commgrid
+from commgrid import PeerFailedError, PeerTimeoutError
+from commgrid.collectives import all_reduce
+from commgrid.runtime import registry
+from commgrid.runtime.failures import named_failures
+from commgrid.runtime.torch_world import world_store
+from tests.full import full
+from tests.mortal import KILLED, kill_me, run_mortal
+
+GENEROUS = 60.0  # tells a hang; what it took is printed
+
+
+def use(grid: commgrid.HyperCommGrid) -> None:
+    """Every communicator has the members that it should, by a sum of their ranks."""
+    for each in grid.communicators:
+        total = all_reduce(torch.tensor([grid.rank + 1]), each.group)
+        assert int(total) == sum(rank + 1 for rank in each.ranks), each.describe()
+
+
+def fail_and_rebuild(
+    grid: commgrid.HyperCommGrid, victims: list[int], **how: Any
+) -> tuple[commgrid.HyperCommGrid | None, float]:
+    """The victims are killed between two sums; the others rebuild."""
+    started = time.monotonic()
+    try:
+        with named_failures(grid):
+            for _ in range(20):
+                use(grid)
+                if grid.rank in victims:
+                    kill_me()
+            raise AssertionError("nobody noticed")
+    except (PeerFailedError, PeerTimeoutError):
+        pass
+    rebuilt = commgrid.rebuild(**how)
+    return rebuilt, time.monotonic() - started
+
+
+def survive(victims: list[list[int]], sizes: dict[str, Any]) -> list[Any]:
+    """One failure after the other; what the grid was after each."""
+    grid: commgrid.HyperCommGrid | None = commgrid.initialize(**sizes)
+    found = []
+    for who in victims:
+        if grid is None:  # a spare rank
+            grid, took = commgrid.rebuild(), 0.0
+        else:
+            grid, took = fail_and_rebuild(grid, who)
+        if grid is None:
+            found.append(None)
+            break
+        assert commgrid.get_grid() is grid
+        use(grid)
+        grid.check()
+        assert grid.rebuilt is not None
+        found.append((tuple(grid.spec.grid_ranks), grid.rebuilt.gone, grid.rebuilt.spares, took))
+        assert took < GENEROUS
+    commgrid.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3] if full() else [0])
+def test_one_of_four_is_killed(victim: int) -> None:
+    """The first serves the store, which the others find elsewhere."""
+    results = run_mortal(survive, 4, [[victim]], {"tp": 2})
+    assert results[victim] == KILLED
+    partner = victim ^ 1
+    left = tuple(sorted({0, 1, 2, 3} - {victim, partner}))
+    for rank, found in enumerate(results):
+        if rank in left:
+            ((ranks, gone, spares, took),) = found
+            assert (ranks, gone, spares) == (left, (victim,), (partner,))
+            print(f"rank {rank} went on {took:.1f} s after the failure began")
+    assert results[partner] == [None]  # it waited for a place until the others had ended
+
+
+def test_the_store_goes_twice() -> None:
+    """Rank 0 serves the first store, rank 1 the one after it; both are killed, one by one."""
+    results = run_mortal(survive, 4, [[0], [1]], {})
+    assert results[:2] == [KILLED, KILLED]
+    for found in results[2:]:
+        assert [each[:2] for each in found] == [((1, 2, 3), (0,)), ((2, 3), (0, 1))]
+
+
+def of_three_and_a_spare(kind: str) -> list[Any]:
+    """Four ranks, the last of which has no place until one is killed."""
+    if os.environ["RANK"] == "3" and kind == "join":
+        commgrid.join()
+        grid = None
+    else:
+        grid = commgrid.initialize(ranks=[0, 1, 2])
+    if grid is None:
+        grid = commgrid.rebuild()
+    else:
+        grid, _ = fail_and_rebuild(grid, [1])
+    assert grid is not None
+    use(grid)
+    ranks = tuple(grid.spec.grid_ranks)
+    commgrid.shutdown()
+    return [ranks]
+
+
+@pytest.mark.parametrize("kind", ["ranks", "join"] if full() else ["join"])
+def test_a_spare_takes_the_place(kind: str) -> None:
+    results = run_mortal(of_three_and_a_spare, 4, kind)
+    assert results == [[(0, 3, 2)], KILLED, [(0, 3, 2)], [(0, 3, 2)]]
+
+
+def spare_until_the_end() -> object:
+    grid = commgrid.initialize(ranks=[0, 1])
+    if grid is None:
+        return commgrid.rebuild()
+    use(grid)
+    time.sleep(0.5)
+    commgrid.shutdown()
+    return "done"
+
+
+def test_a_spare_that_nobody_needs_learns_of_the_end() -> None:
+    assert run_mortal(spare_until_the_end, 3) == ["done", "done", None]
+
+
+def everything_at_once() -> dict[str, Any]:
+    """What goes wrong in words, in one start: strict ranks, too few, late ranks, other sizes."""
+    grid = commgrid.initialize(tp=2)
+    rank, said = grid.rank, {}
+    grid.abort()
+
+    def refused(key: str, **how: Any) -> None:
+        try:
+            commgrid.rebuild(**how)
+            said[key] = "rebuilt"
+        except commgrid.CommGridError as error:
+            said[key] = f"{type(error).__name__}: {error}"
+
+    if rank != 3:
+        refused("absent", ranks=[0, 1, 2, 3], timeout=2)
+    if rank == 0:
+        refused("few", grace=0.2)
+    world_store().set(f"met/{rank}", "")
+    world_store().wait([f"met/{each}" for each in range(4)])
+    refused("fits", fits=lambda sizes: False)
+    if rank in (0, 1):
+        refused("two", ranks=[0, 1])
+        world_store().set(f"two/{rank}", "")
+    else:
+        world_store().wait(["two/0", "two/1"])
+        refused("late", grace=0.2)
+    commgrid.shutdown()
+    return said
+
+
+def test_what_is_refused() -> None:
+    first, _, third, last = run_mortal(everything_at_once, 4)
+    assert first["absent"].startswith(
+        "PeerTimeoutError: rebuild of grid 'default': rank 3 did not come within timeout (ranks 0-2"
+    )
+    assert "only rank 0 of its 4 ranks came, and 2 are needed" in first["few"]
+    assert first["few"].startswith("PeerFailedError")
+    for each in (first, third, last):
+        assert each["fits"].startswith("SpecError: rebuild of grid 'default': no grid fits")
+    assert first["two"] == "rebuilt"
+    assert third["late"].startswith("LateError: rebuild of grid 'default': rank 2 came too")
+
+
+def nothing_is_left() -> dict[str, tuple[int, int]]:
+    """Files and threads after some rebuilds without a death, and keys of the store."""
+    grid = commgrid.initialize(tp=2)
+    rank = grid.rank
+    found = []
+    for _ in range(6):
+        grid.abort()
+        rebuilt = commgrid.rebuild()
+        assert rebuilt is not None
+        grid = rebuilt
+        use(grid)
+        torch.distributed.barrier(grid.get_group("dp", "tp"))
+        files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        found.append((files, threads, registry._registry.store.num_keys()))
+        torch.distributed.barrier(grid.get_group("dp", "tp"))
+    commgrid.shutdown()
+    return {"rank": rank, "found": found}
+
+
+def test_nothing_is_left_behind() -> None:
+    for each in run_mortal(nothing_is_left, 4):
+        (_, *_, before), (_, *_, after) = each["found"][2], each["found"][5]
+        assert after <= before + 3, each
+        for what in (0, 1):
+            assert each["found"][5][what] <= each["found"][2][what] + 2, each
+
+
+def test_a_bad_argument() -> None:
+    with pytest.raises(commgrid.GridNotInitializedError, match="rebuild: torch"):
+        commgrid.rebuild()
+    with pytest.raises(commgrid.SpecError, match=r"at_least=0: expected a number of ranks"):
+        commgrid.rebuild(at_least=0)
+    with pytest.raises(commgrid.SpecError, match=r"grace=0: expected seconds above 0"):
+        commgrid.rebuild(grace=0)
