@@ -160,6 +160,12 @@ ROWS = (
         first="2.15",
     ),
     Private(
+        "c10d.ProcessGroupNCCL._get_sequence_number_for_group",
+        (_GROUPS,),
+        "a watch that does not say who has not come to a collective",
+        nccl=True,
+    ),
+    Private(
         "c10d.ProcessGroupNCCL._is_initialized",
         (_NCCL,),
         "Communicator.connected says only what the exchange of ranks has connected",
@@ -189,8 +195,8 @@ ROWS = (
     ),
     Private(
         "torch._C._distributed_c10d._unregister_process_group",
-        (_SUSPEND,),
-        "as _register_process_group",
+        (_SUSPEND, _GROUPS),
+        "as _register_process_group; and dist.destroy_process_group, which can hang after an abort",
     ),
     Private(
         "torch._C._distributed_c10d._resolve_process_group",

@@ -2,11 +2,14 @@
 
 A rank that fails writes so in the store and breaks its communicators' connections. Those who wait
 for it get an error of torch's, such as a closed connection, look in the store, and raise what
-stands there; breaking theirs, they wake those who wait for them. On gloo that takes no time; NCCL
-waits on the device, where torch's own watchdog ends what waits for a rank that is gone.
+stands there; breaking theirs, they wake those who wait for them.
 
     rank 3: ValueError in forward ──► store ──► everyone's PeerFailedError names rank 3
     rank 3 killed ──► rank 2's connection closes, rank 2 writes that rank 3 is gone ──► everyone
+
+On gloo that takes no time. NCCL waits on the device, where no connection is seen to close, so grids
+on it are watched (`commgrid.runtime.watch`): a thread learns what happened, and wakes the main
+thread, which gets an error of torch's then, and raises what the thread has learnt.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from commgrid.errors import GridDestroyedError, PeerFailedError, PeerTimeoutError
+from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, PeerTimeoutError
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import inquiry, torch_world
 from commgrid.runtime.patient import PatientStore
@@ -114,24 +117,42 @@ def named_failures(
     except BaseException as error:
         if grid.is_destroyed:  # an inner block has told
             raise
-        peer = isinstance(error, GoneError) or torch_world.is_peer_failure(error)
+        watch = grid.watch
+        learnt = None if watch is None or not isinstance(error, RuntimeError) else watch.failure
+        peer = learnt is not None or isinstance(error, GoneError)
+        peer = peer or torch_world.is_peer_failure(error)
         if isinstance(error, agreed) and not peer:
             raise
         me, at = f"rank {grid.rank}", _at(error, doing, peer)
         board = FailureBoard(grid)
         if isinstance(error, SystemExit) and not error.code:  # no failure, if nobody waits for it
-            board.post(f"{me} has left{at}: it called sys.exit")
+            said = board.post(f"{me} has left{at}: it called sys.exit")
+            if watch is not None:
+                watch.leave(said)
             grid.abort()
             raise
         if not peer:
-            board.post(f"{me} failed{at}: {type(error).__name__}: {torch_world.first_line(error)}")
+            said = f"{me} failed{at}: {type(error).__name__}: {torch_world.first_line(error)}"
+            board.post(said)
+            if watch is not None:
+                watch.post(said)
             grid.abort()
             if doing is not None:
                 error.add_note(f"commgrid: {me} failed{at}")
             raise
         why = inquiry.at_failure(grid.identity, "timed out" in f"{error}".lower())
-        told = board.inquire(grid, error, f"{me}{at}")
-        raise _peer_error(told + why(), f"{me} was{at}" if at else me, error) from error
+        if learnt is None and watch is not None:
+            learnt = watch.read(_PATIENCE_SECONDS)
+        told = learnt or board.inquire(grid, error, f"{me}{at}")
+        grid.abort()
+        late = _says_late(error) if learnt is None or watch is None else watch.late
+        raise _peer_error(told + why(), late, f"{me} was{at}" if at else me) from error
+    watch = grid.watch
+    if watch is not None and watch.failure is not None:
+        # What was woken has returned numbers that nobody has sent.
+        grid.abort()
+        at = f" was in {doing()}" if doing is not None else ""
+        raise _peer_error(watch.failure, watch.late, f"rank {grid.rank}{at}")
 
 
 def _at(error: BaseException, doing: Callable[[], str] | None, peer: bool) -> str:
@@ -143,8 +164,11 @@ def _at(error: BaseException, doing: Callable[[], str] | None, peer: bool) -> st
     return f" {', '.join(parts)}" if parts else ""
 
 
-def _peer_error(told: str, who: str, error: BaseException) -> Exception:
-    late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+def _says_late(error: BaseException) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
+def _peer_error(told: str, late: bool, who: str) -> CommGridError:
     kind = PeerTimeoutError if late else PeerFailedError
     return kind(f"{told} ({who}; the grid was destroyed on this rank)")
 

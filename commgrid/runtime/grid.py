@@ -12,7 +12,7 @@ from uuid import uuid4
 from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world
+from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world, watching
 from commgrid.runtime.agreement import HOSTS, PHASES, Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from commgrid.runtime.communicator import CheckReport
     from commgrid.runtime.rebuild import Rebuilt
+    from commgrid.runtime.watch import Watch
 
 
 class HyperCommGrid(NamedGroups):
@@ -41,6 +42,7 @@ class HyperCommGrid(NamedGroups):
         backend: of every communicator that the groups table gives none; None takes WORLD's.
         timeout: how long a collective may take, in seconds or as timedelta; None: torch's default.
         startup_timeout: how long starting may take in all, likewise.
+        watch: whether a thread sees that ranks are gone; see `initialize`.
 
     Raises:
         SpecError: the spec does not fit the world.
@@ -59,6 +61,7 @@ class HyperCommGrid(NamedGroups):
         backend: str | None = None,
         timeout: Seconds | None = None,
         startup_timeout: Seconds = 600.0,
+        watch: bool | None = None,
     ) -> None:
         limit = None if timeout is None else as_seconds("timeout", timeout)
         startup = as_seconds("startup_timeout", startup_timeout)
@@ -78,11 +81,12 @@ class HyperCommGrid(NamedGroups):
             check_limits(self._plan, backend or torch_world.world_backend())
         described = self._spec.to_dict()
         described.pop("ranks", None)  # which the meeting compares itself, in fewer words
+        watched = watching.is_wanted(watch, self._spec, backend)
         document = {
             "spec": described, "backend": backend, "timeout": limit,
-            "versions": torch_world.versions(),
+            "versions": torch_world.versions(), "watch": watched,
         }  # fmt: skip
-        self._start(document, backend, limit, deadline)
+        self._start(document, backend, limit, deadline, watched)
 
     def _describe(
         self, spec: GridSpec, name: str, backend: str | None, timeout: float | None
@@ -97,6 +101,7 @@ class HyperCommGrid(NamedGroups):
         self._before_destroy: list[Callable[[], object]] = []
         self._communicators: list[Communicator] = []
         self._meshes: GridMeshes | None = None
+        self._watch: Watch | None = None
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, name: str = "default") -> HyperCommGrid:
@@ -133,11 +138,16 @@ class HyperCommGrid(NamedGroups):
     # -- starting and ending ------------------------------------------------------------
 
     def _start(
-        self, document: Mapping[str, Any], backend: str | None, limit: float | None, deadline: float
+        self,
+        document: Mapping[str, Any],
+        backend: str | None,
+        limit: float | None,
+        deadline: float,
+        watched: bool,
     ) -> None:
         """Agree, create, connect; on any failure nothing that was made stays."""
         if torch_world.world_backend() == torch_world.FAKE:
-            self._create(uuid4().hex, backend, limit, lambda: 60.0)
+            self._create(uuid4().hex, backend, limit, lambda: 60.0, False)
             return
         connects = bool(self._spec.connecting_names)  # of any rank
         asked = (HOSTS,) if hosts.needs_hosts(self._spec) else ()
@@ -149,19 +159,26 @@ class HyperCommGrid(NamedGroups):
                 ranks=self._spec.grid_ranks,
                 document=document,
                 deadline=deadline,
-                phases=(*asked, *(PHASES if connects else PHASES[1:])),
+                phases=(*asked, *(PHASES if connects or watched else PHASES[1:])),
             ) as meeting:
                 if asked:
                     placed = hosts.settle(self._spec, meeting, self._name, self._rank)
                     self._describe(placed, self._name, backend, limit)
-                self._create(meeting.incarnation, backend, limit, meeting.patience)
-                if connects:
+                self._create(meeting.incarnation, backend, limit, meeting.patience, watched)
+                if watched:
+                    self._watch = watching.begin(self)
+                if connects or watched:
                     meeting.meet()  # a rank that could not create is named before others call it
+                if self._watch is not None:
+                    self._watch.connect()
+                if connects:
                     connecting = [c for c in self._communicators if c.planned.connect]
                     exchange_ranks(connecting, meeting.patience)
                     for each in connecting:
                         torch_groups.keep_timeout(each.group, each.options, limit)
                 meeting.meet()
+                if self._watch is not None:
+                    self._watch.forget_addresses()
         except BaseException:
             with suppress(RuntimeError):
                 # Destroying could wait for those that are gone.
@@ -174,6 +191,7 @@ class HyperCommGrid(NamedGroups):
         backend: str | None,
         limit: float | None,
         patience: Callable[[], float],
+        watched: bool,
     ) -> None:
         self._incarnation = incarnation
         for planned in self._plan.communicators:
@@ -188,6 +206,7 @@ class HyperCommGrid(NamedGroups):
                     timeout=limit,
                     startup_timeout=patience(),
                     connect=planned.connect,
+                    watched=watched,
                 )
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
@@ -214,7 +233,7 @@ class HyperCommGrid(NamedGroups):
 
         Peers that wait for this rank get an error instead of what they wait for.
         """
-        by_pairs = {c.group for c in self._communicators if not c.connected}
+        by_pairs = self._connected_by_pairs()
         groups = self._let_go()
         self._addresses = torch_groups.addresses(groups)
         torch_groups.abort_all(groups, by_pairs)
@@ -226,8 +245,21 @@ class HyperCommGrid(NamedGroups):
                 store, key = self._addresses.pop()
                 store.delete_key(key)
 
+    def wake(self) -> None:
+        """Ends whatever waits on the communicators, after a failure; they are of no use after it.
+
+        Another thread than the one that waits calls it.
+        """
+        torch_groups.wake([c.group for c in self._communicators], self._connected_by_pairs())
+
+    def _connected_by_pairs(self) -> set[ProcessGroup]:
+        return {c.group for c in self._communicators if not c.connected}
+
     def _let_go(self) -> list[ProcessGroup]:
         self._destroyed = True
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
         while self._before_destroy:
             self._before_destroy.pop()()
         self._forget()
@@ -314,6 +346,11 @@ class HyperCommGrid(NamedGroups):
     def backend(self) -> str | None:
         """The backend it was given; None: WORLD's."""
         return self._backend
+
+    @property
+    def watch(self) -> Watch | None:
+        """The thread that sees whether ranks are gone; None where nothing watches."""
+        return self._watch
 
     @property
     def timeout(self) -> float | None:

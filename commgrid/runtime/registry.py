@@ -274,6 +274,7 @@ def initialize(
     timeout: Seconds | None = None,
     startup_timeout: Seconds = 600.0,
     trace: bool = False,
+    watch: bool | None = None,
     preset: str | None = None,
     config: str | Path | Mapping[str, Any] | GridSpec | None = None,
     name: str = "default",
@@ -311,6 +312,9 @@ def initialize(
             of a large job come minutes apart.
         trace: whether this process records its collectives, for `commgrid.trace`; it also does
             where COMMGRID_TRACE is set in the environment.
+        watch: whether a thread of each rank, linked with some others', sees that ranks are gone,
+            stopped or late, tells all, and ends what waits for them. None: where something runs on
+            NCCL, which leaves its errors to it then; gloo tells of most failures by itself.
         preset: a grid that others use, by name, as `commgrid presets` lists them; what is given of
             dp to place, other than by its default, is laid over it.
         config: a YAML path, dict or GridSpec, instead of all from dp to place but ranks.
@@ -357,8 +361,9 @@ def initialize(
         try:
             left = deadline - time.monotonic()
             grid = HyperCommGrid(
-                spec, name=name, backend=backend, timeout=timeout, startup_timeout=max(left, 1e-3)
-            )
+                spec, name=name, backend=backend, timeout=timeout, startup_timeout=max(left, 1e-3),
+                watch=watch,
+            )  # fmt: skip
         except NotInGridError as error:
             if _registry.started_world:
                 # A rank without a part in the grid; its None is not in the annotation, which is
@@ -429,7 +434,7 @@ _DEFAULTS: dict[str, Any] = {
     "within": None, "place": BY_RANK,
 }  # fmt: skip
 _ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
-              "startup_timeout", "trace", "preset", "config", "name")  # fmt: skip
+              "startup_timeout", "trace", "watch", "preset", "config", "name")  # fmt: skip
 
 
 def _from_preset(

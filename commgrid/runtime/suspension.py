@@ -172,6 +172,7 @@ def _make_again(grid: HyperCommGrid, communicator: Communicator, meeting: Meetin
             startup_timeout=meeting.patience(),
             connect=planned.connect,
             prefix=f"commgrid/resumed/{grid.name}/{meeting.incarnation}",
+            watched=grid.watch is not None,
         )
     except RuntimeError as error:
         what = f"grid {grid.name!r}: communicator {planned.name!r} cannot be created again"

@@ -15,10 +15,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError
@@ -40,6 +41,8 @@ _CREATING = threading.RLock()
 
 _REFUSED_SECONDS = 0.05  # until connections that are on their way are made or refused
 _ANSWER_SECONDS = 2.0  # that the store gets while groups are destroyed
+_ABORT_SECONDS = 20.0
+_WOKEN: WeakSet[dist.ProcessGroup] = WeakSet()
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
 
@@ -55,6 +58,7 @@ def create_group(
     backend_options: Any = None,
     connect: bool = False,
     prefix: str = "",
+    watched: bool = False,
 ) -> dist.ProcessGroup:
     """A process group of `ranks`, created by them alone; waits for none of them.
 
@@ -70,6 +74,7 @@ def create_group(
         backend_options: torch's own object instead of what `options` says of NCCL.
         connect: whether the caller connects it at once, by an exchange of all pairs of ranks.
         prefix: what its keys in the store begin with; a name that was used before needs one.
+        watched: whether a `Watch` sees to its errors, and not torch.
 
     Raises:
         SpecError: an NCCL option that this torch does not have.
@@ -94,7 +99,8 @@ def create_group(
     device = torch_nccl.device_for(kinds)  # WORLD's, before that is taken away
     naming = torch_gloo.instead_of_gloo(config, limit, connect) if lazy else nullcontext(parsed)
     # Where creation waits for others, two threads must not wait for each other as well.
-    with nullcontext() if waits else _CREATING, _unbound(world), naming as named:
+    erring = torch_nccl.errors_are_ours() if watched else nullcontext()
+    with nullcontext() if waits else _CREATING, _unbound(world), erring, naming as named:
         made, _ = c10d._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
@@ -247,6 +253,52 @@ def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
         torch_gloo.give_up(work)
 
 
+def wake(
+    groups: Iterable[dist.ProcessGroup],
+    by_pairs: Container[dist.ProcessGroup] = (),
+    tell: bool = True,
+) -> None:
+    """Ends whatever waits on groups, here and on their members, and waits for none of them.
+
+    They cannot be used after it. Another thread may wait on them, or use them at the time.
+
+    Args:
+        groups: of this process.
+        by_pairs: those of which some pairs of ranks may not be connected yet.
+        tell: False where members wait elsewhere, as while they start: gloo's are left alone.
+    """
+    telling: list[dist.Work] = []  # kept until refused connections are refused
+    ending: list[threading.Thread] = []
+    for group in groups:
+        if group in _WOKEN or not is_alive(group) or group.size() == 1:
+            continue
+        _WOKEN.add(group)
+        for backend in _nccl_backends(group):
+            ending.append(threading.Thread(target=backend.abort, daemon=True))
+        if tell and "gloo" in backend_of(group):
+            told = (group, group in by_pairs, telling)
+            ending.append(threading.Thread(target=_break_gloo, args=told, daemon=True))
+    # At once: NCCL ends a communicator's own kernels, and frees its memory when those of all have
+    # ended; and gloo waits for the addresses of peers that may have gone.
+    for thread in ending:
+        thread.start()
+    until = time.monotonic() + _ABORT_SECONDS
+    for thread in ending:
+        thread.join(max(until - time.monotonic(), 0.0))
+    if telling:
+        time.sleep(_REFUSED_SECONDS)
+
+
+def _break_gloo(group: dist.ProcessGroup, by_pairs: bool, telling: list[dist.Work]) -> None:
+    with suppress(RuntimeError):
+        if not by_pairs:
+            torch_gloo.break_connections(group)
+        elif group.size() <= _MOST_TOLD:
+            # Who waits for this rank to connect learns that it is gone when it was there.
+            connecting = partial(torch_gloo.connect_all, group)  # asks the store
+            telling.append(_patient_store().during(connecting))
+
+
 def abort_all(
     groups: Iterable[dist.ProcessGroup],
     by_pairs: Container[dist.ProcessGroup] = (),
@@ -259,29 +311,60 @@ def abort_all(
 
     Args:
         groups: in order of creation.
-        by_pairs: those of which some pairs of ranks may not be connected yet.
-        tell: False where members wait elsewhere, as while they start: gloo's are just destroyed.
+        by_pairs, tell: as `wake` takes them.
     """
     alive = [group for group in reversed(list(groups)) if is_alive(group)]
-    telling: list[dist.Work] = []  # kept until their groups are gone
-    for group in alive:
-        for kind in {device.type for device in devices_of(group)} if group.size() > 1 else ():
-            with suppress(RuntimeError):
-                if kind == "cuda":
-                    group.abort()  # what NCCL has under way would be waited for
-                elif not tell:
-                    continue
-                elif group not in by_pairs:
-                    torch_gloo.break_connections(group)
-                elif group.size() <= _MOST_TOLD:
-                    # Who waits for this rank to connect learns that it is gone when it was there.
-                    connecting = partial(torch_gloo.connect_all, group)  # asks the store
-                    telling.append(_patient_store().during(connecting))
-    if telling:
-        time.sleep(_REFUSED_SECONDS)
+    wake(alive, by_pairs, tell)
     for group in alive:
         with suppress(RuntimeError):
-            dist.destroy_process_group(group)
+            if "nccl" in backend_of(group):
+                _forget(group)  # torch would shut down what has been aborted, and may hang there
+            else:
+                dist.destroy_process_group(group)
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    """Takes a group from torch's tables."""
+    world = c10d._world
+    for table in (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
+        world.pg_coalesce_state,
+    ):  # fmt: skip
+        table.pop(group, None)
+    world.pg_to_tag.pop(group, None)
+    for tagged in world.tags_to_pg.values():
+        if group in tagged:
+            tagged.remove(group)
+    _unregister_process_group(group.group_name)
+
+
+def runs_on_nccl(backend: str | None, options: GroupOptions) -> bool:
+    """Whether a group of these arguments would have an NCCL backend."""
+    chosen = options.backend or backend or world_backend()
+    return chosen != FAKE and bool(_parsed(chosen)[2] & {*torch_nccl.NAMES})
+
+
+def error_of(group: dist.ProcessGroup) -> str:
+    """What a backend of a group has found wrong by itself: `timeout`, `connection`, or nothing."""
+    for backend in _nccl_backends(group):
+        if error := torch_nccl.error_of(backend):
+            return error
+    return ""
+
+
+def calls_of(group: dist.ProcessGroup) -> int:
+    """How many collectives NCCL has been given on a group; 0 where it does not run on NCCL."""
+    return sum(each._get_sequence_number_for_group() for each in _nccl_backends(group))
+
+
+def _nccl_backends(group: dist.ProcessGroup) -> list[Any]:
+    if not is_alive(group) or "nccl" not in backend_of(group) or group.size() == 1:
+        return []
+    return [
+        unwrapped(group._get_backend(device))
+        for device in devices_of(group)
+        if device.type == "cuda"
+    ]
 
 
 def group_count() -> int:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,7 @@ NAMES = ("nccl", "nccl-legacy", "nccl2", "nccl-lazy")
 CONNECTS_WITHIN = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """torch's own, in seconds; the first backend reads it once in a process."""
 _SUSPENDS = (2, 29, 7)
+_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 _SECOND_IS_NCCL = "TORCH_DIST_USE_NCCL2"
 
 
@@ -122,6 +124,30 @@ def is_connected(backend: Any) -> bool | None:
     if not hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
         return None
     return bool(backend.supports_splitting)
+
+
+@contextmanager
+def errors_are_ours() -> Iterator[None]:
+    """Within it groups of NCCL's first backend leave their errors to whoever watches them.
+
+    Else torch's watchdog thread ends the process some seconds after an error or a timeout, and
+    until then holds what would have to be let go. What the environment says goes first.
+    """
+    ours = {key: "0" for key in _ERRORS if key not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for key in ours:
+            del os.environ[key]
+
+
+def error_of(backend: Any) -> str:
+    """What a backend has found wrong by itself: `timeout`, `connection`, or nothing."""
+    if not hasattr(backend, "get_error"):
+        return ""
+    found = str(backend.get_error().name).lower()
+    return {"success": "", "timeout": "timeout"}.get(found, "connection")
 
 
 def can_suspend() -> bool:

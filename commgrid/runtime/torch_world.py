@@ -59,6 +59,34 @@ def world_store() -> Any:
     return c10d._get_default_store()
 
 
+def own_address() -> str:
+    """This host's address where others reach it: the one from which it reaches the store."""
+    store = world_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    with suppress(OSError):
+        if hasattr(store, "host"):
+            kind, *_, where = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+                probe.connect(where)  # which sends nothing
+                return str(probe.getsockname()[0])
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
+
+
+def group_timeout(limit: float | None) -> float:
+    """Seconds that collectives of a grid may take.
+
+    Args:
+        limit: as it was given to the grid; None: torch's default for WORLD's backend.
+    """
+    if limit is not None:
+        return limit
+    backend = world_backend()
+    kind = "nccl" if "nccl" in backend else backend.partition(",")[0].rpartition(":")[2]
+    return float(c10d._get_default_timeout(c10d.Backend(kind)).total_seconds())
+
+
 def default_backend() -> str:
     """What commgrid starts torch.distributed with: NCCL where CUDA is, else gloo.
 

@@ -111,6 +111,10 @@ BY_NO_CALL = [
     "rebuild: the store has gone meanwhile (…)",
     "rebuild of grid …: only … of its … ranks came",
     "rebuild of grid …: rank … gave ranks=…, and who came first ranks=…",
+    "rank … is gone: its process has ended",
+    "rank … says nothing for … s",
+    "… not come to call … on …, for which rank … has waited",
+    "… have waited … s for each other",
 ]
 """Rows of errors whose class is chosen while the program runs."""
 

@@ -1,0 +1,322 @@
+"""Connections between the processes of a grid, by which they hear at once that one of them is gone.
+
+Every rank is linked with those 1, 2, 4, 8, … places further on, round the grid: with two times
+log2 of all ranks, and from any rank to any other it takes at most log2 of them steps. A process
+that ends closes its links, which its neighbours see without asking; one that is stopped, or whose
+host is gone, says nothing any more. What one rank tells goes from neighbour to neighbour to all.
+
+    8 ranks: 0 ── 1, 2, 4          rank 5 killed ──► 1, 3, 4, 6, 7 see it ──► 0 and 2 are told
+
+The store is asked for addresses once, and never again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+BEAT_SECONDS = 1.0
+"""How often each side of a link says that it is there."""
+_CONNECT_SECONDS = 5.0
+_GREET_SECONDS = 30.0
+_GOODBYE_SECONDS = 2.0
+_LONGEST_LINE = 1 << 20
+_log = logging.getLogger("commgrid")
+
+Message = dict[str, Any]
+
+
+def neighbours_of(place: int, count: int) -> list[int]:
+    """Places that one connects to; as many connect to it.
+
+    >>> neighbours_of(6, 8), neighbours_of(0, 3), neighbours_of(0, 1)
+    ([7, 0, 2], [1, 2], [])
+    """
+    steps = (1 << power for power in range(count.bit_length()))
+    return list(dict.fromkeys((place + step) % count for step in steps if step < count))
+
+
+@dataclass(eq=False)
+class _Link:
+    """One connection; `rank` is -1 until the other side has said who it is."""
+
+    connection: socket.socket
+    rank: int
+    heard: float
+    inbox: bytearray = field(default_factory=bytearray)
+    outbox: bytearray = field(default_factory=bytearray)
+
+
+class Links:
+    """This process's connections with its neighbours, and the thread that reads them.
+
+    Args:
+        me: this rank.
+        ranks: of the grid, by place.
+        secret: what only its processes know, to tell other programs' connections apart.
+        address: of this host, at which others reach it.
+        silent_after: seconds without a sign of life until a neighbour counts as silent.
+        hear: is called with what somebody tells all.
+        lost: is called with a neighbour's rank, and whether its connection has closed; else it was
+            silent.
+        look: is called every now and then.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        ranks: range | tuple[int, ...],
+        secret: str,
+        address: str,
+        silent_after: float,
+        *,
+        hear: Callable[[Message], object],
+        lost: Callable[[int, bool], object],
+        look: Callable[[], object],
+    ) -> None:
+        self._me, self._ranks, self._secret = me, ranks, secret
+        self._silent_after, self._hear, self._lost, self._look = silent_after, hear, lost, look
+        self._listener = socket.create_server((address, 0), backlog=256)
+        self._listener.setblocking(False)
+        host, port = self._listener.getsockname()[:2]
+        self.address = f"{host} {port}"
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ringer.setblocking(False)
+        self._links: dict[int, list[_Link]] = {}
+        self._unnamed: list[_Link] = []
+        self._said: list[Message] = []  # by other threads, to be sent by ours
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._run, name="commgrid links", daemon=True)
+
+    def neighbours(self) -> list[int]:
+        """The ranks that this one connects to."""
+        place = self._ranks.index(self._me)
+        return [self._ranks[each] for each in neighbours_of(place, len(self._ranks))]
+
+    def connect(self, addresses: Mapping[int, str]) -> None:
+        """Connects to neighbours, and begins to listen; who is not reached is left to the others.
+
+        Args:
+            addresses: of each of `neighbours`.
+        """
+        for rank, address in addresses.items():
+            host, _, port = address.partition(" ")
+            try:
+                made = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+                made.sendall(self._line({"kind": "hello", "secret": self._secret, "by": self._me}))
+            except OSError as error:
+                _log.warning(
+                    "rank %d cannot watch rank %d at %s: %s; if the two hosts cannot reach each "
+                    "other on any port, initialize(watch=False)", self._me, rank, address, error,
+                )  # fmt: skip
+                continue
+            self._take(made, rank)
+        for waiting in (self._listener, self._bell):
+            self._selector.register(waiting, selectors.EVENT_READ)
+        self._thread.start()
+
+    def tell(self, message: Message) -> None:
+        """Tells all ranks of the grid; returns at once."""
+        said = {**message, "id": uuid4().hex, "by": self._me}
+        with self._lock:
+            self._known.add(said["id"])
+            self._said.append(said)
+        self._ring()
+
+    def close(self) -> None:
+        """Says goodbye to the neighbours, who will not miss this rank."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._thread.is_alive():
+            self._ring()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_CONNECT_SECONDS)
+        else:
+            self._release()
+
+    # -- the thread's part --------------------------------------------------------------
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._closing:
+            events = self._selector.select(BEAT_SECONDS / 2)
+            now = time.monotonic()
+            if now - last > 5 * BEAT_SECONDS:  # this process was stopped, or its host was
+                for link in self._all():
+                    link.heard = now
+            for key, _ in events:
+                if key.fileobj is self._bell:
+                    with suppress(BlockingIOError):
+                        self._bell.recv(4096)
+                elif key.fileobj is self._listener:
+                    self._accept(now)
+                else:
+                    self._read(key.data, now)
+            self._send_what_was_said()
+            last = self._beat(now, last)
+        self._send_what_was_said()
+        self._say_goodbye()
+        self._release()
+
+    def _say_goodbye(self) -> None:
+        """Tells the neighbours, and reads on until they close too: a connection that is closed
+        with something unread takes with it what it was told last."""
+        for link in self._all():
+            self._send(link, {"kind": "bye"})
+            with suppress(OSError):
+                link.connection.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + _GOODBYE_SECONDS
+        while self._all() and (left := until - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                if isinstance(key.data, _Link):
+                    with suppress(BlockingIOError):
+                        if not self._received(key.data):
+                            self._drop(key.data)
+                elif key.fileobj is self._listener:
+                    with suppress(OSError):
+                        self._listener.accept()[0].close()
+
+    @staticmethod
+    def _received(link: _Link) -> bytes:
+        """What has arrived, empty where nothing will any more."""
+        try:
+            return link.connection.recv(1 << 16)
+        except BlockingIOError:
+            raise
+        except OSError:
+            return b""
+
+    def _beat(self, now: float, last: float) -> float:
+        """Once in a while: says that this rank is there, and sees who is not."""
+        if now - last < BEAT_SECONDS:
+            return last
+        for link in self._all():
+            self._send(link, {"kind": "beat"})
+            if now - link.heard > self._silent_after:
+                self._drop(link)
+                self._lost(link.rank, False)
+        for link in [each for each in self._unnamed if now - each.heard > _GREET_SECONDS]:
+            self._drop(link)
+        self._look()
+        return now
+
+    def _accept(self, now: float) -> None:
+        with suppress(OSError):
+            made, _ = self._listener.accept()
+            self._take(made, -1)
+
+    def _take(self, made: socket.socket, rank: int) -> None:
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = _Link(made, rank, time.monotonic())
+        self._selector.register(made, selectors.EVENT_READ, link)
+        if rank < 0:
+            self._unnamed.append(link)
+        else:
+            self._links.setdefault(rank, []).append(link)
+
+    def _read(self, link: _Link, now: float) -> None:
+        try:
+            got = self._received(link)
+        except BlockingIOError:
+            return
+        if not got:
+            known = link.rank >= 0
+            self._drop(link)
+            if known:
+                self._lost(link.rank, True)
+            return
+        link.heard = now
+        link.inbox += got
+        while (end := link.inbox.find(b"\n")) >= 0:
+            line = bytes(link.inbox[:end])
+            del link.inbox[: end + 1]
+            if not self._obey(link, line):
+                self._drop(link)
+                return
+        if len(link.inbox) > _LONGEST_LINE:
+            self._drop(link)
+
+    def _obey(self, link: _Link, line: bytes) -> bool:
+        """What a neighbour says; whether the link goes on."""
+        try:
+            message = json.loads(line)
+            kind = message["kind"]
+        except (ValueError, KeyError, TypeError):
+            return False  # no program of ours
+        if link.rank < 0:
+            if kind != "hello" or message.get("secret") != self._secret:
+                return False
+            link.rank = int(message["by"])
+            self._unnamed.remove(link)
+            self._links.setdefault(link.rank, []).append(link)
+        elif kind == "bye":
+            return False
+        elif kind != "beat" and message.get("id") not in self._known:
+            self._known.add(message["id"])
+            self._pass_on(message, link)
+            self._hear(message)
+        return True
+
+    def _send_what_was_said(self) -> None:
+        with self._lock:
+            said, self._said = self._said, []
+        for message in said:
+            self._pass_on(message, None)
+
+    def _pass_on(self, message: Message, by: _Link | None) -> None:
+        for link in self._all():
+            if link is not by:
+                self._send(link, message)
+
+    def _send(self, link: _Link, message: Message) -> None:
+        """As much as the connection takes; the rest goes with what is sent next."""
+        link.outbox += self._line(message)
+        with suppress(OSError):
+            sent = link.connection.send(link.outbox)
+            del link.outbox[:sent]
+        if len(link.outbox) > _LONGEST_LINE:  # a neighbour that reads nothing; it will be silent
+            self._drop(link)
+
+    def _all(self) -> list[_Link]:
+        return [link for links in self._links.values() for link in links]
+
+    def _drop(self, link: _Link) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(link.connection)
+        link.connection.close()
+        if link in self._unnamed:
+            self._unnamed.remove(link)
+        held = self._links.get(link.rank, [])
+        if link in held:
+            held.remove(link)
+
+    def _release(self) -> None:
+        for link in (*self._all(), *self._unnamed):
+            link.connection.close()
+        for each in (self._listener, self._bell, self._ringer):
+            each.close()
+        self._selector.close()
+        self._links.clear()
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # full: it will be heard anyway
+            self._ringer.send(b".")
+
+    @staticmethod
+    def _line(message: Message) -> bytes:
+        return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,317 @@
+"""Sees that a rank of the grid is gone, stopped or late, and wakes whoever waits for it.
+
+NCCL waits on the device, where a rank that is gone is an error of nobody's until torch's watchdog
+ends the process. Here a thread in every process is linked with others of the grid
+(`commgrid.runtime.links`). What it learns it tells all, and every rank breaks the connections of
+all its communicators at once, so that what waits on them returns, and the main thread raises what
+the thread has learnt:
+
+    a process has ended        its neighbours' links close                          at once
+    a process says nothing     no sign of life on its links        min(timeout, 60 s)
+    a failed rank tells        `named_failures` on it                               at once
+    a collective is too late   NCCL's own timeout on one rank; the members say      timeout
+                               who has not come to it, and where that one is
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+import commgrid
+from commgrid.planning.rank_lists import describe_ranks
+from commgrid.runtime.links import Links, Message
+from commgrid.runtime.roll import Store
+
+SILENT_SECONDS = 60.0
+"""How long a rank may say nothing, where the grid's timeout is longer; its links' thread needs the
+interpreter's lock, which something else in the process may hold for a while."""
+_ANSWER_SECONDS = 1.0
+_WAKE_SECONDS = 30.0
+_LONGEST = 8000
+_NAMED = 4
+_log = logging.getLogger("commgrid")
+
+
+class Watched(Protocol):
+    """One communicator, as the watch sees it."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Its members."""
+        ...
+
+    def error(self) -> str:
+        """What its backend has found wrong by itself: `timeout`, `connection`, or nothing."""
+        ...
+
+    def calls(self) -> int:
+        """How many collectives this rank has issued on it."""
+        ...
+
+
+class Watch:
+    """The thread of one grid on one rank; its `failure` is what it has learnt first.
+
+    Args:
+        store: where addresses are exchanged.
+        key: what no other grid at this store is called.
+        rank: this one.
+        ranks: of the grid.
+        timeout: seconds a collective may take.
+        address: of this host, at which the others reach it.
+        communicators: those whose backends are asked whether they have failed.
+        wake: ends all that waits on the grid's communicators.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        rank: int,
+        ranks: range | tuple[int, ...],
+        *,
+        timeout: float,
+        address: str,
+        communicators: Sequence[Watched],
+        wake: Callable[[], object],
+    ) -> None:
+        self._store, self._key, self._rank, self._timeout = store, key, rank, timeout
+        self._communicators, self._wake = communicators, wake
+        self._main = threading.main_thread().ident
+        self._silent_after = min(timeout, SILENT_SECONDS)
+        # Once a backend's own limit is over: when that was, on what, who waits, who is behind.
+        self._asked_at: float | None = None
+        self._lost_on: Watched | None = None
+        self._waiting: set[int] = set()
+        self._behind: list[Message] = []
+        self._left: list[str] = []  # why ranks have left whom others may wait for
+        self._first = threading.Lock()
+        self._ended = False
+        self.failure: str | None = None
+        self.late = False
+        """Whether it is that somebody does not answer, and not that it is gone."""
+        self._learnt = threading.Event()
+        self._waking: threading.Thread | None = None
+        self._links = Links(
+            rank, ranks, key, address, self._silent_after,
+            hear=self._heard, lost=self._lost, look=self._look,
+        )  # fmt: skip
+        store.set(self._at(rank), self._links.address)
+
+    def connect(self) -> None:
+        """Links this rank with its neighbours, once all have been made; two store calls."""
+        neighbours = self._links.neighbours()
+        found = self._store.multi_get([self._at(rank) for rank in neighbours]) if neighbours else []
+        at = {rank: text.decode() for rank, text in zip(neighbours, found, strict=True)}
+        self._links.connect(at)
+
+    def forget_addresses(self) -> None:
+        """Takes this rank's address from the store, once all have connected."""
+        self._store.delete_key(self._at(self._rank))
+
+    def post(self, text: str, late: bool = False) -> str:
+        """Tells all ranks of a failure, unless this one has learnt of another before; which.
+
+        Args:
+            text: what has failed.
+            late: whether it is that somebody does not answer.
+        """
+        self._fails(text, late, wake=False)
+        return self.failure or text
+
+    def leave(self, text: str) -> None:
+        """Tells all that this rank leaves, which is a failure where somebody waits for it.
+
+        Args:
+            text: why.
+        """
+        self._links.tell({"kind": "left", "text": text[:_LONGEST]})
+
+    def read(self, patience: float) -> str | None:
+        """What the thread has learnt, or learns within so many seconds."""
+        self._learnt.wait(patience)
+        return self.failure
+
+    def close(self) -> None:
+        """Ends the thread; the others do not miss this rank."""
+        with self._first:
+            self._ended = True
+        if self._waking is not None and self._waking is not threading.current_thread():
+            self._waking.join(_WAKE_SECONDS)
+        self._links.close()
+
+    def _at(self, rank: int) -> str:
+        return f"{self._key}/watch/{rank}"
+
+    # -- the thread's part --------------------------------------------------------------
+
+    def _lost(self, rank: int, closed: bool) -> None:
+        """A neighbour's link has closed, or it is silent."""
+        if closed:
+            text = f"rank {rank} is gone: its process has ended"
+        else:
+            text = (
+                f"rank {rank} says nothing for {self._silent_after:.3g} s: its process is stopped, "
+                "or its host is gone"
+            )
+        self._fails(text, not closed)
+
+    def _heard(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "failed":
+            self._fails(message["text"], bool(message["late"]), tell=False)
+        elif kind == "late":
+            self._answer(message)
+        elif kind == "left":
+            self._left.append(str(message["text"]))
+        elif kind == "behind":
+            self._behind.append(message)
+
+    def _fails(self, text: str, late: bool, *, tell: bool = True, wake: bool = True) -> None:
+        with self._first:
+            if self.failure is not None or self._ended:
+                return
+            self.late = late
+            self.failure = text = text[:_LONGEST]
+            if tell:
+                self._links.tell({"kind": "failed", "text": text, "late": late})
+            if wake:  # which takes NCCL some time, while the links go on
+                self._waking = threading.Thread(target=self._wakes, daemon=True)
+                self._waking.start()
+        self._learnt.set()
+
+    def _wakes(self) -> None:
+        try:
+            self._wake()
+        except Exception as error:
+            _log.warning("rank %d: after %s: %s", self._rank, self.failure, error)
+
+    def _look(self) -> None:
+        """Asks the backends whether something went wrong that the links do not tell."""
+        if self.failure is not None:
+            return
+        if self._asked_at is not None:
+            if time.monotonic() - self._asked_at > _ANSWER_SECONDS:
+                self._conclude()
+            return
+        for each in self._communicators:
+            error = each.error()
+            if not error:
+                continue
+            self._asked_at = time.monotonic()
+            self._lost_on = each
+            if error == "timeout":
+                question = {"group": each.name, "ranks": list(each.ranks), "calls": each.calls()}
+                self._waiting.add(self._rank)
+                self._links.tell({"kind": "late", **question})
+            return
+
+    def _answer(self, late: Message) -> None:
+        """Says so if this rank has not come to a call that another has waited for too long."""
+        self._waiting.add(int(late["by"]))
+        for each in self._communicators:
+            if each.name == late["group"] and list(each.ranks) == late["ranks"]:
+                if each.calls() < late["calls"]:
+                    behind = {
+                        "kind": "behind", "rank": self._rank, "where": where_is(self._main),
+                        "call": f"call {late['calls']} on {each.name}", "for": late["by"],
+                    }  # fmt: skip
+                    self._behind.append(behind)
+                    self._links.tell(behind)
+                return
+
+    def _conclude(self) -> None:
+        """What a backend's own error means, with what the others have said to it."""
+        assert self._lost_on is not None
+        name, late = self._lost_on.name, self._rank in self._waiting
+        if self._left:
+            text, late = self._left[0], False
+        elif not late:
+            text = f"a member of {name} is gone: rank {self._rank} has lost its connection"
+        elif self._behind:
+            text = who_is_behind(self._behind, self._waiting, self._timeout)
+        else:
+            text = (
+                f"call {self._lost_on.calls()} on {name}, for which rank {self._rank} has waited "
+                f"{self._timeout:.3g} s, did not end, though every member has made as many calls "
+                "on it: one of them has made another call, or waits in another group; "
+                "COMMGRID_TRACE=1 tells"
+            )
+        self._fails(text, late)
+
+
+def who_is_behind(answers: Sequence[Message], waiting: Collection[int], seconds: float) -> str:
+    """Whom the others wait for, of all who have not come to some call.
+
+    Args:
+        answers: who has not come (`rank`), to what (`call`), which who waits for (`for`), and where
+            the one that has not come is (`where`).
+        waiting: those who wait for some call themselves.
+        seconds: how long they have.
+
+    Example:
+        >>> answers = [
+        ...     {"rank": 2, "call": "call 4 on dp", "for": 0, "where": "at a.py:7 in f"},
+        ...     {"rank": 3, "call": "call 4 on dp", "for": 1, "where": "at train.py:5 in step"},
+        ... ]
+        >>> print(who_is_behind(answers, {0, 1, 3}, 30))
+        rank 2 has not come to call 4 on dp, for which rank 0 has waited 30 s; it is at a.py:7 in f
+    """
+    causes = [each for each in answers if each["rank"] not in waiting]
+    if causes:
+        first = min(causes, key=lambda each: (each["for"], each["rank"]))
+        behind = {each["rank"]: each["where"] for each in causes if each["for"] == first["for"]}
+        verb = "have" if len(behind) > 1 else "has"
+        where = "; ".join(
+            f"{f'rank {rank}' if len(behind) > 1 else 'it'} is {where}"
+            for rank, where in sorted(behind.items())[:_NAMED]
+        )
+        return (
+            f"{describe_ranks(behind)} {verb} not come to {first['call']}, for which rank "
+            f"{first['for']} has waited {seconds:.3g} s; {where}"
+        )
+    each_other = "; ".join(
+        f"rank {each['for']} in {each['call']} for rank {each['rank']}, which is {each['where']}"
+        for each in sorted(answers, key=lambda each: (each["for"], each["rank"]))[:_NAMED]
+    )
+    return f"ranks have waited {seconds:.3g} s for each other: {each_other}"
+
+
+def where_is(thread: int | None) -> str:
+    """Where a thread of this process is: its innermost line outside torch, commgrid and Python.
+
+    Args:
+        thread: its `ident`.
+    """
+    frame = innermost = sys._current_frames().get(thread or 0)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "not in its main thread"
+    code = frame.f_code
+    return f"at {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+
+
+def _is_library(file: str) -> bool:
+    if file.startswith((*_LIBRARIES, "<frozen")):
+        return True
+    return file.startswith(_STANDARD) and "-packages" not in file
+
+
+_LIBRARIES = tuple(f"{Path(each).parent}{os.sep}" for each in (torch.__file__, commgrid.__file__))
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"

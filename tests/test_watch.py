@@ -1,0 +1,234 @@
+"""A watched grid: whoever waits for a rank that is gone or stopped is told which, and goes on."""
+
+from __future__ import annotations
+
+import socket
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import commgrid
+from commgrid.runtime.links import Links, neighbours_of
+from commgrid.runtime.watch import Watch
+from tests.ranks import run_on_ranks
+from tests.watched import EXPECTED, check, what_survivors_see
+
+
+@pytest.mark.parametrize("how", EXPECTED)
+def test_a_rank_that_fails_is_named_by_all_who_go_on(how: str, tmp_path: Path) -> None:
+    timeout = 4.0 if how == "stopped" else 100.0
+    check(how, what_survivors_see(how, timeout, tmp_path, cuda=False))
+
+
+def test_every_rank_is_reached_in_few_steps() -> None:
+    for count in (1, 2, 3, 7, 8, 100, 1024):
+        linked: dict[int, set[int]] = {place: set() for place in range(count)}
+        for place in range(count):
+            for other in neighbours_of(place, count):
+                assert other != place
+                linked[place].add(other)
+                linked[other].add(place)
+        assert max(map(len, linked.values())) <= 2 * count.bit_length()
+        reached, steps = {0}, 0
+        while len(reached) < count:
+            reached |= {other for place in reached for other in linked[place]}
+            steps += 1
+        assert steps <= count.bit_length() // 2 + 1
+
+
+def cycles() -> tuple[list[str], int]:
+    """What is left in the store, and how many threads, after grids have come and gone."""
+    import threading
+
+    commgrid.join()
+    for _ in range(5):
+        commgrid.initialize(tp=2, watch=True, connect="none")
+        commgrid.destroy()
+    store = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    dist.barrier()
+    left = [key for key in store.list_keys() if "/watch/" in key]
+    dist.barrier()
+    return left, sum("commgrid links" in each.name for each in threading.enumerate())
+
+
+def test_nothing_is_left_and_leaving_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    for left, threads in run_on_ranks(cycles, 4, init=None, launcher="torchrun"):
+        assert (left, threads) == ([], 0)
+    assert "gone" not in capfd.readouterr().err
+
+
+def different(rank: int) -> str:
+    commgrid.join()
+    try:
+        commgrid.initialize(watch=rank == 0, startup_timeout=20)
+    except commgrid.GridMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_are_watched_or_none() -> None:
+    ranks = run_on_ranks(different, 2, init=None, launcher="torchrun", per_rank=[(0,), (1,)])
+    assert all("watch" in said for said in ranks), ranks
+
+
+class Counted:
+    """A store in this process that counts calls."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.calls = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.calls += 1
+        self.kept[key] = value.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls += 1
+        return [self.kept[key] for key in keys]
+
+    def delete_key(self, key: str) -> bool:
+        self.calls += 1
+        return self.kept.pop(key, None) is not None
+
+
+class Group:
+    """A communicator that this test says has waited too long, or not."""
+
+    def __init__(self, name: str, ranks: list[int], calls: int, error: str) -> None:
+        self.name, self.ranks = name, ranks
+        self._calls, self._error = calls, error
+
+    def calls(self) -> int:
+        return self._calls
+
+    def error(self) -> str:
+        return self._error
+
+
+def watches(count: int, groups: dict[int, list[Group]]) -> tuple[Counted, list[Watch]]:
+    store = Counted()
+    made = [
+        Watch(
+            store,  # type: ignore[arg-type]  # as much of it as a watch uses
+            "grid", rank, range(count), timeout=30.0, address="127.0.0.1",
+            communicators=groups.get(rank, []), wake=lambda: None,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    for each in made:
+        each.connect()
+    for each in made:
+        each.forget_addresses()
+    return store, made
+
+
+def test_all_hear_of_a_loss_and_the_store_is_asked_three_times() -> None:
+    store, made = watches(50, {})
+    assert (store.calls, store.kept) == (3 * 50, {})
+    made[17]._links._say_goodbye = lambda: None  # type: ignore[method-assign]
+    made[17].close()
+    others = [each for rank, each in enumerate(made) if rank != 17]
+    for each in others:
+        assert each.read(60) == "rank 17 is gone: its process has ended"
+        assert not each.late
+    assert store.calls == 3 * 50
+    for each in others:
+        each.close()
+
+
+def test_who_waits_for_another_group_is_not_to_blame() -> None:
+    groups = {  # rank 3 waits for 2 in tp, and 1 for 3 in dp: 2 has gone elsewhere
+        1: [Group("dp", [1, 3], 4, "timeout")],
+        2: [Group("dp", [0, 2], 4, ""), Group("tp", [2, 3], 6, "")],
+        3: [Group("tp", [2, 3], 7, "timeout"), Group("dp", [1, 3], 3, "")],
+    }
+    _, made = watches(4, groups)
+    for each in made:
+        said = each.read(60)
+        assert said is not None
+        assert "rank 2 has not come to call 7 on tp, for which rank 3 has waited 30 s" in said
+        assert "test_watch.py" in said
+        assert each.late
+    for each in made:
+        each.close()
+
+
+def test_ranks_that_wait_for_each_other_are_both_named() -> None:
+    groups = {
+        0: [Group("tp", [0, 1], 5, "timeout"), Group("dp", [0, 1], 3, "")],
+        1: [Group("tp", [0, 1], 4, ""), Group("dp", [0, 1], 4, "timeout")],
+    }
+    _, made = watches(2, groups)
+    for each in made:
+        said = each.read(60)
+        assert said is not None
+        assert "ranks have waited 30 s for each other: rank 0 in call 5 on tp for rank 1" in said
+        assert "rank 1 in call 4 on dp for rank 0" in said
+    for each in made:
+        each.close()
+
+
+class Two:
+    """Two linked processes in one, and what each of them hears and misses."""
+
+    def __init__(self, silent_after: float = 60.0) -> None:
+        self.heard: list[tuple[int, Any]] = []
+        self.lost: list[tuple[int, int, bool]] = []
+        self.links = [
+            Links(
+                me, range(2), "secret", "127.0.0.1", silent_after,
+                hear=partial(self._hear, me), lost=partial(self._lose, me),
+                look=lambda: None,
+            )
+            for me in range(2)
+        ]  # fmt: skip
+        for me, links in enumerate(self.links):
+            links.connect({1 - me: self.links[1 - me].address})
+
+    def _hear(self, me: int, message: dict[str, Any]) -> None:
+        self.heard.append((me, message["text"]))
+
+    def _lose(self, me: int, rank: int, closed: bool) -> None:
+        self.lost.append((me, rank, closed))
+
+    def until(self, found: Any) -> None:
+        end = time.monotonic() + 30
+        while not found():
+            assert time.monotonic() < end, (self.heard, self.lost)
+            time.sleep(0.01)
+
+
+def test_what_one_tells_the_other_hears_once() -> None:
+    two = Two()
+    two.links[0].tell({"kind": "failed", "text": "ä" * 10_000})
+    two.links[0].tell({"kind": "failed", "text": "second"})
+    two.until(lambda: len(two.heard) == 2)
+    time.sleep(0.1)  # both of their two connections carry it
+    assert two.heard == [(1, "ä" * 10_000), (1, "second")]
+    for each in two.links:
+        each.close()
+        each.close()
+    assert two.lost == []
+
+
+def test_strangers_are_not_heard() -> None:
+    two = Two()
+    host, port = two.links[0].address.split()
+    for said in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"kind": "hello", "secret": "x", "by": 1}\n',
+        b"[]\n",
+    ):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(said)
+            stranger.settimeout(30)
+            assert stranger.recv(10) == b""  # it is sent away
+    for each in two.links:
+        each.close()
+    assert (two.heard, two.lost) == ([], [])
