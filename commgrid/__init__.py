@@ -36,6 +36,7 @@ from commgrid.version import VERSION
 if TYPE_CHECKING:
     from commgrid.observe import trace, verify
     from commgrid.recovery import recover
+    from commgrid.runtime.audited import audit_sizes
     from commgrid.runtime.grid import HyperCommGrid
     from commgrid.runtime.inquiry import diagnose
     from commgrid.runtime.rebuild import rebuild
@@ -80,6 +81,7 @@ __all__ = [
     "SpecError",
     "TransferError",
     "UnknownGroupError",
+    "audit_sizes",
     "destroy",
     "diagnose",
     "get_grid",
@@ -101,6 +103,7 @@ __all__ = [
 # These import torch, which planning on a laptop does not need; they load when first asked for.
 _LIVE = {
     "HyperCommGrid": "commgrid.runtime.grid",
+    "audit_sizes": "commgrid.runtime.audited",
     "destroy": "commgrid.runtime.registry",
     "diagnose": "commgrid.runtime.inquiry",
     "get_grid": "commgrid.runtime.registry",

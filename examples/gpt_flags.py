@@ -21,6 +21,8 @@ from gpt_values import above_zero, count, inner_share, not_negative, positive, p
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 PROMPT = "The "
+AXES = ("tp", "dp", "pp", "cp", "ep", "etp")
+"""The flags that are sizes of the grid, which `commgrid audit` gives in their place."""
 Add = Callable[..., Any]
 """argparse's add_argument."""
 
@@ -89,6 +91,7 @@ def parse(
         check_together(flags, parser, begin)
         fill_in(flags)
 
+    vars(args).update(commgrid.audit_sizes(**{axis: getattr(args, axis) for axis in AXES}))
     args.switches = read_switches(args, parser, finish)
     if own:
         begin = f"--generate {args.generate}: "

@@ -152,9 +152,10 @@ def _positions(collection: Any) -> dict[str, int]:
 
 def batches(args: argparse.Namespace, step: int, data_rank: int) -> Iterator[torch.Tensor]:
     """The microbatches of a step, (2, LENGTH + 1) tokens each, others on every dp rank."""
-    generator = torch.Generator().manual_seed(args.seed + 1000 * step + data_rank)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for _ in range(args.microbatches):
+    first = data_rank * args.microbatches
+    for number in range(first, first + args.microbatches):
+        generator = torch.Generator().manual_seed(args.seed + 1000 * step + number)
         tokens = [torch.randint(VOCABULARY, (2,), generator=generator)]
         for _ in range(LENGTH):
             tokens.append((3 * tokens[-1] + 1) % VOCABULARY)
@@ -247,7 +248,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=5, help="optimizer steps (default 5)")
     add("--seed", type=int, default=0, help="of weights and tokens (default 0)")
     add("--metrics", metavar="FILE", help="write a JSON line a step: step, loss")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    sizes = {axis: getattr(args, axis) for axis in ("tp", "pp", "ep", "etp")}
+    vars(args).update(commgrid.audit_sizes(**sizes))  # <- commgrid: while `commgrid audit` runs
+    return args
 
 
 # -- megatron-core without CUDA ---------------------------------------------------------

@@ -14,6 +14,7 @@ import commgrid
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.ranks import as_index
 from commgrid.planning.spec import DEFAULT_SHARE
+from commgrid.runtime.audited import audit_sizes
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.seconds import Seconds
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
@@ -106,7 +107,7 @@ def initialize_model_parallel(
             what Megatron asserts does not hold (an AssertionError, as Megatron's).
         SpecError, GridMismatchError, PeerTimeoutError: see `commgrid.initialize`.
     """
-    given = dict(locals())
+    given = _audited(dict(locals()))
     sizes = check_sizes(given)
     _check_free(name)
     virtual = virtual_pipeline_model_parallel_size
@@ -132,6 +133,19 @@ def initialize_model_parallel(
             state.values[variable] = [grid.get_ranks("pp")[i] for i in positions]
     STORE.add(STORE.keep(state))
     return grid
+
+
+_SIZES = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size", "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}  # fmt: skip
+
+
+def _audited(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with an audit's sizes where one runs."""
+    sizes = audit_sizes(**{axis: given[name] for axis, name in _SIZES.items()})
+    return {**given, **{name: sizes[axis] for axis, name in _SIZES.items()}}
 
 
 DEFAULTS = {

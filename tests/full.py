@@ -25,6 +25,22 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/test_rebuild.py": ["test_the_store_goes_twice", "test_what_is_refused"],
     "tests/observe/test_planted_causes.py": ["test_every_planted_cause_is_named"],
     "tests/test_bench.py": ["test_it_runs_under_torchrun"],
+    "tests/observe/test_audit.py": [
+        "test_a_group_that_was_the_wrong_one_is_named_with_its_line",
+        "test_a_program_on_dtensors_alone[False]",
+        "test_the_command_ends_programs_and_says_what_parts",
+        "test_a_program_that_fails_is_2_with_its_last_lines",
+        "test_a_program_that_hangs_is_killed_with_all_its_ranks",
+    ],
+    "tests/observe/test_audit_bugs.py": [
+        "test_a_bug_in_train_gpt_is_named[*]",
+        "test_a_bug_in_a_megatron_gpt_is_named[*]",
+    ],
+    "tests/observe/test_audit_layouts.py": [
+        "test_train_gpt_parts_nowhere[*]",
+        "test_a_megatron_gpt_parts_nowhere[*]",
+        "test_what_was_not_reached_is_not_compared",
+    ],
     "tests/test_first_use.py": [
         "test_a_peer_that_never_talks_is_an_error_within_the_timeout[recv-*]",
         "test_a_peer_that_never_talks_is_an_error_within_the_timeout[broadcast-*]",

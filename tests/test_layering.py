@@ -64,6 +64,7 @@ ROWS = [
     ["context_parallel.length_plan"],
     ["context_parallel.lengths"],
     ["planning"],
+    ["planning.audited"],
     ["viz.figure", "viz.view", "viz.json_lines"],
     ["viz.grid_picture", "viz.schedule_picture", "viz.curves_picture", "viz.page"],
     [
@@ -75,6 +76,7 @@ ROWS = [
     ],
     ["viz.live"],
     ["viz"],
+    ["runtime.audited"],
     ["runtime.patient", "runtime.whereabouts"],
     ["runtime.launch", "runtime.roll", "runtime.torch_nccl", "runtime.seconds", "runtime.links"],
     ["runtime.torch_all_to_all", "runtime.torch_calls"],
@@ -154,6 +156,18 @@ ROWS = [
     ["expert.dispatch", "expert.shared"],
     ["expert.layer"],
     ["expert"],
+    [
+        "observe.audit.findings",
+        "observe.audit.held",
+        "observe.audit.launching",
+        "observe.audit.records",
+        "observe.audit.reductions",
+    ],
+    ["observe.audit.joined", "observe.audit.observer"],
+    ["observe.audit.forward", "observe.audit.gradients", "observe.audit.child"],
+    ["observe.audit.compare"],
+    ["observe.audit.auditing"],
+    ["observe.audit"],
     ["observe.trace", "observe.bench"],
     ["observe"],
     ["cli.terminal"],
@@ -167,6 +181,7 @@ ROWS = [
         "cli.check",
         "cli.show",
         "cli.trace",
+        "cli.audit",
         "cli.diagnose",
         "cli.verify",
         "cli.bench",
@@ -174,7 +189,7 @@ ROWS = [
     ["cli"],
     ["__main__"],
 ]
-PURE = 34  # rows that import neither torch nor anything below them
+PURE = 35  # rows that import neither torch nor anything below them
 DOOR = ("torch_world.py", "torch_groups.py")
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

@@ -13,7 +13,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from commgrid.cli import bench, check, diagnose, diff, explain, plan, presets, show, trace, verify
+from commgrid.cli import (
+    audit,
+    bench,
+    check,
+    diagnose,
+    diff,
+    explain,
+    plan,
+    presets,
+    show,
+    trace,
+    verify,
+)
 from commgrid.cli.output import guarded
 from commgrid.cli.terminal import RED, has_colour, paint
 from commgrid.errors import CommGridError
@@ -23,7 +35,7 @@ from commgrid.version import VERSION
 _COMMANDS = {
     "plan": plan, "explain": explain, "check": check, "show": show, "presets": presets,
     "diff": diff, "bench": bench, "trace": trace, "diagnose": diagnose,
-    "verify": verify,
+    "verify": verify, "audit": audit,
 }  # fmt: skip
 
 
@@ -44,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser, commands = _parsers()
     _complete(parser)
-    args, unknown = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    rest: list[str] = []
+    if words[:1] == ["audit"] and "--" in words:  # what follows is another program's
+        words, rest = words[: words.index("--")], words[words.index("--") + 1 :]
+    args, unknown = parser.parse_known_args(words)
+    args.rest = rest
     if unknown:
         _refuse(commands[args.command], unknown)
     try:

@@ -20,6 +20,7 @@ from commgrid.errors import (
     PeerTimeoutError,
     SpecError,
 )
+from commgrid.planning.audited import spec_over
 from commgrid.planning.constraints import BY_RANK
 from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
@@ -27,6 +28,7 @@ from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.runtime import inquiry, recorder, torch_standby, torch_world
 from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.audited import audit_sizes, audited_grid
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.patient import PatientStore
@@ -348,12 +350,16 @@ def initialize(
             f"{axis}={axes[axis]!r}: neither an argument of initialize nor an axis of "
             f"order={order!r}{nearest(axis, _ARGUMENTS)}"
         )
+    audited = audited_grid() if name == "default" else None
     if preset is not None:
         spec = _from_preset(preset, config, sizes, rest, ranks)
     elif config is None:
+        sizes = sizes if audited is None else _audited(sizes)
         spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
     else:
         spec = _from_config(config, {**sizes, **rest}, ranks)
+    if audited is not None and (preset is not None or config is not None):
+        spec = spec_over(audited, spec)
     with _registry.reserved(name):
         if not torch_world.is_initialized():
             _check_fit(spec)
@@ -385,6 +391,14 @@ def initialize(
         recorder.follow(trace, grid.rank, grid.members_of_communicators())
         inquiry.follow()
     return grid
+
+
+def _audited(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """An audit's sizes in place of a program's; dp's two parts make up its dp."""
+    found = audit_sizes(**sizes)
+    if "dp_shard" in sizes or "dp_replicate" in sizes:
+        found.update(dp=-1, dp_shard=-1, dp_replicate=sizes.get("dp_replicate", 1))
+    return found
 
 
 def _check_fit(spec: GridSpec) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from commgrid import cli
-from commgrid.cli.output import JSON_VERSION
+from commgrid.cli.output import JSON_VERSION, as_json
+from commgrid.observe.audit.auditing import Audit
+from commgrid.observe.audit.findings import Comparison, Finding
 from commgrid.transfer.traffic import Traffic
 from tests.docs.pages import DOCS, ROOT
 from tests.ranks import run_on_ranks
@@ -143,6 +145,15 @@ def schema(which: str) -> dict[str, str]:
 )  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:
     holds(which, printed(which, tmp_path))
+
+
+def test_json_of_audit_is_as_the_page_says() -> None:
+    finding = Finding(
+        "dp=2", 1, "gradient", "a", "not reduced", ("dp",), 0.5, "b", (("c", "d", "e"),)
+    )
+    found = Comparison("dp=2", 1, {"weights": 3}, (finding,), 0.0, ("a note",), 1e-9)
+    made = Audit("train.py", "float64", (found,)).as_dict()
+    holds("audit", json.loads(as_json(made)))
 
 
 def test_json_of_check_is_as_the_page_says(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""`commgrid audit`: a training script on several grids, and where they part."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from commgrid.cli.grid_options import new_command
+from commgrid.cli.output import give
+from commgrid.errors import SpecError
+from commgrid.planning.audited import AuditedGrid
+
+_EXAMPLES = """examples:
+  commgrid audit train.py --grids "dp=1" "tp=2" "dp=2" "pp=2" -- --layers 2 --steps 3
+  commgrid audit train.py --grids "dp=1" "tp=2 --sequence-parallel" -- --dtype fp64
+  commgrid audit pretrain.py --same-weights --grids "tp=1" "tp=2 --tensor-model-parallel-size 2"
+
+Everything after -- is the script's; so is what follows a grid's sizes, on that grid alone. Each
+grid is a torchrun of as many ranks as its sizes make; commgrid.initialize takes the sizes instead
+of its own. Take a small model, fp64, no dropout. Exit status: 0 if no grid parts from the first, 1
+if one does, 2 if the script fails or an argument is wrong.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "audit",
+        summary="run a training script on several grids, and say where they part",
+        description="Runs a training script, unchanged, on several grids, and compares losses, "
+        "weights, gradients and buffers step by step.",
+        examples=_EXAMPLES,
+        run=run,
+    )
+    add = parser.add_argument
+    add("script", type=Path, metavar="SCRIPT", help="the program, as torchrun would be given it")
+    add(
+        "--grids", nargs="+", required=True, metavar="GRID",
+        help="sizes as 'tp=2 dp=2', and the script's flags for this grid; the first is the "
+        "reference",
+    )  # fmt: skip
+    add("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
+    add(
+        "--tolerance", type=float, metavar="X",
+        help="relative, of norms (default 1e-9 for fp64 weights, 1e-4 for fp32)",
+    )  # fmt: skip
+    add(
+        "--same-weights", action="store_true",
+        help="begin with the first grid's weights, where the script draws others on other grids",
+    )  # fmt: skip
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds a grid (default 600)")
+    add("--keep", type=Path, metavar="DIR", help="leave all that was seen there")
+
+
+def run(args: argparse.Namespace) -> int:
+    for flag, value in (("--steps", args.steps), ("--timeout", args.timeout)):
+        if value <= 0:
+            raise SpecError(f"{flag} {value}: expected above 0")
+    if args.tolerance is not None and not 0 < args.tolerance < 1:
+        raise SpecError(f"--tolerance {args.tolerance}: expected between 0 and 1")
+    grids = [AuditedGrid.parse(text) for text in args.grids]
+    from commgrid.observe.audit.auditing import audit
+
+    found = audit(
+        args.script, grids, args.rest, steps=args.steps, tolerance=args.tolerance,
+        timeout=args.timeout, same_weights=args.same_weights, keep=args.keep,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    give(args, found.as_dict, lambda: found.text)
+    return 1 if found.parts else 0

@@ -1,0 +1,130 @@
+"""An audit from its start to what it says: a program on several grids, compared with the first."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.observe.audit.compare import Seen, compare
+from commgrid.observe.audit.findings import Comparison, Finding
+from commgrid.observe.audit.launching import run_on_grid
+from commgrid.planning.audited import AuditedGrid
+
+_SHOWN = 8
+_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit has found.
+
+    Args:
+        script: the program.
+        dtype: of most of its weights.
+        comparisons: the first grid's with itself, and of every other with it.
+    """
+
+    script: str
+    dtype: str
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def parts(self) -> bool:
+        """Whether any grid does."""
+        return any(each.parts for each in self.comparisons)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "script": self.script, "dtype": self.dtype, "parts": self.parts,
+            "grids": [each.as_dict() for each in self.comparisons],
+        }  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """A paragraph for each grid."""
+        reference = self.comparisons[0]
+        lines = [
+            f"{self.script}: {len(self.comparisons)} grids of {self.dtype} weights, tolerance "
+            f"{reference.tolerance:g}, beside {reference.grid}"
+        ]
+        for each in self.comparisons:
+            lines += ["", *_paragraph(each, is_reference=each is reference)]
+        if self.dtype not in ("", "float64"):
+            lines += ["", f"in {self.dtype} rounding hides small faults; fp64 would show more"]
+        return "\n".join(lines)
+
+
+def _paragraph(comparison: Comparison, *, is_reference: bool) -> list[str]:
+    counted = ", ".join(f"{n:,} {what}" for what, n in comparison.compared.items())
+    if not comparison.parts:
+        copies = "its copies agree" if is_reference else "does not part"
+        said = f"{copies} in {comparison.steps} steps; at most {comparison.largest:.1e}"
+        lines = [f"{comparison.grid}: {said}", f"    compared {counted}"]
+    else:
+        lines = [f"{comparison.grid}: PARTS"]
+        alike: dict[tuple[str, ...], list[Finding]] = {}
+        for finding in comparison.findings:
+            key = (finding.what, finding.kind, *finding.axes)
+            alike.setdefault(key, []).append(finding)
+        for same in list(alike.values())[:_SHOWN]:
+            lines += [f"  {line}" for line in same[0].text.splitlines()]
+            if len(same) > 1:
+                others = ", ".join(each.name for each in same[1:_NAMED])
+                more = "" if len(same) <= _NAMED else ", …"
+                lines.append(f"      and {len(same) - 1} more like it: {others}{more}")
+    return [*lines, *(f"    note: {note}" for note in comparison.notes[:_SHOWN])]
+
+
+def audit(
+    script: Path,
+    grids: Sequence[AuditedGrid],
+    flags: Sequence[str] = (),
+    *,
+    steps: int = 3,
+    tolerance: float | None = None,
+    timeout: float = 600.0,
+    same_weights: bool = False,
+    keep: Path | None = None,
+    tell: Callable[[str], object] = lambda _: None,
+) -> Audit:
+    """Runs a program on several grids, one after the other, and compares what it computes.
+
+    Args:
+        script: the program, which stays as it is.
+        grids: the first is what the others are compared with.
+        flags: of the program, on every grid.
+        steps: of the optimizer.
+        tolerance: relative, of norms; None: 1e-9 for fp64 weights, 1e-4 for fp32 ones.
+        timeout: seconds for each grid.
+        same_weights: all begin with the weights of the first, as programs need that draw others
+            on other grids.
+        keep: a folder that is left with all that was seen; None: nothing is.
+        tell: is told which grid runs.
+
+    Raises:
+        SpecError: there is no such program, or the folder holds something.
+        CommGridError: the program failed on a grid.
+    """
+    if not script.is_file():
+        raise SpecError(f"{script}: there is no such program")
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise SpecError(f"--keep {keep}: it is not empty; give a new folder")
+    with tempfile.TemporaryDirectory(prefix="commgrid-audit-") as temporary:
+        folder = (keep or Path(temporary)).absolute()
+        found: list[Comparison] = []
+        first: Seen | None = None
+        for index, grid in enumerate(grids):
+            tell(f"{index + 1}/{len(grids)} {grid.text}: {grid.world_size} ranks")
+            own = folder / f"grid_{index}"
+            begin = first.folder if first is not None and same_weights else None
+            run_on_grid(grid, script, flags, own, steps=steps, timeout=timeout, beginning=begin)
+            seen = Seen(grid.text, own)
+            first = first or seen
+            found.append(compare(first, seen, tolerance))
+        assert first is not None
+        return Audit(script.name, first.dtype, tuple(found))

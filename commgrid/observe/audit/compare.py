@@ -1,0 +1,365 @@
+"""Compares what one grid has computed with what a reference has, step by step."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from commgrid.observe.audit.findings import Comparison, Finding
+from commgrid.observe.audit.forward import Forward
+from commgrid.observe.audit.gradients import Case
+from commgrid.observe.audit.joined import Joined, Ranks, join, ratio, relative, shape_of
+from commgrid.observe.audit.records import (
+    About,
+    Chunks,
+    StepRecord,
+    read_about,
+    read_step,
+    thin_shape,
+)
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
+"""By the dtype of most weights, relative."""
+_ROUGH = 2e-2
+_FLOOR = {"float64": 1e-6}  # of an element's usual size: what is smaller is rounding
+_ROUGH_FLOOR = 1e-2
+
+
+@dataclass
+class Seen:
+    """What was written of one grid.
+
+    Args:
+        grid: as it was typed.
+        folder: where.
+    """
+
+    grid: str
+    folder: Path
+    about: list[About] = field(init=False)
+    ranks: Ranks = field(init=False)
+    parameters: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.about = read_about(self.folder)
+        self.ranks = Ranks(self.about)
+        self.parameters = {k: v for each in self.about for k, v in each.parameters.items()}
+
+    @property
+    def steps(self) -> int:
+        """That all ranks that took part have finished."""
+        return min(each.steps for each in self.about)
+
+    @property
+    def dtype(self) -> str:
+        """Of most weights."""
+        return self.about[0].dtype
+
+
+def compare(reference: Seen, other: Seen, tolerance: float | None = None) -> Comparison:
+    """Where one grid parts from another, or from itself.
+
+    Args:
+        reference: what is taken for right.
+        other: the grid that is looked at; the reference itself, for its copies alone.
+        tolerance: relative; None: `TOLERANCES` by dtype.
+    """
+    limit = tolerance or TOLERANCES.get(other.dtype, _ROUGH)
+    work = _Work(reference, other, limit)
+    steps = min(reference.steps, other.steps)
+    findings: list[Finding] = list(work.begins())
+    step = 0
+    while not findings and step < steps:
+        step += 1
+        findings = list(work.step(step))
+    notes = dict.fromkeys(note for each in other.about for note in each.notes)
+    return Comparison(
+        other.grid, step, work.compared, tuple(findings), work.largest, tuple(notes), limit
+    )
+
+
+class _Work:
+    """One grid beside the reference."""
+
+    def __init__(self, reference: Seen, other: Seen, tolerance: float) -> None:
+        self.reference, self.other, self.tolerance = reference, other, tolerance
+        self.compared: dict[str, int] = {}
+        self.largest = 0.0
+        share = _FLOOR.get(other.dtype, _ROUGH_FLOOR)
+        self._share = share
+        self._noisy: dict[str, Any] = {}  # elements whose gradients were rounding alone
+
+    def begins(self) -> Iterator[Finding]:
+        """Weights and buffers before the first step."""
+        theirs, mine = read_step(self.reference.folder, 0), read_step(self.other.folder, 0)
+        yield from self._weights(0, theirs, mine, "seed")
+        yield from self._buffers(0, theirs, mine)
+
+    def step(self, step: int) -> Iterator[Finding]:
+        """All of one step: what parts first is told with what it looks like."""
+        theirs, mine = read_step(self.reference.folder, step), read_step(self.other.folder, step)
+        losses = [*self._losses(step, theirs, mine)]
+        hard = [*losses, *self._gradients(step, theirs, mine)]
+        hard = hard or [*self._weights(step, theirs, mine, "update")]
+        hard = hard or [*self._buffers(step, theirs, mine)]
+        forward = Forward(self.other.grid, step, self.other.ranks, theirs, mine, self.tolerance)
+        soft = [*forward.drops(has_parted=bool(hard))]
+        if hard:
+            soft = soft or [*forward.inputs()]
+            has_losses = "losses" in self.compared
+            soft = soft or ([*forward.modules()] if losses or not has_losses else [])
+        yield from [*soft, *hard]
+
+    # -- tensors ------------------------------------------------------------------------
+
+    def _weights(
+        self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord], kind: str
+    ) -> Iterator[Finding]:
+        wanted, found = self._all("weights", theirs, self.reference), self._all("weights", mine)
+        floor = self._share * _usual(wanted.values())
+        for name, joined in found.items():
+            if name not in wanted:
+                continue
+            self._count("weights")
+            region = self.other.parameters[name][1]
+            if joined.apart:
+                axes = self.other.ranks.axes_between(joined.apart, region)
+                said = f"ranks {_pairs(joined)} have different copies"
+                yield self._finding(step, "weight", name, "copies" if step else kind, axes,
+                                    max(joined.apart.values()), said)  # fmt: skip
+                continue
+            if name in self._noisy:  # an optimizer such as Adam makes whole updates of them
+                joined.full[self._noisy[name]] = wanted[name].full[self._noisy[name]]
+            yield from self._full(step, "weight", name, kind, wanted[name], joined, floor)
+
+    def _full(
+        self, step: int, what: str, name: str, kind: str, wanted: Joined, joined: Joined,
+        floor: float,
+    ) -> Iterator[Finding]:  # fmt: skip
+        lacking = int((wanted.has & ~joined.has).sum())
+        if lacking:
+            said = f"{lacking} of {wanted.full.numel()} elements are on no rank"
+            yield self._finding(step, what, name, "missing", (), 1.0, said)
+            return
+        difference = relative(joined.full, wanted.full, floor)
+        if difference > self.tolerance:
+            said = f"differs from {self.reference.grid}'s by {difference:.2g}"
+            axes = self.other.ranks.axes(self.other.parameters[name][1])
+            yield self._finding(step, what, name, kind, axes, difference, said)
+        else:
+            self.largest = max(self.largest, difference)
+
+    def _gradients(
+        self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
+    ) -> Iterator[Finding]:
+        wanted, found = self._all("after", theirs, self.reference), self._all("after", mine)
+        floor = self._share * _usual(wanted.values())
+        factors = {
+            name: ratio(joined.full, wanted[name].full, self.tolerance)
+            for name, joined in found.items()
+            if name in wanted and not joined.apart and float(wanted[name].full.norm()) > floor
+        }
+        known = sorted(factor for factor in factors.values() if factor is not None)
+        common = median_low(known) if known else 1.0
+        arrived = dict.fromkeys(n for each in theirs.values() for n in each.arrived)
+        culprits: list[Finding] = []
+        for name in dict.fromkeys((*arrived, *wanted)):
+            if name not in wanted:
+                continue
+            if name not in found:
+                culprits.append(self._finding(step, "gradient", name, "missing", (), 1.0,
+                                              "no rank's optimizer is given one"))  # fmt: skip
+                continue
+            self._count("gradients")
+            joined = found[name]
+            noisy = wanted[name].full.abs() <= floor
+            self._noisy[name] = noisy | self._noisy.get(name, noisy)
+            difference = relative(joined.full / common, wanted[name].full, floor)
+            if not joined.apart and difference <= self.tolerance:
+                self.largest = max(self.largest, difference)
+                continue
+            culprits.append(self._culprit(step, name, joined, wanted[name], mine, common, floor))
+        yield from culprits
+        if abs(common - 1) > self.tolerance and not culprits:  # else a clip's, of a wrong norm
+            yield self._all_scaled(step, common, mine)
+
+    def _culprit(
+        self, step: int, name: str, joined: Joined, wanted: Joined,
+        mine: Mapping[int, StepRecord], common: float, floor: float,
+    ) -> Finding:  # fmt: skip
+        region = self.other.parameters[name][1]
+        reduced = {rank: each.reduced.get(name, []) for rank, each in mine.items()}
+        before = {rank: each.before[name] for rank, each in mine.items() if name in each.before}
+        case = Case(
+            joined, before, wanted, self.other.ranks, region, self.tolerance, common, floor,
+            reduced, _beside(name, mine),
+        )  # fmt: skip
+        verdict = case.judge()
+        difference = max([relative(joined.full, wanted.full, floor), *joined.apart.values()])
+        calls = [call for seen in reduced.values() for call in seen]
+        return self._finding(
+            step, "gradient", name, verdict.kind, verdict.axes, difference, verdict.words, calls
+        )
+
+    def _all_scaled(self, step: int, common: float, mine: Mapping[int, StepRecord]) -> Finding:
+        """Every gradient by one factor, which may be a group's size."""
+        ranks, said = self.other.ranks, f"each is {common:.6g} times {self.reference.grid}'s"
+        axes: tuple[str, ...] = ()
+        for each in ranks.subsets()[1:]:
+            size = ranks.size(each)
+            if min(abs(common / size - 1), abs(common * size - 1)) < 1e-6 + 10 * self.tolerance:
+                axes = each
+                said += f", and {'_'.join(each)} has {size} ranks"
+                break
+        calls = [c for each in mine.values() for seen in each.reduced.values() for c in seen]
+        kind = "not averaged" if axes else "scaled"
+        return self._finding(
+            step, "gradient", "of every parameter", kind, axes, abs(common - 1), said, calls
+        )
+
+    def _buffers(
+        self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
+    ) -> Iterator[Finding]:
+        wanted, found = _buffers_of(theirs), _buffers_of(mine)
+        for name, held in found.items():
+            shape = _whole_shape(held)
+            if name not in wanted or shape != _whole_shape(wanted[name]):
+                continue  # of a layer that keeps a part of it on each rank
+            self._count("buffers")
+            joined = join(held, shape, self.tolerance)
+            reference = join(wanted[name], shape, self.tolerance)
+            difference = relative(joined.full, reference.full)
+            if joined.apart:
+                axes = self.other.ranks.axes_between(joined.apart)
+                worst, said = max(joined.apart.values()), f"ranks {_pairs(joined)} differ"
+                yield self._finding(step, "buffer", name, "copies", axes, worst, said)
+            elif difference > self.tolerance:
+                said = f"differs from {self.reference.grid}'s by {difference:.2g}"
+                axes = self.other.ranks.axes()
+                yield self._finding(step, "buffer", name, "buffer", axes, difference, said)
+
+    # -- losses -------------------------------------------------------------------------
+
+    def _losses(
+        self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
+    ) -> Iterator[Finding]:
+        """The sum of what backward began with; means over parts add up to as many as there are."""
+        wanted, _ = _losses_of(theirs, self.reference.ranks)
+        found, apart = _losses_of(mine, self.other.ranks)
+        if not wanted or not found:
+            return
+        self._count("losses")
+        for pair, difference in apart.items():
+            if difference > self.tolerance:
+                axes = self.other.ranks.axes_between([pair])
+                yield self._finding(step, "loss", "", "copies", axes, difference,
+                                    f"ranks {pair[0]} and {pair[1]} have different losses of the "
+                                    "same data")  # fmt: skip
+                return
+        share = sum(found) / sum(wanted) if sum(wanted) else 1.0
+        sizes = {self.other.ranks.size(axes) for axes in self.other.ranks.subsets()}
+        others = {self.reference.ranks.size(axes) for axes in self.reference.ranks.subsets()}
+        nearest = min(abs(share * b / a - 1) for a in sizes for b in others)
+        if nearest > self.tolerance:
+            said = f"{sum(found):.12g}, and {sum(wanted):.12g} on {self.reference.grid}"
+            yield self._finding(step, "loss", "", "loss", self.other.ranks.axes(), nearest, said)
+
+    # -- parts --------------------------------------------------------------------------
+
+    def _all(
+        self, key: str, records: Mapping[int, StepRecord], seen: Seen | None = None
+    ) -> dict[str, Joined]:
+        seen = seen or self.other
+        held: dict[str, dict[int, Chunks]] = {}
+        for rank, record in records.items():
+            for name, chunks in getattr(record, key).items():
+                held.setdefault(name, {})[rank] = chunks
+        usual = _usual_of(part for each in held.values() for c in each.values() for _, part in c)
+        floor = self._share * usual
+        return {
+            name: join(each, shape_of(seen.parameters, name), self.tolerance, floor)
+            for name, each in held.items()
+        }
+
+    def _count(self, what: str) -> None:
+        self.compared[what] = self.compared.get(what, 0) + 1
+
+    def _finding(
+        self, step: int, what: str, name: str, kind: str, axes: tuple[str, ...], difference: float,
+        words: str, calls: Iterable[Sequence[str]] = (),
+    ) -> Finding:  # fmt: skip
+        seen = dict.fromkeys((call[0], call[1], call[2]) for call in calls)
+        return Finding(
+            self.other.grid, step, what, name, kind, axes, difference, words, tuple(seen)
+        )  # fmt: skip
+
+
+def _beside(name: str, records: Mapping[int, StepRecord]) -> dict[int, Chunks]:
+    """Of a rank's i-th expert, the gradients of the i-th experts that others have."""
+    alike = re.compile(re.sub(r"(?<=experts\\\.)\d+", r"(\\d+)", re.escape(name)) + "$")
+    found: dict[int, Chunks] = {}
+    lists = {
+        rank: sorted(
+            (each for each in record.before if alike.match(each)),
+            key=lambda each: [int(n) for n in alike.match(each).groups()],  # type: ignore[union-attr]
+        )
+        for rank, record in records.items()
+    }
+    place = next((names.index(name) for names in lists.values() if name in names), None)
+    for rank, names in lists.items():
+        if place is not None and place < len(names):
+            found[rank] = records[rank].before[names[place]]
+    return found
+
+
+def _usual(joined: Iterable[Joined]) -> float:
+    return _usual_of(each.full for each in joined)
+
+
+def _usual_of(tensors: Iterable[Any]) -> float:
+    """The usual size of an element: the root of the mean square of all."""
+    squares, count = 0.0, 0
+    for each in tensors:
+        squares += float(each.double().square().sum())
+        count += each.numel()
+    return math.sqrt(squares / max(count, 1))
+
+
+def _pairs(joined: Joined) -> str:
+    return ", ".join(f"{one} and {other}" for one, other in list(joined.apart)[:3])
+
+
+def _buffers_of(records: Mapping[int, StepRecord]) -> dict[str, dict[int, Chunks]]:
+    found: dict[str, dict[int, Chunks]] = {}
+    for rank, record in records.items():
+        for name, chunks in record.buffers.items():
+            found.setdefault(name, {})[rank] = chunks
+    return found
+
+
+def _whole_shape(held: Mapping[int, Chunks]) -> tuple[int, ...]:
+    shapes = {tuple(part.shape) for chunks in held.values() for _, part in chunks}
+    return thin_shape(next(iter(shapes))) if len(shapes) == 1 else ()
+
+
+def _losses_of(
+    records: Mapping[int, StepRecord], ranks: Ranks
+) -> tuple[list[float], dict[tuple[int, int], float]]:
+    """A loss for each part of the data, and ranks that should have the same and have not."""
+    first: dict[tuple[tuple[str, int], ...], tuple[int, float]] = {}
+    apart: dict[tuple[int, int], float] = {}
+    for rank, record in records.items():
+        if not record.backwards or rank not in ranks.where:
+            continue
+        place = tuple(
+            (axis, i) for axis, i in ranks.coordinate(rank).items() if axis not in ("tp", "pp")
+        )
+        other, loss = first.setdefault(place, (rank, record.loss))
+        if record.loss != loss:
+            apart[other, rank] = abs(record.loss - loss) / max(abs(loss), 1e-300)
+    return [loss for _, loss in first.values()], apart

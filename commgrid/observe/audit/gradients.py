@@ -1,0 +1,179 @@
+"""What a gradient that parts looks like, from what ranks had before and after it was reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from commgrid.observe.audit.joined import (
+    Axes,
+    Joined,
+    Ranks,
+    join,
+    ratio,
+    relative,
+    summed,
+)
+from commgrid.observe.audit.records import Chunks
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What it looks like.
+
+    Args:
+        kind: one of `findings.KINDS`.
+        axes: along which.
+        words: in words.
+    """
+
+    kind: str
+    axes: Axes
+    words: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gradient of one grid and the reference's.
+
+    Args:
+        after: as the optimizer was given it.
+        before: as each rank's backward had found it.
+        reference: the other grid's, after.
+        ranks: of this grid.
+        region: whose axes say which ranks have copies.
+        tolerance: relative.
+        common: the factor that most gradients have alike, such as a clip of the norm gives.
+        reduced: the collectives over its memory, by rank.
+        beside: what ranks have found that have another expert in its place.
+        floor: a norm an element; smaller ones are noise.
+    """
+
+    after: Joined
+    before: Mapping[int, Chunks]
+    reference: Joined
+    ranks: Ranks
+    region: str
+    tolerance: float
+    common: float
+    floor: float = 0.0
+    reduced: Mapping[int, list[list[str]]] = field(default_factory=dict)
+    beside: Mapping[int, Chunks] = field(default_factory=dict)
+
+    def judge(self) -> Verdict:
+        """The first explanation that fits."""
+        if self.after.apart:
+            return self._copies()
+        factor = ratio(self.after.full, self.reference.full, self._loose)
+        if factor is not None:
+            return self._factor(factor / self.common)
+        return self._reduction()
+
+    @property
+    def _loose(self) -> float:
+        """What a classification needs to agree to; more than rounding, less than chance."""
+        return max(10 * self.tolerance, 1e-6)
+
+    def _copies(self) -> Verdict:
+        """Ranks that have other copies: parts of a sum, or anything else."""
+        axes = self.ranks.axes_between(self.after.apart, self.region)
+        added = summed(self.after.chunks, self.ranks, axes, self.region)
+        total = join(added, self.reference.full.shape, self._loose)
+        over = ", ".join(axes)
+        if ratio(total.full, self.reference.full, self._loose) is not None:
+            seen = self._groups()
+            if seen:
+                return Verdict(
+                    "wrong group", axes,
+                    f"summed over {seen}, and not over {over}: the sum over {over} of what its "
+                    "ranks have is the reference's",
+                )  # fmt: skip
+            return Verdict(
+                "not reduced", axes,
+                f"its ranks have {self.ranks.size(axes, self.region)} different gradients, whose "
+                "sum is the reference's",
+            )  # fmt: skip
+        found = self._reduction()
+        if found.kind in ("wrong group", "not reduced"):
+            return found
+        return Verdict("copies", axes, "its ranks have different gradients, which add up to none")
+
+    def _factor(self, factor: float) -> Verdict:
+        """All of it is the reference's times a number."""
+        said = f"{factor:.6g} times the reference's"
+        for axes in self.ranks.subsets(self.region)[1:]:
+            size = self.ranks.size(axes, self.region)
+            if abs(factor / size - 1) < self._loose:
+                return Verdict("reduced twice", axes, f"{said}, the size of {'_'.join(axes)}")
+            if abs(factor * size - 1) < self._loose:
+                return Verdict(
+                    "not reduced", axes,
+                    f"{said}: one over the size of {'_'.join(axes)}; all its ranks have the same, "
+                    "and it is their sum that the reference has",
+                )  # fmt: skip
+        return Verdict("scaled", (), said)
+
+    def _reduction(self) -> Verdict:
+        """Which ranks' gradients it is the sum of, and of which it should be."""
+        is_sum = self._is_sum()
+        should_be = self._should_be()
+        if should_be is None:
+            known = "what each rank's backward has found adds up to the reference's over no group"
+            return Verdict("backward", self.ranks.axes(self.region), known)
+        wanted = f"the sum over {', '.join(should_be)}" if should_be else "one rank's alone"
+        if is_sum is None:
+            return Verdict(
+                "unknown", should_be,
+                f"the reference's is {wanted}; this is no sum of what the ranks have found",
+            )  # fmt: skip
+        found = f"the sum over {', '.join(is_sum)}" if is_sum else "each rank's own"
+        other = tuple(
+            axis for axis in (*should_be, *is_sum) if (axis in should_be) != (axis in is_sum)
+        )
+        kind = "not reduced" if not is_sum else "wrong group"
+        return Verdict(kind, other, f"it is {found}; the reference's is {wanted}")
+
+    def _is_sum(self) -> Axes | None:
+        """The axes over which what ranks have found adds up to what the optimizer is given."""
+        for region in dict.fromkeys(("dense", self.region)):
+            for axes in self.ranks.subsets(region):
+                if self._is_like(summed({**self.beside, **self.before}, self.ranks, axes, region)):
+                    return axes
+        return None
+
+    def _should_be(self) -> Axes | None:
+        """The axes over which it adds up to the reference's."""
+        for region in dict.fromkeys((self.region, "dense")):
+            for axes in self.ranks.subsets(region):
+                added = summed(self.before, self.ranks, axes, region)
+                total = join(added, self.reference.full.shape, self._loose, self.floor)
+                fits = ratio(total.full, self.reference.full, self._loose) is not None
+                if fits and not total.apart and bool((total.has == self.reference.has).all()):
+                    return axes
+        return None
+
+    def _is_like(self, added: Mapping[int, Chunks]) -> bool:
+        """Whether every rank's reduced gradient is a multiple of its own of these sums.
+
+        The same multiple, unless ranks have different ones, which each may have clipped by itself.
+        """
+        factors: list[float] = []
+        for rank, chunks in self.after.chunks.items():
+            mine = join({0: added.get(rank, [])}, self.reference.full.shape, self._loose)
+            for offset, part in chunks:
+                place = tuple(slice(b, b + n) for b, n in zip(offset, part.shape, strict=True))
+                if not bool(mine.has[place].all()):
+                    return False
+                factor = ratio(part.double(), mine.full[place], self._loose)
+                if factor is None:
+                    if relative(part.double(), mine.full[place], self.floor) > self._loose:
+                        return False
+                    continue
+                factors.append(factor)
+        alike = max(factors, default=0) - min(factors, default=0)
+        return bool(factors) and (bool(self.after.apart) or alike <= self._loose * abs(factors[0]))
+
+    def _groups(self) -> str:
+        """The groups that its memory was reduced over."""
+        names = {group.split(",")[0] for calls in self.reduced.values() for _, group, _ in calls}
+        return ", ".join(sorted(names))

@@ -1,0 +1,411 @@
+"""Writes down what a training program computes, step by step, without a line of it changed.
+
+It hangs on torch's public hooks: of every module's forward, of every parameter's gradient, of every
+optimizer's step. A step is what lies between two updates. What was seen of it is written when the
+next one begins, so that weights are those after the update, gathers and all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.nn.modules import module as torch_modules
+from torch.optim import optimizer as torch_optimizers
+
+from commgrid.copies import digest
+from commgrid.data_parallel.kept import KeptGradient
+from commgrid.errors import CommGridError
+from commgrid.observe.audit.held import Held, held_by, names_of
+from commgrid.observe.audit.records import (
+    About,
+    StepRecord,
+    all_done,
+    first_weights,
+    mark_done,
+    thinned,
+    write_about,
+    write_step,
+)
+from commgrid.observe.audit.reductions import Reductions
+from commgrid.pipeline import Pipeline
+from commgrid.runtime import torch_calls
+from commgrid.runtime.registry import get_grid, is_initialized
+from commgrid.tensor_parallel.main_grad import is_no_gradient
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+
+class Observer:
+    """What one process sees.
+
+    Args:
+        folder: where it is written.
+        steps: how many; in the one after them the process ends, together with the others.
+        beginning: another grid's folder, whose weights the model begins with; None: its own.
+        ends: what ends it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        beginning: Path | None = None,
+        ends: Callable[[], object] = lambda: os._exit(0),
+    ) -> None:
+        self.folder, self.steps, self._ends = folder, steps, ends
+        self._beginning = beginning
+        self.step = 1
+        self.record = StepRecord()
+        self.about = About(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        self._roots: dict[nn.Module, nn.Module] = {}  # what is called, and the model in it
+        self._names: dict[nn.Module, str] = {}
+        self._held: dict[int, Held] = {}
+        self._before: dict[int, Tensor] = {}
+        self._stack: list[nn.Module] = []
+        self._hooked: set[int] = set()
+        self._updated = self._is_settled = False
+        self._optimizing = 0
+        self._reductions = Reductions(self._inside)
+        self._undo: list[Callable[[], object]] = []
+
+    def start(self) -> None:
+        """Looks from now on."""
+        torch_calls.listen(self._reductions)
+        handles = [
+            torch_modules.register_module_forward_pre_hook(self._before_forward),
+            torch_modules.register_module_forward_hook(self._after_forward, always_call=True),
+            torch_optimizers.register_optimizer_step_pre_hook(self._before_update),
+            torch_optimizers.register_optimizer_step_post_hook(self._after_update),
+        ]
+        self._undo += [handle.remove for handle in handles]
+        self._undo.append(lambda: torch_calls.stop(self._reductions))
+        self._put(torch.autograd, "backward", self._seeing_backward(torch.autograd.backward))
+        self._put(Pipeline, "step", self._seeing_losses(Pipeline.step))
+        for name in ("dropout", "scaled_dot_product_attention"):
+            self._put(functional, name, self._seeing_drops(getattr(functional, name)))
+
+    def finish(self) -> None:
+        """Writes what is left, and looks no more."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._flush()
+        mark_done(self.folder, self.about.rank)
+
+    def _put(self, owner: Any, name: str, ours: Any) -> None:
+        theirs = getattr(owner, name)
+        setattr(owner, name, ours)
+        self._undo.append(lambda: setattr(owner, name, theirs))
+
+    # -- forward ------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        if not self._stack and torch.is_grad_enabled():
+            self._flush()
+            if module not in self._names and any(p.requires_grad for p in module.parameters()):
+                self._adopt(module)
+            if module in self._roots and self.step <= self.steps:
+                for index, each in enumerate(given):
+                    if isinstance(each, Tensor) and not each.is_floating_point():
+                        _add(self.record.inputs, f"input {index}", each)
+        self._stack.append(module)
+
+    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        self._stack.pop()
+        name = self._names.get(module)
+        outermost = self._stack[0] if self._stack else module
+        if not name or outermost not in self._roots or self.step > self.steps:
+            return
+        if not torch.is_grad_enabled():
+            return
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        for index, each in enumerate(outputs):
+            if isinstance(each, Tensor) and each.is_floating_point() and each.numel() > 1:
+                _add(self.record.modules, f"{name}#{index}", each)
+
+    def _seeing_drops(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What dropout is given, and the state of the generator that it draws from."""
+
+        def draws(given: Tensor, *args: Any, **options: Any) -> Any:
+            before = _random_state()
+            found = function(given, *args, **options)
+            if before != _random_state() and self.step <= self.steps:
+                number = len(self.record.drawn)
+                key = f"{number} {self._inside()}"
+                self.record.drawn[key] = [before, int(digest(_whole(given)))]
+            return found
+
+        return draws
+
+    def _adopt(self, root: nn.Module) -> None:
+        """A module that the program calls by itself: its model, or a part of it."""
+        inner: Any = root
+        while len(list(inner.parameters(recurse=False))) == 0 and isinstance(
+            getattr(inner, "module", None), nn.Module
+        ):
+            inner = inner.module  # what wraps it, such as DistributedDataParallel
+        self._roots[root] = inner
+        self._names[root] = ""
+        for module, name in names_of(inner, _grid()).items():
+            self._names.setdefault(module, name)
+        for parameter in inner.parameters():
+            if parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                leaf: Any = parameter  # torch does not annotate the next
+                self._undo.append(leaf.register_hook(self._gradient_hook(leaf)).remove)
+        self._hold(inner)
+        if self._beginning is not None:
+            self._begin_alike(inner)
+
+    @torch.no_grad()
+    def _begin_alike(self, model: nn.Module) -> None:
+        """Gives the model the weights that the reference began with."""
+        assert self._beginning is not None
+        held = [self._held[id(p)] for p in model.parameters() if id(p) in self._held]
+        for each, boxes in first_weights(self._beginning, held):
+            for (_, mine), theirs in boxes:
+                mine.copy_(theirs)
+            owner = getattr(each.parameter, "main_grad_owner", None)
+            if owner is not None and owner.reducer is not None:
+                owner.reducer.weights_loaded()
+
+    def _inside(self) -> str:
+        """The module whose forward is under way."""
+        return self._names.get(self._stack[-1], "") if self._stack else ""
+
+    # -- backward -----------------------------------------------------------------------
+
+    def _gradient_hook(self, parameter: Any) -> Callable[[Tensor], None]:
+        def arrives(gradient: Tensor) -> None:
+            """The parts so far are in the parameter's buffer, or in its `.grad`."""
+            if self.step > self.steps:
+                return
+            if id(parameter) not in self._before:
+                self.record.arrived.append(str(id(parameter)))
+            total = None if is_no_gradient(gradient) else _local(gradient, parameter)
+            buffer = getattr(parameter, "main_grad", None)
+            if buffer is not None:
+                added = getattr(parameter, "grad_added_to_main_grad", False)
+                is_begun = not getattr(parameter, "overwrite_main_grad", False)
+                if added and not hasattr(parameter, "main_grad_owner"):
+                    total = None  # what others' fused layers return then means nothing
+                if is_begun or getattr(parameter, "main_grad_written", False):
+                    total = buffer.detach() if total is None else buffer.detach() + total
+            elif total is not None and type(parameter.grad) in (Tensor, DTensor):
+                earlier = _local(parameter.grad, parameter)
+                total = None if earlier is None else earlier + total
+            if total is not None:
+                self._before[id(parameter)] = total.detach().clone()
+
+        return arrives
+
+    def _seeing_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def begins(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> Any:
+            for each in [tensors] if isinstance(tensors, Tensor) else tensors:
+                if isinstance(each, Tensor) and each.numel() == 1 and self._is_free(grad_tensors):
+                    self._lose(each)
+            return backward(tensors, grad_tensors, *args, **options)
+
+        return begins
+
+    @staticmethod
+    def _is_free(given: Any) -> bool:
+        return given is None or (isinstance(given, list | tuple) and all(g is None for g in given))
+
+    def _seeing_losses(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def runs(pipeline: Any, *args: Any, **options: Any) -> Any:
+            losses = step(pipeline, *args, **options)
+            if losses is not None:
+                for each in losses:
+                    self._lose(each)
+            return losses
+
+        return runs
+
+    def _lose(self, loss: Tensor) -> None:
+        local = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        self.record.loss += float(local.detach())
+        self.record.backwards += 1
+
+    # -- updates ------------------------------------------------------------------------
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizing += 1
+        self._settle()
+        if self.step > self.steps:
+            self._leave()
+            return
+        known = self._updated_tensors()
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                gradient = tensor.grad
+                if gradient is None or isinstance(gradient, KeptGradient):
+                    continue
+                found = known.get(id(tensor)) or self._by_memory(tensor)
+                if found is not None:
+                    self._reduced(*found, gradient)
+
+    def _reduced(self, held: Held, start: int, stop: int | None, gradient: Tensor) -> None:
+        local = _local(gradient, held.parameter)
+        if local is None:
+            return
+        chunks = held.chunks(local, start, stop)
+        self.record.after[held.name] = thinned(chunks, held.shape)
+        memory = getattr(held.parameter, "main_grad", local)
+        self.record.reduced[held.name] = self._reductions.over(memory)
+
+    def _updated_tensors(self) -> dict[int, tuple[Held, int, int | None]]:
+        """What optimizers update, by id: which parameter it is, and which of its elements."""
+        found: dict[int, tuple[Held, int, int | None]] = {}
+        for held in self._held.values():
+            parameter: Any = held.parameter
+            found[id(parameter)] = held, 0, None
+            main = getattr(parameter, "main_param", None)
+            if isinstance(main, Tensor) and main.numel() == parameter.numel():
+                found[id(main)] = held, 0, None
+            owner = getattr(parameter, "main_grad_owner", None)
+            reducer = owner.reducer if owner is not None else None
+            if reducer is not None and reducer.optimizer is not None:
+                for piece, tensor, _ in reducer.optimizer.parts():
+                    its = self._held.get(id(piece.slot.parameter))
+                    if its is not None:
+                        stop = None if piece.is_whole else piece.stop
+                        found[id(tensor)] = its, piece.start if stop is not None else 0, stop
+        return found
+
+    def _by_memory(self, tensor: Tensor) -> tuple[Held, int, int | None] | None:
+        """The parameter of which a tensor of an optimizer is a range, as megatron-core's are."""
+        place = tensor.data_ptr()
+        for held in self._held.values():
+            data = held.parameter.detach()
+            first = place - data.data_ptr()
+            if isinstance(data, DTensor) or tensor.dtype != data.dtype:
+                continue
+            if 0 <= first < max(data.nbytes, 1) and data.is_contiguous():
+                start = first // data.element_size()
+                return held, start, start + tensor.numel()
+        return None
+
+    def _after_update(self, *_: Any) -> None:
+        self._optimizing -= 1
+        self._updated = True
+
+    # -- what is written ----------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Once, while the grid is there: who this is, and how every parameter lies."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        about, grid = self.about, _grid()
+        if dist.is_initialized():
+            about.rank, about.world_size = dist.get_rank(), dist.get_world_size()
+        if grid is None:
+            about.coordinates = {"dense": {"rank": about.rank}}
+            about.shapes = {"dense": {"rank": about.world_size}}
+        else:
+            for region, layout in grid.spec.layouts.items():
+                about.coordinates[region] = dict(layout.coordinate(grid.rank))
+                about.shapes[region] = dict(layout.shape)
+        kinds = [held.parameter.dtype for held in self._held.values()]
+        about.dtype = str(max(kinds, key=kinds.count)).removeprefix("torch.") if kinds else ""
+        write_step(self.folder, about.rank, 0, self._state())
+
+    def _hold(self, root: nn.Module) -> None:
+        try:
+            for held in held_by(root, _grid(), self.about.notes):
+                self._held.setdefault(id(held.parameter), held)
+                self.about.parameters[held.name] = (list(held.shape), held.region, held.partial)
+        except CommGridError as error:  # what its layers say of themselves contradicts itself
+            self.about.notes.append(f"{type(root).__name__} is not compared: {error}")
+
+    def _state(self) -> StepRecord:
+        """Weights and buffers, as they are now."""
+        record = StepRecord()
+        for held in self._held.values():
+            chunks = thinned(held.chunks(held.parameter), held.shape)
+            record.weights.setdefault(held.name, []).extend(chunks)
+        for module, name in self._names.items():
+            for key, buffer in module.named_buffers(recurse=False):
+                if key in module._non_persistent_buffers_set or isinstance(buffer, DTensor):
+                    continue
+                full = f"{name}.{key}" if name else key
+                whole = [((0,) * buffer.dim(), buffer)]
+                record.buffers[full] = thinned(whole, tuple(buffer.shape))
+        return record
+
+    def _flush(self) -> None:
+        """The step before is over."""
+        if not self._updated or self.step > self.steps:
+            return
+        self._updated, record = False, self.record
+        state = self._state()
+        record.weights, record.buffers = state.weights, state.buffers
+        for key, total in self._before.items():
+            if key in self._held:
+                held = self._held[key]
+                record.before[held.name] = thinned(held.chunks(total), held.shape)
+        names = {str(key): held.name for key, held in self._held.items()}
+        record.arrived = [names[key] for key in record.arrived if key in names]
+        record.within = self._reductions.by_module()
+        write_step(self.folder, self.about.rank, self.step, record)
+        self.about.steps = self.step
+        write_about(self.folder, self.about)
+        self.record, self.step = StepRecord(), self.step + 1
+        self._before.clear()
+        self._reductions.forget()
+
+    def _leave(self) -> None:
+        """Every rank that got here needs nobody for the step before; all end together."""
+        mark_done(self.folder, self.about.rank)
+        while not all_done(self.folder, self.about.world_size):
+            time.sleep(0.01)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._ends()
+
+
+def _grid() -> HyperCommGrid | None:
+    return get_grid() if is_initialized() else None
+
+
+def _local(gradient: Tensor, parameter: Any) -> Tensor | None:
+    """This rank's part of a gradient; None where it lies otherwise than the parameter."""
+    if not isinstance(gradient, DTensor):
+        return gradient.detach()
+    if isinstance(parameter, DTensor) and gradient.placements == parameter.placements:
+        return gradient.to_local().detach()
+    return None
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _random_state() -> int:
+    """A digest of the states of the generators that dropout draws from."""
+    found = int(digest(torch.get_rng_state()))
+    if torch.cuda.is_available():
+        found ^= int(digest(torch.cuda.get_rng_state()))
+    return found
+
+
+def _add(table: dict[str, list[float]], key: str, tensor: Tensor) -> None:
+    """Adds a tensor to what is known of all of that name: calls, elements, sum, squares."""
+    local = _whole(tensor).double()
+    found = table.setdefault(key, [0, 0, 0.0, 0.0])
+    found[0] += 1
+    found[1] += local.numel()
+    found[2] += float(local.sum())
+    found[3] += float(local.square().sum())

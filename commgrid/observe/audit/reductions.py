@@ -1,0 +1,77 @@
+"""Which collectives a step has run, over whose memory and within which module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commgrid.runtime.recorder import Recorder
+
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One collective: what to say of it, and which memory it was handed."""
+
+    said: list[str]
+    module: str
+    memory: tuple[tuple[int, int], ...]
+
+
+class Reductions:
+    """A listener that keeps a step's collectives.
+
+    Args:
+        inside: says which module's forward is under way; "": none.
+    """
+
+    def __init__(self, inside: Callable[[], str]) -> None:
+        self._inside = inside
+        self._recorder = Recorder(capacity=1)
+        self._seen: list[_Seen] = []
+
+    def begins(
+        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], peer: int | None
+    ) -> object:
+        record = self._recorder.begins(group, operation, tensors, peer)
+        if group.size() == 1 or operation in ("send", "recv", "barrier"):
+            return None
+        memory: tuple[tuple[int, int], ...] = ()
+        if operation in _REDUCING:
+            memory = tuple((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+        said = [operation, record.group, record.where]
+        self._seen.append(_Seen(said, self._inside(), memory))
+        return None
+
+    def issued(self, call: object, work: dist.Work | None) -> None:
+        """Nothing is timed."""
+
+    def waits(self, work: dist.Work) -> None:
+        """Nothing is timed."""
+
+    def waited(self, work: dist.Work, failed: bool) -> None:
+        """Nothing is timed."""
+
+    def over(self, tensor: Tensor) -> list[list[str]]:
+        """The reductions that were handed some of a tensor's memory, in their order."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return [
+            seen.said for seen in self._seen
+            if any(first < end and begin < last for first, last in seen.memory)
+        ]  # fmt: skip
+
+    def by_module(self) -> dict[str, list[list[str]]]:
+        """Those that forward has run, by the innermost module, each once."""
+        found: dict[str, list[list[str]]] = {}
+        for seen in self._seen:
+            if seen.module and seen.said not in found.setdefault(seen.module, []):
+                found[seen.module].append(seen.said)
+        return found
+
+    def forget(self) -> None:
+        """A new step."""
+        self._seen.clear()

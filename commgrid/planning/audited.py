@@ -1,0 +1,145 @@
+"""The grids that an audit runs a program on, as they are typed, and what one of them asks for."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.planning.spec import GridSpec
+
+VARIABLE = "COMMGRID_AUDIT"
+"""The environment's, which holds a grid's sizes while an audit runs."""
+
+_STANDARD = ("dp", "tp", "pp", "cp", "ep", "etp")
+_WITHIN_OTHERS = ("ep", "etp", "edp")  # axes of the expert region, which has the dense one's ranks
+
+
+@dataclass(frozen=True)
+class AuditedGrid:
+    """One grid of an audit.
+
+    Args:
+        text: as it was typed.
+        sizes: of the axes that it names; all others are 1.
+        flags: that the program is given there beside those that it has everywhere.
+        world_size: ranks.
+    """
+
+    text: str
+    sizes: Mapping[str, int]
+    flags: tuple[str, ...]
+    world_size: int
+
+    @property
+    def variable(self) -> str:
+        """What `COMMGRID_AUDIT` is set to."""
+        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items())
+
+    @classmethod
+    def parse(cls, text: str) -> AuditedGrid:
+        """A grid from sizes, and after them the program's own flags.
+
+        Args:
+            text: such as `tp=2 pp=2`, `tp=2,pp=2` or `tp=2 --sequence-parallel`.
+
+        Raises:
+            SpecError: what is wrong with it.
+
+        Example:
+            >>> grid = AuditedGrid.parse("tp=2 dp=2 --sequence-parallel")
+            >>> grid.world_size, grid.flags, grid.variable
+            (4, ('--sequence-parallel',), 'tp=2,dp=2')
+        """
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise SpecError(f"grid {text!r}: {error}") from error
+        first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+        sizes = parse_sizes(",".join(words[:first_flag]), f"grid {text!r}")
+        world_size = math.prod(n for axis, n in sizes.items() if axis not in _WITHIN_OTHERS)
+        standard: dict[str, Any] = {k: v for k, v in sizes.items() if k in _STANDARD}
+        if len(standard) == len(sizes):  # an axis of the program's own is its program's to know
+            try:
+                GridSpec.build(**standard).resolve(world_size)
+            except SpecError as error:
+                raise SpecError(f"grid {text!r}: {error}") from error
+        return cls(text, sizes, tuple(words[first_flag:]), world_size)
+
+
+def parse_sizes(text: str, what: str) -> dict[str, int]:
+    """Sizes from `tp=2,pp=2`.
+
+    Args:
+        text: with commas.
+        what: messages begin with.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    found: dict[str, int] = {}
+    for word in text.split(","):
+        axis, _, size = word.strip().partition("=")
+        if not axis.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise SpecError(
+                f"{what}: {word.strip()!r} is no size; expected such as 'tp=2 dp=2', the program's "
+                "own flags after them"
+            )
+        if axis in found:
+            raise SpecError(f"{what}: {axis} is given twice")
+        found[axis] = int(size)
+    return found
+
+
+def sizes_over(audited: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes that a program gives, with an audit's in their place.
+
+    Args:
+        audited: of the axes that the audit's grid names.
+        given: by axis; None stays None, unless the grid names the axis.
+
+    Example:
+        >>> sizes_over({"tp": 2}, {"tp": 4, "dp": -1, "etp": None})
+        {'tp': 2, 'dp': 1, 'etp': None}
+    """
+    found: dict[str, Any] = {}
+    for axis, size in given.items():
+        found[axis] = audited.get(axis, None if size is None else 1)
+        if axis == "etp" and axis not in audited and size not in (None, 1):
+            found[axis] = audited.get("tp", 1)  # which it follows
+    return found
+
+
+def spec_over(audited: Mapping[str, int], spec: GridSpec) -> GridSpec:
+    """A spec with an audit's sizes in its own place.
+
+    Args:
+        audited: of the axes that the audit's grid names.
+        spec: of the program.
+
+    Raises:
+        SpecError: the grid has axes that the spec has not.
+    """
+    made = spec.to_dict()
+    dense, regions = made["axes"], made.get("regions", {})
+    known = {*dense, *(axis for region in regions.values() for axis in region["axes"])}
+    for axis in audited:
+        if axis not in known and audited[axis] != 1:
+            raise SpecError(
+                f"{VARIABLE}: the audit's grid has {axis}={audited[axis]}, but the program's "
+                f"config has the axes {', '.join(dense)}; audit grids of these"
+            )
+    if all(size == audited.get(axis, 1) for axis, size in dense.items()):
+        return spec  # the program has asked for them itself
+    made["axes"] = {axis: audited.get(axis, 1) for axis in dense}
+    for region in regions.values():
+        region["axes"] = {
+            axis: size if axis in dense else -1 if axis == "edp" else audited.get(axis, 1)
+            for axis, size in region["axes"].items()
+        }
+        if "etp" in region["axes"] and "etp" not in audited:
+            region["axes"]["etp"] = 1
+    return GridSpec.from_dict(made)

@@ -1,0 +1,69 @@
+"""Audits without torchrun: a program in forked ranks, also with a bug written into a copy of it."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from commgrid.observe.audit import child
+from commgrid.observe.audit.compare import Seen, compare
+from commgrid.observe.audit.findings import Comparison
+from commgrid.planning.audited import VARIABLE, AuditedGrid
+from tests.ranks import run_on_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAIN = "--layers 2 --hidden 16 --heads 4 --seq-len 16 --batch-size 4 --lr 1e-2 --dtype fp64 --data"
+MEGATRON = "--layers 2 --microbatches 4"
+
+
+def seen_on(
+    text: str, folder: Path, script: Path, flags: Sequence[str], *, steps: int = 2,
+    beginning: Path | None = None,
+) -> Seen:  # fmt: skip
+    """What an observer has written of a program on one grid, which ends by itself."""
+    grid = AuditedGrid.parse(text)
+    folder.mkdir(parents=True)
+    argv = [str(folder), str(steps), str(beginning or ""), str(script), *flags]
+    argv += ["--steps", str(steps), *grid.flags]
+    run_on_ranks(
+        _rank, grid.world_size, argv, init=None, launcher="torchrun",
+        environ={VARIABLE: grid.variable}, timeout=120,
+    )  # fmt: skip
+    return Seen(text, folder)
+
+
+def _rank(argv: list[str]) -> None:
+    warnings.simplefilter("ignore")  # megatron-core warns of what is not installed
+    child.main(argv)
+
+
+def part(
+    reference: str, other: str, folder: Path, script: Path, flags: Sequence[str], *, steps: int = 2,
+    same_weights: bool = False,
+) -> Comparison:  # fmt: skip
+    """Where the second of two grids parts from the first."""
+    first = seen_on(reference, folder / "first", script, flags, steps=steps)
+    beginning = first.folder if same_weights else None
+    second = seen_on(other, folder / "second", script, flags, steps=steps, beginning=beginning)
+    return compare(first, second)
+
+
+def with_bug(name: str, changes: Mapping[str, tuple[str, str]], folder: Path) -> Path:
+    """A copy of an example, with text of its files replaced.
+
+    Args:
+        name: of the program, whose modules lie beside it.
+        changes: by file, what is replaced by what; it is there once.
+        folder: where the copy is made.
+    """
+    folder.mkdir(parents=True)
+    for path in [EXAMPLES / name, *EXAMPLES.glob("gpt_*.py")]:
+        shutil.copy(path, folder)
+    for file, (old, new) in changes.items():
+        path = folder / file
+        text = path.read_text()
+        assert text.count(old) == 1, (file, old, text.count(old))
+        path.write_text(text.replace(old, new))
+    return folder / name
