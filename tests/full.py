@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 ONLY_FULL: dict[str, list[str]] = {
     "tests/test_rebuild.py": ["test_the_store_goes_twice", "test_what_is_refused"],
+    "tests/faults/test_fault_matrix.py": ["test_the_whole_matrix"],
     "tests/observe/test_planted_causes.py": ["test_every_planted_cause_is_named"],
     "tests/test_bench.py": ["test_it_runs_under_torchrun"],
     "tests/observe/test_audit.py": [

@@ -196,7 +196,8 @@ class StageLinks:
         peer, me = travelling.peer, self.stage
         return GoneError(
             f"stage {peer} (rank {self.ranks[peer]}) is gone or does not answer: stage {me} (rank "
-            f"{self.ranks[me]}) waited for the {travelling.message} and got {first_line(error)}",
+            f"{self.ranks[me]}) waited on group {self.group.name!r} for the {travelling.message} "
+            f"and got {first_line(error)}",
             self.ranks[peer],
         )
 

@@ -186,6 +186,12 @@ _SHOWN = 8
 """How many ranks, or runs of them, a message lists."""
 
 
+MOST_RANK = 2**31 - 1
+"""The highest rank there can be: torch counts them in 32 bits."""
+_MOST_LISTED = 2**24
+"""How many ranks may be listed one by one, other than as a range."""
+
+
 def as_index(value: object) -> int | None:
     """The int that anything with `__index__` is (NumPy's, torch's); None: it is none, or a bool."""
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
@@ -215,11 +221,17 @@ def as_ranks(ranks: object) -> range | RankTuple:
     if isinstance(ranks, Mapping):
         return as_ranks(_span(ranks))
     if isinstance(ranks, range) and ranks and ranks.step > 0 and ranks[0] >= 0:
+        _refuse_above(ranks, ranks[-1])
         return range(ranks[0], ranks[-1] + 1, ranks.step if len(ranks) > 1 else 1)
     listed = check_ranks("ranks", ranks)
     step = listed[1] - listed[0] if len(listed) > 1 else 1
     even = range(listed[0], listed[-1] + 1, step) if step > 0 else range(0)
-    return even if tuple(even) == listed else listed
+    return even if len(even) == len(listed) and tuple(even) == listed else listed
+
+
+def _refuse_above(given: object, rank: int) -> None:
+    if rank > MOST_RANK:
+        raise SpecError(f"ranks={_cut(given)}: {_cut(rank)} is no rank; they go up to {MOST_RANK}")
 
 
 def check_ranks(key: str, ranks: object) -> RankTuple:
@@ -232,6 +244,8 @@ def check_ranks(key: str, ranks: object) -> RankTuple:
     Raises:
         SpecError: none at all, repeated or negative ones, or what is no integer.
     """
+    if isinstance(ranks, range) and len(ranks[: _MOST_LISTED + 1]) > _MOST_LISTED:
+        raise SpecError(f"{key}={_cut(ranks)}: more than {_MOST_LISTED} ranks in falling order")
     unordered = isinstance(ranks, str | bytes | Mapping | set | frozenset)
     try:
         items = None if unordered else list(ranks)  # type: ignore[call-overload]
@@ -259,6 +273,7 @@ def check_ranks(key: str, ranks: object) -> RankTuple:
     if len(set(made)) < len(made):
         doubled = next(rank for rank, count in Counter(made).items() if count > 1)
         raise SpecError(f"{key}={_cut(ranks)}: rank {doubled} is there twice; name each rank once")
+    _refuse_above(ranks, max(made))
     return made
 
 
@@ -267,7 +282,8 @@ def _span(ranks: Mapping[str, object]) -> range:
     span = [as_index(given.get(key)) for key in ("start", "stop", "step")]
     if set(given) - {"start", "stop", "step"} or None in span or span[2] == 0:
         raise SpecError(
-            f"ranks={dict(ranks)!r}: expected integers as start, stop and step, or a list of ranks"
+            f"ranks={_cut(dict(ranks))}: expected integers as start, stop and step, or a list of "
+            "ranks"
         )
     return range(*(number or 0 for number in span))
 
@@ -291,15 +307,21 @@ def parse_ranks(text: str) -> Iterable[int]:
     """The ranks of `0-3,6`; a dash joins the first and the last, a slash says the step."""
     spans = []
     for piece in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:-(\d+)(?:/(\d+))?)?\s*", piece)
+        found = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18})(?:/(\d{1,18}))?)?\s*", piece)
         first, last, step = (found[1], found[2] or found[1], found[3] or 1) if found else (1, 0, 0)
         if int(last) < int(first) or int(step) < 1:
             raise SpecError(
-                f"ranks={text!r}: {piece!r} is neither a rank nor rising ones; expected such as "
-                "0,1,2,4 or 0-3,6 or 0-14/2"
+                f"ranks={_cut(text)}: {_cut(piece)} is neither a rank nor rising ones; expected "
+                "such as 0,1,2,4 or 0-3,6 or 0-14/2"
             )
         spans.append(range(int(first), int(last) + 1, int(step)))
-    return spans[0] if len(spans) == 1 else [rank for span in spans for rank in span]
+    if len(spans) == 1:
+        return spans[0]
+    for span in spans:
+        _refuse_above(text, span[-1])
+    if sum(map(len, spans)) > _MOST_LISTED:
+        raise SpecError(f"ranks={_cut(text)}: several spans of more than {_MOST_LISTED} ranks")
+    return [rank for span in spans for rank in span]
 
 
 def _cut(ranks: object) -> str:

@@ -21,7 +21,7 @@ from commgrid.planning.group_table import define_groups, find_name
 from commgrid.planning.groups import UNWANTED, GroupDef, GroupEntry
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.presets import find_preset
-from commgrid.planning.ranks import RankTuple, as_index, as_ranks
+from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks
 from commgrid.planning.region import (
     STANDARD,
     Region,
@@ -96,6 +96,8 @@ class GridSpec:
                 f"{', '.join(SHARE_CHOICES)}"
             )
         self._check_choice("share", SHARE_CHOICES, ())
+        if self.is_resolved and self.world_size > MOST_RANK:
+            raise SpecError(f"axes: the sizes make more ranks than there can be, {MOST_RANK}")
         if self.is_resolved and len(self.grid_ranks) != self.world_size:
             raise SpecError(
                 f"ranks={_span(self.grid_ranks)}: {len(self.grid_ranks)} ranks, but the sizes make "
@@ -435,6 +437,8 @@ class GridSpec:
         if covered is None:
             if size is None:
                 raise SpecError("resolve needs world_size or ranks")
+            if size > MOST_RANK:
+                raise SpecError(f"world_size={world_size!r}: expected at most {MOST_RANK}")
             covered = range(size)
         elif size is not None and _highest(covered) >= size:
             raise SpecError(f"ranks={_span(covered)}: the world has only ranks 0 to {size - 1}")

@@ -10,9 +10,28 @@ import yaml
 
 from commgrid.errors import SpecError
 
+_DEEPEST = 50  # far more than anything has that means something
+
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but a key given twice is an error instead of a silent loss."""
+    """PyYAML's safe loader, but a key given twice is an error instead of a silent loss; and what is
+    nested very deep is, on which PyYAML would spend seconds, and then all of Python's stack."""
+
+    _depth = 0
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= _DEEPEST:
+            raise _too_deep(self.get_mark().line)
+        super().fetch_flow_collection_start(token)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self._depth >= _DEEPEST:
+            raise _too_deep(self.get_mark().line)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -24,6 +43,25 @@ class _Loader(yaml.SafeLoader):
                 raise SpecError(f"line {line}: key {key.value!r} is given twice; keep one")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _too_deep(line: int) -> SpecError:
+    return SpecError(f"line {line + 1}: nested more than {_DEEPEST} deep; a bracket is not closed")
+
+
+def _loaded(text: str) -> Any:
+    """What a text says.
+
+    Raises:
+        YAMLError: it is no YAML; also where PyYAML says so in other ways, as of a date of month 13,
+            or a number of more digits than Python reads.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except SpecError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
+        raise yaml.YAMLError(f"a value that is none: {error}") from error
 
 
 def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, Any]:
@@ -43,7 +81,7 @@ def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, A
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot be read: {error}") from error
     try:
-        loaded = yaml.load(text, Loader=_Loader)
+        loaded = _loaded(text)
     except yaml.YAMLError as error:
         what = " ".join(str(error).split())  # PyYAML's message has several lines
         raise SpecError(f"not plain YAML (no Python tags): {what}") from error
@@ -96,6 +134,6 @@ def read_change(text: str) -> tuple[str, Any]:
     if not sign or not all(key.split(".")):
         raise SpecError(f"--set {text}: expected KEY=VALUE, such as --set axes.tp=2")
     try:
-        return key, yaml.load(value, Loader=_Loader)
+        return key, _loaded(value)
     except yaml.YAMLError as error:
         raise SpecError(f"--set {text}: the value is not plain YAML: {error}") from error

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ROLL_CALL_SECONDS = 2.0
 _PATIENCE_SECONDS = 2.0  # for the one who knows more than that a connection closed
-_ROLL_CALLS_SECONDS, _NEXT_SECONDS = 10.0, 1.5  # at most, and from one who comes to the next
+_ROLL_CALLS_SECONDS, _NEXT_SECONDS = 10.0, 3.0  # at most, and from one who comes to the next
 _POLL_SECONDS = 0.05
 
 

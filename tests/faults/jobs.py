@@ -1,0 +1,252 @@
+"""Jobs of eight forked ranks, one of which meets with a fault: what the others see, how soon."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.faults.moments import MOMENTS, now
+from tests.ranks import _launcher_variables, forking, free_port
+
+RANKS = 8
+VICTIMS = {"first": 0, "middle": 3, "last": 7}
+AT_ONCE = 4  # jobs; most of their time they wait for something
+MOST_STARTS = 3
+LONGEST = 40.0  # seconds until what has not ended by itself is killed, and counted as left
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def raises() -> None:
+    raise ValueError("no such token")
+
+
+def exits() -> None:
+    sys.exit(0)
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def disk_full() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "kill -9": killed,
+    "SIGSTOP": stopped,
+    "exception": raises,
+    "exit 0": exits,
+    "out of memory": out_of_memory,
+    "full disk": disk_full,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault at one moment on one rank."""
+
+    fault: str
+    moment: str
+    victim: str
+
+    def __str__(self) -> str:
+        return f"{self.fault} × {self.moment} × {self.victim}"
+
+
+ROWS = [
+    Row(fault, moment, victim)
+    for moment in MOMENTS
+    for fault in FAULTS
+    if fault != "full disk" or moment == "in a checkpoint save"
+    for victim in VICTIMS
+]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank has ended with.
+
+    Args:
+        kind, message: of its error; empty where it had none.
+        raised, ended: seconds after the fault, as the others count; `ended` with all it does at
+            its exit.
+    """
+
+    kind: str
+    message: str
+    raised: float
+    ended: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """What a row has come to.
+
+    Args:
+        survivors: by rank, all but the victim.
+        victim: what the victim itself ended with, where it lived to tell.
+        left: ranks whose processes had to be killed.
+        stacks: where these hung.
+        began: whether the victim came to its moment.
+    """
+
+    row: Row
+    survivors: dict[int, Seen] = field(default_factory=dict)
+    victim: Seen | None = None
+    left: list[int] = field(default_factory=list)
+    stacks: str = ""
+    began: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Until the last survivor had its error."""
+        return max((seen.raised for seen in self.survivors.values()), default=LONGEST)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for seen in self.survivors.values():
+            kind = seen.kind or "no error"
+            found[kind] = found.get(kind, 0) + 1
+        return found
+
+
+class Job:
+    """The processes of one row."""
+
+    def __init__(self, row: Row) -> None:
+        self.row, self.victim = row, VICTIMS[row.victim]
+        self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
+        port, context = free_port(), multiprocessing.get_context("fork")
+        self.children = {}
+        for rank in range(RANKS):
+            variables = _launcher_variables("torchrun", rank, RANKS, port)
+            call = (row, rank, rank == self.victim, variables, self.folder)
+            self.children[rank] = context.Process(target=_rank, args=call)
+            with forking():
+                self.children[rank].start()
+        self.until = now() + LONGEST
+        self.went_on = False
+
+    def is_over(self) -> bool:
+        """Whether all have ended; lets a stopped victim go on once the others have."""
+        living = [rank for rank, child in self.children.items() if child.is_alive()]
+        if not living or now() > self.until:
+            return True
+        if living == [self.victim] and self.row.fault == "SIGSTOP" and not self.went_on:
+            self.went_on = True
+            os.kill(self.children[self.victim].pid, signal.SIGCONT)
+        return False
+
+    def outcome(self) -> Outcome:
+        """What there is to tell of it; ends what is left."""
+        found = Outcome(self.row)
+        late = [rank for rank, child in self.children.items() if child.is_alive()]
+        for rank in late:
+            os.kill(self.children[rank].pid, signal.SIGCONT)
+            os.kill(self.children[rank].pid, signal.SIGUSR1)
+        if late:
+            time.sleep(0.3)
+        for child in self.children.values():
+            child.kill()
+            child.join()
+        found.left = late
+        acted = self.folder / "acted"
+        found.began = acted.exists()
+        began = float(acted.read_text()) if found.began else 0.0
+        for rank in self.children:
+            path = self.folder / f"{rank}.json"
+            seen = None
+            if path.exists():
+                kind, message, raised, ended = json.loads(path.read_text())
+                seen = Seen(kind, message, raised - began, ended - began)
+            if rank == self.victim:
+                found.victim = seen
+            elif seen is not None:
+                found.survivors[rank] = seen
+        found.stacks = "\n".join(
+            f"rank {rank}:\n{(self.folder / f'{rank}.stacks').read_text()}" for rank in late
+        )
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return found
+
+
+def run(rows: Sequence[Row], at_once: int = AT_ONCE) -> Iterator[Outcome]:
+    """Runs a job for each row, some of them beside each other; outcomes as they come.
+
+    Where torch did not start, so that the victim never came to its moment, the row is run again:
+    on a busy machine loopback was seen to lose connections.
+    """
+    waiting, running = [(row, 1) for row in rows], list[tuple[Job, int]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                row, start = waiting.pop(0)
+                running.append((Job(row), start))
+            for job, start in [each for each in running if each[0].is_over()]:
+                running.remove((job, start))
+                outcome = job.outcome()
+                if outcome.began or outcome.left or start == MOST_STARTS:
+                    yield outcome
+                else:
+                    waiting.append((job.row, start + 1))
+            time.sleep(0.01)
+    finally:
+        for job, _ in running:
+            job.outcome()
+
+
+def _rank(row: Row, rank: int, is_victim: bool, variables: dict[str, str], folder: Path) -> None:
+    torch.set_num_threads(1)
+    atexit._clear()  # what the parent wants done at its own end
+    printed = os.open(folder / f"{rank}.printed", os.O_WRONLY | os.O_CREAT)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    stacks = open(folder / f"{rank}.stacks", "w")  # noqa: SIM115 -- faulthandler keeps it
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ.update(variables)
+
+    def act() -> None:
+        time.sleep(0.1)  # until the others wait
+        (folder / "acted").write_text(str(now()))
+        FAULTS[row.fault]()
+
+    told: Any = ["", ""]
+    try:
+        MOMENTS[row.moment](act if is_victim else lambda: None, folder)
+    except BaseException as error:
+        told = [type(error).__name__, str(error)]
+    raised = now()
+    # What a program that does not catch it does at its end.
+    atexit._run_exitfuncs()
+    if row.fault == "full disk":
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    partial = folder / f"{rank}.partial"
+    partial.write_text(json.dumps([*told, raised, now()]))
+    partial.rename(folder / f"{rank}.json")
+    os._exit(1 if told[0] else 0)
