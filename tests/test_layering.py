@@ -73,6 +73,7 @@ ROWS = [
         "viz.steps_picture",
         "viz.sharding_picture",
         "viz.transfer_picture",
+        "viz.trace_page",
     ],
     ["viz.live"],
     ["viz"],

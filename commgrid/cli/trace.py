@@ -10,12 +10,14 @@ from typing import Any
 
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
-from commgrid.errors import SpecError
-from commgrid.observe import traces
+from commgrid.observe import diagnosis, traces
+from commgrid.viz.page import write_page
+from commgrid.viz.trace_page import draw_trace_page
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py
   commgrid trace runs/trace
+  commgrid trace runs/trace -o trace.html       (a page: a timeline, who waits for whom)
   commgrid trace runs/trace -o trace.json       (open it at ui.perfetto.dev)
 
 The table has a line for each group, operation and place in the program, of the rank that spent most
@@ -27,13 +29,15 @@ def add_parser(commands: Any) -> None:
     parser = new_command(
         commands,
         "trace",
-        summary="what ranks have recorded: a table, or a file for Perfetto",
-        description="Sums up what ranks have recorded, or writes it for Perfetto.",
+        summary="what ranks have recorded: a table, a page, or a file for Perfetto",
+        description="Sums up what ranks have recorded, or writes a page or a file for Perfetto.",
         examples=_EXAMPLES,
         run=run,
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where ranks saved rank_*.json")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="a Chrome trace, .json")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="a page, .html, or a Chrome trace, .json"
+    )
     parser.add_argument(
         "--top", type=int, default=30, metavar="N", help="lines of the table (default 30)"
     )
@@ -42,12 +46,12 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     found = traces.read(args.folder)
     if args.output is not None:
-        try:
-            args.output.write_text(json.dumps(traces.as_events(found)), encoding="utf-8")
-        except OSError as error:
-            raise SpecError(
-                f"-o {args.output}: cannot be written: {error.strerror or error}"
-            ) from error
+        if args.output.suffix == ".html":
+            seen = diagnosis.diagnose(diagnosis.read(args.folder))
+            page = draw_trace_page(args.folder, seen.as_dict() if seen else None)
+            write_page(page, args.output)
+        else:
+            write_page(json.dumps(traces.as_events(found)), args.output)
         give(args, lambda: {"written": str(args.output)}, lambda: f"wrote {args.output}", {})
         return 0
     sums = traces.summed(found)

@@ -108,10 +108,15 @@ def draw_page(
         "called": "this one",
         "others": [{**page_data(other), "called": name} for name, other in (others or {}).items()],
     }
+    return filled(template(), data)
+
+
+def filled(template: str, data: Mapping[str, Any]) -> str:
+    """A page with its data."""
     text = json.dumps(data, separators=(",", ":"))
     # Within a script element only these could end or change it; JSON reads them back the same.
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return template().replace("/*DATA*/null", safe)
+    return template.replace("/*DATA*/null", safe)
 
 
 def template() -> str:

@@ -109,7 +109,12 @@ def test_the_wheel_holds_the_packages_alone(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as file:
         held = {name for name in file.namelist() if ".dist-info/" not in name}
     assert held == files(built.source, "commgrid", "megatron_adapter")
-    assert {"commgrid/viz/page.html", "commgrid/py.typed", "megatron_adapter/py.typed"} <= held
+    assert {
+        "commgrid/viz/page.html",
+        "commgrid/viz/trace.html",
+        "commgrid/py.typed",
+        "megatron_adapter/py.typed",
+    } <= held
 
 
 def test_the_metadata_says_what_it_is(built: Built) -> None:
