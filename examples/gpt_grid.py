@@ -7,6 +7,8 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 import commgrid
 from commgrid.transfer import Transfer
 from gpt_context import split_of_cp
@@ -24,8 +26,10 @@ def grid_arguments(args: argparse.Namespace) -> dict[str, Any]:
         groups["fsdp"] = "dp_shard_cp"
         shards = args.dp // args.dp_replicate if args.dp > 0 else -1
         data = {"dp_replicate": args.dp_replicate, "dp_shard": shards}
+    # Over gloo, groups that all ranks have connected are those whose failures all hear of at once.
+    connect = "all" if args.survive and not torch.cuda.is_available() else "axes"
     sizes = {"tp": args.tp, "cp": args.cp, "pp": args.pp, "ep": args.ep, "etp": args.etp}
-    return {**sizes, **data, "groups": groups, "ranks": args.ranks}
+    return {**sizes, **data, "groups": groups, "ranks": args.ranks, "connect": connect}
 
 
 def make_grid(args: argparse.Namespace, name: str = "default") -> commgrid.HyperCommGrid | None:

@@ -13,6 +13,7 @@ from commgrid import PeerFailedError, PeerTimeoutError
 from commgrid.collectives import all_reduce
 from commgrid.runtime import registry
 from commgrid.runtime.failures import named_failures
+from commgrid.runtime.torch_gloo import break_connections
 from commgrid.runtime.torch_world import world_store
 from tests.full import full
 from tests.mortal import KILLED, kill_me, run_mortal
@@ -205,3 +206,26 @@ def test_a_bad_argument() -> None:
         commgrid.rebuild(at_least=0)
     with pytest.raises(commgrid.SpecError, match=r"grace=0: expected seconds above 0"):
         commgrid.rebuild(grace=0)
+
+
+def waits_for_the_first(dead: int) -> float | None:
+    """Rank 0 breaks its connections while the next rank is dead; the others wait for it."""
+    grid = commgrid.initialize(connect="all")
+    group = grid.get_group("dp")
+    if grid.rank == dead:
+        kill_me()
+    time.sleep(0.3)
+    if grid.rank == 0:
+        break_connections(group)
+        time.sleep(3.0)
+        return None
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        torch.distributed.recv(torch.ones(1), 0, group=group)
+    return time.monotonic() - started
+
+
+def test_a_dead_neighbour_keeps_no_connection_open() -> None:
+    """gloo closed nothing where the rank that was asked first was the one that is gone."""
+    _, _, second, third = run_mortal(waits_for_the_first, 4, 1)
+    assert max(second, third) < 2.5  # and not when rank 0 ends
