@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 
 import commgrid
 from commgrid.context_parallel import WAYS
+from commgrid.failures import is_first_of_command
 from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.planning.names import nearest
 from gpt_switch import cut_anew, read_switches
@@ -41,12 +41,6 @@ class Parser(argparse.ArgumentParser):
         if is_first_of_command():
             print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def is_first_of_command() -> bool:
-    """Whether this process is the one that says what all find that one command has started: rank 0
-    under srun, and the first of each node under torchrun, which is started on each."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def refuse(message: str, grid: commgrid.HyperCommGrid | None = None) -> NoReturn:
@@ -158,6 +152,12 @@ def add_grid(add: Add) -> None:
         metavar="step=N:FLAGS",
         help="after step N go on on another grid, in the same processes: any of this group's flags "
         "and the next one's, ep and etp, as step=10:tp=4,dp=2,zero1; may be given several times",
+    )
+    add(
+        "--timeout",
+        type=positive,
+        metavar="S",
+        help="seconds after which a rank that does not answer is an error (default: torch's)",
     )
 
 

@@ -34,7 +34,7 @@ def grid_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def make_grid(args: argparse.Namespace, name: str = "default") -> commgrid.HyperCommGrid | None:
     """The grid that trains; None on a spare rank."""
-    return commgrid.initialize(**grid_arguments(args), name=name)
+    return commgrid.initialize(**grid_arguments(args), name=name, timeout=args.timeout)
 
 
 def switch(

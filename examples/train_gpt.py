@@ -31,14 +31,13 @@ from contextlib import AbstractContextManager, ExitStack
 
 import commgrid
 import gpt_flags
-from commgrid.runtime.failures import named_failures
+from commgrid.failures import named_failures, told_when_stopped
 from gpt_checks import check_files, check_sizes, check_switches
 from gpt_data import Text, evaluation_batches, global_batch, read_text, split_text
 from gpt_grid import make_grid, switch
 from gpt_log import Log
 from gpt_model import count_parameters
 from gpt_sample import generate
-from gpt_stop import told_when_stopped
 from gpt_survive import FAILURES, survive
 from gpt_trainer import Trainer, learning_rate, own_device
 

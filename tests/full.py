@@ -267,6 +267,14 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_two_nodes[loopback-second_node_twice]",
         "test_two_nodes[namespaces-*]",
     ],
+    "tests/engines/test_one_voice.py": [
+        "test_a_stop_of_plain_processes_is_one_line",
+        "test_sizes_that_do_not_fit_under_torchrun",
+    ],
+    "tests/engines/test_two_hosts.py": [
+        "test_a_host_that_cannot_be_reached",
+        "test_a_slow_wire_that_loses_packets",
+    ],
     "tests/engines/test_ray.py": [
         "test_a_killed_worker_and_the_job_goes_on",
         "test_a_stop_is_one_line",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, PeerTimeoutError
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import inquiry, torch_world
-from commgrid.runtime.patient import PatientStore
+from commgrid.runtime.patient import PatientStore, SilentStoreError
 from commgrid.runtime.registry import get_grid, store_server
 from commgrid.runtime.roll import Coming, Line, Roll
 from commgrid.runtime.whereabouts import whereabouts
@@ -221,9 +221,16 @@ class FailureBoard:
                 found = self._missing(grid, error, waited_for, mine)
             elif known is None:
                 known = self.read(_ROLL_CALLS_SECONDS + _PATIENCE_SECONDS)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError) as gone:
             grid.abort()
             found = f"{_store_server()} is gone or does not answer, which serves the store: {mine}"
+            silent = isinstance(gone, SilentStoreError)
+            others = (_on_other_hosts(grid) or waited_for) - {grid.rank} if silent else set()
+            if others:
+                found = (
+                    f"{describe_ranks(others)} and {_store_server()}, which serves the store, are "
+                    f"gone or cannot be reached from here: {mine}"
+                )
         return known or self.post(found or f"a rank is gone or does not answer: {mine}")
 
     def _missing(
@@ -256,6 +263,18 @@ def _waited_for(error: BaseException) -> set[int]:
         return set() if error.rank is None else {error.rank}
     where = whereabouts(error)
     return set(where.ranks) if where is not None else set()
+
+
+def _on_other_hosts(grid: HyperCommGrid) -> set[int]:
+    """The grid's ranks on other hosts than this one, as torchrun's variables tell; {}: they do not.
+
+    torchrun numbers the ranks of one host one after the other.
+    """
+    local, count = (os.environ.get(key, "") for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if not (local.isdigit() and count.isdigit()):
+        return set()
+    first = grid.rank - int(local)
+    return set(grid.spec.grid_ranks) - set(range(first, first + int(count)))
 
 
 def _store_server() -> str:

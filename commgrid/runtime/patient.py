@@ -26,6 +26,10 @@ _OWED: WeakKeyDictionary[Any, _Asked] = WeakKeyDictionary()
 """Of a store, the call that it has not answered: until it does, torch's client is held."""
 
 
+class SilentStoreError(dist.DistNetworkError):
+    """The store's server has neither answered nor ended: it is stopped, or cannot be reached."""
+
+
 class PatientStore:
     """A store whose calls end.
 
@@ -79,17 +83,17 @@ class PatientStore:
         """What a call gives that asks this store somewhere within torch.
 
         Raises:
-            DistNetworkError: it has not returned in time, or an earlier one has not yet.
+            SilentStoreError: it has not returned in time, or an earlier one has not yet.
         """
         what = f"the store has not answered for {self._patience():.3g} s"
         owed = _OWED.pop(self.raw, None)
         if owed is not None and not owed.is_over(min(self._patience(), _OWED_SECONDS)):
             _OWED[self.raw] = owed
-            raise dist.DistNetworkError(what)
+            raise SilentStoreError(what)
         asked = _Asked(call)
         if not asked.is_over(self._patience()):
             _OWED[self.raw] = asked
-            raise dist.DistNetworkError(what)
+            raise SilentStoreError(what)
         return cast(Answer, asked.answer())
 
 

@@ -28,6 +28,7 @@ from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.runtime import inquiry, recorder, torch_standby, torch_world
 from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.alike import said_once
 from commgrid.runtime.audited import audit_sizes, audited_grid
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
@@ -350,19 +351,21 @@ def initialize(
             f"{axis}={axes[axis]!r}: neither an argument of initialize nor an axis of "
             f"order={order!r}{nearest(axis, _ARGUMENTS)}"
         )
-    audited = audited_grid() if name == "default" else None
-    if preset is not None:
-        spec = _from_preset(preset, config, sizes, rest, ranks)
-    elif config is None:
-        sizes = sizes if audited is None else _audited(sizes)
-        spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
-    else:
-        spec = _from_config(config, {**sizes, **rest}, ranks)
-    if audited is not None and (preset is not None or config is not None):
-        spec = spec_over(audited, spec)
+    with said_once():
+        audited = audited_grid() if name == "default" else None
+        if preset is not None:
+            spec = _from_preset(preset, config, sizes, rest, ranks)
+        elif config is None:
+            sizes = sizes if audited is None else _audited(sizes)
+            spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
+        else:
+            spec = _from_config(config, {**sizes, **rest}, ranks)
+        if audited is not None and (preset is not None or config is not None):
+            spec = spec_over(audited, spec)
     with _registry.reserved(name):
         if not torch_world.is_initialized():
-            _check_fit(spec)
+            with said_once():
+                _check_fit(spec)
         started = _registry.ensure_world(backend, limit, deadline)
         try:
             left = deadline - time.monotonic()

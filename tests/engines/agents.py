@@ -146,7 +146,8 @@ class Job:
                 "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", f"{self.hosts[0].address}:{port}",
                 "--rdzv-conf",
-                f"is_host={int(node == 0)},last_call_timeout=1,keep_alive_interval=1",
+                f"is_host={int(node == 0)},last_call_timeout=1,keep_alive_interval=1,"
+                "read_timeout=10",
                 "--rdzv-id", "job", "--local-addr", host.address,
             ]  # fmt: skip
             arguments = [*(["--master-port", port] if static else rendezvous), *flags]
@@ -243,36 +244,44 @@ def job(hosts: Sequence[Host], timeout: float) -> Iterator[Job]:
 
 
 @contextlib.contextmanager
+def namespace(name: str) -> Iterator[str]:
+    """A host of this name, with nothing but loopback.
+
+    Raises:
+        OSError: this machine does not let us; says why.
+    """
+    run_ip("netns", "add", name)
+    try:
+        run_ip("-n", name, "link", "set", "lo", "up")
+        yield name
+    finally:
+        run_ip("netns", "delete", name)
+
+
+@contextlib.contextmanager
 def namespaces() -> Iterator[tuple[Host, Host]]:
     """Two hosts joined by a cable: network namespaces, and a veth pair between them.
 
     Raises:
         OSError: this machine does not let us; says why.
     """
-    made: list[str] = []
-    names = [f"grid{os.getpid()}{end}" for end in "ab"]
     ends = [f"veth{os.getpid()}{end}"[-15:] for end in "ab"]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-            made.append(name)
-            _ip("-n", name, "link", "set", "lo", "up")
+    with contextlib.ExitStack() as stack:
+        names = [stack.enter_context(namespace(f"grid{os.getpid()}{end}")) for end in "ab"]
         # Made inside, so that it goes with the namespace and never stands beside the machine's own.
-        _ip("-n", names[0], "link", "add", ends[0], "type", "veth",
-            "peer", "name", ends[1], "netns", names[1])  # fmt: skip
+        run_ip("-n", names[0], "link", "add", ends[0], "type", "veth",
+               "peer", "name", ends[1], "netns", names[1])  # fmt: skip
         hosts = []
         for name, end, address in zip(names, ends, ("10.77.0.1", "10.77.0.2"), strict=True):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
+            run_ip("-n", name, "address", "add", f"{address}/24", "dev", end)
+            run_ip("-n", name, "link", "set", end, "up")
             enter = ("ip", "netns", "exec", name)
             hosts.append(Host(address, enter, (("GLOO_SOCKET_IFNAME", end),)))
         yield hosts[0], hosts[1]
-    finally:
-        for name in made:
-            _ip("netns", "delete", name)
 
 
-def _ip(*arguments: str) -> None:
+def run_ip(*arguments: str) -> None:
+    """Runs the ip command; raises OSError with what it says."""
     try:
         done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=300)
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""How train_gpt ends at Ctrl-C or SIGTERM: at once, with one line from one rank."""
+"""How a job ends at Ctrl-C or SIGTERM: all ranks at once, with one line from one of them.
+
+launcher ── SIGTERM ──► every rank's thread ──► tells (one rank prints) ──► exit code 143
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,23 @@ def told_when_stopped(tell: Callable[[str], object]) -> Iterator[None]:
     """Within it Ctrl-C and SIGTERM end this process after `tell` was told which it was.
 
     A thread sees to it: Python's own handlers wait until the main thread is out of a collective,
-    and so would a rank that its peers have left already.
+    and so would a rank that its peers have left already. The exit code is the shell's, 128 and the
+    signal's number. A signal that the process ignores, as under nohup, is ignored further on.
+
+    Args:
+        tell: what is done first, with `"SIGINT"` or `"SIGTERM"`: print a line on one rank, say.
+            It runs on that thread, while the main thread goes on.
+
+    Example:
+        >>> import commgrid
+        >>> from commgrid.failures import told_when_stopped
+        >>> grid = commgrid.initialize()
+        >>> def tell(signal_name):
+        ...     if grid.rank == 0:
+        ...         print(f"stopped by {signal_name}", flush=True)
+        >>> with told_when_stopped(tell):
+        ...     pass  # the training loop
+        >>> commgrid.shutdown()
     """
     if threading.current_thread() is not threading.main_thread():
         yield
