@@ -93,7 +93,8 @@ ROWS = [
     ["runtime.torch_groups", "runtime.torch_transfers", "runtime.torch_patches", "runtime.pairing"],
     ["runtime.torch_suspend", "runtime.watch"],
     ["runtime.recorder"],
-    ["runtime.inquiry"],
+    ["runtime.inquiry", "runtime.mailbox"],
+    ["runtime.order"],
     [
         "runtime.communicator",
         "runtime.device_mesh",

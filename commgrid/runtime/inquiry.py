@@ -88,7 +88,7 @@ def _others(rank: int, timeout: float) -> list[Trace]:
     """What the other ranks answer in time."""
     found = []
     with suppress(RuntimeError):  # the store has gone with the rank that served it
-        store = _connection(torch_world.world_store())
+        store = connection_of(torch_world.world_store())
         number = store.add(_ASKED, 1)
         waiting = [each for each in range(torch_world.world_size()) if each != rank]
         until = time.monotonic() + timeout
@@ -109,7 +109,7 @@ def _answer(number: int, rank: int) -> str:
     return f"commgrid/diagnose/{number}/{rank}"
 
 
-def _connection(store: Any) -> Any:
+def connection_of(store: Any) -> Any:
     """One of this thread's own: another's wait holds the one that it waits on."""
     try:
         made = store.clone()
@@ -182,7 +182,7 @@ class Answering:
                     self._write_down()
                 with suppress(RuntimeError):  # of a store that ends with the world
                     if store is None:
-                        store = _connection(self.store)
+                        store = connection_of(self.store)
                         answered = store.add(_ASKED, 0)
                     asked = store.add(_ASKED, 0)
                     if asked != answered:
@@ -277,7 +277,7 @@ def _why(own: Recorder, identity: str, late: bool) -> str:
         folder = folder_of_environment()
         if folder is not None:
             own.save(Path(folder))
-        store = _connection(torch_world.world_store())
+        store = connection_of(torch_world.world_store())
         if late and store.add(f"{key}/asked", 1) == 1:
             found = diagnose(_ANSWERS_SECONDS, patience=0.5)
             store.set(key, f"; {found}" if found else "")

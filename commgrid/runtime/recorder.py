@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -72,9 +73,7 @@ class Record:
     @property
     def where(self) -> str:
         """File, line and function of the call."""
-        if self.code is None:
-            return "?"
-        return f"{Path(self.code.co_filename).name}:{self.line} {self.code.co_name}"
+        return place_of(self.code, self.line)
 
     @property
     def seconds(self) -> float | None:
@@ -184,12 +183,12 @@ class Recorder:
         name = self._names.get(group)
         if name is None:
             name = self._name(group)
-        code, line = _caller()
+        code, line = caller()
         first = tensors[0] if tensors else None
         record = Record(
             name, 0, operation,
             () if first is None else tuple(first.shape),
-            "" if first is None else _DTYPES.get(first.dtype, str(first.dtype)),
+            "" if first is None else DTYPES.get(first.dtype, str(first.dtype)),
             sum(each.nbytes for each in tensors), peer, code, line, time.perf_counter_ns(),
         )  # fmt: skip
         with self._lock:
@@ -252,7 +251,7 @@ def _last_of_each(records: Sequence[Record], most: int) -> list[Record]:
 
 _TRANSFERS = ("send", "recv")
 
-_DTYPES = {
+DTYPES = {
     getattr(torch, name): name
     for name in (
         "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8",
@@ -278,7 +277,17 @@ _DECORATORS = ("/typing_extensions.py", "/warnings.py", "/contextlib.py", "/func
 _inside: dict[CodeType, bool] = {}
 
 
-def _caller() -> tuple[CodeType | None, int]:
+def place_of(code: CodeType | None, line: int) -> str:
+    """File, line and function of a call."""
+    return "?" if code is None else f"{_file_of(code)}:{line} {code.co_name}"
+
+
+@cache
+def _file_of(code: CodeType) -> str:
+    return Path(code.co_filename).name
+
+
+def caller() -> tuple[CodeType | None, int]:
     """The innermost place outside torch and commgrid; within a thread of torch's, commgrid's."""
     own: tuple[CodeType | None, int] = (None, 0)
     each: FrameType | None = inspect.currentframe()

@@ -27,6 +27,7 @@ from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.runtime import inquiry, recorder, torch_standby, torch_world
+from commgrid.runtime import order as order_check
 from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.alike import said_once
 from commgrid.runtime.audited import audit_sizes, audited_grid
@@ -278,6 +279,7 @@ def initialize(
     startup_timeout: Seconds = 600.0,
     trace: bool = False,
     watch: bool | None = None,
+    verify: str | None = None,
     preset: str | None = None,
     config: str | Path | Mapping[str, Any] | GridSpec | None = None,
     name: str = "default",
@@ -318,6 +320,8 @@ def initialize(
         watch: whether a thread of each rank, linked with some others', sees that ranks are gone,
             stopped or late, tells all, and ends what waits for them. None: where something runs on
             NCCL, which leaves its errors to it then; gloo tells of most failures by itself.
+        verify: `"order"` on all ranks compares what the members of each communicator issue, call by
+            call, and raises GridMismatchError at the first difference, with both lines.
         preset: a grid that others use, by name, as `commgrid presets` lists them; what is given of
             dp to place, other than by its default, is laid over it.
         config: a YAML path, dict or GridSpec, instead of all from dp to place but ranks.
@@ -342,6 +346,7 @@ def initialize(
     """
     deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
     limit = None if timeout is None else as_seconds("timeout", timeout)
+    order_check.check_argument(verify)
     sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, **axes}
     rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups,
             "within": within, "place": place}  # fmt: skip
@@ -393,6 +398,7 @@ def initialize(
         )
         recorder.follow(trace, grid.rank, grid.members_of_communicators())
         inquiry.follow()
+        order_check.follow(verify, grid)
     return grid
 
 
@@ -451,7 +457,8 @@ _DEFAULTS: dict[str, Any] = {
     "within": None, "place": BY_RANK,
 }  # fmt: skip
 _ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
-              "startup_timeout", "trace", "watch", "preset", "config", "name")  # fmt: skip
+              "startup_timeout", "trace", "watch", "verify", "preset", "config",
+              "name")  # fmt: skip
 
 
 def _from_preset(

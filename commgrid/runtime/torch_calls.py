@@ -14,6 +14,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from typing import Any, Protocol
 
@@ -114,6 +115,7 @@ def batch() -> int:
 
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
+_now = threading.local()
 _original: dict[tuple[Any, str], tuple[Any, Callable[..., Any]]] = {}
 """By class and method, torch's own and ours in its place."""
 
@@ -171,6 +173,7 @@ def _telling(
             peer = getattr(args[root_at], "rootRank", None)
         listeners = _listeners
         tensors = _flat(given)
+        _now.blocking = bool(args) and not getattr(args[-1], "asyncOp", True)
         began = [(each, each.begins(group, operation, tensors, peer)) for each in listeners]
         work = method(group, *args, **options)
         for listener, call in began:
@@ -212,6 +215,17 @@ def _telling_wait(method: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return wait
+
+
+def is_blocking() -> bool:
+    """Within `begins`: whether the call is known to be waited for at once; no transfer is."""
+    return bool(_now.blocking)
+
+
+def plain_wait(work: dist.Work, timeout: timedelta) -> None:
+    """torch's own wait, which tells nobody."""
+    held = _original.get((dist.Work, "wait"))
+    (dist.Work.wait if held is None else held[0])(work, timeout)
 
 
 def _flat(given: Any) -> Sequence[Tensor]:

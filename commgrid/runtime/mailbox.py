@@ -1,0 +1,148 @@
+"""Short messages between two ranks beside torch: sent without waiting, read by a thread.
+
+A rank connects to another when it first has something for it. Messages of one rank arrive in the
+order in which it sent them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+_CONNECT_SECONDS = 10.0
+_LONGEST = 1 << 20
+
+
+class NoMailboxError(Exception):
+    """Another rank has none."""
+
+
+class Mailbox:
+    """This rank's, and its connections to others'.
+
+    Args:
+        rank: this one.
+        store: where ranks find each other's addresses.
+        prefix: what their keys begin with.
+        heard: is called by the thread with a rank and its message, and None when it has gone.
+    """
+
+    def __init__(
+        self, rank: int, store: Any, prefix: str, heard: Callable[[int, Any], None]
+    ) -> None:
+        self._rank, self._store, self._prefix, self._heard = rank, store, prefix, heard
+        self._out: dict[int, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._secret = uuid4().hex
+        self._server = socket.create_server((_own_address(), 0), backlog=128)
+        self._bell, self._ringer = socket.socketpair()
+        host, port = self._server.getsockname()[:2]
+        store.set(f"{prefix}/at/{rank}", json.dumps([host, port, self._secret]))
+        self._thread = threading.Thread(target=self._run, name="commgrid mailbox", daemon=True)
+        self._thread.start()
+
+    def send(self, rank: int, message: Any) -> bool:
+        """Sends a message; False where the other is gone.
+
+        Raises:
+            NoMailboxError: the other has made none, for ten seconds.
+        """
+        data = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            connection = self._out.get(rank)
+            try:
+                if connection is None:
+                    connection = self._out[rank] = self._connect(rank)
+                connection.sendall(data)
+            except OSError:
+                return False
+        return True
+
+    def _connect(self, rank: int) -> socket.socket:
+        key, until = f"{self._prefix}/at/{rank}", time.monotonic() + _CONNECT_SECONDS
+        while not self._store.check([key]):
+            if time.monotonic() > until:
+                raise NoMailboxError
+            time.sleep(0.01)
+        host, port, secret = json.loads(self._store.get(key))
+        connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(json.dumps([secret, self._rank]).encode() + b"\n")
+        return connection
+
+    def close(self) -> None:
+        """Closes all connections, and ends the thread."""
+        with suppress(OSError):
+            self._ringer.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+        with self._lock:
+            for connection in self._out.values():
+                connection.close()
+            self._out.clear()
+        with suppress(RuntimeError):  # the store has gone with the rank that served it
+            self._store.delete_key(f"{self._prefix}/at/{self._rank}")
+
+    def _run(self) -> None:
+        senders: dict[socket.socket, tuple[bytearray, list[int]]] = {}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            selector.register(self._bell, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    if connection is self._bell:
+                        for each in (*senders, self._server, self._bell):
+                            each.close()
+                        return
+                    if connection is self._server:
+                        with suppress(OSError):
+                            made, _ = self._server.accept()
+                            selector.register(made, selectors.EVENT_READ)
+                            senders[made] = (bytearray(), [])
+                    elif not self._read(connection, *senders[connection]):
+                        selector.unregister(connection)
+                        connection.close()
+                        _, who = senders.pop(connection)
+                        if who:
+                            self._heard(who[0], None)
+
+    def _read(self, connection: socket.socket, inbox: bytearray, who: list[int]) -> bool:
+        """Takes what has come; whether the connection goes on."""
+        try:
+            data = connection.recv(1 << 16)
+        except OSError:
+            return False
+        inbox += data
+        *lines, rest = bytes(inbox).split(b"\n")
+        inbox[:] = rest
+        try:
+            for line in lines:
+                message = json.loads(line)
+                if who:
+                    self._heard(who[0], message)
+                elif message[0] != self._secret:
+                    return False
+                else:
+                    who.append(int(message[1]))
+        except (ValueError, KeyError, TypeError, IndexError):
+            return False  # no program of ours
+        return bool(data) and len(inbox) < _LONGEST
+
+
+def _own_address() -> str:
+    """This host's, as the one that serves the store sees it."""
+    host = os.environ.get("MASTER_ADDR", "")
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host or "127.0.0.1", 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,412 @@
+"""Compares what the members of each communicator issue, call by call, while they issue it.
+
+    dp of ranks 0, 2, 4, 6:  0 ──► 2 ──► 4 ──► 6 ──► 0      each tells the next what it issues
+
+Before a call is made, what it is goes to the next member, and before its result is waited for, what
+the previous one has sent is compared with it. The first that differ are an error on both, which
+name both lines; the others read it at the store. A wait of more than a moment looks at what those
+do whom it waits for: ranks that wait for each other across groups are an error on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.runtime import torch_calls, torch_groups, torch_world
+from commgrid.runtime.inquiry import connection_of
+from commgrid.runtime.mailbox import Mailbox, NoMailboxError
+from commgrid.runtime.recorder import DTYPES, caller, place_of
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+MOMENT = 1.0
+"""Seconds that a wait may last before it looks at what others do."""
+
+_FREE = ("all_to_all", "all_gather", "barrier")
+"""Collectives whose members may hand in different amounts."""
+
+_KEPT = 1024  # calls of each communicator that are held against others'
+_AHEAD = 8  # calls within which two that are swapped are seen
+_GLOO_SECONDS = 0.05  # that an asynchronous call on gloo waits for the other's
+_SWAPPED_SECONDS = 0.5  # that a wait takes to see whether two are
+_MOST_ASKED = 16  # members whose state is read in one look
+_DEEPEST = 16  # ranks of a circle
+
+
+@dataclass(slots=True, eq=False)
+class Issued:
+    """One call of this rank.
+
+    Args:
+        channel: its communicator.
+        way: what it is counted by: the communicator's names, and for a transfer the two ranks.
+        turn: how many were issued of these before.
+        kind: what has to be alike: operation, type, bytes, root.
+        words: what it is, for messages.
+        where: file and line.
+        source: the rank whose message it is compared with.
+        seen: whether it was.
+    """
+
+    channel: Channel
+    way: str
+    turn: int
+    kind: list[Any]
+    words: str
+    where: str
+    source: int
+    seen: bool = False
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A communicator of the grid.
+
+    Args:
+        names: with commas.
+        ranks: its members.
+        place: this rank's among them.
+        polls: whether a wait for a collective may be made in parts, as on gloo.
+    """
+
+    names: str
+    ranks: tuple[int, ...]
+    place: int
+    polls: bool
+
+
+class OrderCheck:
+    """Hears of every call on the communicators of a grid, before it is made.
+
+    Args:
+        grid: of which all ranks make one.
+    """
+
+    def __init__(self, grid: HyperCommGrid) -> None:
+        self._grid, self._rank = grid, grid.rank
+        self._base = f"commgrid/order/{grid.identity}"
+        self._store = connection_of(torch_world.world_store())
+        self._channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+        self._pending: WeakKeyDictionary[dist.Work, Issued] = WeakKeyDictionary()
+        self._turns: dict[str, int] = {}
+        self._mine: dict[str, OrderedDict[int, Issued]] = {}
+        self._theirs: dict[str, OrderedDict[int, list[Any]]] = {}
+        self._gone: set[int] = set()
+        self._circle: list[Any] = []  # as the last look has found it
+        self._news = threading.Condition()
+        self._mail = Mailbox(self._rank, connection_of(self._store), self._base, self._heard)
+        self._refresh()
+        torch_calls.listen(self)
+        grid.before_destroy(self.close)
+
+    def close(self) -> None:
+        """Hears no more."""
+        torch_calls.stop(self)
+        self._mail.close()
+        self._take_back()
+
+    def _refresh(self) -> None:
+        """Knows the grid's communicators, some of which may be new after a suspension."""
+        for each in self._grid.communicators:
+            if len(each.ranks) > 1 and not each.suspended:
+                self._channels[each.group] = Channel(
+                    ",".join(each.names), each.ranks, each.ranks.index(self._rank),
+                    "gloo" in torch_groups.backend_of(each.group),
+                )  # fmt: skip
+
+    # -- a call, from its beginning to its end -------------------------------------------
+
+    def begins(
+        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], peer: int | None
+    ) -> Issued | None:
+        channel = self._channels.get(group)
+        if channel is None:
+            if group.size() == 1 or not group.group_name.startswith("commgrid/"):
+                return None
+            self._refresh()
+            channel = self._channels.get(group)
+            if channel is None:
+                return None
+        transfer = operation in ("send", "recv")
+        if transfer and peer is None:
+            return None  # from anybody
+        call, target = self._made(channel, operation, tensors, peer, transfer)
+        try:
+            there = self._mail.send(
+                target, [call.way, call.turn, call.kind, call.words, call.where]
+            )
+        except NoMailboxError:
+            raise GridMismatchError(
+                f"rank {target} does not compare its calls with others'; give "
+                "initialize(verify='order') on every rank"
+            ) from None
+        if not there:
+            with self._news:
+                self._gone.add(target)
+        if torch_calls.is_blocking():  # it will wait for the others anyway
+            if self._await(call, lambda: False):
+                self._take_back()
+        elif channel.polls:
+            # gloo ends a process that gets more than it expects.
+            with self._news:
+                self._news.wait_for(lambda: self._answered(call), _GLOO_SECONDS)
+        self._compare(call)
+        return call
+
+    def _made(
+        self,
+        channel: Channel,
+        operation: str,
+        tensors: Sequence[Tensor],
+        peer: int | None,
+        transfer: bool,
+    ) -> tuple[Issued, int]:
+        """What is about to be issued, and the rank that is told."""
+        first = tensors[0] if tensors else None
+        dtype = "" if first is None else DTYPES.get(first.dtype, str(first.dtype))
+        shape = [] if first is None else list(first.shape)
+        size = sum(each.nbytes for each in tensors)
+        where = place_of(*caller())
+        if transfer:
+            assert peer is not None
+            other = channel.ranks[peer]
+            ends = (self._rank, other) if operation == "send" else (other, self._rank)
+            way, kind = f"{channel.names} {ends[0]}>{ends[1]}", ["transfer", dtype, size, None]
+            source = target = other
+            counted = f"{way} {operation}"
+        else:
+            way = counted = channel.names
+            free = operation in _FREE
+            kind = [operation, "" if operation == "barrier" else dtype, 0 if free else size, peer]
+            ranks, place = channel.ranks, channel.place
+            source, target = ranks[place - 1], ranks[(place + 1) % len(ranks)]
+        words = f"{operation} of {dtype} {shape}" if dtype else operation
+        with self._news:
+            turn = self._turns.get(counted, 0)
+            self._turns[counted] = turn + 1
+            call = Issued(channel, way, turn, kind, words, where, source)
+            held = self._mine.setdefault(way, OrderedDict())
+            held[turn] = call
+            if len(held) > _KEPT:
+                held.popitem(last=False)
+        return call, target
+
+    def issued(self, call: object, work: dist.Work | None) -> None:
+        if isinstance(call, Issued) and work is not None:
+            self._pending[work] = call
+
+    def waits(self, work: dist.Work) -> None:
+        call = self._pending.get(work)
+        if call is None:
+            return
+        told = self._await(call, work.is_completed)
+        try:
+            self._see_whether_swapped(call)
+            if call.channel.polls:
+                told = self._poll(work, call, told)
+        finally:
+            if told:
+                self._take_back()
+
+    def _await(self, call: Issued, is_over: Callable[[], bool]) -> bool:
+        """Until the other's call was compared with it, or it has ended; whether that took long."""
+        told = False
+        while not self._compare(call) and call.source not in self._gone:
+            with self._news:
+                self._news.wait_for(lambda: self._answered(call), MOMENT)
+            if not self._answered(call):
+                if is_over():  # with an error, which the wait raises
+                    break
+                told = True
+                self._look(call)
+        return told
+
+    def _take_back(self) -> None:
+        """Says at the store that this rank does not wait any more."""
+        with suppress(RuntimeError):
+            self._store.delete_key(f"{self._base}/state/{self._rank}")
+
+    def _poll(self, work: dist.Work, call: Issued, told: bool) -> bool:
+        """Waits in parts for a collective, since others may be missing than the one before."""
+        if ">" in call.way:
+            return told  # gloo closes the connection of a transfer whose wait times out
+        while True:
+            try:
+                torch_calls.plain_wait(work, timedelta(seconds=MOMENT))
+                return told
+            except RuntimeError as error:
+                if work.is_completed() or "Operation timed out!" not in str(error):
+                    return told  # the wait raises it
+            told = True
+            self._look(call)
+
+    def waited(self, work: dist.Work, failed: bool) -> None:
+        self._pending.pop(work, None)
+
+    # -- comparing ----------------------------------------------------------------------
+
+    def _heard(self, rank: int, message: Any) -> None:
+        """The mailbox's thread: what the previous member, or a transfer's other side, issues."""
+        with self._news:
+            if message is None:
+                self._gone.add(rank)
+            else:
+                way, turn, kind, words, where = message
+                held = self._theirs.setdefault(way, OrderedDict())
+                held[int(turn)] = [rank, kind, words, where]
+                if len(held) > 4 * _KEPT:
+                    held.popitem(last=False)
+            self._news.notify_all()
+
+    def _answered(self, call: Issued) -> bool:
+        return call.turn in self._theirs.get(call.way, ()) or call.source in self._gone
+
+    def _answer_to(self, call: Issued) -> list[Any] | None:
+        """The other's rank, kind, words and line, once they are there."""
+        held = self._theirs.get(call.way)
+        return None if held is None else held.get(call.turn)
+
+    def _compare(self, call: Issued) -> bool:
+        """Whether a call was compared with the other's, which has to be there for it.
+
+        Raises:
+            GridMismatchError: they differ.
+        """
+        if call.seen:
+            return True
+        theirs = self._answer_to(call)
+        if theirs is None:
+            return False
+        call.seen = True
+        rank, kind, words, where = theirs
+        if kind != call.kind:
+            self._fail(
+                f"call {call.turn} of {call.channel.names} is not the same on all ranks: "
+                f"{self._both(call, rank, words, where)}"
+            )
+        if where != call.where and kind[0] != "transfer":
+            self._find_swapped(call)
+        return True
+
+    def _find_swapped(self, call: Issued) -> None:
+        """Two calls that look alike, each where another rank has the other one."""
+        mine, theirs = self._mine[call.way], self._theirs[call.way]
+        _, _, words, where = theirs[call.turn]
+        for turn in range(call.turn - _AHEAD, call.turn + _AHEAD + 1):
+            if turn in mine and turn in theirs and turn != call.turn:
+                rank, kind, _, there = theirs[turn]
+                if mine[turn].where == where and there == call.where and kind == call.kind:
+                    self._fail(
+                        f"calls {call.turn} and {turn} of {call.channel.names} are in another "
+                        "order on two ranks, and their results are mixed up: call "
+                        f"{call.turn} is {self._both(call, rank, words, where)}"
+                    )
+
+    def _see_whether_swapped(self, call: Issued) -> None:
+        """Where a call comes from another line than the other's, looks at those after it, too."""
+        theirs = self._answer_to(call)
+        if theirs is None or theirs[3] == call.where or ">" in call.way:
+            return
+        later = [turn for turn in self._mine[call.way] if call.turn < turn <= call.turn + _AHEAD]
+        with self._news:
+            self._news.wait_for(
+                lambda: all(turn in self._theirs[call.way] for turn in later), _SWAPPED_SECONDS
+            )
+        self._find_swapped(call)
+
+    def _both(self, call: Issued, rank: int, words: str, where: str) -> str:
+        told = sorted([(self._rank, call.words, call.where), (rank, words, where)])
+        return ", ".join(f"{what} at {place} on rank {who}" for who, what, place in told)
+
+    def _fail(self, text: str) -> None:
+        with suppress(RuntimeError):
+            self._store.compare_set(f"{self._base}/failed", "", text)
+        raise GridMismatchError(text)
+
+    # -- looking at what others do -------------------------------------------------------
+
+    def _look(self, call: Issued) -> None:
+        """After a moment of waiting: what others have found, and whether they wait for this rank.
+
+        Raises:
+            GridMismatchError: another rank has found a difference, or there is a circle.
+        """
+        try:
+            if self._store.check([f"{self._base}/failed"]):
+                raise GridMismatchError(bytes(self._store.get(f"{self._base}/failed")).decode())
+            self._store.set(f"{self._base}/state/{self._rank}", json.dumps(self._state(call)))
+            found = self._find_circle(self._state(call), [])
+        except CommGridError:
+            raise
+        except RuntimeError:
+            return  # the store has gone; the wait itself will say who else
+        if found and found == self._circle:  # twice the same: nobody has moved
+            steps = "; ".join(
+                f"rank {rank} waits in {names} {words} at {where} for rank {after}"
+                for rank, names, words, where, after in sorted(found)
+            )
+            self._fail(f"ranks wait for each other, in calls of another order: {steps}")
+        self._circle = found
+
+    def _state(self, call: Issued) -> dict[str, Any]:
+        with self._news:
+            return {
+                "rank": self._rank, "names": call.channel.names, "ranks": call.channel.ranks,
+                "way": call.way, "turn": call.turn, "words": call.words, "where": call.where,
+                "turns": dict(self._turns), "other": call.source if ">" in call.way else None,
+            }  # fmt: skip
+
+    def _find_circle(self, state: dict[str, Any], path: list[Any]) -> list[Any]:
+        """The ranks from this one back to it that wait for each other, with their calls."""
+        for other in self._missing(state):
+            step = [state["rank"], state["names"], state["words"], state["where"], other["rank"]]
+            if other["rank"] == self._rank:
+                return sorted([*path, step])
+            if len(path) < _DEEPEST and all(each[0] != other["rank"] for each in path):
+                found = self._find_circle(other, [*path, step])
+                if found:
+                    return found
+        return []
+
+    def _missing(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """The states of those that wait elsewhere and have not entered a rank's call."""
+        asked = [rank for rank in state["ranks"] if rank != state["rank"]]
+        if state["other"] is not None:
+            asked = [state["other"]]
+        found = []
+        for rank in asked[:_MOST_ASKED]:
+            key = f"{self._base}/state/{rank}"
+            if not self._store.check([key]):
+                continue
+            theirs = json.loads(bytes(self._store.get(key)))
+            way = state["way"]
+            if ">" in way:
+                way += " recv" if state["words"].startswith("send") else " send"
+            if theirs["turns"].get(way, 0) <= state["turn"]:
+                found.append(theirs)
+        return found
+
+
+def check_argument(verify: str | None) -> None:
+    """Raises SpecError where `initialize(verify=…)` is nothing there is."""
+    if verify not in (None, "order"):
+        raise SpecError(f"verify={verify!r}: expected None, or 'order'")
+
+
+def follow(verify: str | None, grid: HyperCommGrid) -> None:
+    """Compares a grid's calls from now on, where that was asked for."""
+    if verify == "order" and len(grid.spec.grid_ranks) > 1:
+        OrderCheck(grid)
