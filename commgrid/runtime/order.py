@@ -293,9 +293,11 @@ class OrderCheck:
         call.seen = True
         rank, kind, words, where = theirs
         if kind != call.kind:
-            self._fail(
-                f"call {call.turn} of {call.channel.names} is not the same on all ranks: "
-                f"{self._both(call, rank, words, where)}"
+            raise self._posted(
+                GridMismatchError(
+                    f"call {call.turn} of {call.channel.names} is not the same on all ranks: "
+                    f"{self._both(call, rank, words, where)}"
+                )
             )
         if where != call.where and kind[0] != "transfer":
             self._find_swapped(call)
@@ -309,10 +311,12 @@ class OrderCheck:
             if turn in mine and turn in theirs and turn != call.turn:
                 rank, kind, _, there = theirs[turn]
                 if mine[turn].where == where and there == call.where and kind == call.kind:
-                    self._fail(
-                        f"calls {call.turn} and {turn} of {call.channel.names} are in another "
-                        "order on two ranks, and their results are mixed up: call "
-                        f"{call.turn} is {self._both(call, rank, words, where)}"
+                    raise self._posted(
+                        GridMismatchError(
+                            f"calls {call.turn} and {turn} of {call.channel.names} are in another "
+                            "order on two ranks, and their results are mixed up: call "
+                            f"{call.turn} is {self._both(call, rank, words, where)}"
+                        )
                     )
 
     def _see_whether_swapped(self, call: Issued) -> None:
@@ -331,10 +335,11 @@ class OrderCheck:
         told = sorted([(self._rank, call.words, call.where), (rank, words, where)])
         return ", ".join(f"{what} at {place} on rank {who}" for who, what, place in told)
 
-    def _fail(self, text: str) -> None:
+    def _posted(self, error: GridMismatchError) -> GridMismatchError:
+        """An error that the others are told of."""
         with suppress(RuntimeError):
-            self._store.compare_set(f"{self._base}/failed", "", text)
-        raise GridMismatchError(text)
+            self._store.compare_set(f"{self._base}/failed", "", str(error))
+        return error
 
     # -- looking at what others do -------------------------------------------------------
 
@@ -346,7 +351,8 @@ class OrderCheck:
         """
         try:
             if self._store.check([f"{self._base}/failed"]):
-                raise GridMismatchError(bytes(self._store.get(f"{self._base}/failed")).decode())
+                told = bytes(self._store.get(f"{self._base}/failed")).decode()
+                raise GridMismatchError(f"{told} (found on another rank)")
             self._store.set(f"{self._base}/state/{self._rank}", json.dumps(self._state(call)))
             found = self._find_circle(self._state(call), [])
         except CommGridError:
@@ -358,7 +364,9 @@ class OrderCheck:
                 f"rank {rank} waits in {names} {words} at {where} for rank {after}"
                 for rank, names, words, where, after in sorted(found)
             )
-            self._fail(f"ranks wait for each other, in calls of another order: {steps}")
+            raise self._posted(
+                GridMismatchError(f"ranks wait for each other, in calls of another order: {steps}")
+            )
         self._circle = found
 
     def _state(self, call: Issued) -> dict[str, Any]:
