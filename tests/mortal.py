@@ -31,6 +31,7 @@ def run_mortal(
     environ: dict[str, str] | None = None,
     per_rank: Sequence[tuple[Any, ...]] | None = None,
     timeout: float = 200.0,
+    method: str = "fork",
 ) -> list[Any]:
     """What `function(*args)` returned on every rank; KILLED where a signal has ended it.
 
@@ -41,6 +42,7 @@ def run_mortal(
         return run_on_ranks(
             _guarded, world_size, function, folder, args,
             init=None, launcher=launcher, environ=environ, per_rank=per_rank, timeout=timeout,
+            method=method,
         )  # fmt: skip
 
 
