@@ -63,6 +63,21 @@ def test_nothing_is_left_and_leaving_is_no_failure(capfd: pytest.CaptureFixture[
     assert "gone" not in capfd.readouterr().err
 
 
+def rebuilt(rank: int) -> bool:
+    grid = commgrid.initialize(watch=True)
+    assert grid.watch is not None
+    if rank == 2:
+        grid.abort()
+        return True
+    again = commgrid.rebuild(ranks=[0, 1])
+    return again is not None and again.watch is not None
+
+
+def test_a_grid_that_is_rebuilt_is_watched_as_before() -> None:
+    per_rank = [(rank,) for rank in range(3)]
+    assert all(run_on_ranks(rebuilt, 3, init=None, launcher="torchrun", per_rank=per_rank))
+
+
 def different(rank: int) -> str:
     commgrid.join()
     try:

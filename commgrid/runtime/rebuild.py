@@ -287,7 +287,7 @@ class _Rebuild:
         return {
             "spec": spec.to_dict(), "given": made.given.to_dict(), "full": made.full,
             "before": made.last.shape, "backend": made.backend, "timeout": made.timeout,
-            "token": uuid4().hex, "gone": gone, "spares": sorted({*here} - {*spec.grid_ranks}),
+            "watch": made.watch, "token": uuid4().hex, "gone": gone, "spares": sorted({*here} - {*spec.grid_ranks}),
             "server": server, "store": said[can_serve[0]]["address"] if moves else None,
             "standbys": [(rank, said[rank]["address"]) for rank in torch_standby.chosen(can_serve)],
         }  # fmt: skip
@@ -301,7 +301,7 @@ class _Rebuild:
             try:
                 grid = HyperCommGrid(
                     spec, name=self.name, backend=backend, timeout=limit,
-                    startup_timeout=max(left * _SHARE, _LEAST_SECONDS),
+                    startup_timeout=max(left * _SHARE, _LEAST_SECONDS), watch=verdict["watch"],
                 )  # fmt: skip
             except (PeerTimeoutError, PeerFailedError) as error:
                 raise _AttemptError(f"rebuild: {error}") from error
@@ -313,7 +313,7 @@ class _Rebuild:
         traces = made is not None and made.trace
         self.registry.made[self.name] = Made(
             GridSpec.from_config(verdict["given"]), verdict["full"], grid.spec,
-            f"{grid.identity}/{verdict['token']}", backend, limit, traces,
+            f"{grid.identity}/{verdict['token']}", backend, limit, traces, verdict["watch"],
         )  # fmt: skip
         recorder.follow(traces, grid.rank, grid.members_of_communicators())
         inquiry.follow()

@@ -54,7 +54,7 @@ class Made:
         full: the sizes of the first of its kind.
         last: the resolved one that this rank was in last.
         identity: of that one.
-        backend, timeout, trace: as they were given.
+        backend, timeout, trace, watch: as they were given.
     """
 
     given: GridSpec
@@ -64,6 +64,7 @@ class Made:
     backend: str | None
     timeout: float | None
     trace: bool = False
+    watch: bool | None = None
 
 
 @dataclass
@@ -394,7 +395,7 @@ def initialize(
             raise
         _registry.add(grid)
         _registry.made[name] = Made(
-            spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace
+            spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch
         )
         recorder.follow(trace, grid.rank, grid.members_of_communicators())
         inquiry.follow()
