@@ -287,7 +287,8 @@ class _Rebuild:
         return {
             "spec": spec.to_dict(), "given": made.given.to_dict(), "full": made.full,
             "before": made.last.shape, "backend": made.backend, "timeout": made.timeout,
-            "watch": made.watch, "token": uuid4().hex, "gone": gone, "spares": sorted({*here} - {*spec.grid_ranks}),
+            "watch": made.watch, "token": uuid4().hex, "gone": gone,
+            "spares": sorted({*here} - {*spec.grid_ranks}),
             "server": server, "store": said[can_serve[0]]["address"] if moves else None,
             "standbys": [(rank, said[rank]["address"]) for rank in torch_standby.chosen(can_serve)],
         }  # fmt: skip
