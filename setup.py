@@ -67,7 +67,7 @@ setup(
     packages=find_packages(
         include=["commgrid", "commgrid.*", "megatron_adapter", "megatron_adapter.*"]
     ),
-    package_data={"commgrid": ["py.typed", "viz/page.html"], "megatron_adapter": ["py.typed"]},
+    package_data={"commgrid": ["py.typed", "viz/*.html"], "megatron_adapter": ["py.typed"]},
     install_requires=["torch>=2.11,<2.16", "pyyaml"],
     extras_require={
         "interop": INTEROP,

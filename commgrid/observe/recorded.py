@@ -22,35 +22,45 @@ def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
             rank without a trace.
     """
     traced = {trace.rank for trace in found}
-    groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+    same: dict[tuple[str, tuple[int, ...]], Group] = {}
+    programs: dict[int, list[Step]] = {}
     for trace in found:
         if trace.dropped:
             raise SpecError(
                 f"rank {trace.rank}: its first {trace.dropped:,} calls were not kept, and what "
                 "they met cannot be told; trace fewer steps, or commgrid.trace.start(capacity=…)"
             )
+        groups: dict[str, Group] = {}
         for call in trace.calls:
-            ranks = trace.members.get(call.group)
-            if ranks is None:
-                raise SpecError(
-                    f"rank {trace.rank}: {call.operation} at {call.where} is on {call.group!r}, "
-                    "which is no communicator of a commgrid grid; whose ranks it has is not known"
-                )
-            if missing := [rank for rank in ranks if rank not in traced]:
-                raise SpecError(
-                    f"rank {missing[0]} of {traces.short(call.group)} has no trace beside rank "
-                    f"{trace.rank}'s; give the folder with those of all ranks"
-                )
-            groups.setdefault((call.group, ranks), Group(call.group, ranks))
-    return {trace.rank: _steps(trace, groups) for trace in found}
+            if call.group not in groups:
+                ranks = _members(trace, call, traced)
+                groups[call.group] = same.setdefault((call.group, ranks), Group(call.group, ranks))
+        programs[trace.rank] = _steps(trace, groups)
+    return programs
 
 
-def _steps(trace: Trace, groups: dict[tuple[str, tuple[int, ...]], Group]) -> list[Step]:
+def _members(trace: Trace, call: traces.Call, traced: set[int]) -> tuple[int, ...]:
+    """The ranks of a call's communicator, all of which have a trace."""
+    ranks = trace.members.get(call.group)
+    if ranks is None:
+        raise SpecError(
+            f"rank {trace.rank}: {call.operation} at {call.where} is on {call.group!r}, "
+            "which is no communicator of a commgrid grid; whose ranks it has is not known"
+        )
+    if missing := [rank for rank in ranks if rank not in traced]:
+        raise SpecError(
+            f"rank {missing[0]} of {traces.short(call.group)} has no trace beside rank "
+            f"{trace.rank}'s; give the folder with those of all ranks"
+        )
+    return ranks
+
+
+def _steps(trace: Trace, groups: dict[str, Group]) -> list[Step]:
     """A rank's calls and waits, by time; a call that was over at its return has waited."""
     timed: list[tuple[float, int, Step | int]] = []
     batches: dict[int, list[Call]] = {}
     for at, made in enumerate(trace.calls):
-        group = groups[made.group, trace.members[made.group]]
+        group = groups[made.group]
         is_message = made.operation in MESSAGES
         batch = trace.batches.get((made.group, made.number))
         waited_here = batch is None and (made.issued is None or made.ended == made.issued)
