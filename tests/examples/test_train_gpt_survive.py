@@ -1,5 +1,6 @@
 """train_gpt --survive: ranks are killed in a step, and the others' curve is that of no failure."""
 
+import os
 import re
 import sys
 import time
@@ -21,35 +22,54 @@ TINY = [
 Deaths = dict[int, tuple[int, str]]
 """By rank, the step and the trainer's method in which it is killed."""
 
-JOBS: dict[str, tuple[int, list[str], Deaths, str, str]] = {
-    # name: ranks, flags, who is killed when, what the last grid is, where the state came from
-    "four": (4, ["--tp", "2"], {1: (10, "reduce")}, "tp 2 on 2 ranks", "memory"),
-    "first": (8, ["--tp", "2"], {0: (10, "reduce")}, "tp 2 · dp 3 on 6 ranks", "memory"),
-    "middle": (8, ["--tp", "2"], {3: (10, "mean")}, "tp 2 · dp 3 on 6 ranks", "memory"),
-    "last": (8, ["--tp", "2"], {7: (10, "reduce")}, "tp 2 · dp 3 on 6 ranks", "memory"),
+JOBS: dict[str, tuple[int, list[str], Deaths, list[str], str, str]] = {
+    # name: ranks, flags, who is killed when, without whom and from where the others go on each
+    # time, what the last grid is, and where the last state came from
+    "four": (
+        4, ["--tp", "2"], {1: (10, "reduce")}, ["rank 1, 9"], "tp 2 on 2 ranks", "memory",
+    ),
+    "first": (
+        8, ["--tp", "2"], {0: (10, "reduce")}, ["rank 0, 9"], "tp 2 · dp 3 on 6 ranks", "memory",
+    ),
+    "middle": (
+        8, ["--tp", "2"], {3: (10, "mean")}, ["rank 3, 9"], "tp 2 · dp 3 on 6 ranks", "memory",
+    ),
+    "last": (
+        8, ["--tp", "2"], {7: (10, "reduce")}, ["rank 7, 9"], "tp 2 · dp 3 on 6 ranks", "memory",
+    ),
     "pipeline": (
-        8, ["--pp", "2", "--tp", "2"], {2: (10, "reduce")}, "tp 2 · pp 2 on 4 ranks", "memory",
+        8, ["--pp", "2", "--tp", "2"], {2: (10, "reduce")}, ["rank 2, 9"],
+        "tp 2 · pp 2 on 4 ranks", "memory",
     ),
     "zero1": (
-        8, ["--tp", "2", "--zero1"], {5: (10, "mean")}, "tp 2 · dp 3 on 6 ranks",
+        8, ["--tp", "2", "--zero1"], {5: (10, "mean")}, ["rank 5, 9"], "tp 2 · dp 3 on 6 ranks",
         "neighbours' memory",
     ),
-    "fsdp": (4, ["--fsdp"], {2: (10, "reduce")}, "dp_shard 3 on 3 ranks", "neighbours' memory"),
-    "stage": (4, ["--pp", "4"], {1: (10, "reduce")}, "pp 3 on 3 ranks", "neighbours' memory"),
+    "fsdp": (
+        4, ["--fsdp"], {2: (10, "reduce")}, ["rank 2, 9"], "dp_shard 3 on 3 ranks",
+        "neighbours' memory",
+    ),
+    "stage": (
+        4, ["--pp", "4"], {1: (10, "reduce")}, ["rank 1, 9"], "pp 3 on 3 ranks",
+        "neighbours' memory",
+    ),
     "spare": (
-        9, ["--tp", "2", "--ranks", "0-7"], {0: (10, "reduce")}, "tp 2 · dp 4 on 8 ranks", "memory",
+        9, ["--tp", "2", "--ranks", "0-7"], {0: (10, "reduce")}, ["rank 0, 9"],
+        "tp 2 · dp 4 on 8 ranks", "memory",
     ),
     "twice": (
-        8, ["--tp", "2", "--zero1"], {0: (6, "reduce"), 4: (13, "mean")}, "tp 2 · dp 3 on 6 ranks",
-        "neighbours' memory",
+        8, ["--tp", "2", "--zero1"], {0: (6, "reduce"), 4: (13, "mean")},
+        ["rank 0, 3", "ranks 0, 4, 12"], "tp 2 · dp 3 on 6 ranks", "neighbours' memory",
+    ),
+    "neighbours": (  # both who had a shard and who kept it
+        4, ["--fsdp", "--save-every", "5"], {1: (10, "reduce"), 2: (10, "reduce")},
+        ["ranks 1-2, 5"], "dp_shard 2 on 2 ranks", "checkpoint",
     ),
 }  # fmt: skip
 
 
 def mortal(job: list[str], deaths: Deaths) -> dict[str, Any]:
     """Trains; a rank that is to die is killed in its step."""
-    import os
-
     rank = int(os.environ["RANK"])
     example = load()
     trainer = sys.modules["gpt_trainer"].Trainer
@@ -88,9 +108,10 @@ def test_the_curve_of_a_run_without_failure(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    world, flags, deaths, grid, source = JOBS[name]
+    world, flags, deaths, went_on, grid, source = JOBS[name]
     metrics = tmp_path / "metrics"
-    job = [*TINY, *flags, "--survive", "3", "--metrics", str(metrics)]
+    saves = ["--save", str(tmp_path / "saved")] if "--save-every" in flags else []
+    job = [*TINY, *flags, *saves, "--survive", "3", "--metrics", str(metrics)]
     started = time.monotonic()
     results = run_mortal(mortal, world, job, deaths)
     said = capfd.readouterr().out
@@ -98,11 +119,11 @@ def test_the_curve_of_a_run_without_failure(
     assert [rank for rank, found in enumerate(results) if found == KILLED] == sorted(deaths)
     same_curve(curve(metrics), alone, "fp64")
     lines = [line for line in said.splitlines() if "goes on without" in line]
-    assert len(lines) == len(deaths)  # one line from one rank
-    for line, (who, (step, _)) in zip(lines, deaths.items(), strict=True):
-        assert f"goes on without rank {who} " in line or who in dict(list(deaths.items())[:-1])
-        kept = (step - 1) // 3 * 3
-        assert f"the state of step {kept} from" in line
+    assert len(lines) == len(went_on)  # one line from one rank
+    for line, expected in zip(lines, went_on, strict=True):
+        who, step = expected.rsplit(", ", 1)
+        assert f"goes on without {who} over" in line
+        assert f"the state of step {step} from" in line
         seconds = re.search(r"in ([\d.]+) s", line)
         assert seconds is not None
         assert float(seconds[1]) < 60  # tells a hang; it is printed
