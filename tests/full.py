@@ -31,6 +31,11 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_two_names_in_one_order[*]",
         "test_a_rank_that_does_not_compare_is_named",
     ],
+    "tests/faults/test_config_faults.py": [
+        "test_all_ranks_say_who_is_different[port]",
+        "test_all_ranks_say_who_is_different[a duplicate rank]",
+        "test_a_missing_rank_is_named_by_all_others",
+    ],
     "tests/observe/test_planted_causes.py": ["test_every_planted_cause_is_named"],
     "tests/test_bench.py": ["test_it_runs_under_torchrun"],
     "tests/observe/test_audit.py": [

@@ -209,9 +209,7 @@ class Meeting:
         if waited and "verdict" in opening:
             self._leave(opening["verdict"])
             error = self._examiner.error(opening["verdict"])
-            if self._doubled:
-                raise type(error)(f"{error} Another process has come as rank {self._rank} too.")
-            raise error
+            raise type(error)(f"{error}{self._twin()}")
         return str(opening.get("document", ""))
 
     def _take_part(self, opening: str, may_be_over: bool) -> bool:
@@ -472,5 +470,8 @@ class Meeting:
             raise PeerTimeoutError(
                 f"{self._about}: the store of torch.distributed stopped answering "
                 f"({str(error).splitlines()[0]}); has the process that serves it, usually rank 0 "
-                "or the launcher, ended?"
+                f"or the launcher, ended?{self._twin()}"
             ) from error
+
+    def _twin(self) -> str:
+        return f" Another process has come as rank {self._rank} too." if self._doubled else ""

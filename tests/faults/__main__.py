@@ -43,8 +43,9 @@ def _soak() -> int:
     problems = []
     for rank, found in enumerate(ranks):
         for what, seen in found.items():
-            shown = [f"{f} files {t} threads {m:.1f} MiB {k} keys" for f, t, m, k in seen]
-            print(f"rank {rank}, {what}: first {shown[0]}; last {shown[-1]}")
+            named = zip(("files", "threads", "MiB", "keys"), zip(*seen, strict=True), strict=True)
+            for name, numbers in named:
+                print(f"rank {rank}, {what}: {name} {' '.join(f'{n:g}' for n in numbers)}")
             problems += grown(seen)
     print(*problems, f"{len(problems)} problems", sep="\n")
     return 1 if problems else 0

@@ -127,6 +127,12 @@ class Outcome:
         return max((seen.raised for seen in self.survivors.values()), default=LONGEST)
 
     @property
+    def counts(self) -> bool:
+        """Whether it is about the fault, and not about a connection that was lost meanwhile."""
+        lost = any("client socket has timed out" in s.message for s in self.survivors.values())
+        return self.began and not lost
+
+    @property
     def kinds(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for seen in self.survivors.values():
@@ -198,8 +204,8 @@ class Job:
 def run(rows: Sequence[Row], at_once: int = AT_ONCE) -> Iterator[Outcome]:
     """Runs a job for each row, some of them beside each other; outcomes as they come.
 
-    Where torch did not start, so that the victim never came to its moment, the row is run again:
-    on a busy machine loopback was seen to lose connections.
+    Where torch did not start, so that the victim never came to its moment, or a rank could not
+    connect to the store, the row is run again: on a busy machine loopback loses connections.
     """
     waiting, running = [(row, 1) for row in rows], list[tuple[Job, int]]()
     try:
@@ -210,7 +216,7 @@ def run(rows: Sequence[Row], at_once: int = AT_ONCE) -> Iterator[Outcome]:
             for job, start in [each for each in running if each[0].is_over()]:
                 running.remove((job, start))
                 outcome = job.outcome()
-                if outcome.began or outcome.left or start == MOST_STARTS:
+                if outcome.counts or outcome.left or start == MOST_STARTS:
                     yield outcome
                 else:
                     waiting.append((job.row, start + 1))

@@ -23,7 +23,7 @@ from commgrid.transfer import Transfer
 
 LIMIT = 4.0
 """Seconds that a collective may take, and a transfer wait."""
-STARTUP = 6.0
+STARTUP = 8.0
 """Seconds that `initialize` may take."""
 SIZES = {"tp": 2, "pp": 2, "timeout": LIMIT, "startup_timeout": STARTUP}
 
