@@ -297,7 +297,7 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/engines/test_slurm.py": [
         "test_a_killed_process_and_the_job_goes_on",
         "test_stops_are_one_line",
-        "test_survivors_live_on",
+        "test_survivors_go_on",
         "test_the_batch_file_trains",
         "test_what_all_find_wrong_is_said_by_rank_0",
     ],

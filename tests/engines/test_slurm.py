@@ -138,15 +138,22 @@ def test_what_all_find_wrong_is_said_by_rank_0(slurm: Cluster) -> None:
         assert told in lines[0]
 
 
-def test_survivors_live_on(slurm: Cluster) -> None:
+def test_survivors_go_on(slurm: Cluster, tmp_path: Path) -> None:
     """Without --kill-on-bad-exit and --wait srun leaves the others of a killed task alone."""
-    code = (
-        "import os, time; time.sleep(2 + 2 * (os.environ['SLURM_PROCID'] == '0')); print('alive')"
-    )
-    running = slurm.start("srun", "-N2", "-n2", "--no-kill", "python", "-c", code)
+    metrics, log = tmp_path / "metrics", tmp_path / "log"
+    flags = [*JOB, "--steps", "60", "--survive", "2", "--metrics", str(metrics)]
+    srun = ["srun", "-N2", "-n2", "--no-kill", f"--output={log}", f"--error={log}"]
+    running = slurm.start(*srun, *GPT, *flags)
     wait_until(lambda: len(slurm.tasks()) == 2, "two tasks")
-    os.kill(slurm.tasks()[1], signal.SIGKILL)
-    out, err = running.communicate(timeout=60)
-    assert out == "alive\n"
+    tasks = slurm.tasks()
+    wait_until(lambda: metrics.exists() and len(curve(metrics)) >= 10, "ten steps")
+    os.kill(tasks[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = running.communicate(timeout=120)
+    said = log.read_text()
     assert "task 1: Killed" in err
-    assert running.returncode == 128 + signal.SIGKILL
+    assert running.returncode == 128 + signal.SIGKILL  # of the one that is gone
+    (seen,) = re.findall(r"^.*goes on .*1 rank.*$", said, re.M)
+    assert re.search(r"^done: \d+ steps in .*, to step 60", said, re.M), said
+    seconds = time.monotonic() - killed
+    row("srun --no-kill: kill -9 of rank 1 of 2", "a step", seen, seconds, len(slurm.tasks()))
