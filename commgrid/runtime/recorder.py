@@ -6,7 +6,6 @@ A record is made before the call, so that one that never returns is the last of 
 from __future__ import annotations
 
 import atexit
-import inspect
 import json
 import os
 import sys
@@ -189,7 +188,8 @@ class Recorder:
             name, 0, operation,
             () if first is None else tuple(first.shape),
             "" if first is None else DTYPES.get(first.dtype, str(first.dtype)),
-            sum(each.nbytes for each in tensors), peer, code, line, time.perf_counter_ns(),
+            first.nbytes if len(tensors) == 1 and first is not None
+            else sum(each.nbytes for each in tensors), peer, code, line, time.perf_counter_ns(),
         )  # fmt: skip
         with self._lock:
             record.number = self._numbers.get(name, 0)
@@ -290,7 +290,7 @@ def _file_of(code: CodeType) -> str:
 def caller() -> tuple[CodeType | None, int]:
     """The innermost place outside torch and commgrid; within a thread of torch's, commgrid's."""
     own: tuple[CodeType | None, int] = (None, 0)
-    each: FrameType | None = inspect.currentframe()
+    each: FrameType | None = sys._getframe(2)
     while each is not None:
         code = each.f_code
         inside = _inside.get(code)

@@ -1,9 +1,10 @@
-"""A step of train_gpt with its collectives recorded, and without.
+"""A step of train_gpt with its collectives recorded, with their order verified, and with neither.
 
     python tests/benchmarks/trace.py --json
 
-tp 2 · pp 2 over gloo; recording is switched on and off between steps of one run, so that both see
-the same machine. `call` is one all-reduce of 4 kB on two ranks.
+tp 2 · pp 2 over gloo; both are switched on and off between steps of one run, so that all see the
+same machine. `processor` is what a rank's own threads take, which other programs do not change.
+`call` is one all-reduce of 4 kB on two ranks.
 """
 
 from __future__ import annotations
@@ -23,31 +24,46 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
-from commgrid.runtime import recorder
+from commgrid.runtime import recorder, torch_calls
+from commgrid.runtime.order import OrderCheck
 from tests.benchmarks.report import Row, compare, main
 from tests.examples.curves import load
 from tests.ranks import run_on_ranks
 
+STATES = ("off", "trace", "order")
+Spent = dict[str, dict[str, list[float]]]
 
-def steps(flags: list[str]) -> dict[str, list[float]]:
-    """Milliseconds of each step, by whether it was recorded; on and off in turn."""
+
+def switch(name: str, check: OrderCheck) -> None:
+    """Has one of them on from here on, or none."""
+    recorder.stop()
+    torch_calls.stop(check)
+    if name == "trace":
+        recorder.start()
+    elif name == "order":
+        torch_calls.listen(check)
+
+
+def steps(flags: list[str]) -> Spent:
+    """Milliseconds of each step, by the clock and of the processor, by what was on."""
     train_gpt = load()
     trainer_class = train_gpt.Trainer
     plain = trainer_class.step
-    spent: dict[str, list[float]] = {"off": [], "on": []}
+    spent: Spent = {kind: {name: [] for name in STATES} for kind in ("clock", "processor")}
+    checks: list[OrderCheck] = []
 
     def step(trainer: object, number: int, batch: object) -> object:
-        name = "on" if number % 2 else "off"
-        if name == "on":
-            recorder.start()
-        else:
-            recorder.stop()
+        if not checks:
+            checks.append(OrderCheck(commgrid.get_grid()))
+        name = STATES[number % 3]
+        switch(name, checks[0])
         dist.barrier()
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         found = plain(trainer, number, batch)
         dist.barrier()
-        if number > 4:
-            spent[name].append((time.perf_counter() - started) * 1e3)
+        if number > 5:
+            spent["clock"][name].append((time.perf_counter() - started) * 1e3)
+            spent["processor"][name].append((time.process_time() - used) * 1e3)
         return found
 
     trainer_class.step = step
@@ -57,21 +73,40 @@ def steps(flags: list[str]) -> dict[str, list[float]]:
     return spent
 
 
-def calls(count: int) -> dict[str, list[float]]:
-    """Microseconds of an all-reduce, on and off in turn."""
+def calls(count: int) -> Spent:
+    """Microseconds of an all-reduce, by the clock and of the processor, by what was on."""
     grid = commgrid.initialize()
-    group, x = grid.get_group("dp"), torch.ones(1000)
-    spent: dict[str, list[float]] = {"off": [], "on": []}
-    for turn in range(22):
-        name = "on" if turn % 2 else "off"
-        if name == "on":
-            recorder.start()
-        started = time.perf_counter()
+    group, x, check = grid.get_group("dp"), torch.ones(1000), OrderCheck(grid)
+    spent: Spent = {kind: {name: [] for name in STATES} for kind in ("clock", "processor")}
+    for turn in range(33):
+        name = STATES[turn % 3]
+        switch(name, check)
+        dist.barrier()
+        started, used = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            dist.all_reduce(x, group=group)
+        if turn > 2:
+            spent["clock"][name].append((time.perf_counter() - started) / count * 1e6)
+            spent["processor"][name].append((time.process_time() - used) / count * 1e6)
+    recorder.stop()
+    commgrid.shutdown()
+    return spent
+
+
+def alone(count: int) -> Spent:
+    """As `calls`, of one rank, which waits for nobody: what is added to a call."""
+    grid = commgrid.initialize()
+    group, x = grid.get_group("dp"), torch.ones(10)
+    spent: Spent = {"processor": {name: [] for name in STATES}}
+    for turn in range(24):
+        name = STATES[turn % 2]
+        (recorder.start if name == "trace" else recorder.stop)()
+        used = time.process_time()
         for _ in range(count):
             dist.all_reduce(x, group=group)
         if turn > 1:
-            spent[name].append((time.perf_counter() - started) / count * 1e6)
-        recorder.stop()
+            spent["processor"][name].append((time.process_time() - used) / count * 1e6)
+    recorder.stop()
     commgrid.shutdown()
     return spent
 
@@ -79,19 +114,31 @@ def calls(count: int) -> dict[str, list[float]]:
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     flags = ["--tp", "2", "--pp", "2", "--steps", str(args.steps), "--log-every", "1000"]
     found = run_on_ranks(steps, 4, flags, init=None, launcher="torchrun", timeout=600)
-    mean = {
-        name: [statistics.mean(one) for one in zip(*(r[name] for r in found), strict=True)]
-        for name in ("on", "off")
-    }
-    yield compare("train_gpt, tp 2, pp 2", "step", "ms", "not recorded", mean["on"], mean["off"])
+    for kind in ("clock", "processor"):
+        mean = {
+            name: [
+                statistics.mean(one) for one in zip(*(r[kind][name] for r in found), strict=True)
+            ]
+            for name in STATES
+        }
+        least = min(len(each) for each in mean.values())
+        for name in STATES[1:]:
+            yield compare(
+                f"{name}: step of train_gpt, tp 2, pp 2", kind, "ms", "neither",
+                mean[name][:least], mean["off"][:least],
+            )  # fmt: skip
+    found = run_on_ranks(alone, 1, 2000, init=None, launcher="torchrun", timeout=600)
+    mine, off = (found[0]["processor"][name] for name in ("trace", "off"))
+    yield compare("trace: all-reduce of one rank", "processor", "us", "neither", mine, off)
     found = run_on_ranks(calls, 2, 300, init=None, launcher="torchrun", timeout=600)
-    yield compare(
-        "all-reduce of 4 kB, 2 ranks", "call", "us", "not recorded", found[0]["on"], found[0]["off"]
-    )
+    for kind in ("clock", "processor"):
+        for name in STATES[1:]:
+            mine, off = found[0][kind][name], found[0][kind]["off"]
+            yield compare(f"{name}: all-reduce of 4 kB, 2 ranks", kind, "us", "neither", mine, off)
 
 
 if __name__ == "__main__":
     main(
         __doc__, measure,
-        ("--steps", {"type": int, "default": 84, "help": "of train_gpt (default 84)"}),
+        ("--steps", {"type": int, "default": 126, "help": "of train_gpt (default 126)"}),
     )  # fmt: skip
