@@ -78,7 +78,7 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
             "commgrid.diagnose: this process does not record its calls; "
             "commgrid.initialize(trace=True) or COMMGRID_TRACE=1 on every rank lets it"
         )
-    found = [traces.parse(_records(own, LAST))]
+    found = [traces.parse(own.as_dict(LAST))]
     if torch_world.is_initialized() and torch_world.world_size() > 1:
         found += _others(own.rank, timeout)
     return judge(found, patience)
@@ -121,18 +121,11 @@ def connection_of(store: Any) -> Any:
     return made
 
 
-def _records(own: Recorder, last: int) -> dict[str, Any]:
-    """What a rank has recorded; for a moment after a failure, until then."""
-    if _frozen and time.monotonic() < _frozen[0][0]:
-        return _frozen[0][1]
-    return own.as_dict(last)
-
-
 def packed(own: Recorder) -> bytes:
     """A rank's last calls, within the bounds."""
     last = LAST
     while True:
-        data = zlib.compress(json.dumps(_records(own, last)).encode(), 1)
+        data = zlib.compress(json.dumps(own.as_dict(last)).encode(), 1)
         if len(data) <= MOST_BYTES or last <= 1:
             return data
         last //= 2
@@ -219,8 +212,6 @@ def folder_of_environment() -> str | None:
 
 
 _answering: list[Answering] = []  # one at most
-_frozen: list[tuple[float, dict[str, Any]]] = []
-"""One at most: until when, and the records."""
 
 
 def follow() -> None:
@@ -255,8 +246,7 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
     own = recorder.current()
     if own is None:
         return lambda: ""
-    # What ends the grid now is no call of the program's.
-    _frozen[:] = [(time.monotonic() + 2 * _ANSWERS_SECONDS, own.as_dict(LAST // 4))]
+    own.paused = True  # what ends the grid now is no call of the program's
     said: list[str] = []
     thread = threading.Thread(
         target=lambda: said.append(_why(own, identity, late)), name="commgrid asks", daemon=True

@@ -88,6 +88,7 @@ class Recorder:
         capacity: how many.
         total: how many there have been.
         over: whether the process ends.
+        paused: whether nothing is recorded until the next grid is made.
         rank: of this process.
         members: of each communicator of its grids, by its names with commas, the ranks.
     """
@@ -96,6 +97,7 @@ class Recorder:
     records: deque[Record] = field(init=False)
     total: int = 0
     over: bool = False
+    paused: bool = False
     rank: int = 0
     members: dict[str, list[int]] = field(default_factory=dict)
     _since: dict[str, int] = field(default_factory=dict)
@@ -150,7 +152,7 @@ class Recorder:
         issued alike.
         """
         with self._lock:
-            self.rank = rank
+            self.rank, self.paused = rank, False
             self.members.update(members)
             now = time.perf_counter_ns()
             for name in members.keys() & self._numbers.keys():
@@ -191,6 +193,8 @@ class Recorder:
             first.nbytes if len(tensors) == 1 and first is not None
             else sum(each.nbytes for each in tensors), peer, code, line, time.perf_counter_ns(),
         )  # fmt: skip
+        if self.paused:
+            return record
         with self._lock:
             record.number = self._numbers.get(name, 0)
             self._numbers[name] = record.number + 1
@@ -216,7 +220,7 @@ class Recorder:
 
     def waits(self, work: dist.Work) -> None:
         record = self._pending.get(work)
-        if record is not None:
+        if record is not None and not self.paused:
             self._waits[threading.get_ident()] = record
 
     def waited(self, work: dist.Work, failed: bool) -> None:
