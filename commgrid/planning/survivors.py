@@ -143,9 +143,10 @@ def seats(
         (number, place): rows[at][place]
         for number, at in enumerate(kept) for place in places if place in rows[at]
     }  # fmt: skip
-    free = [rank for rank in here if rank not in set(taken.values())]
+    seated = set(taken.values())
+    free = [rank for rank in here if rank not in seated]
     at_place = {
-        rank: place for row in rows.values() for place, rank in row.items() if rank in set(free)
+        rank: place for row in rows.values() for place, rank in row.items() if rank not in seated
     }
     gaps = [(n, place) for n in range(len(new_rows)) for place in places if (n, place) not in taken]
     for wanted in ("same place", "new", "any"):
