@@ -28,10 +28,12 @@ from commgrid.errors import (
     SpecError,
 )
 from commgrid.planning.rank_lists import describe_ranks, pack, unpack
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.roll import Coming, Line, Roll, Store, seconds_until
 
 _BASE = "commgrid/rebuild"
 _LEASE_SECONDS = 5.0
+_PATIENCE_SECONDS = 5.0
 _MOST_PAST = 64
 OVER = {"over": True}
 _KINDS: dict[str, type[CommGridError]] = {
@@ -84,7 +86,9 @@ class RollCall:
     """
 
     def __init__(self, store: Store, rank: int, world: Sequence[int]) -> None:
-        self._store, self._rank, self._world = store, rank, world
+        # A server that is stopped must not hold whoever looks for another one.
+        self._store: Store = PatientStore(store, lambda: _PATIENCE_SECONDS)
+        self._rank, self._world = rank, world
 
     def answer(
         self, call: Call, said: str, conclude: Conclude, grace: float, deadline: float
@@ -153,6 +157,10 @@ class RollCall:
                 if mine and "refused" not in verdict and self._rank in unpack(verdict["here"]):
                     return verdict
                 number += 1
+
+    def tell_over(self) -> None:
+        """Lets ranks that wait for a call know that there will be none."""
+        self._store.compare_set(f"{_BASE}/{self._next()}/call", "", json.dumps(OVER))
 
     # -- one call -----------------------------------------------------------------------
 
@@ -279,8 +287,7 @@ class RollCall:
 def tell_over(store: Store) -> None:
     """Lets ranks that wait for a call know that there will be none."""
     with suppress(RuntimeError):  # the store is gone, and with it who waits there
-        calls = RollCall(store, -1, ())
-        store.compare_set(f"{_BASE}/{calls._next()}/call", "", json.dumps(OVER))
+        RollCall(store, -1, ()).tell_over()
 
 
 def _late(call: Call, rank: int) -> LateError:
