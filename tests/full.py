@@ -45,6 +45,11 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_a_program_that_fails_is_2_with_its_last_lines",
         "test_a_program_that_hangs_is_killed_with_all_its_ranks",
     ],
+    "tests/observe/test_audit_dry.py": [
+        "test_a_dry_rank_issues_what_a_real_one_does[tp=2,dp=2]",
+        "test_some_ranks_of_1024",
+        "test_a_dry_job_can_be_verified",
+    ],
     "tests/observe/test_audit_bugs.py": [
         "test_a_bug_in_train_gpt_is_named[*]",
         "test_a_bug_in_a_megatron_gpt_is_named[*]",

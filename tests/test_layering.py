@@ -77,7 +77,7 @@ ROWS = [
     ],
     ["viz.live"],
     ["viz"],
-    ["runtime.audited"],
+    ["runtime.audited", "runtime.torch_fake"],
     ["runtime.patient", "runtime.whereabouts"],
     [
         "runtime.launch",
@@ -174,7 +174,7 @@ ROWS = [
     ],
     ["observe.audit.joined", "observe.audit.observer"],
     ["observe.audit.forward", "observe.audit.gradients", "observe.audit.child"],
-    ["observe.audit.compare"],
+    ["observe.audit.compare", "observe.audit.dry"],
     ["observe.audit.auditing"],
     ["observe.audit"],
     ["observe.trace", "observe.bench"],

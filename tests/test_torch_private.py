@@ -107,6 +107,7 @@ def is_private(name: str) -> bool:
 # Private to others than torch; and `_C`, of which the table has what is used.
 NOT_TORCHS = {
     "_asdict",
+    "_exit",
     "_replace",
     "_current_frames",
     "_set_global_memory_buffer",

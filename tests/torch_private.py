@@ -42,6 +42,7 @@ def live() -> dict[str, Any]:
     import torch._subclasses
     import torch.distributed as dist
     import torch.distributed.tensor._redistribute
+    import torch.testing._internal.distributed.fake_pg
     from torch import nn
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -206,7 +207,16 @@ ROWS = (
     Private(
         "group._allgather_base", (_SUSPEND, _CALLS), "nothing: it is then called by its public name"
     ),
-    Private("group._reduce_scatter_base", (_SUSPEND, _CALLS), "as group._allgather_base"),
+    Private(
+        "group._reduce_scatter_base",
+        (_SUSPEND, _CALLS, "commgrid/runtime/torch_fake.py"),
+        "as group._allgather_base",
+    ),
+    Private(
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        ("commgrid/runtime/torch_world.py",),
+        "wherever the fake backend is then; else `commgrid audit --dry` has no world to record in",
+    ),
     Private("group._start_coalescing", (_SUSPEND,), "as group._allgather_base"),
     # -- meshes and DTensor ------------------------------------------------------------------
     Private(
@@ -268,7 +278,7 @@ ROWS = (
     ),
     Private(
         "nn.Module()._non_persistent_buffers_set",
-        ("commgrid/checkpoint/model_state.py",),
+        ("commgrid/checkpoint/model_state.py", "commgrid/observe/audit/observer.py"),
         "the buffers that state_dict has",
     ),
     Private(

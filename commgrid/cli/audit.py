@@ -11,10 +11,12 @@ from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.planning.audited import AuditedGrid
+from commgrid.planning.ranks import as_ranks
 
 _EXAMPLES = """examples:
   commgrid audit train.py --grids "dp=1" "tp=2" "dp=2" "pp=2" -- --layers 2 --steps 3
   commgrid audit train.py --grids "dp=1" "tp=2 --sequence-parallel" -- --dtype fp64
+  commgrid audit --dry train.py --grid "tp=4 pp=2" --world-size 64 -o runs/dry -- --layers 4
   commgrid audit pretrain.py --same-weights --grids "tp=1" "tp=2 --tensor-model-parallel-size 2"
 
 Everything after -- is the script's; so is what follows a grid's sizes, on that grid alone. Each
@@ -37,7 +39,7 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("script", type=Path, metavar="SCRIPT", help="the program, as torchrun would be given it")
     add(
-        "--grids", nargs="+", required=True, metavar="GRID",
+        "--grids", "--grid", nargs="+", required=True, metavar="GRID",
         help="sizes as 'tp=2 dp=2', and the script's flags for this grid; the first is the "
         "reference",
     )  # fmt: skip
@@ -52,6 +54,13 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds a grid (default 600)")
     add("--keep", type=Path, metavar="DIR", help="leave all that was seen there")
+    add(
+        "--dry", action="store_true",
+        help="run nothing: record the collectives of one step of a grid that may be large",
+    )  # fmt: skip
+    add("--world-size", type=int, metavar="N", help="with --dry: ranks; dp is what sizes leave")
+    add("--ranks", metavar="LIST", help="with --dry: which are recorded, as 0-7,16 (default all)")
+    add("-o", "--output", type=Path, metavar="DIR", help="with --dry: where records are left")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +69,13 @@ def run(args: argparse.Namespace) -> int:
             raise SpecError(f"{flag} {value}: expected above 0")
     if args.tolerance is not None and not 0 < args.tolerance < 1:
         raise SpecError(f"--tolerance {args.tolerance}: expected between 0 and 1")
+    if args.dry:
+        return _dry(args)
+    for flag, given in (
+        ("--world-size", args.world_size), ("--ranks", args.ranks), ("-o", args.output)
+    ):  # fmt: skip
+        if given is not None:
+            raise SpecError(f"{flag} is about --dry; the sizes of each grid say its ranks")
     grids = [AuditedGrid.parse(text) for text in args.grids]
     from commgrid.observe.audit.auditing import audit
 
@@ -70,3 +86,21 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     give(args, found.as_dict, lambda: found.text)
     return 1 if found.parts else 0
+
+
+def _dry(args: argparse.Namespace) -> int:
+    if len(args.grids) != 1 or args.output is None:
+        raise SpecError("--dry records one grid in a folder; give one --grid, and -o DIR")
+    grid = AuditedGrid.parse(args.grids[0], args.world_size)
+    ranks = None if args.ranks is None else as_ranks(args.ranks)
+    from commgrid.observe.audit.dry import dry
+
+    found = dry(
+        args.script, grid, args.rest, args.output, ranks=ranks, timeout=args.timeout
+    )  # fmt: skip
+    give(
+        args, found.as_dict,
+        lambda: f"{found.script} on {found.grid}: {found.ranks:,} of {found.world_size:,} ranks, "
+        f"{found.calls:,} calls in {found.folder}; see commgrid verify and commgrid trace",
+    )  # fmt: skip
+    return 0

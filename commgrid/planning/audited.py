@@ -40,11 +40,12 @@ class AuditedGrid:
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items())
 
     @classmethod
-    def parse(cls, text: str) -> AuditedGrid:
+    def parse(cls, text: str, world_size: int | None = None) -> AuditedGrid:
         """A grid from sizes, and after them the program's own flags.
 
         Args:
             text: such as `tp=2 pp=2`, `tp=2,pp=2` or `tp=2 --sequence-parallel`.
+            world_size: how many ranks it has; dp is then what the others leave, unless it is given.
 
         Raises:
             SpecError: what is wrong with it.
@@ -53,6 +54,8 @@ class AuditedGrid:
             >>> grid = AuditedGrid.parse("tp=2 dp=2 --sequence-parallel")
             >>> grid.world_size, grid.flags, grid.variable
             (4, ('--sequence-parallel',), 'tp=2,dp=2')
+            >>> AuditedGrid.parse("tp=4 pp=2", 64).sizes
+            {'tp': 4, 'pp': 2, 'dp': 8}
         """
         try:
             words = shlex.split(text)
@@ -60,7 +63,13 @@ class AuditedGrid:
             raise SpecError(f"grid {text!r}: {error}") from error
         first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
         sizes = parse_sizes(",".join(words[:first_flag]), f"grid {text!r}")
-        world_size = math.prod(n for axis, n in sizes.items() if axis not in _WITHIN_OTHERS)
+        known = math.prod(n for axis, n in sizes.items() if axis not in _WITHIN_OTHERS)
+        if world_size is not None and not sizes.keys() & {"dp", "dp_shard"}:
+            sizes["dp"] = max(world_size // known, 1)
+            known *= sizes["dp"]
+        if world_size not in (None, known):
+            raise SpecError(f"grid {text!r}: its sizes make {known} ranks, not {world_size}")
+        world_size = known
         standard: dict[str, Any] = {k: v for k, v in sizes.items() if k in _STANDARD}
         if len(standard) == len(sizes):  # an axis of the program's own is its program's to know
             try:

@@ -311,6 +311,21 @@ def start_world(
         set_timeout(c10d._get_default_group(), limit)
 
 
+def start_fake_world(rank: int, world_size: int) -> None:
+    """Makes this process a rank of a world in which nobody else is and nothing is sent.
+
+    A program that starts torch.distributed by itself finds it started.
+
+    Args:
+        rank, world_size: what torch.distributed says from now on.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=world_size)
+    everywhere: Any = dist
+    everywhere.init_process_group = lambda *_, **__: None
+
+
 def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
     """Changes how long collectives of a group may take, on each of its backends."""
     if hasattr(dist, "set_timeout"):  # torch 2.14

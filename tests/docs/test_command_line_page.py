@@ -16,6 +16,7 @@ import pytest
 from commgrid import cli
 from commgrid.cli.output import JSON_VERSION, as_json
 from commgrid.observe.audit.auditing import Audit
+from commgrid.observe.audit.dry import Dry
 from commgrid.observe.audit.findings import Comparison, Finding
 from commgrid.transfer.traffic import Traffic
 from tests.docs.pages import DOCS, ROOT
@@ -154,6 +155,8 @@ def test_json_of_audit_is_as_the_page_says() -> None:
     found = Comparison("dp=2", 1, {"weights": 3}, (finding,), 0.0, ("a note",), 1e-9)
     made = Audit("train.py", "float64", (found,)).as_dict()
     holds("audit", json.loads(as_json(made)))
+    dry = Dry("train.py", "tp=2", 64, 64, 1000, "runs/dry").as_dict()
+    holds("audit --dry", json.loads(as_json(dry)))
 
 
 def test_json_of_check_is_as_the_page_says(tmp_path: Path) -> None:

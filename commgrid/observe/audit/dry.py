@@ -1,0 +1,188 @@
+"""The collectives of one step of a large job, recorded without the job: a rank after the other.
+
+Each rank is a process forked from this one, in a fake world of as many ranks as are asked for, in
+which every other is taken to have what it has. What depends on data that others have is therefore
+not seen as it would be: how many tokens a rank's experts get, and whatever a program decides from
+what it received.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_modules
+from torch.optim import optimizer as torch_optimizers
+
+from commgrid.errors import CommGridError, SpecError
+from commgrid.planning.audited import VARIABLE, AuditedGrid
+from commgrid.runtime import recorder, torch_fake, torch_world
+
+_LINES = 12
+
+
+@dataclass(frozen=True)
+class Dry:
+    """What was recorded.
+
+    Args:
+        script: the program.
+        grid: its sizes.
+        world_size: ranks of the job.
+        ranks: that were recorded.
+        calls: collectives and halves of transfers, of all of them.
+        folder: where their records are.
+    """
+
+    script: str
+    grid: str
+    world_size: int
+    ranks: int
+    calls: int
+    folder: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def dry(
+    script: Path,
+    grid: AuditedGrid,
+    flags: Sequence[str],
+    folder: Path,
+    *,
+    ranks: Sequence[int] | None = None,
+    timeout: float = 600.0,
+) -> Dry:
+    """Records what ranks issue until they have taken one step, each by itself.
+
+    Args:
+        script: the program.
+        grid: of the job; its program's flags follow `flags`.
+        flags: of the program.
+        folder: where `rank_00003.json` of each is left, for `commgrid verify` and `commgrid trace`.
+        ranks: which are recorded; None: all.
+        timeout: seconds for all of them.
+
+    Raises:
+        SpecError: there is no such program, or rank.
+        CommGridError: the program failed on a rank, before its first step was over.
+    """
+    if not script.is_file():
+        raise SpecError(f"{script}: there is no such program")
+    chosen = list(range(grid.world_size)) if ranks is None else list(ranks)
+    if wrong := [rank for rank in chosen if not 0 <= rank < grid.world_size]:
+        raise SpecError(f"rank {wrong[0]}: the job has ranks 0 to {grid.world_size - 1}")
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    waiting = chosen[::-1]
+    running: dict[int, Any] = {}
+    until = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="commgrid-dry-") as beside:
+        try:
+            while waiting or running:
+                while waiting and len(running) < max(os.cpu_count() or 1, 1):
+                    rank = waiting.pop()
+                    argv = [str(script), *flags, *grid.flags]
+                    job = (rank, grid, argv, folder, Path(beside))
+                    running[rank] = context.Process(target=_rank, args=job)
+                    running[rank].start()
+                for rank, process in list(running.items()):
+                    if process.exitcode is not None:
+                        del running[rank]
+                        _check(rank, process.exitcode, folder, Path(beside))
+                if time.monotonic() > until:
+                    raise CommGridError(
+                        f"rank {min(running)} of {grid.text!r} has not done a step in {timeout:g} "
+                        "s, and was killed; give it a smaller one, fewer ranks, or a longer "
+                        "--timeout"
+                    )
+                time.sleep(0.005)
+        finally:
+            for process in running.values():
+                process.kill()
+                process.join()
+        counts = [int((Path(beside) / f"calls_{rank}").read_text()) for rank in chosen]
+    return Dry(script.name, grid.text, grid.world_size, len(chosen), sum(counts), str(folder))
+
+
+def _check(rank: int, code: int, folder: Path, beside: Path) -> None:
+    """Refuses a rank that has left no record."""
+    if (beside / f"calls_{rank}").exists():
+        return
+    lines = (beside / f"output_{rank}.txt").read_text(errors="replace").splitlines()
+    said = "".join(f"\n    {line}" for line in lines[-_LINES:])
+    raise CommGridError(
+        f"rank {rank} ended with exit code {code} before its first step was over; it printed{said}"
+    )
+
+
+def _rank(rank: int, grid: AuditedGrid, argv: list[str], folder: Path, beside: Path) -> None:
+    """One rank's process: the program, until it begins a second step or ends."""
+    torch.set_num_threads(1)  # a forked child hangs in its parent's OpenMP threads otherwise
+    output = os.open(beside / f"output_{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.update(
+        {
+            VARIABLE: grid.variable, "RANK": str(rank), "WORLD_SIZE": str(grid.world_size),
+            "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        }
+    )  # fmt: skip
+    torch_world.start_fake_world(rank, grid.world_size)
+    torch_fake.pretend(beside)
+    records = recorder.start()
+
+    def note() -> None:
+        records.rank = rank
+        records.save(folder)
+        (beside / f"calls_{rank}").write_text(str(records.total))
+
+    _after_updates(note)
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+
+
+def _after_updates(note: Callable[[], object]) -> None:
+    """Calls it after each update of the first step, and ends the process when the next begins.
+
+    That is where all ranks are alike: what begins the next step, such as the receives of a stage,
+    would be without the sends of the stage before it.
+    """
+    depth = [0, 0]  # of optimizers within each other, and updates
+
+    def before(*_: Any) -> None:
+        depth[0] += 1
+
+    def after(*_: Any) -> None:
+        depth[0] -= 1
+        if not depth[0]:
+            depth[1] += 1
+            note()
+
+    def forward(*_: Any) -> None:
+        if depth[1] and torch.is_grad_enabled():
+            sys.stdout.flush()
+            os._exit(0)
+
+    torch_optimizers.register_optimizer_step_pre_hook(before)
+    torch_optimizers.register_optimizer_step_post_hook(after)
+    hook: Any = forward
+    torch_modules.register_module_forward_pre_hook(hook)

@@ -1,0 +1,109 @@
+"""`commgrid audit --dry`: what a rank of a large job would issue, without the job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commgrid import cli
+from commgrid.observe import traces
+from commgrid.observe.audit import child
+from commgrid.planning.audited import VARIABLE
+from commgrid.runtime import recorder
+from tests.observe.audited import EXAMPLES, TRAIN
+from tests.ranks import run_on_ranks
+
+SCRIPT = EXAMPLES / "train_gpt.py"
+FLAGS = f"{TRAIN} {EXAMPLES / 'gpt_model.py'} --microbatches 2".replace("size 4", "size 8")
+
+
+def dry(folder: Path, grid: str, world_size: int, *more: str, flags: str = FLAGS) -> int:
+    """In a process of its own, since it forks where this one may have threads."""
+    argv = ["audit", "--dry", str(SCRIPT), "--grid", grid, "--world-size", str(world_size)]
+    argv += ["-o", str(folder), *more, "--json", "--", *flags.split()]
+    (status,) = run_on_ranks(cli.main, 1, argv, init=None, timeout=200)
+    return int(status)
+
+
+def issued(folder: Path) -> dict[int, list[tuple[str, str, tuple[int, ...], str, int | None]]]:
+    """What each rank did on groups of several, until the update."""
+    found = {}
+    for trace in traces.read(folder):
+        found[trace.rank] = [
+            (call.group, call.operation, call.shape, call.dtype, call.peer)
+            for call in trace.calls
+            if len(trace.members.get(call.group, ())) > 1 and call.operation != "barrier"
+        ]
+    return found
+
+
+def real(folder: Path, grid: str, world_size: int) -> None:
+    """The same job with all its ranks, for one step."""
+    seen = folder / "seen"
+    seen.mkdir(parents=True)
+    argv = [str(seen), "1", "", str(SCRIPT), *FLAGS.split(), "--steps", "1"]
+    environ = {VARIABLE: grid, "COMMGRID_TRACE": "1"}
+    run_on_ranks(
+        _traced, world_size, argv, str(folder), init=None, launcher="torchrun", environ=environ
+    )
+
+
+def _traced(argv: list[str], folder: str) -> None:
+    child.main(argv)
+    found = recorder.current()
+    assert found is not None
+    found.save(Path(folder))
+
+
+@pytest.mark.parametrize("grid", ["tp=2,dp=2", "pp=2,tp=2"])
+def test_a_dry_rank_issues_what_a_real_one_does(grid: str, tmp_path: Path) -> None:
+    assert dry(tmp_path / "dry", grid, 4) == 0
+    real(tmp_path / "real", grid, 4)
+    one, other = issued(tmp_path / "dry"), issued(tmp_path / "real")
+    assert one.keys() == other.keys() == {0, 1, 2, 3}
+    for rank, calls in one.items():
+        assert len(calls) > 10
+        assert calls == other[rank][: len(calls)]
+
+
+def test_a_dry_job_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry(tmp_path / "dry", "pp=2", 4) == 0
+    assert cli.main(["verify", str(tmp_path / "dry"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["finishes"] is True
+    assert found["ranks"] == 4
+
+
+def test_some_ranks_of_1024(tmp_path: Path) -> None:
+    flags = FLAGS.replace("--batch-size 8", "--batch-size 2048")
+    assert dry(tmp_path, "tp=4", 1024, "--ranks", "0,1023", flags=flags) == 0
+    first, last = traces.read(tmp_path)
+    assert (first.rank, last.rank) == (0, 1023)
+    ranks = next(ranks for names, ranks in last.members.items() if "dp" in names.split(","))
+    assert ranks == tuple(range(3, 1024, 4))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--dry", str(SCRIPT), "--grid", "tp=2"], "--dry records one grid in a folder"),
+        (["--dry", str(SCRIPT), "--grid", "tp=2", "dp=2", "-o", "x"], "--dry records one grid"),
+        (["--dry", "none.py", "--grid", "tp=2", "-o", "x"], "there is no such program"),
+        (
+            ["--dry", str(SCRIPT), "--grid", "tp=3", "--world-size", "8", "-o", "x"],
+            "its sizes make 6 ranks, not 8",
+        ),
+        (
+            ["--dry", str(SCRIPT), "--grid", "tp=2", "-o", "x", "--ranks", "7"],
+            "rank 7: the job has ranks 0 to 1",
+        ),
+        ([str(SCRIPT), "--grids", "tp=2", "--world-size", "8"], "--world-size is about --dry"),
+    ],
+)
+def test_wrong_usage_of_dry_is_2(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["audit", *argv]) == 2
+    assert said in capsys.readouterr().err
