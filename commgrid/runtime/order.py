@@ -208,6 +208,11 @@ class OrderCheck:
         if isinstance(call, Issued) and work is not None:
             self._pending[work] = call
 
+    def failed(self, call: object) -> None:
+        """Says what was found, where that has ended the call."""
+        if isinstance(call, Issued):
+            self._say_what_was_found()
+
     def waits(self, work: dist.Work) -> None:
         call = self._pending.get(work)
         if call is None:
@@ -254,7 +259,9 @@ class OrderCheck:
             self._look(call)
 
     def waited(self, work: dist.Work, failed: bool) -> None:
-        self._pending.pop(work, None)
+        call = self._pending.pop(work, None)
+        if failed and call is not None:
+            self._say_what_was_found()
 
     # -- comparing ----------------------------------------------------------------------
 
@@ -339,7 +346,18 @@ class OrderCheck:
         """An error that the others are told of."""
         with suppress(RuntimeError):
             self._store.compare_set(f"{self._base}/failed", "", str(error))
+        if self._grid.watch is not None:  # wakes those who wait on a device
+            self._grid.watch.post(f"rank {self._rank} has found that {error}")
         return error
+
+    def _say_what_was_found(self) -> None:
+        """Raises the error that another rank has found, if one has."""
+        told = ""
+        with suppress(RuntimeError):
+            if self._store.check([f"{self._base}/failed"]):
+                told = bytes(self._store.get(f"{self._base}/failed")).decode()
+        if told:
+            raise GridMismatchError(f"{told} (found on another rank)")
 
     # -- looking at what others do -------------------------------------------------------
 
@@ -350,9 +368,7 @@ class OrderCheck:
             GridMismatchError: another rank has found a difference, or there is a circle.
         """
         try:
-            if self._store.check([f"{self._base}/failed"]):
-                told = bytes(self._store.get(f"{self._base}/failed")).decode()
-                raise GridMismatchError(f"{told} (found on another rank)")
+            self._say_what_was_found()
             self._store.set(f"{self._base}/state/{self._rank}", json.dumps(self._state(call)))
             found = self._find_circle(self._state(call), [])
         except CommGridError:

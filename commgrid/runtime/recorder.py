@@ -218,6 +218,9 @@ class Recorder:
             call.ended = None
             self._pending[work] = call
 
+    def failed(self, call: object) -> None:
+        """Its record stays without an end."""
+
     def waits(self, work: dist.Work) -> None:
         record = self._pending.get(work)
         if record is not None and not self.paused:

@@ -71,6 +71,10 @@ class Listener(Protocol):
         """The call has returned what can be waited for."""
         ...
 
+    def failed(self, call: object) -> None:
+        """The call, or the wait for it, has raised torch's error; this may raise another."""
+        ...
+
     def waits(self, work: dist.Work) -> None:
         """Somebody is about to wait for it; it may raise, and nobody waits."""
         ...
@@ -175,7 +179,12 @@ def _telling(
         tensors = _flat(given)
         _now.blocking = bool(args) and not getattr(args[-1], "asyncOp", True)
         began = [(each, each.begins(group, operation, tensors, peer)) for each in listeners]
-        work = method(group, *args, **options)
+        try:
+            work = method(group, *args, **options)
+        except RuntimeError:
+            for listener, call in began:
+                listener.failed(call)
+            raise
         for listener, call in began:
             listener.issued(call, work)
         if _batching.number:

@@ -1,0 +1,81 @@
+"""`verify="order"` over NCCL: what members issue otherwise is an error on all, before it hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commgrid
+from commgrid import GridMismatchError
+from tests.gpu.on_gpus import take_device
+from tests.ranks import run_on_ranks
+
+
+def swapped(grid: Any) -> None:
+    """Two names of one communicator, in another order on half of the ranks."""
+    works: list[Any] = []
+    for turn in (0, 1) if grid.get_local_rank("dp") == 0 else (1, 0):
+        x = torch.ones(4, device="cuda")
+        if turn == 0:
+            works.append(dist.all_reduce(x, group=grid.get_group("dp"), async_op=True))
+        else:
+            works.append(dist.all_reduce(x, group=grid.get_group("pp_dp"), async_op=True))
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+
+
+def shaped(grid: Any) -> None:
+    """Another size on one rank, which NCCL does not see."""
+    numbers = 8 if grid.rank == 1 else 4
+    dist.all_reduce(torch.ones(numbers, device="cuda"), group=grid.get_group("dp_tp"))
+    torch.cuda.synchronize()
+
+
+def alike(grid: Any) -> None:
+    for name in ("tp", "dp", "dp_tp"):
+        x = torch.ones(4, device="cuda")
+        dist.all_reduce(x, group=grid.get_group(name))
+        assert x.tolist() == [float(grid.size(name))] * 4
+    peer = grid.get_ranks("tp")[1 - grid.get_local_rank("tp")]
+    both = [
+        dist.P2POp(op, torch.ones(4, device="cuda"), peer, grid.get_group("tp"))
+        for op in (dist.isend, dist.irecv)
+    ]
+    for each in dist.batch_isend_irecv(both):
+        each.wait()
+    torch.cuda.synchronize()
+
+
+CASES = {"swapped": swapped, "shaped": shaped, "alike": alike}
+
+
+def checked(case: str, rank: int) -> str:
+    take_device(rank)
+    grid = commgrid.initialize(tp=2, share="all", verify="order", timeout=60)
+    said = ""
+    try:
+        CASES[case](grid)
+    except GridMismatchError as error:
+        said = str(error)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"done {rank}", "")
+    store.wait([f"done {each}" for each in range(4)])
+    grid.abort()  # what NCCL has under way does not end by itself
+    return said
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_members_issue_is_compared(case: str) -> None:
+    found = run_on_ranks(
+        checked, 4, case, per_rank=[(rank,) for rank in range(4)], init=None,
+        launcher="torchrun", method="spawn", timeout=120,
+    )  # fmt: skip
+    if case == "alike":
+        assert found == [""] * 4
+        return
+    for said in found:
+        assert "test_order_on_gpus.py" in said, found
