@@ -237,7 +237,7 @@ def _rank(row: Row, rank: int, is_victim: bool, variables: dict[str, str], folde
     os.environ.update(variables)
 
     def act() -> None:
-        time.sleep(0.1)  # until the others wait
+        time.sleep(0.3)  # until the others wait
         (folder / "acted").write_text(str(now()))
         FAULTS[row.fault]()
 
