@@ -110,6 +110,7 @@ NOT_TORCHS = {
     "_exit",
     "_replace",
     "_current_frames",
+    "_getframe",
     "_set_global_memory_buffer",
     "_commgrid_mark",
     "_C",

@@ -179,8 +179,8 @@ def _operation(what: str) -> str:
     ('all_gather', 'all_gather', 'barrier')
     """
     plain = what.split(" ")[0].lower()
-    for ending in ("_base", "_coalesced", "_single", "_v", "_oop", "_tensor", "_into"):
-        plain = plain.removesuffix(ending)
+    for ending in ("base", "coalesced", "single", "v", "oop", "tensor", "into"):
+        plain = plain.removesuffix(f"_{ending}")
     plain = plain.lstrip("_").removeprefix("all_reduce_") if "barrier" in plain else plain
     plain = plain.lstrip("_")
     return _BASES.get(plain.replace("_", ""), plain)

@@ -50,6 +50,9 @@ class Reductions:
     def issued(self, call: object, work: dist.Work | None) -> None:
         """Nothing is timed."""
 
+    def failed(self, call: object) -> None:
+        """Nothing was reduced."""
+
     def waits(self, work: dist.Work) -> None:
         """Nothing is timed."""
 
