@@ -141,7 +141,7 @@ def parse_order(key: str, order: object, known: Iterable[str]) -> list[str]:
         if axis not in known:
             raise SpecError(
                 f"{key}={order!r}: unknown axis {axis!r}, the axes are "
-                f"{', '.join(known)}{nearest(axis, known)}"
+                f"{', '.join(map(str, known))}{nearest(axis, map(str, known))}"
             )
     return axes
 

@@ -41,12 +41,16 @@ def test_cases_are_of_all_commands_and_the_same_each_time(tmp_path: Path) -> Non
         ("axes: {tp: 2026-13-01}", "a value that is none: month must be in 1..12"),
         (f"axes: {{tp: {'9' * 5000}}}", "a value that is none"),
         ("axes: {tp: 10000000000, dp: 10000000000}", "more ranks than there can be"),
+        (
+            "axes: {dp: -1}\nregions: {expert: {axes: {1: 2}, order: ep}}",
+            "unknown axis 'ep', the axes are 1",
+        ),
         ("axes: {dp: -1}\nranks: 0-99999999999", "is no rank; they go up to 2147483647"),
         ("axes: {dp: -1}\nranks: 0-2000000000,5", "several spans of more than 16777216 ranks"),
         ("axes: {dp: -1}\nranks: [0, 1, 2000000000000]", "is no rank"),
         ("axes: {dp: -1}\nranks: {start: 2000000000, stop: 0, step: -1}", "falling order"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_was_a_traceback_or_took_all_memory(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
