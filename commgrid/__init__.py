@@ -46,13 +46,12 @@ if TYPE_CHECKING:
         get_group,
         get_local_rank,
         get_ranks,
-        initialize,
         is_initialized,
-        join,
         shutdown,
         size,
         use_grid,
     )
+    from commgrid.runtime.starting import initialize, join
 
 __version__ = VERSION
 
@@ -110,9 +109,9 @@ _LIVE = {
     "get_group": "commgrid.runtime.registry",
     "get_local_rank": "commgrid.runtime.registry",
     "get_ranks": "commgrid.runtime.registry",
-    "initialize": "commgrid.runtime.registry",
+    "initialize": "commgrid.runtime.starting",
     "is_initialized": "commgrid.runtime.registry",
-    "join": "commgrid.runtime.registry",
+    "join": "commgrid.runtime.starting",
     "rebuild": "commgrid.runtime.rebuild",
     "recover": "commgrid.recovery",
     "shutdown": "commgrid.runtime.registry",

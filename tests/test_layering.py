@@ -107,7 +107,7 @@ ROWS = [
     ["runtime.suspension"],
     ["runtime.grid"],
     ["runtime.registry"],
-    ["runtime.failures", "runtime.rebuild"],
+    ["runtime.failures", "runtime.rebuild", "runtime.starting"],
     ["runtime"],
     ["failures", "sharding"],
     ["collectives.group_ref", "collectives.asynchronous"],

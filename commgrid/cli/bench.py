@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     base = None if args.cluster is None else find_cluster(args.cluster)
     spec = _with_everyone(read_spec(args))
     from commgrid.observe import bench
-    from commgrid.runtime.registry import initialize, is_initialized, shutdown, started_ranks
+    from commgrid.runtime.registry import is_initialized, shutdown
+    from commgrid.runtime.starting import initialize, started_ranks
 
     if started_ranks() == 1:
         raise SpecError(f"one rank has nobody to talk to; start several, as with\n  {_START}")

@@ -39,10 +39,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from commgrid.runtime.registry import (  # torch, which the other commands do without
-        initialize,
-        shutdown,
-    )
+    # torch, which the other commands do without
+    from commgrid.runtime.registry import shutdown
+    from commgrid.runtime.starting import initialize
 
     grid = initialize(
         config=read_spec(args), backend=args.backend, startup_timeout=args.timeout, name="check"

@@ -1,0 +1,273 @@
+"""`initialize`: what a program asks for becomes a spec, and the spec a grid of the registry."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from commgrid.errors import NotInGridError, SpecError
+from commgrid.planning.audited import spec_over
+from commgrid.planning.constraints import BY_RANK
+from commgrid.planning.names import nearest
+from commgrid.planning.plan import GroupPlan
+from commgrid.planning.ranks import as_ranks
+from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
+from commgrid.runtime import inquiry, recorder, torch_world
+from commgrid.runtime import order as order_check
+from commgrid.runtime.alike import said_once
+from commgrid.runtime.audited import audit_sizes, audited_grid
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.launch import Launch
+from commgrid.runtime.registry import Made, _registry
+from commgrid.runtime.seconds import Seconds, as_seconds
+
+
+def initialize(
+    *,
+    dp: int = -1,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    order: str = DEFAULT_ORDER,
+    create: str | Sequence[str] = "all",
+    connect: str | Sequence[str] = "axes",
+    share: str = DEFAULT_SHARE,
+    groups: Mapping[str, Any] | None = None,
+    ranks: range | Sequence[int] | str | None = None,
+    within: Mapping[str, str] | None = None,
+    place: str = BY_RANK,
+    backend: str | None = None,
+    timeout: Seconds | None = None,
+    startup_timeout: Seconds = 600.0,
+    trace: bool = False,
+    watch: bool | None = None,
+    verify: str | None = None,
+    preset: str | None = None,
+    config: str | Path | Mapping[str, Any] | GridSpec | None = None,
+    name: str = "default",
+    **axes: int,
+) -> HyperCommGrid:
+    """Creates a grid on all its ranks and registers it; starts torch.distributed if nobody has.
+
+    Every rank of the grid calls it with the same arguments; it returns when all of them
+    have all their communicators.
+
+    Args:
+        dp, tp, pp, cp: sizes of the dense axes; one -1 is filled from the number of ranks.
+        ep, etp: expert and expert tensor parallel sizes; they make the expert region.
+        order: axes fastest-varying first, as Megatron spells it.
+        create: `"all"` combinations of axes, or a list of names.
+        connect: which communicators connect now: `"axes"` (single axes and the groups
+            table), `"all"`, `"none"` or a list of names; the rest do at first use.
+        share: which names of equal rank sets are one communicator: `"aliases"` (those that say
+            they are the same, and groups of one rank), `"region"` (also those that differ by axes
+            of size 1) or `"all"`. The last two save memory, and all members then issue
+            collectives on names that share in one order, asynchronous ones too.
+        groups: the groups table, as in YAML.
+        ranks: the global ranks this grid covers, in any order: the place in the list is the
+            place in the grid. None: all of WORLD. Where commgrid starts torch.distributed, every
+            rank of WORLD calls initialize or `join`.
+        within: groups that may not leave a host, as `{"tp": "node"}`; where the hosts of the ranks
+            break it, it is an error on all of them.
+        place: `"by_host"` gives the ranks of one host neighbouring places in the grid, whatever
+            their numbers, and says so where that changes anything.
+        backend: None takes WORLD's; where commgrid starts torch.distributed, `nccl` with CUDA,
+            else `gloo`. The current CUDA device becomes that of LOCAL_RANK or SLURM_LOCALID, unless
+            one other than 0 is current.
+        timeout: of collectives, seconds or timedelta; None: torch's default.
+        startup_timeout: how long this call may take, likewise; ten minutes, since the processes
+            of a large job come minutes apart.
+        trace: whether this process records its collectives, for `commgrid.trace`; it also does
+            where COMMGRID_TRACE is set in the environment.
+        watch: whether a thread of each rank, linked with some others', sees that ranks are gone,
+            stopped or late, tells all, and ends what waits for them. None: where something runs on
+            NCCL, which leaves its errors to it then; gloo tells of most failures by itself.
+        verify: `"order"` on all ranks compares what the members of each communicator issue, call by
+            call, and raises GridMismatchError at the first difference, with both lines.
+        preset: a grid that others use, by name, as `commgrid presets` lists them; what is given of
+            dp to place, other than by its default, is laid over it.
+        config: a YAML path, dict or GridSpec, instead of all from dp to place but ranks.
+        name: the name to register the grid under.
+        **axes: sizes of further axes, named in `order`; `dp_replicate` and `dp_shard`
+            stand in for dp.
+
+    Returns:
+        The grid, which `get_grid(name)` returns from now on. Where commgrid has started
+        torch.distributed, None on a rank that `ranks` leaves out.
+
+    Raises:
+        GridExistsError: a grid of this name is alive.
+        SpecError, NotInGridError, GridMismatchError, PeerTimeoutError, PeerFailedError:
+            see `HyperCommGrid`.
+
+    Example:
+        >>> import commgrid
+        >>> grid = commgrid.initialize(name="docs")     # in a bare process: a world of one
+        >>> grid.get_ranks("dp_cp")
+        (0,)
+        >>> commgrid.shutdown()
+    """
+    deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
+    limit = None if timeout is None else as_seconds("timeout", timeout)
+    order_check.check_argument(verify)
+    sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, **axes}
+    rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups,
+            "within": within, "place": place}  # fmt: skip
+    known = {*str(order).split("-"), "dp_replicate", "dp_shard"}
+    for axis in axes.keys() - known if preset is None else ():
+        raise SpecError(
+            f"{axis}={axes[axis]!r}: neither an argument of initialize nor an axis of "
+            f"order={order!r}{nearest(axis, _ARGUMENTS)}"
+        )
+    with said_once():
+        audited = audited_grid() if name == "default" else None
+        if preset is not None:
+            spec = _from_preset(preset, config, sizes, rest, ranks)
+        elif config is None:
+            sizes = sizes if audited is None else _audited(sizes)
+            spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
+        else:
+            spec = _from_config(config, {**sizes, **rest}, ranks)
+        if audited is not None and (preset is not None or config is not None):
+            spec = spec_over(audited, spec)
+    with _registry.reserved(name):
+        if not torch_world.is_initialized():
+            with said_once():
+                _check_fit(spec)
+        started = _registry.ensure_world(backend, limit, deadline)
+        try:
+            left = deadline - time.monotonic()
+            grid = HyperCommGrid(
+                spec, name=name, backend=backend, timeout=timeout, startup_timeout=max(left, 1e-3),
+                watch=watch,
+            )  # fmt: skip
+        except NotInGridError as error:
+            if _registry.started_world:
+                # A rank without a part in the grid; its None is not in the annotation, which is
+                # for the many who give no ranks.
+                return cast("HyperCommGrid", None)
+            error.args = (
+                f"{error}; a program that starts torch.distributed itself calls initialize on the "
+                "grid's ranks alone: initialize(…) if rank in ranks else None",
+            )
+            raise
+        except BaseException:
+            if started:
+                _registry.stop_unused_world(name)
+            raise
+        _registry.add(grid)
+        _registry.made[name] = Made(
+            spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch
+        )
+        recorder.follow(trace, grid.rank, grid.members_of_communicators())
+        inquiry.follow()
+        order_check.follow(verify, grid)
+    return grid
+
+
+def _audited(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """An audit's sizes in place of a program's; dp's two parts make up its dp."""
+    found = audit_sizes(**sizes)
+    if "dp_shard" in sizes or "dp_replicate" in sizes:
+        found.update(dp=-1, dp_shard=-1, dp_replicate=sizes.get("dp_replicate", 1))
+    return found
+
+
+def _check_fit(spec: GridSpec) -> None:
+    """A spec that cannot fit is this rank's own error, before it meets anybody."""
+    launch = Launch.from_environment(os.environ)
+    try:
+        GroupPlan.for_rank(spec.resolve(launch.world_size), launch.rank)
+    except NotInGridError:
+        pass  # a spare rank; or one process stands for the whole job by mistake
+    except SpecError as error:
+        if launch.address is not None:
+            raise
+        raise SpecError(
+            f"{error}; no launcher has started this process, so it is a world of one; run it under "
+            "torchrun --nproc-per-node N, or srun"
+        ) from error
+
+
+def join(
+    *, backend: str | None = None, timeout: Seconds | None = None, startup_timeout: Seconds = 600.0
+) -> None:
+    """Takes part in starting torch.distributed without being in a grid, as a spare rank does.
+
+    Every rank of WORLD calls this or `initialize`; it returns when all of them have. Later calls,
+    and those where torch.distributed is up, do nothing.
+
+    Args:
+        backend: of WORLD, as the other ranks give it.
+        timeout: of collectives on WORLD, seconds or timedelta; None: torch's default.
+        startup_timeout: how long this call may take, likewise.
+
+    Raises:
+        GridMismatchError, PeerTimeoutError, PeerFailedError: as in `initialize`.
+
+    Example:
+        >>> import commgrid
+        >>> commgrid.join()    # in a bare process: a world of one
+        >>> commgrid.shutdown()
+    """
+    deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
+    limit = None if timeout is None else as_seconds("timeout", timeout)
+    _registry.ensure_world(backend, limit, deadline)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "dp": -1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "order": DEFAULT_ORDER,
+    "create": "all", "connect": "axes", "share": DEFAULT_SHARE, "groups": None,
+    "within": None, "place": BY_RANK,
+}  # fmt: skip
+_ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
+              "startup_timeout", "trace", "watch", "verify", "preset", "config",
+              "name")  # fmt: skip
+
+
+def _from_preset(
+    preset: str,
+    config: object,
+    sizes: Mapping[str, Any],
+    rest: Mapping[str, Any],
+    ranks: range | Sequence[int] | str | None,
+) -> GridSpec:
+    """The preset's spec, with what differs from the defaults laid over it."""
+    if config is not None:
+        raise SpecError(f"preset={preset!r} beside config=: give one of them")
+    given, changes = (
+        {k: v for k, v in part.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
+        for part in (sizes, rest)
+    )
+    rows = changes.pop("groups", None) or {}
+    changes.update({f"groups.{name}": row for name, row in rows.items()})
+    return GridSpec.from_preset(preset, ranks=ranks, changes=changes, **given)
+
+
+def started_ranks() -> int:
+    """How many ranks there are, or a launcher has started: 1 where nobody has."""
+    if torch_world.is_initialized():
+        return torch_world.world_size()
+    return Launch.from_environment(os.environ).world_size
+
+
+def _from_config(
+    config: str | Path | Mapping[str, Any] | GridSpec,
+    given: Mapping[str, Any],
+    ranks: range | Sequence[int] | str | None,
+) -> GridSpec:
+    """The config's spec; anything else that describes a grid beside it is an error."""
+    beside = [k for k, v in given.items() if k not in _DEFAULTS or v != _DEFAULTS[k]]
+    if beside:
+        raise SpecError(
+            f"{', '.join(f'{key}={given[key]!r}' for key in beside)} beside config=: the config "
+            "describes the whole grid; put these into it, or leave config out"
+        )
+    spec = GridSpec.from_config(config)
+    return spec if ranks is None else replace(spec, ranks=as_ranks(ranks))
