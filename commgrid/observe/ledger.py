@@ -73,11 +73,12 @@ class Ledger:
         ledger = cls(held, max((_end(trace) for trace in held.values()), default=0.0))
         unknown: dict[str, set[int]] = {}
         for trace in held.values():
-            for group in {call.group for call in trace.calls} - trace.members.keys():
-                unknown.setdefault(group, set()).add(trace.rank)
+            for group in {call.group for call in trace.calls}:
+                if not trace.members.get(group):
+                    unknown.setdefault(group, set()).add(trace.rank)
         for trace in held.values():
             for group in {call.group for call in trace.calls} | trace.members.keys():
-                members = trace.members.get(group) or tuple(sorted(unknown[group]))
+                members = trace.members.get(group) or tuple(sorted(unknown.get(group, ())))
                 ledger._channels[trace.rank, group] = Channel(group, members)
             ledger._enter(trace)
         return ledger

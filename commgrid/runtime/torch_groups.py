@@ -231,10 +231,13 @@ def tells_connected(group: dist.ProcessGroup) -> bool:
 
 def addresses(groups: Iterable[dist.ProcessGroup]) -> list[tuple[Any, str]]:
     """The keys that this rank has left at the store, which destroying alone would delete."""
-    return [
-        (c10d._world.pg_map[group][1], key)
-        for group in groups if is_alive(group) for key in torch_gloo.addresses(group)
-    ]  # fmt: skip
+    found: list[tuple[Any, str]] = []
+    for group in groups:
+        if is_alive(group):
+            with suppress(RuntimeError):  # one that is suspended has left none
+                store = c10d._world.pg_map[group][1]
+                found += [(store, key) for key in torch_gloo.addresses(group)]
+    return found
 
 
 def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -156,15 +156,16 @@ class Job:
             with forking():
                 self.children[rank].start()
         self.until = now() + LONGEST
-        self.went_on = False
 
     def is_over(self) -> bool:
-        """Whether all have ended; lets a stopped victim go on once the others have."""
+        """Whether all have ended; lets a stopped victim go on once the others have.
+
+        Again and again: it may stop only after that.
+        """
         living = [rank for rank, child in self.children.items() if child.is_alive()]
         if not living or now() > self.until:
             return True
-        if living == [self.victim] and self.row.fault == "SIGSTOP" and not self.went_on:
-            self.went_on = True
+        if living == [self.victim] and self.row.fault == "SIGSTOP":
             os.kill(self.children[self.victim].pid, signal.SIGCONT)
         return False
 

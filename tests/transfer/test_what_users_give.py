@@ -79,7 +79,7 @@ def interrupted() -> str:
 def test_a_rank_that_was_interrupted_while_planning_is_named() -> None:
     """The others said that gloo could not connect."""
     assert run_on_ranks(interrupted, 2) == [
-        "TransferError: rank 1: KeyboardInterrupt", "KeyboardInterrupt: "
+        "TransferError: rank 1 failed: KeyboardInterrupt: KeyboardInterrupt", "KeyboardInterrupt: "
     ]  # fmt: skip
 
 
