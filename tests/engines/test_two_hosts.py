@@ -16,7 +16,7 @@ from tests.engines.said import JOB, LONG, alone, row, tracebacks, wait_until
 from tests.engines.wire import Wire, wire
 from tests.examples.curves import curve, same_curve
 
-TIMEOUT = 10
+TIMEOUT = 6  # before TCP gives up, when torchrun's agent ends the ranks of its node
 SLACK = 20  # for those who look for the others, and a slow machine
 ERROR = re.compile(r"^(?:\[\S+\]:)?(?:PeerFailed|PeerTimeout)Error: (.*)$", re.M)
 TWO_BY_TWO = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "0"]
