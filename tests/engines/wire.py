@@ -24,7 +24,7 @@ from tests.engines.agents import Forked, Host, namespace, run_ip
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _DEVICE = "wire0"
-_RETRIES = 6  # of a TCP packet, about 13 s
+_RETRIES = 6  # of a TCP packet, about 25 s
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 
 
