@@ -194,12 +194,12 @@ def test_ranks_that_wait_for_each_other_are_both_named() -> None:
 class Two:
     """Two linked processes in one, and what each of them hears and misses."""
 
-    def __init__(self, silent_after: float = 60.0) -> None:
+    def __init__(self, silent_after: float = 60.0, address: str = "127.0.0.1") -> None:
         self.heard: list[tuple[int, Any]] = []
         self.lost: list[tuple[int, int, bool]] = []
         self.links = [
             Links(
-                me, range(2), "secret", "127.0.0.1", silent_after,
+                me, range(2), "secret", address, silent_after,
                 hear=partial(self._hear, me), lost=partial(self._lose, me),
                 look=lambda: None,
             )
@@ -232,6 +232,23 @@ def test_what_one_tells_the_other_hears_once() -> None:
         each.close()
         each.close()
     assert two.lost == []
+
+
+def test_an_address_that_is_not_this_hosts_is_an_error() -> None:
+    with pytest.raises(commgrid.CommGridError, match=r"opened on 192\.0\.2\.1.*watch=False"):
+        Two(address="192.0.2.1")
+
+
+def test_links_over_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 on loopback: {error}")
+    two = Two(address="::1")
+    two.links[1].tell({"kind": "failed", "text": "told"})
+    two.until(lambda: two.heard == [(0, "told")])
+    for each in two.links:
+        each.close()
 
 
 def test_strangers_are_not_heard() -> None:

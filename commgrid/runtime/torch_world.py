@@ -30,6 +30,7 @@ from commgrid.runtime.launch import Launch
 from commgrid.version import VERSION
 
 FAKE = "fake"
+_DATAGRAM = socket.SOCK_DGRAM
 
 
 def is_initialized() -> bool:
@@ -64,12 +65,13 @@ def own_address() -> str:
     store = world_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
+    if hasattr(store, "host"):
+        with suppress(OSError):
+            for kind, *_, where in socket.getaddrinfo(store.host, store.port, type=_DATAGRAM):
+                with suppress(OSError), socket.socket(kind, _DATAGRAM) as probe:
+                    probe.connect(where)  # which sends nothing
+                    return str(probe.getsockname()[0])
     with suppress(OSError):
-        if hasattr(store, "host"):
-            kind, *_, where = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-                probe.connect(where)  # which sends nothing
-                return str(probe.getsockname()[0])
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
 
