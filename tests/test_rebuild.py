@@ -220,7 +220,7 @@ def waits_for_the_first(dead: int) -> float | None:
         time.sleep(3.0)
         return None
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match="Connection (closed|reset) by peer"):
+    with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
         torch.distributed.recv(torch.ones(1), 0, group=group)
     return time.monotonic() - started
 
