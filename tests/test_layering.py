@@ -78,7 +78,7 @@ ROWS = [
     ["viz.live"],
     ["viz"],
     ["runtime.audited", "runtime.torch_fake"],
-    ["runtime.patient", "runtime.whereabouts"],
+    ["runtime.patient", "runtime.whereabouts", "runtime.addresses"],
     [
         "runtime.launch",
         "runtime.roll",

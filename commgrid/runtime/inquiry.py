@@ -31,6 +31,7 @@ from commgrid.observe.findings import Diagnosis
 from commgrid.observe.traces import Trace
 from commgrid.runtime import recorder, torch_world
 from commgrid.runtime.recorder import Recorder
+from commgrid.runtime.roll import connection_of
 
 LAST = 64
 """Calls of each communicator that a rank answers with, at most."""
@@ -107,18 +108,6 @@ def _others(rank: int, timeout: float) -> list[Trace]:
 
 def _answer(number: int, rank: int) -> str:
     return f"commgrid/diagnose/{number}/{rank}"
-
-
-def connection_of(store: Any) -> Any:
-    """One of this thread's own: another's wait holds the one that it waits on."""
-    try:
-        made = store.clone()
-        made.set_timeout(store.timeout)
-    except RuntimeError as error:
-        if type(error) is not RuntimeError:  # the network's, not that there is no such thing
-            raise
-        made = store
-    return made
 
 
 def packed(own: Recorder) -> bytes:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from commgrid.errors import CommGridError
+from commgrid.runtime.addresses import listening
 
 BEAT_SECONDS = 1.0
 """How often each side of a link says that it is there."""
@@ -45,18 +45,6 @@ def neighbours_of(place: int, count: int) -> list[int]:
     """
     steps = (1 << power for power in range(count.bit_length()))
     return list(dict.fromkeys((place + step) % count for step in steps if step < count))
-
-
-def _listening(address: str) -> socket.socket:
-    """A socket that others connect to, on a port that the kernel chooses."""
-    kind = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, 0), family=kind, backlog=256)
-    except OSError as error:
-        raise CommGridError(
-            f"no socket to watch other ranks with can be opened on {address}, from where this host "
-            f"reaches the store: {error.strerror or error}; initialize(watch=False) does without"
-        ) from error
 
 
 @dataclass(eq=False)
@@ -99,7 +87,7 @@ class Links:
     ) -> None:
         self._me, self._ranks, self._secret = me, ranks, secret
         self._silent_after, self._hear, self._lost, self._look = silent_after, hear, lost, look
-        self._listener = _listening(address)
+        self._listener = listening(address, "initialize(watch=False)")
         self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
         self.address = f"{host} {port}"

@@ -7,7 +7,6 @@ order in which it sent them.
 from __future__ import annotations
 
 import json
-import os
 import selectors
 import socket
 import threading
@@ -16,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
+
+from commgrid.runtime.addresses import listening
 
 _CONNECT_SECONDS = 10.0
 _LONGEST = 1 << 20
@@ -32,17 +33,23 @@ class Mailbox:
         rank: this one.
         store: where ranks find each other's addresses.
         prefix: what their keys begin with.
+        address: of this host, at which the others reach it.
         heard: is called by the thread with a rank and its message, and None when it has gone.
     """
 
     def __init__(
-        self, rank: int, store: Any, prefix: str, heard: Callable[[int, Any], None]
+        self,
+        rank: int,
+        store: Any,
+        prefix: str,
+        address: str,
+        heard: Callable[[int, Any], None],
     ) -> None:
         self._rank, self._store, self._prefix, self._heard = rank, store, prefix, heard
         self._out: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         self._secret = uuid4().hex
-        self._server = socket.create_server((_own_address(), 0), backlog=128)
+        self._server = listening(address, "initialize without verify='order'")
         self._bell, self._ringer = socket.socketpair()
         host, port = self._server.getsockname()[:2]
         store.set(f"{prefix}/at/{rank}", json.dumps([host, port, self._secret]))
@@ -137,12 +144,3 @@ class Mailbox:
         except (ValueError, KeyError, TypeError, IndexError):
             return False  # no program of ours
         return bool(data) and len(inbox) < _LONGEST
-
-
-def _own_address() -> str:
-    """This host's, as the one that serves the store sees it."""
-    host = os.environ.get("MASTER_ADDR", "")
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host or "127.0.0.1", 9))
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.runtime import torch_calls, torch_groups, torch_world
-from commgrid.runtime.inquiry import connection_of
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
 from commgrid.runtime.recorder import DTYPES, caller, place_of
+from commgrid.runtime.roll import connection_of
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -107,7 +107,10 @@ class OrderCheck:
         self._gone: set[int] = set()
         self._circle: list[Any] = []  # as the last look has found it
         self._news = threading.Condition()
-        self._mail = Mailbox(self._rank, connection_of(self._store), self._base, self._heard)
+        self._mail = Mailbox(
+            self._rank, connection_of(self._store), self._base, torch_world.own_address(),
+            self._heard,
+        )  # fmt: skip
         self._refresh()
         torch_calls.listen(self)
         grid.before_destroy(self.close)

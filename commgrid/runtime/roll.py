@@ -181,14 +181,24 @@ class Line:
         free = self._free() or _FREE.get(self._store, [])
         if free:
             return free.pop()
-        try:
-            made = self._asked.clone()
-            made.set_timeout(self._store.timeout)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # the network's, not that there is no such thing
-                raise
-            made = self._store
-        return made
+        made = connection_of(self._asked)
+        return self._store if made is self._asked else made
+
+
+def connection_of(store: Any) -> Any:
+    """A connection of one's own to a store, since another's wait holds the one it waits on.
+
+    Returns:
+        The store itself, where it is of a kind without connections.
+    """
+    try:
+        made = store.clone()
+        made.set_timeout(store.timeout)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # the network's, not that there is no such thing
+            raise
+        return store
+    return made
 
 
 class _Wait:

@@ -12,7 +12,6 @@ import json
 import socket
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -22,6 +21,7 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+from commgrid.runtime.addresses import address_towards
 from commgrid.runtime.torch_world import world_store
 
 _ASK_SECONDS = 3.0
@@ -72,17 +72,8 @@ def serve(towards: tuple[str, int] | None) -> Standby | None:
         server.set(_TOKEN, token)
     except RuntimeError:
         return None
-    return Standby(server, json.dumps([_own_address(towards), server.port, token]))
-
-
-def _own_address(towards: tuple[str, int] | None) -> str:
-    if towards is not None:
-        with suppress(OSError):
-            family, kind, *_, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    own = None if towards is None else address_towards(*towards)
+    return Standby(server, json.dumps([own or "127.0.0.1", server.port, token]))
 
 
 def connect(address: str, own: Standby | None) -> tuple[Any, Answer]:

@@ -26,11 +26,11 @@ from commgrid.errors import CommGridError, PeerTimeoutError, SpecError
 from commgrid.planning.groups import GroupOptions
 from commgrid.planning.names import nearest
 from commgrid.runtime import torch_nccl
+from commgrid.runtime.addresses import address_towards
 from commgrid.runtime.launch import Launch
 from commgrid.version import VERSION
 
 FAKE = "fake"
-_DATAGRAM = socket.SOCK_DGRAM
 
 
 def is_initialized() -> bool:
@@ -65,12 +65,9 @@ def own_address() -> str:
     store = world_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    if hasattr(store, "host"):
-        with suppress(OSError):
-            for kind, *_, where in socket.getaddrinfo(store.host, store.port, type=_DATAGRAM):
-                with suppress(OSError), socket.socket(kind, _DATAGRAM) as probe:
-                    probe.connect(where)  # which sends nothing
-                    return str(probe.getsockname()[0])
+    found = address_towards(store.host, store.port) if hasattr(store, "host") else None
+    if found is not None:
+        return found
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"

@@ -1,0 +1,48 @@
+"""Where other hosts reach this one, and a socket there: for what ranks say beside torch."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+from commgrid.errors import CommGridError
+
+_DATAGRAM = socket.SOCK_DGRAM
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This host's address on the way to another; None: there is no way.
+
+    Args:
+        host, port: where all ranks can go, as to the store. Nothing is sent there.
+
+    Example:
+        >>> address_towards("127.0.0.1", 9)
+        '127.0.0.1'
+    """
+    with suppress(OSError):
+        for kind, *_, where in socket.getaddrinfo(host, port, type=_DATAGRAM):
+            with suppress(OSError), socket.socket(kind, _DATAGRAM) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+    return None
+
+
+def listening(address: str, without: str) -> socket.socket:
+    """A socket that other ranks connect to, on a port that the kernel chooses.
+
+    Args:
+        address: of this host, IPv4 or IPv6.
+        without: what does without it, for the error.
+
+    Raises:
+        CommGridError: none can be opened there.
+    """
+    kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=kind, backlog=256)
+    except OSError as error:
+        raise CommGridError(
+            f"no socket that other ranks connect to can be opened on {address}, from where this "
+            f"host reaches the store: {error.strerror or error}; {without} does without"
+        ) from error
