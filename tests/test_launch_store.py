@@ -6,9 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -71,6 +74,25 @@ def test_nobody_there() -> None:
     assert took < 30
     assert "nobody serves the store at" in str(error)
     assert "Connection refused" in str(error)
+
+
+def test_who_serves_the_store_serves_it_until_it_has_connected_too() -> None:
+    """torch's server ends with the try to connect to it: those who were there already lost it."""
+    elsewhere = replace(launch(0, free_port()), address="192.0.2.1")  # nobody's, by RFC 5737
+
+    def serve_in_vain() -> None:
+        with suppress(PeerTimeoutError):
+            connect_store(elsewhere, 8)
+
+    serving = threading.Thread(target=serve_in_vain)
+    serving.start()
+    try:
+        store = connect_store(launch(1, elsewhere.port), 60)
+        for count in range(1, 13):
+            assert store.add("key", 1) == count
+            time.sleep(0.5)
+    finally:
+        serving.join()
 
 
 def test_no_time_left_is_about_this_rank() -> None:

@@ -203,8 +203,9 @@ class _StoreSearch:
     def run(self) -> None:
         """The thread's part: tries until it has the store, or nobody waits any more."""
         # A first connection can get lost where many ranks connect at once: short tries, then
-        # longer.
-        patience = 1.0
+        # longer. Not where this rank serves the store: torch ends its server with the try, and
+        # whoever has connected meanwhile loses it.
+        patience = float("inf") if self._launch.hosts_store else 1.0
         while not self._found.cancelled():
             left = max(self._deadline - time.monotonic(), 0.1)
             try:
