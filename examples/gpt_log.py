@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,11 +114,18 @@ class Log:
         if self.speaks and self.args.metrics:
             forget_after(found.step, Path(self.args.metrics))
         waits = f"; {describe_ranks(what.spares)} to spare" if what.spares else ""
+        without = f"without {describe_ranks(what.gone)}" if what.gone else "with all ranks"
         self.say(
-            f"step {found.step:4}  goes on without {describe_ranks(what.gone)} over "
+            f"step {found.step:4}  goes on {without} over "
             f"{axes_of(grid)} (was {axes_as(what.before)}): the state of step {found.step} from "
             f"{found.source}, in {duration(seconds)}{waits}"
         )
+
+    def failed(self, step: int, error: Exception) -> None:
+        """This rank has failed, and takes part again; said by whichever rank it is."""
+        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(f"rank {self.grid.rank} failed in step {step}, and takes part again: {told}",
+              file=sys.stderr, flush=True)  # fmt: skip
 
     @property
     def tokens(self) -> int:

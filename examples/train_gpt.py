@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 import commgrid
 import gpt_flags
+from commgrid import CommGridError
 from commgrid.failures import named_failures, told_when_stopped
 from gpt_checks import check_files, check_sizes, check_switches
 from gpt_data import Text, evaluation_batches, global_batch, read_text, split_text
@@ -81,6 +82,8 @@ class Job:
         self.trainer, self.log, self.text, self.done = trainer, log, text, done
         self.args = trainer.args
         self.switches = dict(self.args.switches)
+        self.failed: set[int] = set()
+        """Steps in which this rank itself has failed, with --survive."""
 
     def begin(self) -> None:
         """From the first step, or from where --resume says."""
@@ -108,7 +111,7 @@ class Job:
         self.log.end()
 
     def all_steps(self, in_use: ExitStack) -> bool:
-        """The steps that are left; with --survive, False where another rank has failed."""
+        """The steps that are left; with --survive, False where a rank has failed."""
         try:
             while self.done < self.args.steps:
                 self.step(self.done + 1, in_use)
@@ -117,6 +120,14 @@ class Job:
         except FAILURES:
             if not self.args.survive:
                 raise
+            return False
+        except Exception as error:  # this rank's own
+            step = self.done + 1
+            # What all ranks raise alike, or this one in the same step again, comes again.
+            if not self.args.survive or isinstance(error, CommGridError) or step in self.failed:
+                raise
+            self.failed.add(step)
+            self.log.failed(step, error)
             return False
         return True
 

@@ -284,6 +284,12 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_two_nodes[loopback-second_node_twice]",
         "test_two_nodes[namespaces-*]",
     ],
+    "tests/engines/test_torchrun_failures.py": [
+        "test_two_restarts_of_eight_ranks",
+        "test_a_host_of_two_ranks_is_gone",
+        "test_what_does_not_end_a_process_needs_no_restart",
+        "test_who_fails_again_is_restarted",
+    ],
     "tests/engines/test_one_voice.py": [
         "test_a_stop_of_plain_processes_is_one_line",
         "test_sizes_that_do_not_fit_under_torchrun",

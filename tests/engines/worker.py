@@ -2,6 +2,7 @@
 
     worker.py torch|commgrid DEATHS      DEATHS: {worker: the starts that it does not survive}
     worker.py train_gpt DEATHS FLAG…     the same, killed before step 6
+    worker.py faulty FAULTS FLAG…        train_gpt; FAULTS: {worker: {step: what happens in it}}
 
 Each start is counted in the job's folder; the last one leaves what came of it.
 """
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ import torch.distributed as dist
 import commgrid
 from tests.examples.curves import load
 
-DEATH_STEP = 6
+DEATH_STEP = "6"
 
 
 def me() -> str:
@@ -81,17 +83,37 @@ def come_up(engine: str, dies: bool, start: int) -> None:
         commgrid.shutdown()
 
 
-def train(flags: list[str], dies: bool) -> None:
-    """The example, unchanged but for the death."""
+def fail(fault: str, step: int) -> None:
+    """What happens to this worker in a step: once in a job, however often that is taken.
+
+    Args:
+        fault: `kill`; `host`, its agent and all of the agent's workers; `stop`, until somebody
+            wakes it; `raise`; or `raise always`, in each attempt of its first start.
+        step: for the file that says when it was.
+    """
+    happened = own_file(f"failed-{step}")
+    if happened.exists() and (fault != "raise always" or own_file("starts").read_text() != "1"):
+        return
+    happened.write_text(json.dumps({"pid": os.getpid(), "time": time.time()}))
+    if fault.startswith("raise"):
+        raise ValueError("no such token")
+    if fault == "host":
+        os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+
+
+def train(flags: list[str], faults: dict[str, str]) -> None:
+    """The example, unchanged but for what happens in some steps."""
     example = load()
     draw = example.global_batch
 
-    def draw_or_die(text: Any, step: int, args: Any) -> Any:
-        if dies and step == DEATH_STEP:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def draw_or_fail(text: Any, step: int, args: Any) -> Any:
+        if fault := faults.get(f"{step}"):
+            fail(fault, step)
         return draw(text, step, args)
 
-    example.global_batch = draw_or_die
+    example.global_batch = draw_or_fail
+    commgrid.rebuild = partial(commgrid.rebuild, grace=8.0)  # of a machine with other work
     try:
         example.train(example.parse(flags))
     except commgrid.CommGridError as error:
@@ -110,11 +132,13 @@ def main(*given: str) -> None:
     engine, deaths, *flags = given
     torch.set_num_threads(1)
     start = count_start()
-    dies = start in json.loads(deaths).get(me(), [])
-    if engine == "train_gpt":
-        train(flags, dies)
+    own = json.loads(deaths).get(me(), [])
+    if engine == "faulty":
+        train(flags, own or {})
+    elif engine == "train_gpt":
+        train(flags, {DEATH_STEP: "kill"} if start in own else {})
     else:
-        come_up(engine, dies, start)
+        come_up(engine, start in own, start)
 
 
 if __name__ == "__main__":

@@ -133,3 +133,31 @@ def test_the_curve_of_a_run_without_failure(
     assert f"over {grid} (was" in lines[-1]
     assert f"from {source}, in" in lines[-1]
     assert "done: " in said
+
+
+def raises_once(job: list[str]) -> None:
+    """Trains; in step 10 of rank 1 an error is raised that does not come again."""
+    example = load()
+    draw, raised = example.global_batch, []
+
+    def fail(text: Any, step: int, args: Any) -> Any:
+        if step == 10 and os.environ["RANK"] == "1" and not raised:
+            raised.append(step)
+            raise ValueError("no such token")
+        return draw(text, step, args)
+
+    example.global_batch = fail
+    commgrid.rebuild = partial(commgrid.rebuild, grace=30.0)  # until all have come
+    example.train(example.parse(job))
+
+
+def test_a_rank_that_raises_takes_part_again(
+    alone: list[dict[str, float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "metrics"
+    job = [*TINY, "--survive", "3", "--metrics", str(metrics)]
+    run_on_ranks(raises_once, 2, job, init=None, launcher="torchrun")
+    said, wrong = capfd.readouterr()
+    same_curve(curve(metrics), alone, "fp64")
+    assert "rank 1 failed in step 10, and takes part again: ValueError: no such token\n" in wrong
+    assert "step    9  goes on with all ranks over dp 2 on 2 ranks (was dp 2): the state" in said
