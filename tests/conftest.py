@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.full import LEFT_OUT, UNMATCHED, full, patterns
+from tests.full import LEFT_OUT, LONGEST, UNMATCHED, full, patterns
 
 # Run by tests in processes where some release of megatron-core stands in for the installed one.
 collect_ignore = [f"megatron_adapter/{name}.py" for name in ("modules", "on_release", "starting")]
@@ -32,6 +32,8 @@ settings.register_profile("short", settings.get_profile("full"), max_examples=30
 
 MOST_PROCESSES = 4
 """Each of them may start eight ranks."""
+WAITING = 1
+"""Processes beyond one for each core: tests of what is late or gone wait for most of their time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Everything at once runs in several processes, a file in one each: most tests use one core.
+    """Everything at once runs in several processes, a file in one each.
+
+    Files begin in the order of tests/full.py, the longest first: xdist's own order, by the number
+    of tests, has those of a few long ones last, when the other processes are done.
 
     Where pytest-xdist is not installed, -n was given or only some tests were asked for, as pytest
     does by itself.
@@ -51,8 +56,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if getattr(options, "numprocesses", 0) is not None or options.usepdb or options.collectonly:
         return
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        options.numprocesses = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+        cores = len(os.sched_getaffinity(0))
+        options.numprocesses = min(cores + WAITING, MOST_PROCESSES)
         options.dist = "loadfile"
+        options.loadscopereorder = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,6 +92,9 @@ def pytest_collection_modifyitems(
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    if hasattr(config, "workerinput"):
+        first = {file: place for place, file in enumerate(LONGEST)}
+        items.sort(key=lambda item: first.get(item.nodeid.partition("::")[0], len(first)))
 
 
 @pytest.hookimpl(optionalhook=True)

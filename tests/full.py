@@ -21,6 +21,29 @@ UNMATCHED = pytest.StashKey[list[str]]()
 
 T = TypeVar("T")
 
+LONGEST = (
+    "tests/faults/test_fault_matrix.py",
+    "tests/examples/test_train_gpt_survive.py",
+    "tests/engines/test_restarts.py",
+    "tests/data_parallel/test_random_models.py",
+    "tests/engines/test_two_hosts.py",
+    "tests/megatron_adapter/test_releases.py",
+    "tests/transfer/test_transfer_pairs.py",
+    "tests/test_compile.py",
+    "tests/observe/test_audit_bugs.py",
+    "tests/examples/test_train_gpt_pipelined.py",
+    "tests/megatron_adapter/test_gpt.py",
+    "tests/examples/test_train_gpt.py",
+    "tests/examples/test_train_gpt_cp.py",
+    "tests/context_parallel/test_full_attention.py",
+    "tests/observe/test_audit.py",
+    "tests/test_no_hang.py",
+    "tests/test_leaks.py",
+    "tests/examples/test_train_gpt_resume.py",
+)
+"""The files that take a minute and more, which begin first; those that wait beside those that
+compute."""
+
 ONLY_FULL: dict[str, list[str]] = {
     "tests/test_rebuild.py": ["test_the_store_goes_twice", "test_what_is_refused"],
     "tests/faults/test_fault_matrix.py": ["test_the_whole_matrix"],
@@ -407,10 +430,8 @@ ONLY_FULL: dict[str, list[str]] = {
     ],
     "tests/megatron_adapter/test_gpt.py": [
         "test_losses_are_the_same_to_the_last_bit[--experts 4 --ep 2 --tp 2 *]",
-        "test_losses_are_the_same_to_the_last_bit[--pp 2]",
         "test_losses_are_the_same_to_the_last_bit[--tp 2 --pp 2]",
         "test_losses_are_the_same_to_the_last_bit[--tp 2 --sequence-parallel]",
-        "test_losses_are_the_same_to_the_last_bit[--tp 2]",
     ],
     "tests/megatron_adapter/test_departures.py": [
         "test_megatron_is_mistaken_and_the_adapter_is_not[0.15-*]",

@@ -69,6 +69,27 @@ def curve(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+PROMISED, SOME = 20, 8
+
+
+def steps_of(index: int) -> list[str]:
+    """20 steps, as promise 6 says it, for the first job on so many ranks; 8 for each other one.
+
+    What a cut changes is in the first loss and gradient norm, and what it changes of an optimizer
+    in those of the second and third.
+    """
+    return ["--steps", str(PROMISED if index == 0 else SOME)]
+
+
+def same_start(
+    ours: list[dict[str, float]], theirs: list[dict[str, float]], dtype: str, index: int
+) -> None:
+    """As `same_curve`, where the job of that index had `steps_of` it and the other PROMISED."""
+    assert len(ours) == int(steps_of(index)[1])
+    assert len(theirs) == PROMISED
+    same_curve(ours, theirs[: len(ours)], dtype)
+
+
 def same_curve(ours: list[dict[str, float]], theirs: list[dict[str, float]], dtype: str) -> None:
     # The bound of promise 6: sums in another order differ by some ulps, which 20 steps of Adam
     # amplify by a few orders of magnitude and no more.

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import commgrid
 from commgrid.tensor_parallel import vocab_parallel_cross_entropy
-from tests.examples.curves import curve, load, run, same_curve
+from tests.examples.curves import PROMISED, SOME, curve, load, run, same_curve
 from tests.full import full, some
 from tests.ranks import run_on_ranks
 
-STEPS = 20 if full() else 4
+STEPS = PROMISED if full() else 4
 TINY = [
     "--layers", "2", "--hidden", "16", "--heads", "4", "--kv-heads", "2", "--batch-size", "8",
     "--seq-len", "24", "--clip-grad", "1.5", "--dtype", "fp64", "--lr", "1e-2",
@@ -118,17 +118,19 @@ def test_same_curve_however_sequences_are_shared(
     world: int, text: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     cuts = some(GRIDS[world], 2)
+    steps = [STEPS if index == 0 else min(STEPS, SOME) for index in range(len(cuts))]
     given = [
-        job(kind, text, *flags.split(), "--metrics", str(tmp_path / str(index)))
+        [*job(kind, text, *flags.split(), "--metrics", str(tmp_path / str(index))),
+         "--steps", str(steps[index])]
         for index, (kind, flags) in enumerate(cuts)
-    ]
+    ]  # fmt: skip
     for made in run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=400):
         assert made == [0] * len(cuts)
     for index, (kind, flags) in enumerate(cuts):
         rows = curve(tmp_path / str(index))
-        assert len(rows) == STEPS
+        assert len(rows) == steps[index]
         try:
-            same_curve(rows, alone[kind], "fp64")
+            same_curve(rows, alone[kind][: len(rows)], "fp64")
         except AssertionError as error:
             raise AssertionError(f"{kind} {flags}: {error}") from error
 

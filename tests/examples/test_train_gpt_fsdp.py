@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.curves import curve, load, run, same_curve
+from tests.examples.curves import curve, load, run, same_start, steps_of
 from tests.full import some
 from tests.ranks import run_on_ranks
 
@@ -49,7 +49,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_same_curve_as_one_process(world: int, alone: dict[str, Any], tmp_path: Path) -> None:
     jobs = some(CUTS[world], 2)
     given = [
-        [*job, "--fsdp", "--metrics", str(tmp_path / str(index))] for index, job in enumerate(jobs)
+        [*job, "--fsdp", *steps_of(index), "--metrics", str(tmp_path / str(index))]
+        for index, job in enumerate(jobs)
     ]
     for made in run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=300):
         assert made == [0] * len(jobs)
@@ -57,7 +58,7 @@ def test_same_curve_as_one_process(world: int, alone: dict[str, Any], tmp_path: 
         dtype = "fp32" if "fp32" in job else "fp64"
         kind = "tied" if "--tie-embeddings" in job else "experts" if "--experts" in job else dtype
         try:
-            same_curve(curve(tmp_path / str(index)), alone[kind], dtype)
+            same_start(curve(tmp_path / str(index)), alone[kind], dtype, index)
         except AssertionError as error:
             raise AssertionError(f"{job}: {error}") from error
 

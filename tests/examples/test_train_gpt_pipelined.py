@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.curves import curve, run, same_curve, without_numpy
+from tests.examples.curves import curve, run, same_start, steps_of, without_numpy
 from tests.full import full
 from tests.ranks import run_on_ranks
 
@@ -70,11 +70,11 @@ def test_numpy_is_not_needed() -> None:
 def test_same_curve(pp: int, tp: int, dp: int, alone: dict[str, Any], tmp_path: Path) -> None:
     jobs, references = {}, {}
     for name, layers, tied, cut in cuts(pp, tp, dp):
-        jobs[name] = [*job(layers, tied), *cut]
+        jobs[name] = [*job(layers, tied), *cut, *steps_of(len(jobs))]
         references[name] = alone[f"{layers}-{tied}"]
     assert len(jobs) >= 2
-    for name, rows in train(pp, tp, dp, jobs, tmp_path).items():
+    for index, (name, rows) in enumerate(train(pp, tp, dp, jobs, tmp_path).items()):
         try:
-            same_curve(rows, references[name], "fp64")
+            same_start(rows, references[name], "fp64", index)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error

@@ -16,7 +16,8 @@ TINY = [
     "--clip-grad", "1.5", "--lr", "1e-2", "--dtype", "fp64",
 ]  # fmt: skip
 EXPERTS = [*TINY, "--experts", "8", "--aux-loss-coef", "0"]
-HALF, ALL = ["--steps", "10"], ["--steps", "20"]
+STOPPED, LAST = 6, 12
+HALF, ALL = ["--steps", str(STOPPED)], ["--steps", str(LAST)]
 
 
 def cut(tp: int, pp: int, dp: int, *more: str) -> list[str]:
@@ -48,9 +49,9 @@ def resumed(
     train(world, *given)
     for name in jobs:
         rows = curve(folder / f"{world}-{name}")
-        assert [row["step"] for row in rows] == list(range(11, 21))
+        assert [row["step"] for row in rows] == list(range(STOPPED + 1, LAST + 1))
         try:
-            same_curve(rows, reference[10:], "fp64")
+            same_curve(rows, reference[STOPPED:], "fp64")
         except AssertionError as error:
             raise AssertionError(f"{world} ranks, {name}: {error}") from error
 
@@ -64,7 +65,7 @@ def test_saved_on_2_2_2_and_resumed_on_any_grid(
     saved = tmp_path / "saved"
     zero1 = ["--zero1"] if kind == "dense" else []
     train(8, [*job, *HALF, *cut(2, 2, 2, *zero1, "--sequence-parallel"), "--save", str(saved)])
-    assert checkpoint.steps(saved) == [10]
+    assert checkpoint.steps(saved) == [STOPPED]
     reference = uninterrupted[kind]
     resumed(1, saved, {"alone": job}, tmp_path, reference)
     jobs = {
@@ -112,7 +113,7 @@ def test_bf16_resumes_its_fp32_copies(tmp_path: Path) -> None:
         [*job, *ALL, *zero1, "--resume", str(saved), "--metrics", str(paths[1])],
         [*job, *ALL, *cut(2, 1, 1), "--resume", str(saved), "--metrics", str(paths[2])],
     )  # fmt: skip
-    through, again, other = (curve(path)[-10:] for path in paths)
+    through, again, other = (curve(path)[-(LAST - STOPPED) :] for path in paths)
     assert [row["loss"] for row in again] == [row["loss"] for row in through]
     # Logits of bf16 have 8 bits, so that the mean loss is right to some tenths of a percent.
     assert [r["loss"] for r in other] == pytest.approx([r["loss"] for r in through], rel=5e-3)

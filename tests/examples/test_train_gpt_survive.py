@@ -18,9 +18,11 @@ from tests.mortal import KILLED, kill_me, run_mortal
 from tests.ranks import run_on_ranks
 
 TINY = [
-    "--layers", "4", "--hidden", "16", "--heads", "4", "--batch-size", "24", "--seq-len", "4",
-    "--clip-grad", "1.5", "--lr", "1e-2", "--dtype", "fp64", "--steps", "20", "--log-every", "5",
+    "--layers", "2", "--hidden", "16", "--heads", "4", "--batch-size", "24", "--seq-len", "4",
+    "--clip-grad", "1.5", "--lr", "1e-2", "--dtype", "fp64", "--steps", "16", "--log-every", "4",
 ]  # fmt: skip
+DEEP = ["--layers", "4"]
+"""A block for each of four stages."""
 Deaths = dict[int, tuple[int, str]]
 """By rank, the step and the trainer's method in which it is killed."""
 
@@ -52,7 +54,7 @@ JOBS: dict[str, tuple[int, list[str], Deaths, list[str], str, str]] = {
         "neighbours' memory",
     ),
     "stage": (
-        4, ["--pp", "4"], {1: (10, "reduce")}, ["rank 1, 9"], "pp 3 on 3 ranks",
+        4, ["--pp", "4", *DEEP], {1: (10, "reduce")}, ["rank 1, 9"], "pp 3 on 3 ranks",
         "neighbours' memory",
     ),
     "spare": (
@@ -97,17 +99,18 @@ def mortal(job: list[str], deaths: Deaths) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    path = tmp_path_factory.mktemp("alone") / "metrics"
-    job = [*TINY, "--metrics", str(path)]
-    run_on_ranks(run, 1, job, init=None, launcher="torchrun")
-    return curve(path)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[dict[str, float]]]:
+    """One process that nobody kills, by whether the model is the deep one."""
+    paths = {deep: tmp_path_factory.mktemp("alone") / "metrics" for deep in (False, True)}
+    jobs = [[*TINY, *deep * DEEP, "--metrics", str(path)] for deep, path in paths.items()]
+    run_on_ranks(run, 1, *jobs, init=None, launcher="torchrun")
+    return {deep: curve(path) for deep, path in paths.items()}
 
 
 @pytest.mark.parametrize("name", JOBS if full() else ["four"])
 def test_the_curve_of_a_run_without_failure(
     name: str,
-    alone: list[dict[str, float]],
+    alone: dict[bool, list[dict[str, float]]],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -120,7 +123,7 @@ def test_the_curve_of_a_run_without_failure(
     said = capfd.readouterr().out
     print(said, f"\n{name}: {time.monotonic() - started:.1f} s in all")
     assert [rank for rank, found in enumerate(results) if found == KILLED] == sorted(deaths)
-    same_curve(curve(metrics), alone, "fp64")
+    same_curve(curve(metrics), alone["--layers" in flags], "fp64")
     lines = [line for line in said.splitlines() if "goes on without" in line]
     assert len(lines) == len(went_on)  # one line from one rank
     for line, expected in zip(lines, went_on, strict=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import groupby, product
 from typing import Any
 
 import pytest
@@ -46,36 +46,67 @@ def own_slice(full: Tensor, shards: Any) -> Tensor:
     return full
 
 
-def compare(case: Case, lengths: list[int]) -> None:
-    """One forward and backward of the layer; `lengths` are those of each dp rank's sequence."""
-    grid = commgrid.initialize(tp=case.tp, ep=case.ep, etp=case.etp)
+@dataclass(frozen=True)
+class Expected:
+    """What the loop makes of a case, by dp rank, and of its weights, by name."""
+
+    inputs: list[Tensor]
+    upstream: list[Tensor]
+    outputs: list[Tensor]
+    input_gradients: list[Tensor]
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def tp_slices(case: Case, x: Tensor) -> list[Tensor]:
+    return list(x.tensor_split(case.tp))
+
+
+def loop_over_all(case: Case, lengths: list[int]) -> Expected:
+    """One forward and backward over tokens and experts; `lengths` are of each dp rank's sequence.
+
+    Made once, before ranks are forked.
+    """
+    full = full_weights(case)
+    inputs = [draw(n, case.hidden, seed=10 + i).requires_grad_() for i, n in enumerate(lengths)]
+    upstream = [draw(n, case.hidden, seed=20 + i) for i, n in enumerate(lengths)]
+    outputs = [torch.cat([mixture(s, full, case) for s in tp_slices(case, x)]) for x in inputs]
+    loss = torch.stack([(y * u).sum() for y, u in zip(outputs, upstream, strict=True)]).sum()
+    for x in inputs:
+        if len(x):
+            loss = loss + balance(x, full, case)
+    of_all = torch.autograd.grad(loss, [*inputs, *full.values()])
+    return Expected(
+        inputs=[x.detach() for x in inputs],
+        upstream=upstream,
+        outputs=[y.detach() for y in outputs],
+        input_gradients=list(of_all[: len(inputs)]),
+        weights={name: weight.detach() for name, weight in full.items()},
+        gradients=dict(zip(full, of_all[len(inputs) :], strict=True)),
+    )
+
+
+def compare(case: Case, expected: Expected) -> None:
+    """One forward and backward of the layer, on the grid that is there."""
+    grid = commgrid.get_grid()
     tp, dp = grid.get_local_rank("tp"), grid.get_local_rank("dp")
     layer = MoELayer(
         case.hidden, case.ffn, case.num_experts, case.top_k,
         sequence_parallel=case.sequence_parallel, dtype=torch.float64, **dict(case.options),
     )  # fmt: skip
-    full = full_weights(case)
     with torch.no_grad():
         for placement in placements(layer):
-            placement.parameter.copy_(own_slice(full[placement.name], placement.shards))
+            whole = expected.weights[placement.name]
+            placement.parameter.copy_(own_slice(whole, placement.shards))
     reducer = GradientReducer(layer)
-
-    def slices(x: Tensor) -> list[Tensor]:
-        return list(x.tensor_split(case.tp))
-
-    inputs = [draw(n, case.hidden, seed=10 + i).requires_grad_() for i, n in enumerate(lengths)]
-    upstream = [draw(n, case.hidden, seed=20 + i) for i, n in enumerate(lengths)]
-    outputs = [torch.cat([mixture(s, full, case) for s in slices(x)]) for x in inputs]
-    loss = torch.stack([(y * u).sum() for y, u in zip(outputs, upstream, strict=True)]).sum()
-    for x in inputs:
-        if len(x):
-            loss = loss + balance(x, full, case)
-    loss.backward()
-
-    x, y, u, dx = inputs[dp].detach(), outputs[dp], upstream[dp], inputs[dp].grad
-    assert dx is not None
+    x, y, u, dx = (
+        of_all[dp]
+        for of_all in (
+            expected.inputs, expected.outputs, expected.upstream, expected.input_gradients,
+        )
+    )  # fmt: skip
     if case.sequence_parallel:
-        x, y, u, dx = (slices(whole)[tp] for whole in (x, y, u, dx))
+        x, y, u, dx = (tp_slices(case, whole)[tp] for whole in (x, y, u, dx))
     x = x.clone().requires_grad_()
     found = layer(x)
     torch.testing.assert_close(found, y, **CLOSE)
@@ -83,13 +114,11 @@ def compare(case: Case, lengths: list[int]) -> None:
     reducer.finish(count=1 / grid.size("dp"))  # which leaves the sum
     torch.testing.assert_close(x.grad, dx, **CLOSE)
     for placement in placements(layer):
-        gradient = full[placement.name].grad
-        assert gradient is not None
+        gradient = own_slice(expected.gradients[placement.name], placement.shards)
         torch.testing.assert_close(
-            placement.parameter.grad, own_slice(gradient, placement.shards), **CLOSE,
+            placement.parameter.grad, gradient, **CLOSE,
             msg=lambda text, name=placement.name: f"{name} of {case}: {text}",
         )  # fmt: skip
-    commgrid.destroy()
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -103,13 +132,26 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def every_kind(cases: list[Case], world: int) -> None:
     """Each case by all-to-all, and every other one by all-gather as well."""
+    expected = []
     for number, case in enumerate(cases):
         kinds = list(KINDS) if number % 4 in (0, 3) else some(list(KINDS)[:3], 1)
         for index, kind in enumerate(kinds):
             options = tuple({**KINDS[kind], "aux_loss": 0.1, "z_loss": 0.01}.items())
             sequence = (number + index) % 2 == 0
             one = replace(case, options=options, sequence_parallel=sequence)
-            compare(one, [6 + 2 * (rank % 3) for rank in range(world // case.tp)])
+            lengths = [6 + 2 * (rank % 3) for rank in range(world // case.tp)]
+            expected.append((one, loop_over_all(one, lengths)))
+    run_on_ranks(on_its_grids, world, expected)
+
+
+def on_its_grids(expected: list[tuple[Case, Expected]]) -> None:
+    """Cases of one cut have one grid."""
+    cuts = groupby(expected, key=lambda pair: (pair[0].tp, pair[0].ep, pair[0].etp))
+    for (tp, ep, etp), of_cut in cuts:
+        commgrid.initialize(tp=tp, ep=ep, etp=etp)
+        for case, found in of_cut:
+            compare(case, found)
+        commgrid.destroy()
 
 
 CUTS = [
@@ -120,8 +162,8 @@ CUTS = [
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_as_a_loop_over_experts(ep: int) -> None:
     cases = some([case for case in CUTS if case.ep == ep and ep * case.etp <= 8], 2)
-    run_on_ranks(every_kind, 8, cases, 8)
+    every_kind(cases, 8)
 
 
 def test_experts_on_more_ranks_than_eight() -> None:
-    run_on_ranks(every_kind, 16, [case for case in CUTS if case.ep * case.etp > 8], 16)
+    every_kind([case for case in CUTS if case.ep * case.etp > 8], 16)

@@ -15,9 +15,7 @@ pytest.importorskip("megatron.core")
 from examples import megatron_gpt
 
 CASES = {
-    "--tp 2": 2,
     "--tp 2 --sequence-parallel": 2,
-    "--pp 2": 2,
     "--pp 2 --vpp 2": 2,
     "--tp 2 --pp 2": 8,
     "--experts 4 --ep 2": 2,
