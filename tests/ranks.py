@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,9 @@ def _wait(children: Mapping[int, Any], timeout: float) -> list[int]:
     ended: dict[int, None] = {}
     failed = False
     while time.monotonic() < until and len(ended) < len(children):
+        running = [child.sentinel for rank, child in children.items() if rank not in ended]
+        # Not for ever: what a rank has started keeps its sentinel open when the rank has ended.
+        wait_for_any(running, timeout=0.05)
         ended.update(
             (rank, None) for rank, child in children.items()
             if rank not in ended and not child.is_alive()

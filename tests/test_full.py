@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.full import UNMATCHED, patterns
+from tests.full import LONGEST, UNMATCHED, patterns
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -90,3 +90,8 @@ def test_only_what_is_about_megatron_needs_it() -> None:
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert "could not import 'megatron.core'" in done.stdout
+
+
+def test_the_longest_files_are_there() -> None:
+    assert len(set(LONGEST)) == len(LONGEST)
+    assert [file for file in LONGEST if not (ROOT / file).is_file()] == []

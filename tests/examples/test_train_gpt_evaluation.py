@@ -19,10 +19,11 @@ TINY = [
 ]  # fmt: skip
 LOOKED_AT = [*TINY, "--steps", "3", "--eval-every", "2", "--eval-batches", "3"]
 SAMPLED = [*LOOKED_AT, "--sample", "def ", "--sample-tokens", "6", "--temperature", "0"]
+SHALLOW = ["--layers", "2"]  # as many as stages
 MODELS = {
-    "dense": SAMPLED,
+    "dense": [*SAMPLED, *SHALLOW],
     "tied": [*SAMPLED, "--tie-embeddings"],
-    "experts": [*SAMPLED, "--experts", "4"],
+    "experts": [*SAMPLED, *SHALLOW, "--experts", "4"],
     "drawn": [*LOOKED_AT, "--sample", "--sample-tokens", "10"],
 }
 # World size, model, and how it is cut. The short run takes the first two.
