@@ -127,9 +127,10 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     """Says which flags a command does not have, and which they are most like."""
-    flags = re.findall(r"--[a-z][a-z-]*", parser.format_help())
+    flags = [flag for action in parser._actions for flag in action.option_strings]
     told = [
         given + nearest(given.partition("=")[0], flags) if given.startswith("-") else given
         for given in unknown
     ]
-    parser.error(f"unrecognized arguments: {' '.join(told)}")
+    theirs = "; the script's own come after --" if parser.prog.endswith(" audit") else ""
+    parser.error(f"unrecognized arguments: {' '.join(told)}{theirs}")

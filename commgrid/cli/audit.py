@@ -37,7 +37,10 @@ def add_parser(commands: Any) -> None:
         run=run,
     )
     add = parser.add_argument
-    add("script", type=Path, metavar="SCRIPT", help="the program, as torchrun would be given it")
+    add(
+        "script", type=Path, nargs="?", metavar="SCRIPT",
+        help="the program, as torchrun would be given it",
+    )  # fmt: skip
     add(
         "--grids", "--grid", nargs="+", required=True, metavar="GRID",
         help="sizes as 'tp=2 dp=2', and the script's flags for this grid; the first is the "
@@ -64,6 +67,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.script is None:
+        args.script = _script_behind(args.grids)
     for flag, value in (("--steps", args.steps), ("--timeout", args.timeout)):
         if value <= 0:
             raise SpecError(f"{flag} {value}: expected above 0")
@@ -86,6 +91,13 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     give(args, found.as_dict, lambda: found.text)
     return 1 if found.parts else 0
+
+
+def _script_behind(grids: list[str]) -> Path:
+    """The program, where it was given after the grids, which argparse takes it for one of."""
+    if len(grids) > 1 and grids[-1].endswith(".py"):
+        return Path(grids.pop())
+    raise SpecError("SCRIPT is not given; expected commgrid audit train.py --grids dp=1 tp=2")
 
 
 def _dry(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
+from commgrid.errors import SpecError
 from commgrid.observe import diagnosis
 
 _EXAMPLES = """examples:
@@ -40,6 +41,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.patience >= 0:
+        raise SpecError(f"--patience {args.patience:g}: expected seconds, 0 or more")
     found = diagnosis.diagnose(diagnosis.read(args.folder), args.patience)
     give(args, found.as_dict, lambda: str(found), {})
     return 1 if found else 0

@@ -6,8 +6,11 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from commgrid.cli.terminal import BOLD, CYAN, Marks, columns, fit, has_colour, paint
@@ -16,7 +19,8 @@ from commgrid.errors import CommGridError
 JSON_VERSION = 1
 """Of the JSON of all commands; it rises when a key goes or comes to mean something else."""
 
-_PIPE_CLOSED, _INTERRUPTED = 141, 130  # as a shell reports what these signals ended
+# As a shell reports what these signals ended.
+_PIPE_CLOSED, _INTERRUPTED, _TERMINATED = 141, 130, 143
 
 MARKS: Marks = {r"\[\d+\]": CYAN, r"^\S.*$": BOLD}
 """Colours of most tables: the own rank, and the lines that head others."""
@@ -49,10 +53,14 @@ def as_shown(text: str, marks: Marks, stream: TextIO) -> str:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Runs a command; a closed pipe and Ctrl-C end it as a shell expects, without a traceback."""
+    """Runs a command; a closed pipe and Ctrl-C end it as a shell expects, without a traceback.
+
+    So does SIGTERM, which would otherwise leave what it has started behind.
+    """
     try:
         try:
-            return run()
+            with _terminated():
+                return run()
         finally:  # also of --help, which ends in SystemExit
             sys.stdout.flush()
     except BrokenPipeError:  # `commgrid plan … | head`
@@ -60,6 +68,25 @@ def guarded(run: Callable[[], int]) -> int:
         return _PIPE_CLOSED
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM ends what runs as an exception does: through everyone's `finally`."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        raise SystemExit(_TERMINATED)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def drop_output() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
-from commgrid.observe import diagnosis, traces
+from commgrid.errors import SpecError
+from commgrid.observe import diagnosis, trace_files, traces
 from commgrid.viz.page import write_page
 from commgrid.viz.trace_page import draw_trace_page
 
@@ -44,7 +45,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = traces.read(args.folder)
+    if args.top < 1:
+        raise SpecError(f"--top {args.top}: expected at least 1")
+    if args.output is not None and args.output.suffix not in (".html", ".json"):
+        raise SpecError(
+            f"-o {args.output}: expected a name that ends in .html, for a page, or in .json, for "
+            "Perfetto"
+        )
+    found = trace_files.read(args.folder)
     if args.output is not None:
         if args.output.suffix == ".html":
             seen = diagnosis.diagnose(diagnosis.read(args.folder))

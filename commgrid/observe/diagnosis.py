@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from commgrid.errors import SpecError
-from commgrid.observe import flight_recorder, traces
+from commgrid.observe import flight_recorder, trace_files
 from commgrid.observe.astray import on_another_group
 from commgrid.observe.circles import CIRCLES, circles, deadlock
 from commgrid.observe.findings import Diagnosis, Finding, lasted, said
@@ -32,10 +32,8 @@ def read(folder: Path) -> list[Trace]:
     Raises:
         SpecError: there are none, or a file is something else.
     """
-    if not folder.is_dir():
-        raise SpecError(f"{folder}: is no folder; expected the one with the dumps of all ranks")
-    if any(folder.glob("rank_*.json")):
-        return traces.read(folder)
+    if not folder.is_dir() or trace_files.has_traces(folder):
+        return trace_files.read(folder)  # which says what is wrong with it
     paths = sorted(
         path for path in folder.iterdir()
         if path.is_file() and path.stem[-1:].isdigit() and path.suffix in ("", ".json", ".pickle")

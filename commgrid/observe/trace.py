@@ -17,7 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from commgrid.errors import CommGridError
-from commgrid.observe import traces
+from commgrid.observe import trace_files, traces
 from commgrid.observe.traces import Trace
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.registry import live_grids
@@ -64,7 +64,7 @@ def recorded() -> Trace:
     Raises:
         CommGridError: nothing was ever recorded.
     """
-    return traces.parse(_recorder().as_dict())
+    return trace_files.parse(_recorder().as_dict())
 
 
 def _recorder() -> recorder.Recorder:

@@ -1,24 +1,13 @@
-"""Traces as data: what ranks have recorded, read from files, summed up, and drawn for Perfetto.
+"""Traces as data: what ranks have recorded, summed up, and drawn for Perfetto.
 
 Nothing here needs torch: traces are looked at where nobody trains.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from commgrid.errors import SpecError
-
-FORMAT = 1
-KEYS = (
-    "group", "number", "operation", "shape", "dtype", "bytes", "peer", "where", "began", "issued",
-    "ended", "turn",
-)  # fmt: skip
-"""What a file holds of each call, in this order; `turn` came later and may be absent."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +64,7 @@ class Trace:
         since: of each group, when its present communicator came, in seconds of the wall clock:
             calls before belong to another one.
         on_device: whether calls run in order on a device, which `ended` then is about.
+        job: what all ranks of one job call it, and no other job; "": not recorded.
     """
 
     rank: int
@@ -88,6 +78,7 @@ class Trace:
     entered: Mapping[str, int] = field(default_factory=dict)
     since: Mapping[str, float] = field(default_factory=dict)
     on_device: bool = False
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,66 +100,6 @@ class Sum:
     bytes: int
     seconds: float
     share: float
-
-
-def read(folder: Path) -> list[Trace]:
-    """The traces that ranks have saved in a folder, by rank.
-
-    Raises:
-        SpecError: there is none, or a file is something else.
-    """
-    paths = sorted(folder.glob("rank_*.json")) if folder.is_dir() else []
-    if not paths:
-        raise SpecError(
-            f"{folder}: has no rank_*.json; expected the folder that COMMGRID_TRACE or "
-            "commgrid.trace.save was given"
-        )
-    return [_read(path) for path in paths]
-
-
-def _read(path: Path) -> Trace:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            raise SpecError(f"{path}: format {found['format']}, this version reads {FORMAT}")
-        return parse(found)
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SpecError(
-            f"{path}: is no trace of commgrid's ({type(error).__name__}: {error}); was it cut off?"
-        ) from error
-
-
-def parse(found: Mapping[str, Any]) -> Trace:
-    """A trace from what a file holds."""
-    offset = found["wall"] - found["monotonic"] / 1e9
-    waits = found.get("waits")
-    return Trace(
-        rank=int(found["rank"]),
-        calls=tuple(_call(each, offset) for each in found["calls"]),
-        dropped=int(found["dropped"]),
-        members={name: tuple(ranks) for name, ranks in found["members"].items()},
-        batches={
-            (group, number): batch
-            for batch, (group, first, last) in enumerate(found.get("batches", ()))
-            for number in range(first, last + 1)
-        },
-        at=float(found["wall"]),
-        over=bool(found.get("over", False)),
-        waits=tuple((group, int(number)) for group, number in waits) if waits is not None else None,
-        entered={group: int(count) for group, count in found.get("entered", {}).items()},
-        since={group: at / 1e9 + offset for group, at in found.get("since", {}).items()},
-    )
-
-
-def _call(row: Sequence[Any], offset: float) -> Call:
-    held = dict(zip(KEYS, row, strict=len(row) != len(KEYS) - 1))
-    times = {
-        key: None if held[key] is None else held[key] / 1e9 + offset
-        for key in ("began", "issued", "ended")
-    }
-    return Call(**{**held, **times, "shape": tuple(held["shape"])})
 
 
 def summed(traces: Iterable[Trace]) -> list[Sum]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.observe import traces
+from commgrid.observe import trace_files, traces
 from commgrid.observe.order import RULES, Event, Laid, Side, circle, lay_out, run
 from commgrid.observe.programs import (
     MESSAGES,
@@ -154,7 +154,7 @@ def programs(folder: str | Path) -> dict[int, list[Step]]:
     Raises:
         SpecError: no traces, or some from which it cannot be told.
     """
-    return from_traces(traces.read(Path(folder)))
+    return from_traces(trace_files.read(Path(folder)))
 
 
 def check(programs: Programs, rules: str = "nccl") -> Verdict:

@@ -35,6 +35,7 @@ _ROLL_CALL_SECONDS = 2.0
 _PATIENCE_SECONDS = 2.0  # for the one who knows more than that a connection closed
 _ROLL_CALLS_SECONDS, _NEXT_SECONDS = 10.0, 3.0  # at most, and from one who comes to the next
 _POLL_SECONDS = 0.05
+_GUESSES = ("not answer", "came too late")  # what a silent connection is taken for
 
 
 class GoneError(PeerFailedError):
@@ -146,7 +147,8 @@ def named_failures(
         told = learnt or board.inquire(grid, error, f"{me}{at}")
         grid.abort()
         late = _says_late(error) if learnt is None or watch is None else watch.late
-        raise _peer_error(told + why(), late, f"{me} was{at}" if at else me) from error
+        who = f"{me} was{at}" if at else me
+        raise _peer_error(_with_reason(told, why()), late, who) from error
     watch = grid.watch
     if watch is not None and watch.failure is not None:
         # What was woken has returned numbers that nobody has sent.
@@ -166,6 +168,16 @@ def _at(error: BaseException, doing: Callable[[], str] | None, peer: bool) -> st
 
 def _says_late(error: BaseException) -> bool:
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
+def _with_reason(told: str, reason: str) -> str:
+    """What was seen, and what the records say; who is silent is only a guess beside those."""
+    if not reason:
+        return told
+    guess, _, seen = told.partition(": ")
+    if guess.endswith(_GUESSES):
+        return f"{reason}\nseen first: {seen}"
+    return f"{told}; {reason}"
 
 
 def _peer_error(told: str, late: bool, who: str) -> CommGridError:

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import CommGridError
-from commgrid.observe import traces
+from commgrid.observe import trace_files
 from commgrid.observe.diagnosis import PATIENCE
 from commgrid.observe.diagnosis import diagnose as judge
 from commgrid.observe.findings import Diagnosis
@@ -79,7 +80,7 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
             "commgrid.diagnose: this process does not record its calls; "
             "commgrid.initialize(trace=True) or COMMGRID_TRACE=1 on every rank lets it"
         )
-    found = [traces.parse(own.as_dict(LAST))]
+    found = [trace_files.parse(own.as_dict(LAST))]
     if torch_world.is_initialized() and torch_world.world_size() > 1:
         found += _others(own.rank, timeout)
     return judge(found, patience)
@@ -97,7 +98,7 @@ def _others(rank: int, timeout: float) -> list[Trace]:
             here = [each for each in waiting if store.check([_answer(number, each)])]
             for each in here:
                 key = _answer(number, each)
-                found.append(traces.parse(json.loads(zlib.decompress(bytes(store.get(key))))))
+                found.append(trace_files.parse(json.loads(zlib.decompress(bytes(store.get(key))))))
                 store.delete_key(key)
             waiting = [each for each in waiting if each not in here]
             if not waiting or time.monotonic() > until:
@@ -210,7 +211,16 @@ def follow() -> None:
     if _answering and (own is not _answering[0].own or store is not _answering[0].store):
         stop()
     if own is not None and store is not None and not _answering:
+        own.job = _job(store, own.job)
         _answering.append(Answering(own, store))
+
+
+def _job(store: Any, known: str) -> str:
+    """What the ranks of this world call their job, so that two jobs' traces are told apart."""
+    with suppress(RuntimeError, ValueError):  # the store has gone with the rank that served it
+        asked = known or uuid.uuid4().hex
+        return bytes(store.compare_set("commgrid/trace/job", "", asked)).decode() or asked
+    return known
 
 
 def stop() -> None:
@@ -230,7 +240,7 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
         late: whether a call timed out; where a connection was closed only what others found counts.
 
     Returns:
-        Waits for it and says it in words, to go on an error with; "" where none records.
+        Waits for it and says it in words; "" where none records, or nothing is wrong.
     """
     own = recorder.current()
     if own is None:
@@ -259,7 +269,7 @@ def _why(own: Recorder, identity: str, late: bool) -> str:
         store = connection_of(torch_world.world_store())
         if late and store.add(f"{key}/asked", 1) == 1:
             found = diagnose(_ANSWERS_SECONDS, patience=0.5)
-            store.set(key, f"; {found}" if found else "")
+            store.set(key, f"{found}" if found else "")
         # gloo closes the connections of a call that times out before its rank can say so.
         soon = time.monotonic() + _SOON_SECONDS
         while store.add(f"{key}/asked", 0) == 0:

@@ -91,6 +91,7 @@ class Recorder:
         paused: whether nothing is recorded until the next grid is made.
         rank: of this process.
         members: of each communicator of its grids, by its names with commas, the ranks.
+        job: what all ranks of this job call it, and no other job; "": that is not known.
     """
 
     capacity: int = CAPACITY
@@ -100,6 +101,7 @@ class Recorder:
     paused: bool = False
     rank: int = 0
     members: dict[str, list[int]] = field(default_factory=dict)
+    job: str = ""
     _since: dict[str, int] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
     _turns: dict[tuple[str, str, int | None], int] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class Recorder:
             "format": FORMAT, "rank": self.rank, "wall": time.time(),
             "monotonic": time.perf_counter_ns(), "dropped": dropped, "members": members,
             "over": self.over, "waits": [[r.group, r.number] for r in waits], "entered": entered,
-            "since": since, "batches": batches,
+            "since": since, "batches": batches, "job": self.job,
             "calls": [
                 [r.group, r.number, r.operation, list(r.shape), r.dtype, r.bytes, r.peer, r.where,
                  r.began, r.issued, r.ended, r.turn]

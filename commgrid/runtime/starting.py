@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from commgrid.errors import NotInGridError, SpecError
-from commgrid.planning.audited import spec_over
+from commgrid.planning.audited import VARIABLE, spec_over
 from commgrid.planning.constraints import BY_RANK
 from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
@@ -173,6 +173,12 @@ def initialize(
 
 def _audited(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """An audit's sizes in place of a program's; dp's two parts make up its dp."""
+    for axis, size in (audited_grid() or {}).items():
+        if axis not in sizes and axis != "edp" and size != 1:
+            raise SpecError(
+                f"{VARIABLE}: the audit's grid has {axis}={size}, but the program gives "
+                f"initialize no {axis}; it has {', '.join(sizes)}{nearest(axis, sizes)}"
+            )
     found = audit_sizes(**sizes)
     if "dp_shard" in sizes or "dp_replicate" in sizes:
         found.update(dp=-1, dp_shard=-1, dp_replicate=sizes.get("dp_replicate", 1))

@@ -1,14 +1,17 @@
 """What people expect of any command line."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import commgrid
 from commgrid.cli import main
+from commgrid.cli.output import guarded
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +54,25 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     )  # fmt: skip
     assert done.stderr == ""
     assert done.returncode in (0, 141)  # 0 where all was written before the pipe closed
+
+
+def test_sigterm_ends_what_a_command_has_started() -> None:
+    """As an exception does, through every `finally`, where Python by itself would just be gone."""
+    ended = []
+
+    def run() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # once is enough
+            ended.append("all")
+        return 0
+
+    with pytest.raises(SystemExit) as exit:
+        guarded(run)
+    assert (exit.value.code, ended) == (143, ["all"])
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_without_torch_what_needs_it_says_so() -> None:

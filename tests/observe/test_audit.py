@@ -229,6 +229,11 @@ def command(*argv: str) -> tuple[int, str, str]:
         ([__file__, "--grids", "dp=1", "--steps", "0"], "--steps 0: expected above 0"),
         ([__file__, "--grids", "dp=1", "--tolerance", "2"], "--tolerance 2.0: expected between"),
         ([__file__, "--grids", "dp=1", "--keep", str(EXAMPLES)], "it is not empty"),
+        ([__file__, "--grids", "dp=1", "--keep", __file__], "cannot be made: File exists; give"),
+        (["--grids", "dp=1", "none.py"], "none.py: there is no such program"),
+        (["--grids", "dp=1"], "SCRIPT is not given; expected commgrid audit train.py"),
+        (["--dry", __file__, "--grid", "dp=1", "-o", __file__], "cannot be made: File exists"),
+        ([__file__, "--grids", "dp=1", "--layers", "2"], "; the script's own come after --"),
     ],
 )
 def test_wrong_usage_is_2(argv: list[str], said: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from commgrid import cli
-from commgrid.observe import traces
+from commgrid.observe import trace_files
 from commgrid.observe.audit import child
 from commgrid.planning.audited import VARIABLE
 from commgrid.runtime import recorder
@@ -30,7 +33,7 @@ def dry(folder: Path, grid: str, world_size: int, *more: str, flags: str = FLAGS
 def issued(folder: Path) -> dict[int, list[tuple[str, str, tuple[int, ...], str, int | None]]]:
     """What each rank did on groups of several, until the update."""
     found = {}
-    for trace in traces.read(folder):
+    for trace in trace_files.read(folder):
         found[trace.rank] = [
             (call.group, call.operation, call.shape, call.dtype, call.peer)
             for call in trace.calls
@@ -79,7 +82,7 @@ def test_a_dry_job_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_some_ranks_of_1024(tmp_path: Path) -> None:
     flags = FLAGS.replace("--batch-size 8", "--batch-size 2048")
     assert dry(tmp_path, "tp=4", 1024, "--ranks", "0,1023", flags=flags) == 0
-    first, last = traces.read(tmp_path)
+    first, last = trace_files.read(tmp_path)
     assert (first.rank, last.rank) == (0, 1023)
     ranks = next(ranks for names, ranks in last.members.items() if "dp" in names.split(","))
     assert ranks == tuple(range(3, 1024, 4))
@@ -107,3 +110,26 @@ def test_wrong_usage_of_dry_is_2(
 ) -> None:
     assert cli.main(["audit", *argv]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_sigterm_leaves_no_rank_behind(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "here = pathlib.Path(__file__).with_name('pid_' + os.environ['RANK'])\n"
+        "here.write_text(str(os.getpid()))\n"
+        "time.sleep(1000)\n"
+    )
+    argv = ["audit", "--dry", str(script), "--grid", "dp=1", "-o", str(tmp_path / "dry")]
+    audit = subprocess.Popen([sys.executable, "-m", "commgrid", *argv])
+    try:
+        until = time.monotonic() + 300
+        while not ((pid := tmp_path / "pid_0").exists() and pid.read_text()):
+            assert audit.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        audit.terminate()
+        assert audit.wait(60) == 143
+        assert not Path(f"/proc/{pid.read_text()}").exists()
+    finally:
+        audit.kill()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid.observe import diagnosis, traces
+from commgrid.observe import diagnosis, trace_files
 from commgrid.observe.findings import Diagnosis
 from commgrid.runtime import recorder, torch_calls
 from tests.ranks import run_on_ranks
@@ -395,7 +395,7 @@ def diagnosed(names: list[str]) -> dict[str, Diagnosis]:
     for name in names:
         ranks = run_on_ranks(run_cause, 4, name, init=None, launcher="torchrun")
         patience = 0.0 if CAUSES[name].ends else 0.5
-        found[name] = diagnosis.diagnose([traces.parse(held) for held in ranks], patience)
+        found[name] = diagnosis.diagnose([trace_files.parse(held) for held in ranks], patience)
     return found
 
 
@@ -456,7 +456,7 @@ def sane(steps: int) -> dict[str, Any]:
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     ranks = run_on_ranks(sane, 4, 20, init=None, launcher="torchrun")
-    found = diagnosis.diagnose([traces.parse(each) for each in ranks], patience=0.5)
+    found = diagnosis.diagnose([trace_files.parse(each) for each in ranks], patience=0.5)
     assert str(found).startswith("nothing is wrong")
     assert not found
     assert found.missing == ()

@@ -112,8 +112,16 @@ def audit(
     """
     if not script.is_file():
         raise SpecError(f"{script}: there is no such program")
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise SpecError(f"--keep {keep}: it is not empty; give a new folder")
+    if keep is not None:
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+            full = any(keep.iterdir())
+        except OSError as error:
+            raise SpecError(
+                f"--keep {keep}: cannot be made: {error.strerror or error}; give a new folder"
+            ) from error
+        if full:
+            raise SpecError(f"--keep {keep}: it is not empty; give a new folder")
     with tempfile.TemporaryDirectory(prefix="commgrid-audit-") as temporary:
         folder = (keep or Path(temporary)).absolute()
         found: list[Comparison] = []
@@ -121,6 +129,7 @@ def audit(
         for index, grid in enumerate(grids):
             tell(f"{index + 1}/{len(grids)} {grid.text}: {grid.world_size} ranks")
             own = folder / f"grid_{index}"
+            own.mkdir()
             begin = first.folder if first is not None and same_weights else None
             run_on_grid(grid, script, flags, own, steps=steps, timeout=timeout, beginning=begin)
             seen = Seen(grid.text, own)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -83,7 +84,10 @@ def dry(
     chosen = list(range(grid.world_size)) if ranks is None else list(ranks)
     if wrong := [rank for rank in chosen if not 0 <= rank < grid.world_size]:
         raise SpecError(f"rank {wrong[0]}: the job has ranks 0 to {grid.world_size - 1}")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"-o {folder}: cannot be made: {error.strerror or error}") from error
     context = multiprocessing.get_context("fork")
     waiting = chosen[::-1]
     running: dict[int, Any] = {}
@@ -129,6 +133,7 @@ def _check(rank: int, code: int, folder: Path, beside: Path) -> None:
 
 def _rank(rank: int, grid: AuditedGrid, argv: list[str], folder: Path, beside: Path) -> None:
     """One rank's process: the program, until it begins a second step or ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the command's own handler is not the program's
     torch.set_num_threads(1)  # a forked child hangs in its parent's OpenMP threads otherwise
     output = os.open(beside / f"output_{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -144,6 +149,7 @@ def _rank(rank: int, grid: AuditedGrid, argv: list[str], folder: Path, beside: P
     torch_world.start_fake_world(rank, grid.world_size)
     torch_fake.pretend(beside)
     records = recorder.start()
+    records.job = f"dry {beside.name}"
 
     def note() -> None:
         records.rank = rank

@@ -8,8 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from commgrid.errors import CommGridError
@@ -45,7 +46,6 @@ def run_on_grid(
     Raises:
         CommGridError: it failed, or took too long; with the last lines that it printed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={grid.world_size}", "-m", "commgrid.observe.audit.child",
@@ -66,12 +66,26 @@ def run_on_grid(
                 f"{_last_lines(printed)}"
             ) from None
         finally:
-            _end(process)
+            with _undisturbed():
+                _end(process)
     if code:
         raise CommGridError(
             f"grid {grid.text!r}: {script.name} failed with exit code {code}; it printed"
             f"{_last_lines(printed)}"
         )
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C does not keep the first from ending everything."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,172 @@
+"""Traces in files: what ranks have saved in a folder, `rank_00003.json` of each, and its reading.
+
+A folder is read whole or refused: a file that is not what it says it is, or that another job has
+left there, would have one rank blamed for what it never did.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.observe.traces import Call, Trace
+from commgrid.planning.rank_lists import describe_ranks
+
+FORMAT = 1
+_OPTIONAL = (int, type(None))
+KEYS: dict[str, type | tuple[type, ...]] = {
+    "group": str, "number": int, "operation": str, "shape": list, "dtype": str, "bytes": int,
+    "peer": _OPTIONAL, "where": str, "began": int, "issued": _OPTIONAL, "ended": _OPTIONAL,
+    "turn": _OPTIONAL,
+}  # fmt: skip
+"""What a file holds of each call, in this order; `turn` came later and may be absent."""
+
+_PATTERN = "rank_*.json"
+
+
+def has_traces(folder: Path) -> bool:
+    """Whether ranks have saved traces there."""
+    return folder.is_dir() and any(folder.glob(_PATTERN))
+
+
+def read(folder: Path) -> list[Trace]:
+    """The traces that ranks have saved in a folder, by rank.
+
+    Raises:
+        SpecError: there is none, a file is something else, or they are of two jobs.
+    """
+    if not has_traces(folder):
+        raise SpecError(
+            f"{folder}: {_what_is_there(folder)}; expected the folder that COMMGRID_TRACE or "
+            f"commgrid.trace.save was given{_folders_within(folder)}"
+        )
+    found: dict[int, tuple[Path, Trace]] = {}
+    for path in sorted(folder.glob(_PATTERN)):
+        trace = _read(path)
+        if trace.rank in found:
+            raise SpecError(
+                f"{path}: holds rank {trace.rank}, as {found[trace.rank][0].name} does; remove one "
+                "of them"
+            )
+        found[trace.rank] = path, trace
+    traces = [trace for _, (_, trace) in sorted(found.items())]
+    _check_one_job(folder, traces)
+    return traces
+
+
+def _what_is_there(folder: Path) -> str:
+    if folder.is_dir():
+        return f"has no {_PATTERN}"
+    return "is a file" if folder.exists() else "there is no such folder"
+
+
+def _folders_within(folder: Path) -> str:
+    """Where one step further down traces are."""
+    if not folder.is_dir():
+        near = folder.parent
+        return f", such as {near}" if folder.is_file() and has_traces(near) else ""
+    near = next((each for each in sorted(folder.iterdir()) if has_traces(each)), folder)
+    return f", such as {near}" if near is not folder else ""
+
+
+def _check_one_job(folder: Path, traces: Sequence[Trace]) -> None:
+    """Refuses what an earlier run has left beside the traces of a later one."""
+    jobs: dict[str, list[Trace]] = {}
+    for trace in traces:
+        if trace.job:
+            jobs.setdefault(trace.job, []).append(trace)
+    if len(jobs) < 2:
+        return
+    told = [
+        f"{describe_ranks(sorted(trace.rank for trace in own))} of "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(max(t.at or 0 for t in own)))}"
+        for own in sorted(jobs.values(), key=lambda own: -max(trace.at or 0 for trace in own))
+    ]
+    raise SpecError(
+        f"{folder}: holds traces of {len(jobs)} jobs, {', '.join(told)}; keep the files of one, "
+        "and give each run a folder of its own"
+    )
+
+
+def _read(path: Path) -> Trace:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no text"
+        raise SpecError(f"{path}: cannot be read: {why or error}") from error
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(
+            f"{path}: is no whole trace of commgrid's; it was cut off, or is something else "
+            f"({error}); copy it again, or take it out of the folder"
+        ) from error
+    written = found.get("format") if isinstance(found, dict) else None
+    if isinstance(written, int) and written != FORMAT:
+        raise SpecError(
+            f"{path}: format {written}, this version reads {FORMAT}; read it with the version of "
+            "commgrid that has written it"
+        )
+    try:
+        if written is None:
+            raise TypeError("no format")
+        return parse(found)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise SpecError(
+            f"{path}: is no trace of commgrid's ({type(error).__name__}: {error}); take it out of "
+            "the folder"
+        ) from error
+
+
+def parse(found: Mapping[str, Any]) -> Trace:
+    """A trace from what a file holds.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is something else.
+    """
+    offset = found["wall"] - found["monotonic"] / 1e9
+    waits = found.get("waits")
+    members = {str(name): _whole(ranks) for name, ranks in found["members"].items()}
+    return Trace(
+        rank=_whole([found["rank"]])[0],
+        calls=tuple(_call(each, offset, members) for each in found["calls"]),
+        dropped=int(found["dropped"]),
+        members=members,
+        batches={
+            (group, number): batch
+            for batch, (group, first, last) in enumerate(found.get("batches", ()))
+            for number in range(first, last + 1)
+        },
+        at=float(found["wall"]),
+        over=bool(found.get("over", False)),
+        waits=tuple((group, int(number)) for group, number in waits) if waits is not None else None,
+        entered={group: int(count) for group, count in found.get("entered", {}).items()},
+        since={group: at / 1e9 + offset for group, at in found.get("since", {}).items()},
+        job=str(found.get("job", "")),
+    )
+
+
+def _whole(numbers: Sequence[Any]) -> tuple[int, ...]:
+    """Ranks or sizes."""
+    if not all(isinstance(each, int) and each >= 0 for each in numbers):
+        raise ValueError(f"{numbers} are no whole numbers from 0")
+    return tuple(numbers)
+
+
+def _call(row: Sequence[Any], offset: float, members: Mapping[str, Sequence[int]]) -> Call:
+    held = dict(zip(KEYS, row, strict=len(row) != len(KEYS) - 1))
+    for key, kind in KEYS.items():
+        if key in held and not isinstance(held[key], kind):
+            raise TypeError(f"{key} of a call is {held[key]!r}")
+    peer, ranks = held["peer"], members.get(held["group"])
+    if peer is not None and ranks is not None and not 0 <= peer < len(ranks):
+        raise ValueError(f"{held['operation']} with member {peer} of the {len(ranks)} of a group")
+    times = {
+        key: None if held[key] is None else held[key] / 1e9 + offset
+        for key in ("began", "issued", "ended")
+    }
+    return Call(**{**held, **times, "shape": _whole(held["shape"])})
