@@ -58,7 +58,7 @@ ROWS = [
     ["observe.verify"],
     ["observe.stages"],
     ["planning.layer_cost"],
-    ["planning.step_cost"],
+    ["planning.step_cost", "observe.priced"],
     ["planning.step_why", "planning.tune", "planning.tune_words", "planning.step_traffic"],
     [
         "planning.sockets",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
-from commgrid.observe import diagnosis, trace_files, traces
+from commgrid.observe import diagnosis, priced, trace_files, traces
+from commgrid.planning.cluster import Cluster, find_cluster
 from commgrid.viz.page import write_page
 from commgrid.viz.trace_page import draw_trace_page
 
@@ -20,6 +23,7 @@ _EXAMPLES = """examples:
   commgrid trace runs/trace
   commgrid trace runs/trace -o trace.html       (a page: a timeline, who waits for whom)
   commgrid trace runs/trace -o trace.json       (open it at ui.perfetto.dev)
+  commgrid trace runs/dry --cluster h100        (what each call would take, of commgrid audit --dry)
 
 The table has a line for each group, operation and place in the program, of the rank that spent most
 time there.
@@ -40,6 +44,10 @@ def add_parser(commands: Any) -> None:
         "-o", "--output", type=Path, metavar="FILE", help="a page, .html, or a Chrome trace, .json"
     )
     parser.add_argument(
+        "--cluster", metavar="NAME|FILE",
+        help="seconds as the cost model has them there, instead of those recorded",
+    )  # fmt: skip
+    parser.add_argument(
         "--top", type=int, default=30, metavar="N", help="lines of the table (default 30)"
     )
 
@@ -52,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
             f"-o {args.output}: expected a name that ends in .html, for a page, or in .json, for "
             "Perfetto"
         )
+    if args.output is not None and args.cluster is not None:
+        raise SpecError("--cluster is about the table; leave -o out")
     found = trace_files.read(args.folder)
     if args.output is not None:
         if args.output.suffix == ".html":
@@ -62,22 +72,50 @@ def run(args: argparse.Namespace) -> int:
             write_page(json.dumps(traces.as_events(found)), args.output)
         give(args, lambda: {"written": str(args.output)}, lambda: f"wrote {args.output}", {})
         return 0
-    sums = traces.summed(found)
+    cluster = None if args.cluster is None else find_cluster(args.cluster)
+    price = None
+    if cluster is not None:
+        cluster.check_world(priced.world_size(found))
+        price = priced.pricer(cluster)
+    sums = traces.summed(found, price)
+    unknown = _without_price(found, price)
     give(
         args,
         lambda: {
             "ranks": [trace.rank for trace in found],
             "dropped": sum(trace.dropped for trace in found),
+            "cluster": None if cluster is None else cluster.name,
+            "without_price": unknown,
             "rows": [asdict(each) for each in sums],
         },
-        lambda: _as_text(found, sums, args.top),
+        lambda: _as_text(found, sums, args.top, cluster, unknown),
     )
     return 0
 
 
-def _as_text(found: list[traces.Trace], sums: list[traces.Sum], top: int) -> str:
+def _without_price(
+    found: list[traces.Trace], price: Callable[[traces.Trace, traces.Call], float] | None
+) -> list[str]:
+    """The operations of which the model has no cost."""
+    if price is None:
+        return []
+    return sorted({c.operation for t in found for c in t.calls if math.isnan(price(t, c))})
+
+
+def _as_text(
+    found: list[traces.Trace],
+    sums: list[traces.Sum],
+    top: int,
+    cluster: Cluster | None,
+    unknown: list[str],
+) -> str:
     calls = sum(len(trace.calls) for trace in found)
-    lines = [f"{len(found)} ranks, {calls:,} calls", "", traces.as_table(sums, top)]
+    head = f"{len(found)} ranks, {calls:,} calls"
+    if cluster is not None:
+        head += f"; seconds as the cost model has them on {cluster.name}, each call by itself"
+    lines = [head, "", traces.as_table(sums, top)]
+    if unknown:
+        lines += ["", f"not reckoned: {', '.join(unknown)}"]
     if dropped := sum(trace.dropped for trace in found):
         lines += ["", f"{dropped:,} earlier calls were not kept"]
     return "\n".join(lines)

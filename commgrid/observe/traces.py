@@ -5,7 +5,8 @@ Nothing here needs torch: traces are looked at where nobody trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,21 +103,38 @@ class Sum:
     share: float
 
 
-def summed(traces: Iterable[Trace]) -> list[Sum]:
-    """What all calls come to, the longest first."""
+def summed(
+    traces: Iterable[Trace], price: Callable[[Trace, Call], float] | None = None
+) -> list[Sum]:
+    """What all calls come to, the longest first.
+
+    Args:
+        traces: of any ranks.
+        price: seconds of a call, instead of what was recorded; NaN: not known, which counts as 0.
+            Shares are then of all that a rank's calls come to.
+    """
     found: dict[tuple[str, str, str], Sum] = {}
     for trace in traces:
         own: dict[tuple[str, str, str], list[Call]] = {}
         for call in trace.calls:
             own.setdefault((call.group, call.operation, call.where), []).append(call)
-        whole = _length(trace.calls)
+        each = {key: _seconds(trace, calls, price) for key, calls in own.items()}
+        whole = _length(trace.calls) if price is None else sum(each.values())
         for key, calls in own.items():
-            seconds = sum(c.ended - c.began for c in calls if c.ended is not None)
+            seconds = each[key]
             share = seconds / whole if whole else 0.0
             made = Sum(*key, len(calls), sum(c.bytes for c in calls), seconds, share)
             if key not in found or made.seconds > found[key].seconds:
                 found[key] = made
     return sorted(found.values(), key=lambda each: (-each.seconds, each.group, each.operation))
+
+
+def _seconds(
+    trace: Trace, calls: Iterable[Call], price: Callable[[Trace, Call], float] | None
+) -> float:
+    if price is None:
+        return sum(call.ended - call.began for call in calls if call.ended is not None)
+    return sum(s for s in (price(trace, call) for call in calls) if not math.isnan(s))
 
 
 def _length(calls: Sequence[Call]) -> float:
@@ -136,8 +154,9 @@ def as_table(sums: Sequence[Sum], most: int = 30) -> str:
     if not sums:
         return "nothing was recorded"
     rows = [("group", "operation", "calls", "bytes", "seconds", "share", "where")]
+    digits = 4 if max(s.seconds for s in sums) >= 0.1 else 6
     rows += [
-        (short(s.group), s.operation, f"{s.calls:,}", f"{s.bytes:,}", f"{s.seconds:.4f}",
+        (short(s.group), s.operation, f"{s.calls:,}", f"{s.bytes:,}", f"{s.seconds:.{digits}f}",
          f"{s.share:.1%}", s.where)
         for s in sums[:most]
     ]  # fmt: skip

@@ -167,7 +167,7 @@ def test_a_dump_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: Any)
 
 
 def test_what_is_no_dump_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SpecError, match="is no folder"):
+    with pytest.raises(SpecError, match="there is no such folder"):
         diagnosis.read(tmp_path / "nowhere")
     with pytest.raises(SpecError, match=r"has no rank_\*\.json and no dump"):
         diagnosis.read(tmp_path)

@@ -1,0 +1,76 @@
+"""What recorded calls take on a cluster, as the cost model has it: each by itself, nothing hidden.
+
+    commgrid audit --dry train.py --grid "tp=8 pp=4" --world-size 1024 --ranks 0 -o runs/dry
+    commgrid trace runs/dry --cluster h100
+
+Sizes go from what a rank hands in to what the model counts, as nccl-tests does: an all-gather is of
+all members' parts. A barrier is an all-reduce of one number, as torch has it on NCCL; a reduce
+costs what a broadcast does, which goes the other way; a gather or scatter is a message of each
+member.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from commgrid.observe.traces import Call, Trace
+from commgrid.planning.calibration import CALIBRATION, Calibration
+from commgrid.planning.cluster import Cluster
+from commgrid.planning.layer_cost import Machine
+
+_AS = {"barrier": "all_reduce", "reduce": "broadcast", "gather": "send_recv",
+       "scatter": "send_recv", "send": "send_recv", "recv": "send_recv"}  # fmt: skip
+_PRICED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", *_AS)
+_NUMBER = 4  # bytes of a barrier's
+
+
+def pricer(
+    cluster: Cluster, calibration: Calibration = CALIBRATION
+) -> Callable[[Trace, Call], float]:
+    """Seconds of a rank's call; NaN where the model has no form of it, or its ranks are not known.
+
+    Args:
+        cluster: on whose levels ranks lie by their numbers.
+        calibration: the share of a datasheet's bandwidth that is reached.
+
+    Example:
+        >>> from commgrid.planning.cluster import CLUSTERS
+        >>> trace = Trace(0, (), 0, {"tp": tuple(range(8))})
+        >>> call = Call("tp", 0, "all_reduce", (), "", 10**9, None, "a.py:1 f", 0.0, None, None)
+        >>> f"{1e3 * pricer(CLUSTERS['h100'])(trace, call):.1f} ms"
+        '4.9 ms'
+    """
+    machine = Machine(cluster, calibration)
+
+    def price(trace: Trace, call: Call) -> float:
+        ranks = trace.members.get(call.group)
+        if ranks is None or call.operation not in _PRICED:
+            return math.nan
+        size = float(call.bytes)
+        if call.is_transfer:
+            if call.peer is None:  # from anybody
+                return math.nan
+            ranks = (trace.rank, ranks[call.peer])
+        elif call.operation == "all_gather":
+            size *= len(ranks)
+        elif call.operation in ("gather", "scatter"):
+            size *= len(ranks) - 1
+        elif call.operation == "barrier":
+            size = _NUMBER
+        collective = _AS.get(call.operation, call.operation)
+        return machine.collective(collective, size, cluster.spread(ranks))
+
+    return price
+
+
+def world_size(traces: Iterable[Trace]) -> int:
+    """Ranks that traces know of, as if there were none after the last.
+
+    >>> world_size([Trace(0, (), 0, {"dp": (0, 8, 16, 24)})])
+    25
+    """
+    known = (
+        (trace.rank, *(r for ranks in trace.members.values() for r in ranks)) for trace in traces
+    )
+    return max((rank for ranks in known for rank in ranks), default=-1) + 1

@@ -1,0 +1,108 @@
+"""What recorded calls cost on a cluster, beside what the model says of the same grid by itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from commgrid import cli
+from commgrid.observe import trace_files, traces
+from commgrid.observe.priced import pricer
+from commgrid.observe.traces import Call, Trace
+from commgrid.planning.choice import Choice
+from commgrid.planning.cluster import CLUSTERS
+from commgrid.planning.cost import collective_time
+from commgrid.planning.model import Model
+from commgrid.planning.step_cost import step_cost
+from commgrid.planning.step_traffic import traffic
+from tests.observe.audited import EXAMPLES
+from tests.observe.test_trace_files import saved
+from tests.ranks import run_on_ranks
+
+LAYERS, HIDDEN, SEQUENCE, BATCH, MICROBATCHES = 3, 64, 32, 8, 2
+H100 = replace(CLUSTERS["h100"], source="measured")  # no share of a datasheet's
+
+
+def call(operation: str, size: int, peer: int | None = None) -> Call:
+    return Call("tp", 0, operation, (), "float32", size, peer, "a.py:1 f", 0.0, None, None)
+
+
+def test_sizes_are_those_of_nccl_tests() -> None:
+    """A rank hands in its part of an all-gather, and all of a reduce-scatter."""
+    ranks = tuple(range(0, 32, 2))
+    spread = H100.spread(ranks)
+    assert spread == (4, 4)
+    trace, price = Trace(2, (), 0, {"tp": ranks}), pricer(H100)
+    for operation, like, factor in (
+        ("all_reduce", "all_reduce", 1), ("all_gather", "all_gather", 16),
+        ("reduce_scatter", "reduce_scatter", 1), ("all_to_all", "all_to_all", 1),
+        ("broadcast", "broadcast", 1), ("reduce", "broadcast", 1), ("gather", "send_recv", 15),
+        ("scatter", "send_recv", 15),
+    ):  # fmt: skip
+        seconds = collective_time(like, factor * 10**7, spread, H100)
+        assert price(trace, call(operation, 10**7)) == pytest.approx(seconds, rel=1e-12)
+    barrier = collective_time("all_reduce", 4, spread, H100)
+    assert price(trace, call("barrier", 0)) == pytest.approx(barrier, rel=1e-12)
+    for peer, crossed in ((2, (2, 1)), (4, (1, 2))):  # ranks 4 and 8: within a node, and beyond
+        for operation in ("send", "recv"):
+            seconds = collective_time("send_recv", 10**7, crossed, H100)
+            assert price(trace, call(operation, 10**7, peer)) == pytest.approx(seconds, rel=1e-12)
+    assert math.isnan(price(trace, call("recv", 8)))  # from anybody
+    assert math.isnan(price(trace, call("something else", 8)))
+    assert math.isnan(price(replace(trace, members={}), call("all_reduce", 8)))
+
+
+def test_a_dry_step_costs_what_the_model_says(tmp_path: Path) -> None:
+    """train_gpt in bf16 on tp 2, dp 2 and pp 2, whose calls nobody has told the model of.
+
+    Of tp the model has four all-reduces a layer and microbatch; the program has one more of the
+    embedding on the first stage, and one more backward of the output layer on the last.
+    """
+    flags = (
+        f"--layers {2 * LAYERS} --hidden {HIDDEN} --heads 4 --seq-len {SEQUENCE} --dtype bf16 "
+        f"--batch-size {BATCH} --microbatches {MICROBATCHES} --data {EXAMPLES / 'gpt_model.py'}"
+    )
+    argv = [
+        "audit", "--dry", str(EXAMPLES / "train_gpt.py"), "--grid", "tp=2 dp=2 pp=2", "--ranks",
+        "0", "-o", str(tmp_path), "--", *flags.split(),
+    ]  # fmt: skip
+    assert run_on_ranks(cli.main, 1, argv, init=None, timeout=200) == [0]
+    (trace,) = trace_files.read(tmp_path)
+    model = Model(
+        "gpt", layers=2 * LAYERS, hidden=HIDDEN, heads=4, vocabulary=256, sequence=SEQUENCE,
+        batch=BATCH, biases=True,
+    )  # fmt: skip
+    micro = BATCH // 2 // MICROBATCHES
+    choice = Choice(tp=2, dp=2, pp=2, microbatch=micro, sequence_parallel=False)
+    model_says = step_cost(model, choice, H100)
+    whole = micro * SEQUENCE * HIDDEN * 2
+    mine = [
+        each for each in trace.calls if each.group.split(",")[0] == "tp" and each.bytes == whole
+    ]
+    assert {each.operation for each in mine} == {"all_reduce"}
+    assert len(mine) == MICROBATCHES * (4 * LAYERS + 1)
+    sums = traces.summed([replace(trace, calls=tuple(mine))], pricer(H100))
+    seconds = sum(each.seconds for each in sums)
+    assert seconds * 4 * LAYERS / (4 * LAYERS + 1) == pytest.approx(model_says.tp, rel=1e-9)
+    assert sum(each.share for each in sums) == pytest.approx(1.0)
+    sent = next(each.sent for each in traffic(model_says) if each.name == "tp")
+    handed = sum(each.bytes for each in mine) * 4 * LAYERS / (4 * LAYERS + 1)
+    assert handed == sent  # a ring of two sends 2 (n - 1) / n of it
+
+
+def test_the_command_says_what_it_cannot_reckon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = ["tp", 0, "recv", [2], "float32", 8, None, "a.py:1 f", 0, 100, 200, 0]
+    for rank in range(2):
+        saved(tmp_path, rank, row if rank else None)
+    assert cli.main(["trace", str(tmp_path), "--cluster", "h100"]) == 0
+    said = capsys.readouterr().out
+    assert "seconds as the cost model has them on h100, each call by itself" in said
+    assert said.rstrip().endswith("not reckoned: recv")
+    assert cli.main(["trace", str(tmp_path), "--cluster", "h101"]) == 2
+    assert cli.main(["trace", str(tmp_path), "--cluster", "h100", "-o", "a.html"]) == 2
+    assert "--cluster is about the table; leave -o out" in capsys.readouterr().err
