@@ -13,7 +13,7 @@ import yaml
 
 import commgrid
 from commgrid.context_parallel import WAYS
-from commgrid.failures import is_first_of_command
+from commgrid.failures import is_left_to_first
 from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.planning.names import nearest
 from gpt_switch import cut_anew, read_switches
@@ -38,22 +38,22 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        if is_first_of_command():
+        if not is_left_to_first():
             print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
 
 def refuse(message: str, grid: commgrid.HyperCommGrid | None = None) -> NoReturn:
     """Ends the program, of which all ranks find the same wrong; the first of them says it."""
-    first = is_first_of_command() or (grid is not None and grid.get_local_rank() == 0)
-    raise SystemExit(message if first else 1)
+    first = grid is not None and grid.get_local_rank() == 0
+    raise SystemExit(message if first or not is_left_to_first() else 1)
 
 
 def last_words(error: commgrid.CommGridError) -> str | int:
     """What a program that an error ends exits with: a line, said once where all ranks have it."""
     # Sizes that do not fit are wrong on all ranks alike; its surroundings are a rank's own.
     alike = isinstance(error, commgrid.SpecError) and not f"{error}".startswith("environment")
-    return f"{type(error).__name__}: {error}" if is_first_of_command() or not alike else 1
+    return 1 if alike and is_left_to_first() else f"{type(error).__name__}: {error}"
 
 
 def parse(

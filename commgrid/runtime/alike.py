@@ -45,6 +45,30 @@ def is_first_of_command(environ: Mapping[str, str] | None = None) -> bool:
     return environ.get("LOCAL_RANK", environ.get("SLURM_PROCID", "0")) == "0"
 
 
+def is_left_to_first() -> bool:
+    """Whether this process is to keep silent about an error that all ranks have alike.
+
+    The first of a command says it. Under torchrun, which ends all ranks once one has ended, the
+    others wait meanwhile: one that went at once would take the first with it before that has said
+    anything. Who is still there after ten seconds is alone with the error, and says it.
+
+    Example:
+        >>> from commgrid.failures import is_left_to_first
+        >>> is_left_to_first()    # in a bare process
+        False
+    """
+    if is_first_of_command():
+        return False
+    if _under_torchrun():
+        time.sleep(_AGENT_SECONDS)  # the agent ends this process if the first has it too
+        return False
+    return True
+
+
+def _under_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 @contextmanager
 def said_once() -> Iterator[None]:
     """Within it, what is wrong with a spec is printed by one rank, if nobody catches it."""
@@ -68,9 +92,8 @@ def _say_elsewhere(error: SpecError) -> None:
 
 
 def _first_has_it_too() -> bool:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        time.sleep(_AGENT_SECONDS)  # the agent ends this process if so
-        return False
+    if _under_torchrun():
+        return is_left_to_first()
     launch = Launch.from_environment(os.environ)
     if launch.address is None:
         return False

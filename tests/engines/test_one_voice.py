@@ -13,7 +13,7 @@ import pytest
 
 from commgrid.runtime import alike
 from tests.engines.said import LONG, tracebacks
-from tests.examples.curves import ROOT
+from tests.examples.curves import ROOT, load
 from tests.ranks import free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -64,6 +64,24 @@ def test_sizes_that_do_not_fit_under_torchrun(sizes: str, who: str, tmp_path: Pa
     assert done.returncode == 1
     said = re.findall(r"^\[default(\d)\]:.*SpecError: axes: ", done.stderr, re.M)
     assert said == [who], done.stderr
+
+
+def test_torchrun_does_not_end_the_first_before_it_has_spoken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 ended at once without a word, and torchrun rank 0 with it, which was later."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(alike, "_AGENT_SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        load().parse(["--tpp", "2"])
+    assert time.monotonic() - began >= 0.5  # in which torchrun ends it, if the first has it too
+    assert "unknown flag --tpp" in capsys.readouterr().err  # it is alone with it
+    failed, flags = alike.SpecError("axes: tp=3"), load("gpt_flags")
+    assert flags.last_words(failed) == "SpecError: axes: tp=3"
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert flags.last_words(failed) == 1
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
