@@ -31,6 +31,7 @@ from commgrid.observe.diagnosis import diagnose as judge
 from commgrid.observe.findings import Diagnosis
 from commgrid.observe.traces import Trace
 from commgrid.runtime import recorder, torch_world
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.recorder import Recorder
 from commgrid.runtime.roll import connection_of
 
@@ -46,6 +47,7 @@ FOLDER = "commgrid_trace"
 _LOOK_SECONDS = 1.0
 _ANSWERS_SECONDS = 3.0  # that an error waits for them
 _SOON_SECONDS = 1.0  # in which the rank whose call timed out begins to ask
+_STORE_SECONDS = 2.0  # in which the store answers, unless its server is stopped
 _KEPT_SECONDS = 60.0  # until an answer that nobody has fetched is taken back
 _ASKED = "commgrid/diagnose/asked"
 
@@ -253,7 +255,8 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
     thread.start()
 
     def result() -> str:
-        thread.join()
+        # A store whose server is stopped meanwhile holds the thread for ever.
+        thread.join(_SOON_SECONDS + 3 * _ANSWERS_SECONDS + _STORE_SECONDS)
         return "".join(said)
 
     return result
@@ -266,7 +269,7 @@ def _why(own: Recorder, identity: str, late: bool) -> str:
         folder = folder_of_environment()
         if folder is not None:
             own.save(Path(folder))
-        store = connection_of(torch_world.world_store())
+        store = connection_of(PatientStore(torch_world.world_store(), lambda: _STORE_SECONDS))
         if late and store.add(f"{key}/asked", 1) == 1:
             found = diagnose(_ANSWERS_SECONDS, patience=0.5)
             store.set(key, f"{found}" if found else "")

@@ -26,6 +26,7 @@ from torch import Tensor
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.runtime import torch_calls, torch_groups, torch_world
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.recorder import DTYPES, caller, place_of
 from commgrid.runtime.roll import connection_of
 
@@ -38,6 +39,7 @@ MOMENT = 1.0
 _FREE = ("all_to_all", "all_gather", "barrier")
 """Collectives whose members may hand in different amounts."""
 
+_STORE_SECONDS = 5.0  # in which the store answers
 _KEPT = 1024  # calls of each communicator that are held against others'
 _AHEAD = 8  # calls within which two that are swapped are seen
 _GLOO_SECONDS = 0.05  # that an asynchronous call on gloo waits for the other's
@@ -98,7 +100,9 @@ class OrderCheck:
     def __init__(self, grid: HyperCommGrid) -> None:
         self._grid, self._rank = grid, grid.rank
         self._base = f"commgrid/order/{grid.identity}"
-        self._store = connection_of(torch_world.world_store())
+        # A server that is stopped must not hold who ends the grid because of it.
+        own = connection_of(torch_world.world_store())
+        self._store = PatientStore(own, lambda: _STORE_SECONDS)
         self._channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
         self._pending: WeakKeyDictionary[dist.Work, Issued] = WeakKeyDictionary()
         self._turns: dict[str, int] = {}
@@ -108,8 +112,8 @@ class OrderCheck:
         self._circle: list[Any] = []  # as the last look has found it
         self._news = threading.Condition()
         self._mail = Mailbox(
-            self._rank, connection_of(self._store), self._base, torch_world.own_address(),
-            self._heard,
+            self._rank, PatientStore(connection_of(self._store), lambda: _STORE_SECONDS),
+            self._base, torch_world.own_address(), self._heard,
         )  # fmt: skip
         self._refresh()
         torch_calls.listen(self)
