@@ -291,5 +291,5 @@ def _on_other_hosts(grid: HyperCommGrid) -> set[int]:
 
 def _store_server() -> str:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    moved = store_server()  # to a standby store
-    return "torchrun's agent" if by_agent and not moved else f"rank {moved or 0}"
+    server = store_server()  # of a standby store it may be rank 0 too
+    return "torchrun's agent" if by_agent and server is None else f"rank {server or 0}"
