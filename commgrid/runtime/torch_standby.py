@@ -86,12 +86,9 @@ def connect(address: str, own: Standby | None) -> tuple[Any, Answer]:
     if own is not None and own.address == address:
         return own.server, Answer.HERE
     host, port, token = json.loads(address)
-    try:
-        socket.create_connection((host, port), _PROBE_SECONDS).close()
-    except ConnectionRefusedError:
-        return None, Answer.GONE
-    except OSError:
-        return None, Answer.SILENT
+    unheard = _look(host, port)
+    if unheard is not None:
+        return None, unheard
     found: list[Any] = []
 
     def meet() -> None:
@@ -106,10 +103,27 @@ def connect(address: str, own: Standby | None) -> tuple[Any, Answer]:
     return (found or [None])[0], answer
 
 
+def _look(host: str, port: int) -> Answer | None:
+    """What nobody's listening at a port says of its store; None: somebody listens."""
+    try:
+        socket.create_connection((host, port), _PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return Answer.GONE
+    except OSError:
+        return Answer.SILENT
+    return None
+
+
 def ask_world() -> Answer:
     """Whether the store that WORLD meets at answers."""
     store = world_store()
-    return _within(_ASK_SECONDS, lambda: store.check([_TOKEN]))
+    answer = _within(_ASK_SECONDS, lambda: store.check([_TOKEN]))
+    if answer is Answer.GONE:  # or only the connection with it is, as where a network was cut
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        if hasattr(store, "host"):
+            answer = _look(store.host, store.port) or Answer.SILENT
+    return answer
 
 
 def _within(seconds: float, call: Any) -> Answer:
