@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, refit
 from commgrid.runtime import inquiry, recorder, torch_standby, torch_world
+from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, Registry, _registry
 from commgrid.runtime.roll_call import Call, LateError, RollCall
@@ -158,6 +160,9 @@ class _Rebuild:
                     return None
                 if made is None:
                     self._begin()  # it has waited until now
+                if verdict.get("aside"):
+                    self._follow(verdict)
+                    continue
                 self._settle_store(verdict)
                 spec = GridSpec.from_config(verdict["spec"]).resolve(torch_world.world_size())
                 if self._rank in spec.grid_ranks:
@@ -220,6 +225,17 @@ class _Rebuild:
             place.own = torch_standby.serve((launch.address, launch.port))
         return place.own
 
+    def _follow(self, verdict: Mapping[str, Any]) -> None:
+        """Goes where the others meet now, to wait there.
+
+        Raises:
+            _StoreGoneError: that store has gone too.
+        """
+        try:
+            self._settle_store(verdict)
+        except _AttemptError as error:
+            raise _StoreGoneError(f"{error}") from error
+
     def _settle_store(self, verdict: Mapping[str, Any]) -> None:
         """Takes over what the verdict says of stores: where to meet, and where else."""
         place, goes_to = self.registry.place, verdict["store"]
@@ -253,6 +269,9 @@ class _Rebuild:
             return calls.answer(call, said, conclude, self.grace, self.deadline)
         except LateError:
             self.registry.made.pop(self.name, None)
+            with suppress(RuntimeError):  # it learns the same when it calls again
+                if move := calls.last_move():
+                    self._settle_store(move)
             raise
         except CommGridError:
             raise
@@ -287,7 +306,7 @@ class _Rebuild:
         return {
             "spec": spec.to_dict(), "given": made.given.to_dict(), "full": made.full,
             "before": made.last.shape, "backend": made.backend, "timeout": made.timeout,
-            "watch": made.watch, "token": uuid4().hex, "gone": gone,
+            "watch": made.watch, "verify": made.verify, "token": uuid4().hex, "gone": gone,
             "spares": sorted({*here} - {*spec.grid_ranks}),
             "server": server, "store": said[can_serve[0]]["address"] if moves else None,
             "standbys": [(rank, said[rank]["address"]) for rank in torch_standby.chosen(can_serve)],
@@ -314,8 +333,10 @@ class _Rebuild:
         traces = made is not None and made.trace
         self.registry.made[self.name] = Made(
             GridSpec.from_config(verdict["given"]), verdict["full"], grid.spec,
-            f"{grid.identity}/{verdict['token']}", backend, limit, traces, verdict["watch"],
+            f"{grid.identity}/{verdict['token']}", backend, limit, traces,
+            verdict["watch"], verdict["verify"],
         )  # fmt: skip
         recorder.follow(traces, grid.rank, grid.members_of_communicators())
         inquiry.follow()
+        order_check.follow(verdict["verify"], grid)
         return grid

@@ -42,7 +42,7 @@ class Made:
         full: the sizes of the first of its kind.
         last: the resolved one that this rank was in last.
         identity: of that one.
-        backend, timeout, trace, watch: as they were given.
+        backend, timeout, trace, watch, verify: as they were given.
     """
 
     given: GridSpec
@@ -53,6 +53,7 @@ class Made:
     timeout: float | None
     trace: bool = False
     watch: bool | None = None
+    verify: str | None = None
 
 
 @dataclass

@@ -129,11 +129,14 @@ class RollCall:
         """Waits until a call for a grid of this name comes; on a rank that has no part in one.
 
         Returns:
-            The verdict; None: the job is over.
+            The verdict; None: the job is over. With `aside` it is of others, who meet at another
+            store from now on, where this rank waits further.
 
         Raises:
             RuntimeError: the store is gone.
         """
+        if move := self.last_move():
+            return {**move, "aside": True}
         with closing(Line(self._store, len(self._world))) as line:
             number = self._next()
             while True:
@@ -156,7 +159,16 @@ class RollCall:
                 verdict = self._verdict(number)
                 if mine and "refused" not in verdict and self._rank in unpack(verdict["here"]):
                     return verdict
+                if verdict.get("store") is not None:
+                    return {**verdict, "aside": True}
                 number += 1
+
+    def last_move(self) -> Mapping[str, Any]:
+        """The verdict by which ranks have gone to another store, of the last two; {}: they have
+        not."""
+        last = self._next() - 1
+        verdicts = (self._verdict(number) for number in (last, last - 1))
+        return next((each for each in verdicts if each.get("store") is not None), {})
 
     def tell_over(self) -> None:
         """Lets ranks that wait for a call know that there will be none."""

@@ -163,7 +163,7 @@ def initialize(
             raise
         _registry.add(grid)
         _registry.made[name] = Made(
-            spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch
+            spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch, verify
         )
         recorder.follow(trace, grid.rank, grid.members_of_communicators())
         inquiry.follow()

@@ -1,0 +1,159 @@
+"""The store while ranks fail: its server is late, stopped, or out of reach."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import commgrid
+from commgrid import GridMismatchError, PeerTimeoutError
+from commgrid.collectives import all_reduce
+from commgrid.runtime import failures, inquiry, registry, torch_standby, torch_world
+from commgrid.runtime.torch_standby import Answer
+from tests.mortal import run_mortal
+from tests.ranks import run_on_ranks
+
+GENEROUS = timedelta(seconds=100)  # tells a hang
+
+
+def a_server_that_is_late() -> str:
+    """Rank 0 serves the store, and computes while the others go on without it, on another one."""
+    grid = commgrid.initialize()
+    rank, old = grid.rank, torch_world.world_store()
+    grid.abort()
+    if rank:
+        rebuilt = commgrid.rebuild(grace=1.0)
+        assert rebuilt is not None
+        assert tuple(rebuilt.spec.grid_ranks) == (1, 2)
+        old.set(f"went on/{rank}", "")
+        old.wait(["waits"], GENEROUS)
+        commgrid.shutdown()
+        with suppress(RuntimeError):  # rank 0 has ended, and its store
+            old.wait(["told"], GENEROUS)
+        return "done"
+    old.wait(["went on/1", "went on/2"], GENEROUS)
+    with pytest.raises(PeerTimeoutError, match="rank 0 came too late"):
+        commgrid.rebuild(grace=0.1)
+    found: list[object] = ["nothing"]
+
+    def waits() -> None:
+        found[0] = commgrid.rebuild()
+
+    waiting = threading.Thread(target=waits, daemon=True)
+    waiting.start()
+    old.set("waits", "")
+    waiting.join(60.0)
+    old.set("told", "")
+    return "waits for ever" if waiting.is_alive() else f"told: {found[0]}"
+
+
+def test_a_late_rank_waits_where_the_others_are() -> None:
+    """It waited at the store that they had left, and never heard of their end."""
+    assert run_mortal(a_server_that_is_late, 3) == ["told: None", "done", "done"]
+
+
+@pytest.fixture
+def through_a_wire() -> Iterator[tuple[TCPStore, list[socket.socket], socket.socket]]:
+    """A client of a store that lives, the connections that it goes over, and who accepts them."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    ends: list[socket.socket] = []
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                near = listener.accept()[0]
+                far = socket.create_connection(("127.0.0.1", server.port))
+                ends.extend((near, far))
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=carry, args=pair, daemon=True).start()
+
+    accepting = threading.Thread(target=accept, daemon=True)
+    accepting.start()
+    port = listener.getsockname()[1]
+    client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    yield client, ends, listener
+    end(listener)
+    accepting.join(10.0)
+    for each in ends:
+        end(each)
+
+
+def end(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_store_is_gone_only_where_nobody_listens(
+    listens: bool,
+    through_a_wire: tuple[TCPStore, list[socket.socket], socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cut connection was taken for a dead server: two halves of a grid could both go on."""
+    client, ends, listener = through_a_wire
+    monkeypatch.setattr(torch_standby, "world_store", lambda: dist.PrefixStore("a", client))
+    assert torch_standby.ask_world() is Answer.HERE
+    for each in ends if listens else [listener, *ends]:
+        end(each)
+    time.sleep(0.2)
+    assert torch_standby.ask_world() is (Answer.SILENT if listens else Answer.GONE)
+
+
+def test_what_was_recorded_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With trace=True the error of a rank waited for ever where the store's server was stopped."""
+    commgrid.initialize(trace=True)
+    try:
+        monkeypatch.setattr(inquiry, "connection_of", lambda _: threading.Event().wait())
+        for name in ("_SOON_SECONDS", "_ANSWERS_SECONDS", "_STORE_SECONDS"):
+            monkeypatch.setattr(inquiry, name, 0.1, raising=False)
+        why = inquiry.at_failure("default@0/0.1", True)
+        said: list[str] = []
+        waiting = threading.Thread(target=lambda: said.append(why()), daemon=True)
+        waiting.start()
+        waiting.join(30.0)
+        assert said == [""]
+    finally:
+        commgrid.trace.stop()
+        commgrid.shutdown()
+
+
+def test_a_standby_store_of_rank_0_is_not_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for server, said in ((None, "torchrun's agent"), (0, "rank 0"), (2, "rank 2")):
+        monkeypatch.setattr(registry._registry.place, "server", server)
+        assert failures._store_server() == said
+
+
+def order_after_a_rebuild() -> str:
+    """The second grid's ranks call in different orders."""
+    grid = commgrid.initialize(verify="order", timeout=20)
+    grid.abort()
+    again = commgrid.rebuild()
+    assert again is not None
+    first, second = ("dp", "dp_tp") if again.rank == 0 else ("dp_tp", "dp")
+    try:
+        for name in (first, second):
+            size = 3 if name == "dp" else 4
+            all_reduce(torch.ones(size), again.get_group(name))
+    except GridMismatchError as error:
+        return str(error)
+    return "nothing was compared"
+
+
+def test_order_is_compared_after_a_rebuild_too() -> None:
+    for said in run_on_ranks(order_after_a_rebuild, 2, init=None, launcher="torchrun"):
+        assert "all_reduce" in said
