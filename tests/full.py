@@ -23,26 +23,25 @@ T = TypeVar("T")
 
 LONGEST = (
     "tests/faults/test_fault_matrix.py",
-    "tests/examples/test_train_gpt_survive.py",
-    "tests/engines/test_restarts.py",
     "tests/data_parallel/test_random_models.py",
-    "tests/engines/test_two_hosts.py",
     "tests/megatron_adapter/test_releases.py",
     "tests/transfer/test_transfer_pairs.py",
+    "tests/examples/test_train_gpt_survive.py",
     "tests/test_compile.py",
-    "tests/observe/test_audit_bugs.py",
     "tests/examples/test_train_gpt_pipelined.py",
+    "tests/engines/test_restarts.py",
     "tests/megatron_adapter/test_gpt.py",
+    "tests/context_parallel/test_full_attention.py",
+    "tests/engines/test_two_hosts.py",
     "tests/examples/test_train_gpt.py",
     "tests/examples/test_train_gpt_cp.py",
-    "tests/context_parallel/test_full_attention.py",
     "tests/observe/test_audit.py",
+    "tests/examples/test_train_gpt_resume.py",
     "tests/test_no_hang.py",
     "tests/test_leaks.py",
-    "tests/examples/test_train_gpt_resume.py",
 )
-"""The files that take a minute and more, which begin first; those that wait beside those that
-compute."""
+"""The files that take a minute and more, which begin first; those that wait and count seconds are
+apart, each beside some that compute."""
 
 ONLY_FULL: dict[str, list[str]] = {
     "tests/test_rebuild.py": ["test_the_store_goes_twice", "test_what_is_refused"],
