@@ -106,6 +106,7 @@ def is_private(name: str) -> bool:
 
 # Private to others than torch; and `_C`, of which the table has what is used.
 NOT_TORCHS = {
+    "_actions",  # argparse's
     "_asdict",
     "_exit",
     "_replace",
