@@ -41,6 +41,7 @@ def live() -> dict[str, Any]:
     import torch
     import torch._subclasses
     import torch.distributed as dist
+    import torch.distributed.checkpoint.filesystem
     import torch.distributed.tensor._redistribute
     import torch.testing._internal.distributed.fake_pg
     from torch import nn
@@ -70,6 +71,7 @@ _TRANSFERS = "commgrid/runtime/torch_transfers.py"
 _SUSPEND = "commgrid/runtime/torch_suspend.py"
 _CALLS = "commgrid/runtime/torch_calls.py"
 _PATCHES = "commgrid/runtime/torch_patches.py"
+_ARCHIVE = "commgrid/runtime/torch_archive.py"
 _MESH = "commgrid/runtime/device_mesh.py"
 _SHARDING = "commgrid/sharding.py"
 _KEPT = "commgrid/data_parallel/kept.py"
@@ -368,6 +370,11 @@ ROWS = (
         "torch.ops.aten._flash_attention_backward",
         (_KERNEL,),
         "its successor that gives the log-sum-exp, or `_Products` beside it",
+    ),
+    Private(
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        (_ARCHIVE,),
+        "torch's own writer for saves in the background too, which costs training more",
     ),
     Private(
         "torch.ops.aten._scaled_dot_product_cudnn_attention",

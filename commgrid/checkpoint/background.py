@@ -1,9 +1,9 @@
 """Saving beside training: the state is copied to the host's memory, and a thread writes the copy.
 
     step 20   save(…, background=True)    copies, agrees, starts the thread
-    step 21…                              every rank's thread writes its file, and what it has
-                                          written beside it; the first rank's waits for all of
-                                          these and makes a checkpoint of the files
+    step 21…                              every rank's thread has a hand write its file, and says
+                                          beside it what is in it; the first rank's waits for all
+                                          of these and makes a checkpoint of the files
     step 30   save, load or wait          raises what went wrong, on all ranks
 
 The threads use no group: they meet in the folder, which all ranks see, so that what the job does on
@@ -13,14 +13,13 @@ its groups meanwhile is not disturbed. At most one save is under way in a proces
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commgrid.checkpoint import beside
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.boxes import Chunk
+from commgrid.checkpoint.hand import Hand
 from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.storage import Report, Written, write, write_metadata
 from commgrid.checkpoint.trust import read_written
-from commgrid.copies import Copy, digest
+from commgrid.copies import Copy
 from commgrid.errors import CheckpointError, GridMismatchError
 from commgrid.planning.rank_lists import describe_ranks
 
@@ -44,11 +45,10 @@ if TYPE_CHECKING:
 LAST_SECONDS = 30.0
 """How long the first rank waits for others' files once its program has ended."""
 
-_NICE = 19  # the least
 _LOOKS_EVERY = 0.02, 1.0  # seconds, more and more
 
 Digests = dict[tuple[int, ...], list[tuple[str, str, int]]]
-"""By the ranks that should have copies: name, key and digest of each."""
+"""By the ranks that should have copies: name, key and checksum of each."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,20 @@ class Staged:
     Args:
         items: what it has; boxes that nobody needs of it are left out.
         copies: what other ranks should have, too.
+
+    Its tensors are contiguous, and have no other numbers behind them.
     """
 
     items: list[Item | Value]
     copies: list[tuple[Copy, list[tuple[int, ...]]]]
+
+    def tensors(self) -> list[Tensor]:
+        """Each once."""
+        found = [
+            chunk.data for item in self.items if isinstance(item, Item) for chunk in item.chunks
+        ]
+        found += [each.tensor for each, _ in self.copies]
+        return list({id(each): each for each in found}.values())
 
 
 def stage(items: Sequence[Item | Value], copies: Sequence[Copy]) -> Staged:
@@ -98,7 +108,7 @@ def _on_host(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
     key = id(tensor)
     if key not in made:
         pinned = tensor.device.type == "cuda"
-        made[key] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        made[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         made[key].copy_(tensor, non_blocking=pinned)
     return made[key]
 
@@ -137,10 +147,16 @@ class BackgroundSave:
         self._report, self._line, self._timeout = report, line, timeout
         self._error: CheckpointError | None = None
         self._thread = threading.Thread(target=self._run, name=f"commgrid-save-{step}")
+        self._hand = Hand(f"commgrid-hand-{step}")
 
     def start(self) -> None:
         """Begins to write."""
-        self._thread.start()
+        self._hand.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads
+            self._hand.end()
+            raise
 
     def finish(self) -> None:
         """Waits until this rank's part is done; on the first rank, until the checkpoint is.
@@ -148,6 +164,7 @@ class BackgroundSave:
         Raises:
             CheckpointError: it failed here.
         """
+        self._hand.hurry()
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -158,16 +175,18 @@ class BackgroundSave:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        _yield_to_training()
         try:
-            digests = _digests(self._staged.copies)
-            written = write(self._partial, self._staged.items, self._number, self._report)
+            sums = beside.checksums(self._staged.tensors(), self._hand)
+            digests = _digests(self._staged.copies, sums)
+            put = partial(beside.put, hand=self._hand, sums=sums)
+            written = write(self._partial, self._staged.items, self._number, self._report, put)
             _post(self._partial / _done(self._number), pickle.dumps((written, digests)))
             if self._number == 0:
                 self._complete()
         except Exception as error:  # whatever it is, the program hears of it at its next call
             self._fail(error)
         finally:
+            self._hand.end()
             del self._staged
 
     def _fail(self, error: Exception) -> None:
@@ -227,13 +246,6 @@ class BackgroundSave:
         return [self._partial / _done(each) for each in numbers]
 
 
-def _yield_to_training() -> None:
-    """Gives this thread what processor time others leave, where a thread has a priority."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # where the system forbids it, saving matters more
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
 def _kind(error: Exception) -> str:
     return type(error).__name__
 
@@ -253,10 +265,12 @@ def _post(path: Path, content: bytes) -> None:
     half.rename(path)
 
 
-def _digests(copies: Iterable[tuple[Copy, list[tuple[int, ...]]]]) -> Digests:
+def _digests(
+    copies: Iterable[tuple[Copy, list[tuple[int, ...]]]], sums: Mapping[int, int]
+) -> Digests:
     found: Digests = {}
     for each, groups in copies:
-        number = int(digest(each.tensor))
+        number = sums[id(each.tensor)]
         for ranks in groups:
             found.setdefault(ranks, []).append((each.name, each.key or each.name, number))
     return found

@@ -23,7 +23,11 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -50,6 +55,8 @@ from commgrid.errors import CheckpointError
 
 Report = Callable[[int, int], object]
 """Told how many of this rank's bytes are done, and how many there are."""
+Put = Callable[[Path, SavePlan, SavePlanner], list[WriteResult]]
+"""Writes a rank's file, and says where everything is."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,13 @@ class Written:
 # -- writing -----------------------------------------------------------------------------
 
 
-def write(folder: Path, items: Iterable[Item | Value], number: int, report: Report) -> Written:
+def write(
+    folder: Path,
+    items: Iterable[Item | Value],
+    number: int,
+    report: Report,
+    put: Put | None = None,
+) -> Written:
     """Writes this rank's file.
 
     Args:
@@ -82,6 +95,7 @@ def write(folder: Path, items: Iterable[Item | Value], number: int, report: Repo
         items: all that this rank has; what others write is left out.
         number: the rank's, in the file's name.
         report: as `Report`.
+        put: what writes the file; None: torch's writer.
     """
     mine: list[Item | Value] = []
     left: list[Item | Value] = []
@@ -93,7 +107,11 @@ def write(folder: Path, items: Iterable[Item | Value], number: int, report: Repo
     plan = writer.prepare_local_plan(SavePlan(planner.held))
     plan = writer.prepare_global_plan([SavePlan([])] * number + [plan])[number]
     planner.count(plan.items)
-    results = writer.write_data(plan, planner).wait() if plan.items else []
+    results: list[WriteResult] = []
+    if plan.items and put is not None:
+        results = put(folder / f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}", plan, planner)
+    elif plan.items:
+        results = writer.write_data(plan, planner).wait()
     planner.finish()
     others = planner.other_names(results)
     written = [*plan.items, *(WriteItem(one.index, WriteItemType.BYTE_IO) for one in others)]

@@ -9,6 +9,8 @@ tp 2, copies over dp, with gloo; AdamW's state, fp32. Rows:
 - `start`: the call that starts it, over a plain copy of what it has to copy.
 - `start, torch`: the same, over `torch.distributed.checkpoint.async_save` of torch's model of
   DTensors, which gathers its plans in the call.
+- `processor time`: a whole save in the background, over one that waits; of a rank's process, with
+  nothing beside it.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def on_a_rank(case: Case, repeats: int, rows: int, folder: str) -> dict[str, lis
         rows, case.width, generator=torch.Generator().manual_seed(grid.coordinate["dp"])
     )
     spent: dict[str, list[float]] = {
-        name: [] for name in ("quiet", "busy", "copy", "start", "torch")
+        name: [] for name in ("quiet", "busy", "copy", "start", "torch", "beside", "waits")
     }
     for repeat in range(repeats + 1):
         quiet = [step(model, optimizer, x) for _ in range(10)]
@@ -99,10 +101,17 @@ def on_a_rank(case: Case, repeats: int, rows: int, folder: str) -> dict[str, lis
         )  # fmt: skip
         took["torch"] = (time.perf_counter() - started) * 1e3
         saving.result()
+        for name in ("beside", "waits") if repeat % 2 else ("waits", "beside"):
+            meet()
+            since = time.process_time()
+            checkpoint.save(f"{folder}/{repeat}-{name}", 1, model, optimizer,
+                            background=name == "beside", progress=False)  # fmt: skip
+            checkpoint.wait()
+            took[name] = (time.process_time() - since) * 1e3
         meet()
         if grid.rank == 0:
-            shutil.rmtree(f"{folder}/{repeat}")
-            shutil.rmtree(f"{folder}/{repeat}-torch")
+            for each in Path(folder).iterdir():
+                shutil.rmtree(each)
         if repeat:
             took |= {
                 "quiet": statistics.median(quiet),
@@ -128,6 +137,9 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     yield compare(str(case), "step", "ms", "no save under way", mean["busy"], mean["quiet"])
     yield compare(str(case), "start", "ms", "a copy of the state", mean["start"], mean["copy"])
     yield compare(str(case), "start, torch", "ms", "async_save", mean["start"], mean["torch"])
+    yield compare(
+        str(case), "processor time", "ms", "a save that waits", mean["beside"], mean["waits"]
+    )
 
 
 if __name__ == "__main__":
