@@ -3,7 +3,8 @@
 torch's client waits for each answer in C++ without a limit: a server that has ended is an error at
 once, one that is stopped, or behind a link that is cut, is silence for ever, and not even Ctrl-C
 reaches the thread. So a call runs on a thread of its own, and who has waited long enough goes on
-without its answer.
+without its answer. The thread then takes the next call, and ends when none has come for a while: a
+thread for every call takes several times the processor time of the call, and a start makes many.
 
     asked ── thread ──► torch's client ──► server        nothing comes
       └── after so many seconds: DistNetworkError; the next call waits for this one's answer first
@@ -12,6 +13,7 @@ without its answer.
 from __future__ import annotations
 
 import _thread
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 Answer = TypeVar("Answer")
 
+_IDLE_SECONDS = 0.5  # that a thread waits for a next call
 _OWED_SECONDS = 0.1  # that a store gets which has kept an earlier call waiting
 
 _OWED: WeakKeyDictionary[Any, _Asked] = WeakKeyDictionary()
@@ -101,18 +104,24 @@ class _Asked:
     """A call under way on a thread; made for being quick where the answer is."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+        self._call: Callable[[], Any] | None = call
         self._answer: Any = None
         self._error: BaseException | None = None
         self._held = _thread.allocate_lock()  # until the call has returned
         self._held.acquire()
-        _thread.start_new_thread(self._run, ())
+        (_idle() or _Asker()).ask(self)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Makes the call, on its thread."""
+        call, self._call = self._call, None
+        assert call is not None
         try:
-            self._answer = self._call()
+            self._answer = call()
         except BaseException as error:
             self._error = error
+
+    def tell(self) -> None:
+        """Has who asked go on."""
         self._held.release()
 
     def is_over(self, seconds: float = 0.0) -> bool:
@@ -127,3 +136,60 @@ class _Asked:
         if self._error is not None:
             raise self._error
         return self._answer
+
+
+_IDLE: list[_Asker] = []
+"""Threads that have no call to make; taken and put back in one step of Python's each."""
+
+
+def _idle() -> _Asker | None:
+    try:
+        return _IDLE.pop()
+    except IndexError:
+        return None
+
+
+class _Asker:
+    """A thread that makes calls, one after the other; one that hangs is left alone with it.
+
+    It belongs to no store, and keeps none: what it has between two calls is nothing.
+    """
+
+    def __init__(self) -> None:
+        self._asked: _Asked | None = None
+        self._wanted = _thread.allocate_lock()  # until there is a call
+        self._wanted.acquire()
+        _thread.start_new_thread(self._run, ())
+
+    def ask(self, asked: _Asked) -> None:
+        """Makes a call; who asks has taken the thread from the idle ones, or has just made it."""
+        self._asked = asked
+        self._wanted.release()
+
+    def _run(self) -> None:
+        while self._is_wanted():
+            asked, self._asked = self._asked, None
+            assert asked is not None
+            asked.run()
+            _IDLE.append(self)  # first, so that who asks next does not need another one
+            asked.tell()
+            del asked
+
+    def _is_wanted(self) -> bool:
+        """Whether there is a call, as soon as there is or none has come for a while."""
+        if self._wanted.acquire(timeout=_IDLE_SECONDS):
+            return True
+        try:
+            _IDLE.remove(self)
+        except ValueError:  # somebody has just taken it, and is about to ask
+            return self._wanted.acquire()
+        return False
+
+
+def _forget() -> None:
+    """In a forked process none of these threads is there, and no answer comes."""
+    _IDLE.clear()
+    _OWED.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
