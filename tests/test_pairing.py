@@ -144,7 +144,7 @@ def test_what_a_card_says_comes_back() -> None:
         commgrid.GridSpec.build(dp=2, tp=2, ranks=range(4, 12, 2)).resolve(),
         commgrid.GridSpec.build(dp=-1, ranks=[3, 1, 7]).resolve(),
     ):
-        card = Card("grid@0/0.1", spec, "gloo", 2.5)
+        card = Card("grid@0/0.1", spec, "gloo", 2.5, True)
         assert Card.from_text(card.to_text()) == card
     assert card.first == 3
 

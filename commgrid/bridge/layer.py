@@ -175,12 +175,16 @@ class Bridge(nn.Module):
                         backend=backends.pop() if len(backends) == 1 else None,
                         timeout=max(limits, default=None) if timeout is None else timeout,
                         startup_timeout=pair.patience(),
+                        grids=grids.values(),
+                        watched=pair.watched,
                         device=device,
                     )
                 pair.meet()
                 if self._links is not None:
                     self._links.connect(pair.patience())
                 pair.meet()
+                if self._links is not None:
+                    self._links.forget_addresses()
         except BaseException:
             if self._links is not None:
                 self._links.close(wait=False)

@@ -17,9 +17,10 @@ it or will come, since what they do before are earlier calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,18 @@ from torch import Tensor
 
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
-from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime import torch_groups, torch_world, watching
 from commgrid.runtime.failures import GoneError, who_is_missing
 from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers
 
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+    from commgrid.runtime.watch import Watch
+
 MOST_AHEAD = 16
 """So many calls a rank's messages may be on their way: gloo does not say when they have left."""
+
+_LEARNT_SECONDS = 2.0  # that a watch gets to say who is gone, once a connection has closed
 
 Addressed = tuple[Tensor, int]
 """A tensor, and the global rank that it goes to or comes from."""
@@ -55,6 +62,8 @@ class Links:
         key: what the communicator meets under; no other ever does.
         ranks: global ranks, in one order on all of them.
         backend, timeout: of the communicator; None: WORLD's, and torch's default.
+        grids: that this rank is in.
+        watched: whether one of the two grids is, so that the communicator is, too.
         device: where tensors are received; None: CUDA where the communicator has it.
     """
 
@@ -67,14 +76,22 @@ class Links:
         backend: str | None,
         timeout: float | None,
         startup_timeout: float,
+        grids: Iterable[HyperCommGrid],
+        watched: bool,
         device: torch.device | str | None,
     ) -> None:
         self.about, self.key, self.ranks = about, key, tuple(ranks)
         self._options, self._timeout = GroupOptions(), timeout
         self.group = torch_groups.create_group(
             key, about, self.ranks, backend=backend, options=self._options,
-            timeout=timeout, startup_timeout=startup_timeout, connect=True,
+            timeout=timeout, startup_timeout=startup_timeout, connect=True, watched=watched,
         )  # fmt: skip
+        self._watch: Watch | None = None
+        if watched and len(self.ranks) > 1:
+            self._watch = watching.between(
+                key, about, torch_world.world_rank(), self.ranks, self.group,
+                timeout=torch_world.group_timeout(timeout), grids=grids,
+            )  # fmt: skip
         self.device = torch_groups.devices_of(self.group)[-1]
         if device is not None:
             self.device = torch.device(device)
@@ -89,12 +106,19 @@ class Links:
         """
         if self.group.size() == 1 or torch_groups.backend_of(self.group) == torch_world.FAKE:
             return
+        if self._watch is not None:
+            self._watch.connect()
         try:
             for device in torch_groups.devices_of(self.group):
                 start_exchange(self.group, device).wait(timeout)
         except RuntimeError as error:
             raise torch_world.as_peer_error(f"{self.about} cannot be connected", error) from error
         torch_groups.keep_timeout(self.group, self._options, self._timeout)
+
+    def forget_addresses(self) -> None:
+        """Takes from the store what nobody reads any more, once all have connected."""
+        if self._watch is not None:
+            self._watch.forget_addresses()
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor to be filled."""
@@ -110,6 +134,7 @@ class Links:
         Raises:
             GoneError: a rank did not come; it is named.
         """
+        self._check_watch(call)
         mine = torch.tensor(row, device=self.device)
         heard = [torch.empty_like(mine) for _ in self.ranks]
         try:
@@ -118,6 +143,7 @@ class Links:
         except RuntimeError as error:
             if not torch_world.is_peer_failure(error):
                 raise
+            self._check_watch(call, error)
             late = f"commgrid/bridge/late/{self.key}"
             raise GoneError(
                 f"{self.about}: {who_is_missing(late, self.ranks, call)} "
@@ -141,6 +167,7 @@ class Links:
             [(tensor, self._position[rank]) for tensor, rank in many if tensor.numel()]
             for many in (leaving, arriving)
         )
+        self._check_watch(call)
         awaited = [rank for tensor, rank in arriving if tensor.numel()]
         peer = awaited[0] if awaited else None
         try:
@@ -152,6 +179,7 @@ class Links:
                 work.wait()
         except RuntimeError as error:
             raise self._explain(error, peer, call) from error
+        self._check_watch(call)  # what was woken has no number that anybody has sent
         if one_by_one and sends:
             versions = [_version(tensor) for tensor, _ in leaving]
             self._leaving[call] = _Leaving(works[: len(sends)], list(leaving), versions)
@@ -192,9 +220,13 @@ class Links:
             wait: whether for what is leaving. After a failure nobody may be there to take it, and
                 ranks that wait for this one get an error instead.
         """
+        failed = False
+        if self._watch is not None:
+            self._watch.close()
+            failed = self._watch.failure is not None
         if not torch_groups.is_alive(self.group):
             return
-        if wait:
+        if wait and not failed:
             with suppress(GoneError):  # who should receive has ended before us
                 self.finish()
             torch_groups.destroy_group(self.group)
@@ -205,13 +237,32 @@ class Links:
     # -- when something is wrong ----------------------------------------------------------
 
     def _explain(self, error: RuntimeError, peer: int | None, call: str) -> RuntimeError:
-        if not torch_world.is_peer_failure(error) or peer is None:
+        if not torch_world.is_peer_failure(error):
+            return error
+        self._check_watch(call, error)
+        if peer is None:
             return error
         return GoneError(
             f"{self.about}: rank {peer} is gone or has not come to {call}: rank "
             f"{torch_world.world_rank()} waited for it and got {torch_world.first_line(error)}; "
             "every rank on either stage calls the bridge equally often, and its backward"
         )
+
+    def _check_watch(self, call: str, error: RuntimeError | None = None) -> None:
+        """Raises what is known of ranks that are gone or have failed.
+
+        Args:
+            call: what this rank was at.
+            error: what it got there, to which the watch may have more to say in a moment.
+        """
+        if self._watch is None:
+            return
+        learnt = self._watch.read(0.0 if error is None else _LEARNT_SECONDS)
+        if learnt is not None:
+            got = "" if error is None else f" and got {torch_world.first_line(error)}"
+            raise GoneError(
+                f"{learnt} (in {self.about}: rank {torch_world.world_rank()} was in {call}{got})"
+            ) from error
 
 
 def _version(tensor: Tensor) -> int:

@@ -119,7 +119,8 @@ def named_failures(
         if grid.is_destroyed:  # an inner block has told
             raise
         watch = grid.watch
-        learnt = None if watch is None or not isinstance(error, RuntimeError) else watch.failure
+        waited = isinstance(error, RuntimeError | TimeoutError)
+        learnt = watch.failure if watch is not None and waited else None
         peer = learnt is not None or isinstance(error, GoneError)
         peer = peer or torch_world.is_peer_failure(error)
         if isinstance(error, agreed) and not peer:

@@ -50,16 +50,19 @@ class Card:
         identity: what no other grid is called.
         spec: resolved.
         backend, timeout: of its communicators, as they were given.
+        watched: whether a thread of each of its ranks sees who is gone.
     """
 
     identity: str
     spec: GridSpec
     backend: str | None
     timeout: float | None
+    watched: bool
 
     @classmethod
     def of(cls, grid: HyperCommGrid) -> Card:
-        return cls(grid.identity, grid.spec, grid.backend, grid.timeout)
+        watched = grid.watch is not None
+        return cls(grid.identity, grid.spec, grid.backend, grid.timeout, watched)
 
     @property
     def first(self) -> int:
@@ -70,6 +73,7 @@ class Card:
         return json.dumps({
             "identity": self.identity, "spec": self.spec.to_dict(),
             "world": len(self.spec.grid_ranks), "backend": self.backend, "timeout": self.timeout,
+            "watched": self.watched,
         })  # fmt: skip
 
     @classmethod
@@ -77,7 +81,7 @@ class Card:
         said = json.loads(text)
         spec = GridSpec.from_config(said["spec"])
         spec = spec.resolve(said["world"] if spec.ranks is None else None)
-        return cls(said["identity"], spec, said["backend"], said["timeout"])
+        return cls(said["identity"], spec, said["backend"], said["timeout"], said["watched"])
 
 
 def check_alive(about: str, grid: HyperCommGrid) -> None:
@@ -116,6 +120,7 @@ class Pairing:
         rank: this one.
         cards: of both sides.
         ranks: of both, ascending.
+        watched: whether one of the grids is, and what they make has to be.
         key: what nothing else at the store is called.
 
     Raises:
@@ -152,6 +157,7 @@ class Pairing:
             self.cards = self._both({side: Card.of(grid) for side, grid in grids.items()})
             source, target = (self.cards[side] for side in SIDES)
             self.ranks = tuple(sorted({*source.spec.grid_ranks, *target.spec.grid_ranks}))
+            self.watched = source.watched or target.watched
             self._meeting = Meeting(
                 self._store,
                 name=f"{what}/{name}",

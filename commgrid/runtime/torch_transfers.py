@@ -93,3 +93,19 @@ def start_transfers(
             for tensor, peer in transfers
         ]
     )
+
+
+def wait_for(work: dist.Work, seconds: float | None) -> None:
+    """Waits for a message, however long gloo would by itself.
+
+    A gloo group that connects by pairs (`commgrid.runtime.torch_gloo`) gives a message a fifth of
+    the group's timeout, unless a wait says how long.
+
+    Args:
+        work: what `start_transfers` has returned.
+        seconds: at most; None: what the backend allows, without holding the host where it does not.
+    """
+    if seconds is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=seconds))

@@ -376,7 +376,7 @@ def is_store_gone(error: BaseException) -> bool:
     return isinstance(error, dist.DistNetworkError) and not _CANNOT_SERVE.search(str(error))
 
 
-_ADVICE = ". This is typically caused by a remote worker crashing"  # what gloo adds
+_ADVICE = ". This is typically caused by a remote worker"  # what gloo adds
 _IN_GLOO = re.compile(r"^\[\S+\.cc:\d+\] ")
 
 # What torch 2.11 to 2.15 raise where a peer is gone or silent; each is provoked by a test, but for

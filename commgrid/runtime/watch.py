@@ -74,7 +74,7 @@ class Watch:
         timeout: seconds a collective may take.
         address: of this host, at which the others reach it.
         communicators: those whose backends are asked whether they have failed.
-        wake: ends all that waits on the grid's communicators.
+        wake: ends all that waits on the grid's communicators; `failure` is known by then.
     """
 
     def __init__(
@@ -106,6 +106,8 @@ class Watch:
         """Whether it is that somebody does not answer, and not that it is gone."""
         self._learnt = threading.Event()
         self._waking: threading.Thread | None = None
+        self._followers: list[Watch] = []
+        self._followed: list[Watch] = []
         self._links = Links(
             rank, ranks, key, address, self._silent_after,
             hear=self._heard, lost=self._lost, look=self._look,
@@ -122,6 +124,17 @@ class Watch:
     def forget_addresses(self) -> None:
         """Takes this rank's address from the store, once all have connected."""
         self._store.delete_key(self._at(self._rank))
+
+    def follow(self, other: Watch) -> None:
+        """Fails whenever another does, as what is between two grids fails with each of them.
+
+        Args:
+            other: of a grid, some of whose ranks this one watches too.
+        """
+        self._followed.append(other)
+        other._followers.append(self)
+        if other.failure is not None:
+            self._fails(other.failure, other.late)
 
     def post(self, text: str, late: bool = False) -> str:
         """Tells all ranks of a failure, unless this one has learnt of another before; which.
@@ -150,6 +163,8 @@ class Watch:
         """Ends the thread; the others do not miss this rank."""
         with self._first:
             self._ended = True
+        while self._followed:
+            self._followed.pop()._followers.remove(self)
         if self._waking is not None and self._waking is not threading.current_thread():
             self._waking.join(_WAKE_SECONDS)
         self._links.close()
@@ -193,6 +208,8 @@ class Watch:
                 self._waking = threading.Thread(target=self._wakes, daemon=True)
                 self._waking.start()
         self._learnt.set()
+        for each in list(self._followers):
+            each._fails(text, late, wake=wake)
 
     def _wakes(self) -> None:
         try:

@@ -1,10 +1,12 @@
-"""Which grids are watched, and a grid's watch."""
+"""Which grids are watched, a grid's watch, and that of a group between two grids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch.distributed import ProcessGroup
 
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups, torch_world
@@ -46,9 +48,70 @@ def begin(grid: HyperCommGrid) -> Watch:
     )
 
 
+def between(
+    key: str,
+    what: str,
+    rank: int,
+    ranks: Sequence[int],
+    group: ProcessGroup,
+    *,
+    timeout: float,
+    grids: Iterable[HyperCommGrid],
+    unconnected: Container[ProcessGroup] = (),
+    told: Callable[[str, bool], object] = lambda text, late: None,
+) -> Watch:
+    """The watch of a group whose ranks are of two grids; it learns what this rank's grids' do.
+
+    Args:
+        key: what nothing else at the store is called.
+        what: the group, for messages.
+        rank: this one.
+        ranks: the group's, in its order.
+        timeout: seconds a collective may take.
+        grids: that this rank is in, of which some may be watched.
+        unconnected: has the group as long as some pairs of its ranks may not be connected.
+        told: is called before the group's connections are broken, with what has failed, and whether
+            it is that somebody does not answer.
+    """
+
+    def wake() -> None:
+        told(made.failure or "", made.late)
+        torch_groups.wake([group], unconnected)
+
+    made = Watch(
+        torch_world.world_store(),
+        key,
+        rank,
+        tuple(ranks),
+        timeout=timeout,
+        address=torch_world.own_address(),
+        communicators=[_WatchedGroup(what, tuple(ranks), group)],
+        wake=wake,
+    )
+    for grid in grids:
+        if grid.watch is not None:
+            made.follow(grid.watch)
+    return made
+
+
+@dataclass(frozen=True)
+class _WatchedGroup:
+    """A group as a `Watch` sees it."""
+
+    name: str
+    ranks: Sequence[int]
+    group: ProcessGroup
+
+    def error(self) -> str:
+        return torch_groups.error_of(self.group)
+
+    def calls(self) -> int:
+        return torch_groups.calls_of(self.group)
+
+
 @dataclass(frozen=True)
 class _Watched:
-    """A communicator as a `Watch` sees it."""
+    """A communicator as a `Watch` sees it; its group changes where it is suspended."""
 
     communicator: Communicator
 

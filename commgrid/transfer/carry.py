@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.runtime.failures import GoneError
-from commgrid.runtime.torch_transfers import start_transfers, starts_batches
+from commgrid.runtime.torch_transfers import start_transfers, starts_batches, wait_for
 from commgrid.runtime.torch_world import first_line, is_peer_failure
 from commgrid.transfer.ending import meet
 from commgrid.transfer.held import Held
@@ -85,6 +85,7 @@ class Carrier:
         max_bytes: of buffers at once, unless a single message is larger.
         messages: of this rank, of `most_of(max_bytes)` bytes at most.
         copies: gives what this rank has already.
+        timeout: seconds that a message may take.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class Carrier:
         max_bytes: int,
         messages: Sequence[Message],
         copies: Callable[[], Iterable[Move]],
+        timeout: float,
     ) -> None:
         self._group, self._ranks, self._device = group, ranks, device
         self._source, self._target = source, target
         self._messages, self._copies = messages, copies
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self._in_batches = starts_batches(group, device)
+        self._timeout = timeout
         self._batch = max_bytes // 2 if self._in_batches else 0
         sizes = [aligned(message.size) for message in messages]
         largest = max(sizes, default=0)
@@ -136,7 +139,7 @@ class Carrier:
             self._finish(under_way.popleft(), ring)
         self._target.copy_further()
         if not self._in_batches:
-            meet(self._group, self._ranks)
+            meet(self._group, self._ranks, self._timeout)
 
     # -- one batch ----------------------------------------------------------------------
 
@@ -168,7 +171,7 @@ class Carrier:
         ordered = sorted(under_way.batch, key=lambda parcel: not parcel.message.is_send)
         for number, work in enumerate(under_way.works):  # or one handle for all of them
             try:
-                work.wait()
+                wait_for(work, None if self._in_batches else self._timeout)
             except RuntimeError as error:
                 raise self._explain(error, ordered[number].message) from error
         for parcel, buffer in zip(under_way.batch, under_way.buffers, strict=True):

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from commgrid.runtime.failures import GoneError
-from commgrid.runtime.torch_transfers import start_transfers
+from commgrid.runtime.torch_transfers import start_transfers, wait_for
 from commgrid.runtime.torch_world import first_line, is_peer_failure
 
 _FIRST_SECONDS = 1.0
 """What the first rank gets to say whom it waits for, before others say that they wait for it."""
 
 
-def meet(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None:
     """Every rank tells the first that it is done, and hears from it that all are.
 
     A rank that is killed with its last numbers on the way is noticed here, at once: its
@@ -25,6 +25,7 @@ def meet(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     Args:
         group: of gloo's.
         ranks: its ranks, in its order.
+        timeout: seconds to wait for one.
 
     Raises:
         GoneError: a rank is gone, or does not answer; names it.
@@ -37,7 +38,7 @@ def meet(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         works = start_transfers(group, told * is_send, heard * (not is_send))
         for work, place in zip(works, others, strict=True):
             try:
-                work.wait()
+                wait_for(work, timeout)
             except RuntimeError as error:
                 if not is_peer_failure(error):
                     raise

@@ -1,7 +1,8 @@
 """Gates at the store: all ranks of a transfer pass each, or all of them learn why not.
 
-Ranks mark themselves as here; the last of them opens it for all. One that fails, or that has waited
-long enough, writes why instead. Whatever is written first stands, so that all have one answer.
+Ranks mark themselves as here; the last of them opens it for all. One that fails, that has waited
+long enough, or that has learnt who will not come, writes why instead. Whatever is written first
+stands, so that all have one answer.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class Gates:
         key: what nothing else at the store is called.
         rank: this one.
         ranks: who has to come.
+
+    Attributes:
+        interrupted: whether `interrupt` was called.
     """
 
     def __init__(self, key: str, rank: int, ranks: Sequence[int]) -> None:
@@ -38,6 +42,8 @@ class Gates:
         self._key = key
         self._line = Line(self._store, len(ranks))
         self._used: set[str] = set()
+        self._at = ""  # the gate that this rank waits at
+        self._will_not_open: tuple[str, str] | None = None
 
     def come(self, gate: str, seconds: float, what: str) -> None:
         """Marks this rank and waits for the others.
@@ -52,7 +58,10 @@ class Gates:
             CommGridError: one has said why not.
         """
         roll, verdict = self._roll(gate), self._verdict(gate)
-        if roll.come(self.rank) is Coming.LAST:
+        self._at = gate
+        if self._will_not_open is not None:
+            found = self.conclude(gate, *self._will_not_open)
+        elif roll.come(self.rank) is Coming.LAST:
             self._forget(but=gate)  # the others, which all have left
             found = self.conclude(gate, "open", "")
         elif self._line.within(verdict, seconds):
@@ -61,6 +70,7 @@ class Gates:
             missing = sorted(set(self.ranks) - set(roll.here(self.ranks)))
             told = f"{describe_ranks(missing)} {what} within {seconds:.3g} s"
             found = self.conclude(gate, "absent", told)
+        self._at = ""
         if found is not None:
             raise found
         self._used = {gate}
@@ -72,6 +82,21 @@ class Gates:
         with suppress(RuntimeError):  # the store is gone with the rank that served it
             mine = self._store.compare_set(self._verdict(gate), "", mine.decode())
         return _error(mine)
+
+    @property
+    def interrupted(self) -> bool:
+        return self._will_not_open is not None
+
+    def interrupt(self, why: str, late: bool) -> None:
+        """Ends the gate that this rank waits at, for all, and the next ones; from another thread.
+
+        Args:
+            why: who will not come.
+            late: whether it may be alive and does not answer.
+        """
+        self._will_not_open = "absent" if late else "gone", why
+        if self._at:
+            self.conclude(self._at, *self._will_not_open)
 
     def close(self) -> None:
         """Lets the store's connections go; the last rank to do so takes away what is left there."""

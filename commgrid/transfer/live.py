@@ -17,7 +17,7 @@ from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.planning.groups import GroupOptions
-from commgrid.runtime import torch_groups
+from commgrid.runtime import torch_groups, watching
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pairing import Pairing, check_alive
@@ -34,9 +34,12 @@ from commgrid.transfer.sides import SourceSide, TargetSide
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from commgrid.runtime.watch import Watch
+
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
 _HEARD_SECONDS = 10.0  # that hearing of an error, which all ranks are about to, may take
+_LEARNT_SECONDS = 2.0  # that a watch gets to say who is gone, once a connection has closed
 _UNUSABLE = "the target is not to be used: some of its tensors may be new and others old"
 Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
 
@@ -163,20 +166,37 @@ class Transfer:
         ) as pair:  # fmt: skip
             self._group = _make_group(pair, self._timeout)
             self._gates = Gates(pair.key, pair.rank, pair.ranks)
-            self._close = weakref.finalize(self, _end, self._group, self._gates)
+            unconnected = {self._group}
+            self._watch = self._watched(pair, unconnected)
+            self._close = weakref.finalize(self, _end, self._group, self._gates, self._watch)
             self._close.atexit = False  # which could wait for ranks that have ended
             for grid in self._grids.values():
                 grid.before_destroy(self._close)
             try:
                 pair.meet()
+                if self._watch is not None:
+                    self._watch.connect()
                 self._make_plan()
+                unconnected.clear()  # everybody has told everybody something
                 self._gates.come("planned", self._timeout, "did not get as far as its plan")
+                if self._watch is not None:
+                    self._watch.forget_addresses()
             except BaseException as error:
                 told = self._fail("planned", error)
                 self.close()
                 if isinstance(error, Exception) and told is not error:
                     raise told from error
                 raise
+
+    def _watched(self, pair: Pairing, unconnected: set[ProcessGroup]) -> Watch | None:
+        """What sees that a rank is gone, where that is seen on one of the grids."""
+        if not pair.watched or len(pair.ranks) == 1:
+            return None
+        return watching.between(
+            pair.key, f"transfer {self._name!r}", pair.rank, pair.ranks, self._group,
+            timeout=self._timeout, grids=self._grids.values(), unconnected=unconnected,
+            told=self._gates.interrupt,
+        )  # fmt: skip
 
     def _make_plan(self) -> None:
         """Tells the others what this rank holds, hears what they do, and plans."""
@@ -248,7 +268,8 @@ class Transfer:
         Raises:
             TransferError: on all ranks: a model has changed since it was planned, copies of a
                 tensor differ, or a run before this one was ended by an error. Nothing was moved.
-            PeerTimeoutError: a rank did not come; names it. Nothing was moved.
+            PeerTimeoutError: a rank did not come; names it. Nothing was moved. Where a grid is
+                watched that ends this transfer.
             PeerFailedError: a rank failed or is gone in the middle, as it names; the target is not
                 to be used, and neither is this transfer.
             GridDestroyedError, GridNotInitializedError: a grid was destroyed, or its
@@ -261,7 +282,12 @@ class Transfer:
         except BaseException as error:
             self._fail(start, error)
             raise
-        self._gates.come(start, self._timeout, "did not call run() of a transfer")
+        try:
+            self._gates.come(start, self._timeout, "did not call run() of a transfer")
+        except CommGridError as error:
+            if self._gates.interrupted:
+                raise self._ended(error, "nothing was moved") from error
+            raise
         done = f"{start} is done"
         consequence = "nothing was moved; make a new Transfer"
         try:
@@ -272,13 +298,10 @@ class Transfer:
             self._gates.come(done, self._timeout, "did not finish a transfer")
             self._target.finish(values)
         except BaseException as error:
-            told = self._fail(done, error)
-            self._broken = f"{told} (in transfer {self._name!r}); {consequence}"
-            self.close(broken=True)
+            told = self._ended(self._fail(done, error), consequence)
             if not isinstance(error, Exception):
                 raise
-            kind = type(told) if isinstance(told, CommGridError) else TransferError
-            raise (PeerFailedError if kind is GoneError else kind)(self._broken) from error
+            raise told from error
 
     def _carry(self) -> None:
         held = self._source.held or self._nothing, self._target.held or self._nothing
@@ -288,7 +311,7 @@ class Transfer:
         if self._carrier is None or not self._carrier.holds(*held):
             self._carrier = Carrier(
                 self._group, self._gates.ranks, self._device, *held, self._max_bytes,
-                self._messages, partial(self.plan.copies, rank),
+                self._messages, partial(self.plan.copies, rank), self._timeout,
             )  # fmt: skip
         self._carrier.carry()
 
@@ -362,15 +385,27 @@ class Transfer:
         """Tells the others; what then is the error of all."""
         me = f"rank {self._gates.rank}"
         kind, told = "failed", f"{me} failed: {type(error).__name__}: {first_line(error)}"
-        if isinstance(error, GoneError):
-            kind, told = "gone", str(error)
-        elif is_peer_failure(error):
+        if isinstance(error, GoneError) or is_peer_failure(error):
             kind = "gone"
             told = f"a rank is gone or does not answer: {me} got {first_line(error)}"
+            if isinstance(error, GoneError):
+                told = f"{error}"
+            learnt = None if self._watch is None else self._watch.read(_LEARNT_SECONDS)
+            if self._watch is not None and learnt is not None:
+                kind, told = "absent" if self._watch.late else "gone", learnt
         elif isinstance(error, CommGridError):
             told = f"{error}"
         stands = self._gates.conclude(gate, kind, told)
+        if self._watch is not None and kind == "failed" and not isinstance(error, CommGridError):
+            self._watch.post(told)  # wakes those who wait for this rank on a device
         return stands if stands is not None and str(stands) != str(error) else error
+
+    def _ended(self, error: BaseException, consequence: str) -> CommGridError:
+        """Ends the transfer; what that is an error of on this rank."""
+        self._broken = f"{error} (in transfer {self._name!r}); {consequence}"
+        self.close(broken=True)
+        kind = type(error) if isinstance(error, CommGridError) else TransferError
+        return (PeerFailedError if kind is GoneError else kind)(self._broken)
 
     def close(self, broken: bool = False) -> None:
         """Ends the transfer's communicator; the grids' end does it too.
@@ -379,8 +414,7 @@ class Transfer:
             broken: whether something may be under way, which is not waited for.
         """
         if broken and self._close.detach():
-            torch_groups.abort_all([self._group], by_pairs=[self._group])
-            self._gates.close()
+            _end(self._group, self._gates, self._watch, broken=True)
         self._close()
 
 
@@ -388,8 +422,14 @@ def _failure(what: str) -> Callable[[str], TransferError]:
     return lambda told: TransferError(f"{what}: {told}")
 
 
-def _end(group: ProcessGroup, gates: Gates) -> None:
-    torch_groups.destroy_group(group)
+def _end(group: ProcessGroup, gates: Gates, watch: Watch | None, broken: bool = False) -> None:
+    if watch is not None:
+        watch.close()
+        broken = broken or watch.failure is not None
+    if broken:
+        torch_groups.abort_all([group], by_pairs=[group])
+    else:
+        torch_groups.destroy_group(group)
     gates.close()
 
 
@@ -423,6 +463,7 @@ def _make_group(pair: Pairing, timeout: float) -> ProcessGroup:
         options=GroupOptions(),
         timeout=timeout,
         startup_timeout=pair.patience(),
+        watched=pair.watched,
     )
 
 
