@@ -158,7 +158,7 @@ ROWS = [
     ["checkpoint"],
     ["transfer.foreign", "transfer.gate", "transfer.ring", "transfer.ending"],
     ["transfer.held"],
-    ["transfer.carry", "transfer.sides"],
+    ["transfer.carry", "transfer.sides", "transfer.given"],
     ["transfer.live"],
     ["transfer"],
     ["recovery"],

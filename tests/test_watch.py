@@ -134,14 +134,16 @@ def watches(count: int, groups: dict[int, list[Group]]) -> tuple[Counted, list[W
         Watch(
             store,  # type: ignore[arg-type]  # as much of it as a watch uses
             "grid", rank, range(count), timeout=30.0, address="127.0.0.1",
-            communicators=groups.get(rank, []), wake=lambda: None,
+            communicators=groups.get(rank, []), wake=lambda *_: None,
         )
         for rank in range(count)
     ]  # fmt: skip
     for each in made:
-        each.connect()
+        each.tell_address()
     for each in made:
-        each.forget_addresses()
+        each.connect("secret")
+    for each in made:
+        each.begin()
     return store, made
 
 
@@ -199,14 +201,14 @@ class Two:
         self.lost: list[tuple[int, int, bool]] = []
         self.links = [
             Links(
-                me, range(2), "secret", address, silent_after,
+                me, range(2), address, silent_after,
                 hear=partial(self._hear, me), lost=partial(self._lose, me),
                 look=lambda: None,
             )
             for me in range(2)
         ]  # fmt: skip
         for me, links in enumerate(self.links):
-            links.connect({1 - me: self.links[1 - me].address})
+            links.connect({1 - me: self.links[1 - me].address}, "secret")
 
     def _hear(self, me: int, message: dict[str, Any]) -> None:
         self.heard.append((me, message["text"]))

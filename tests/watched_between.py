@@ -108,7 +108,7 @@ def what_survivors_see(
     with pytest.raises(RanksFailed):  # none of them returns
         run_on_ranks(
             fails, 4, how, where, timeout, str(folder), cuda,
-            per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
+            per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun", timeout=400,
             method="spawn" if cuda else "fork",
         )  # fmt: skip
     return {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1, 3)}

@@ -184,7 +184,7 @@ class Bridge(nn.Module):
                     self._links.connect(pair.patience())
                 pair.meet()
                 if self._links is not None:
-                    self._links.forget_addresses()
+                    self._links.begin()
         except BaseException:
             if self._links is not None:
                 self._links.close(wait=False)

@@ -107,7 +107,7 @@ class Links:
         if self.group.size() == 1 or torch_groups.backend_of(self.group) == torch_world.FAKE:
             return
         if self._watch is not None:
-            self._watch.connect()
+            self._watch.connect(self.key)
         try:
             for device in torch_groups.devices_of(self.group):
                 start_exchange(self.group, device).wait(timeout)
@@ -115,10 +115,10 @@ class Links:
             raise torch_world.as_peer_error(f"{self.about} cannot be connected", error) from error
         torch_groups.keep_timeout(self.group, self._options, self._timeout)
 
-    def forget_addresses(self) -> None:
-        """Takes from the store what nobody reads any more, once all have connected."""
+    def begin(self) -> None:
+        """All have connected, and calls begin."""
         if self._watch is not None:
-            self._watch.forget_addresses()
+            self._watch.begin()
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor to be filled."""

@@ -69,6 +69,7 @@ class Meeting:
         call: what ranks do to come here, for messages.
         limit: what the user sets the deadline with, for messages.
         about: what messages speak of; None: the grid of this name.
+        beforehand: leaves something of this rank's at the store before it comes.
 
     Raises:
         GridMismatchError: ranks hold other documents.
@@ -90,6 +91,7 @@ class Meeting:
         call: str = CALL,
         limit: str = LIMIT,
         about: str | None = None,
+        beforehand: Callable[[], None] | None = None,
     ) -> None:
         self._about = about or f"grid {name!r}"
         self._rank, self._ranks = rank, ranks
@@ -117,6 +119,8 @@ class Meeting:
         self._came = self._doubled = False
         self._told: Mapping[str, Any] = {}
         try:
+            if beforehand is not None:
+                self._guarded(beforehand)
             self._guarded(self._lead if rank == self._first else self._follow)
         except BaseException as error:
             if not isinstance(error, CommGridError):
@@ -359,6 +363,20 @@ class Meeting:
             return error  # the store is gone, and with it everybody who could be told
         consequence = isinstance(error, PeerTimeoutError) and verdict.get("rank") != self._rank
         return self._examiner.error(verdict) if consequence else error
+
+    def interrupt(self, why: str, late: bool) -> None:
+        """Tells who waits in this phase, or comes to it, that a rank will not; by another thread.
+
+        Args:
+            why: who, and what is known of it.
+            late: whether it may be alive and does not answer.
+        """
+        kind = {"kind": "absent", "missing": "", "late": why} if late else {"kind": "failed"}
+        verdict = {**kind, "message": why, "present": len(self._ranks) - 1}
+        with suppress(RuntimeError):  # the store is gone
+            for phase in self._phases[self._phase :]:
+                if self._conclude(phase, verdict)["kind"] != "agreed":
+                    break
 
     def _blame(self, phase: str, error: BaseException) -> dict[str, Any]:
         """A verdict about this rank; where it was kept waiting, about those who kept it."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from commgrid.errors import GridNotInitializedError, SpecError
+from commgrid.errors import CommGridError, GridNotInitializedError, SpecError
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world, watching
@@ -151,6 +152,13 @@ class HyperCommGrid(NamedGroups):
             return
         connects = bool(self._spec.connecting_names)  # of any rank
         asked = (HOSTS,) if hosts.needs_hosts(self._spec) else ()
+        meetings: list[Meeting] = []
+        watch, unwatched = None, None
+        if watched:
+            try:
+                watch = watching.prepare(self, partial(self._wake_waiting, meetings=meetings))
+            except CommGridError as error:
+                unwatched = error  # which the others are told once they have come
         try:
             with Meeting(
                 torch_world.world_store(),
@@ -159,31 +167,42 @@ class HyperCommGrid(NamedGroups):
                 ranks=self._spec.grid_ranks,
                 document=document,
                 deadline=deadline,
-                phases=(*asked, *(PHASES if connects or watched else PHASES[1:])),
+                phases=(*asked, *(PHASES if connects else PHASES[1:])),
+                beforehand=None if watch is None else watch.tell_address,
             ) as meeting:
+                meetings.append(meeting)
+                if unwatched is not None:
+                    raise unwatched
+                if watch is not None:
+                    watch.connect(f"{self._name} {meeting.incarnation}")
                 if asked:
                     placed = hosts.settle(self._spec, meeting, self._name, self._rank)
                     self._describe(placed, self._name, backend, limit)
+                self._watch = watch
                 self._create(meeting.incarnation, backend, limit, meeting.patience, watched)
-                if watched:
-                    self._watch = watching.begin(self)
-                if connects or watched:
-                    meeting.meet()  # a rank that could not create is named before others call it
-                if self._watch is not None:
-                    self._watch.connect()
                 if connects:
-                    connecting = [c for c in self._communicators if c.planned.connect]
-                    exchange_ranks(connecting, meeting.patience)
-                    for each in connecting:
-                        torch_groups.keep_timeout(each.group, each.options, limit)
+                    meeting.meet()  # a rank that could not create is named before others call it
+                    self._connect(meeting.patience, limit)
                 meeting.meet()
-                if self._watch is not None:
-                    self._watch.forget_addresses()
+                meetings.clear()
+                if watch is not None:
+                    watching.begin(watch, self)
         except BaseException:
+            self._watch = watch
             with suppress(RuntimeError):
                 # Destroying could wait for those that are gone.
                 torch_groups.abort_all(self._let_go(), tell=False)
             raise
+
+    def _wake_waiting(self, why: str, late: bool, meetings: list[Meeting]) -> None:
+        """Ends what waits for a rank that was lost, here or in a meeting that is not over.
+
+        gloo's connections are left alone until then, of which some are just being made.
+        """
+        for meeting in meetings:
+            meeting.interrupt(why, late)
+        groups = [c.group for c in self._communicators]
+        torch_groups.wake(groups, self._connected_by_pairs(), tell=not meetings)
 
     def _create(
         self,
@@ -212,6 +231,12 @@ class HyperCommGrid(NamedGroups):
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
                 raise torch_world.as_peer_error(what, error) from error
             self._hold(Communicator(planned, group, time.perf_counter() - started))
+
+    def _connect(self, patience: Callable[[], float], limit: float | None) -> None:
+        connecting = [c for c in self._communicators if c.planned.connect]
+        exchange_ranks(connecting, patience)
+        for each in connecting:
+            torch_groups.keep_timeout(each.group, each.options, limit)
 
     def _hold(self, communicator: Communicator) -> None:
         self._communicators.append(communicator)
@@ -244,13 +269,6 @@ class HyperCommGrid(NamedGroups):
             while self._addresses:
                 store, key = self._addresses.pop()
                 store.delete_key(key)
-
-    def wake(self) -> None:
-        """Ends whatever waits on the communicators, after a failure; they are of no use after it.
-
-        Another thread than the one that waits calls it.
-        """
-        torch_groups.wake([c.group for c in self._communicators], self._connected_by_pairs())
 
     def _connected_by_pairs(self) -> set[ProcessGroup]:
         return {c.group for c in self._communicators if not c.connected}

@@ -64,20 +64,21 @@ class Links:
     Args:
         me: this rank.
         ranks: of the grid, by place.
-        secret: what only its processes know, to tell other programs' connections apart.
         address: of this host, at which others reach it.
         silent_after: seconds without a sign of life until a neighbour counts as silent.
         hear: is called with what somebody tells all.
         lost: is called with a neighbour's rank, and whether its connection has closed; else it was
             silent.
         look: is called every now and then.
+
+    Attributes:
+        silent_after: may be changed at any time.
     """
 
     def __init__(
         self,
         me: int,
         ranks: range | tuple[int, ...],
-        secret: str,
         address: str,
         silent_after: float,
         *,
@@ -85,12 +86,12 @@ class Links:
         lost: Callable[[int, bool], object],
         look: Callable[[], object],
     ) -> None:
-        self._me, self._ranks, self._secret = me, ranks, secret
-        self._silent_after, self._hear, self._lost, self._look = silent_after, hear, lost, look
+        self._me, self._ranks, self._secret = me, ranks, ""
+        self.silent_after, self._hear, self._lost, self._look = silent_after, hear, lost, look
         self._listener = listening(address, "initialize(watch=False)")
         self._listener.setblocking(False)
-        host, port = self._listener.getsockname()[:2]
-        self.address = f"{host} {port}"
+        self._host, port = self._listener.getsockname()[:2]
+        self.address = f"{self._host} {port}"
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
@@ -108,27 +109,37 @@ class Links:
         place = self._ranks.index(self._me)
         return [self._ranks[each] for each in neighbours_of(place, len(self._ranks))]
 
-    def connect(self, addresses: Mapping[int, str]) -> None:
+    def connect(self, addresses: Mapping[int, str], secret: str) -> None:
         """Connects to neighbours, and begins to listen; who is not reached is left to the others.
+
+        On this host itself no firewall is between: who refuses a connection there has ended.
 
         Args:
             addresses: of each of `neighbours`.
+            secret: what only the grid's processes know, to tell other programs' connections apart.
         """
+        self._secret, ended = secret, []
         for rank, address in addresses.items():
             host, _, port = address.partition(" ")
             try:
                 made = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
                 made.sendall(self._line({"kind": "hello", "secret": self._secret, "by": self._me}))
             except OSError as error:
+                if isinstance(error, ConnectionRefusedError) and host == self._host:
+                    ended.append(rank)
+                    continue
                 _log.warning(
-                    "rank %d cannot watch rank %d at %s: %s; if the two hosts cannot reach each "
-                    "other on any port, initialize(watch=False)", self._me, rank, address, error,
+                    "rank %d cannot watch rank %d at %s: %s; it has ended, or if the two hosts "
+                    "cannot reach each other on any port, initialize(watch=False)",
+                    self._me, rank, address, error,
                 )  # fmt: skip
                 continue
             self._take(made, rank)
         for waiting in (self._listener, self._bell):
             self._selector.register(waiting, selectors.EVENT_READ)
         self._thread.start()
+        for rank in ended:
+            self._lost(rank, True)
 
     def tell(self, message: Message) -> None:
         """Tells all ranks of the grid; returns at once."""
@@ -208,7 +219,7 @@ class Links:
             return last
         for link in self._all():
             self._send(link, {"kind": "beat"})
-            if now - link.heard > self._silent_after:
+            if now - link.heard > self.silent_after:
                 self._drop(link)
                 self._lost(link.rank, False)
         for link in [each for each in self._unnamed if now - each.heard > _GREET_SECONDS]:

@@ -66,15 +66,19 @@ class Watched(Protocol):
 class Watch:
     """The thread of one grid on one rank; its `failure` is what it has learnt first.
 
+    A grid's tells its address before the ranks meet, and is connected when all have come, so that
+    it sees who is lost while the communicators are made.
+
     Args:
         store: where addresses are exchanged.
-        key: what no other grid at this store is called.
+        key: under which; one grid at a time uses it.
         rank: this one.
         ranks: of the grid.
         timeout: seconds a collective may take.
         address: of this host, at which the others reach it.
         communicators: those whose backends are asked whether they have failed.
-        wake: ends all that waits on the grid's communicators; `failure` is known by then.
+        wake: ends all that waits on the grid's communicators; is told what has failed, and whether
+            it is that somebody does not answer.
     """
 
     def __init__(
@@ -86,13 +90,12 @@ class Watch:
         *,
         timeout: float,
         address: str,
-        communicators: Sequence[Watched],
-        wake: Callable[[], object],
+        communicators: Sequence[Watched] = (),
+        wake: Callable[[str, bool], object],
     ) -> None:
         self._store, self._key, self._rank, self._timeout = store, key, rank, timeout
         self._communicators, self._wake = communicators, wake
         self._main = threading.main_thread().ident
-        self._silent_after = min(timeout, SILENT_SECONDS)
         # Once a backend's own limit is over: when that was, on what, who waits, who is behind.
         self._asked_at: float | None = None
         self._lost_on: Watched | None = None
@@ -109,20 +112,34 @@ class Watch:
         self._followers: list[Watch] = []
         self._followed: list[Watch] = []
         self._links = Links(
-            rank, ranks, key, address, self._silent_after,
+            rank, ranks, address, SILENT_SECONDS,
             hear=self._heard, lost=self._lost, look=self._look,
         )  # fmt: skip
-        store.set(self._at(rank), self._links.address)
 
-    def connect(self) -> None:
-        """Links this rank with its neighbours, once all have been made; two store calls."""
+    def tell_address(self) -> None:
+        """Leaves at the store where the others find this rank; one store call."""
+        self._store.set(self._at(self._rank), self._links.address)
+
+    def connect(self, secret: str) -> None:
+        """Links this rank with its neighbours, once all have told their address; one store call.
+
+        Args:
+            secret: what only the grid's processes know.
+        """
         neighbours = self._links.neighbours()
         found = self._store.multi_get([self._at(rank) for rank in neighbours]) if neighbours else []
         at = {rank: text.decode() for rank, text in zip(neighbours, found, strict=True)}
-        self._links.connect(at)
+        self._links.connect(at, secret)
 
-    def forget_addresses(self) -> None:
-        """Takes this rank's address from the store, once all have connected."""
+    def begin(self, communicators: Sequence[Watched] | None = None) -> None:
+        """All have connected, and collectives begin: takes this rank's address from the store.
+
+        Args:
+            communicators: that have been made meanwhile.
+        """
+        if communicators is not None:
+            self._communicators = communicators
+        self._links.silent_after = min(self._timeout, SILENT_SECONDS)
         self._store.delete_key(self._at(self._rank))
 
     def follow(self, other: Watch) -> None:
@@ -180,8 +197,8 @@ class Watch:
             text = f"rank {rank} is gone: its process has ended"
         else:
             text = (
-                f"rank {rank} says nothing for {self._silent_after:.3g} s: its process is stopped, "
-                "or its host is gone"
+                f"rank {rank} says nothing for {self._links.silent_after:.3g} s: its process is "
+                "stopped, or its host is gone"
             )
         self._fails(text, not closed)
 
@@ -205,15 +222,15 @@ class Watch:
             if tell:
                 self._links.tell({"kind": "failed", "text": text, "late": late})
             if wake:  # which takes NCCL some time, while the links go on
-                self._waking = threading.Thread(target=self._wakes, daemon=True)
+                self._waking = threading.Thread(target=self._wakes, args=(text, late), daemon=True)
                 self._waking.start()
         self._learnt.set()
         for each in list(self._followers):
             each._fails(text, late, wake=wake)
 
-    def _wakes(self) -> None:
+    def _wakes(self, text: str, late: bool) -> None:
         try:
-            self._wake()
+            self._wake(text, late)
         except Exception as error:
             _log.warning("rank %d: after %s: %s", self._rank, self.failure, error)
 

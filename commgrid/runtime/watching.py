@@ -10,11 +10,14 @@ from torch.distributed import ProcessGroup
 
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups, torch_world
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.watch import Watch
 
 if TYPE_CHECKING:
     from commgrid.runtime.communicator import Communicator
     from commgrid.runtime.grid import HyperCommGrid
+
+_ANSWER_SECONDS = 5.0  # that the store gets
 
 
 def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
@@ -34,18 +37,26 @@ def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
     return any(torch_groups.runs_on_nccl(backend, d.options) for d in spec.definitions.values())
 
 
-def begin(grid: HyperCommGrid) -> Watch:
-    """The watch of a grid whose communicators are made; `connect` links it with the others."""
+def prepare(grid: HyperCommGrid, wake: Callable[[str, bool], object]) -> Watch:
+    """The watch of a grid that has no communicators yet.
+
+    Args:
+        wake: as a `Watch` takes it.
+    """
     return Watch(
-        torch_world.world_store(),
-        f"commgrid/watch/{grid.identity}",
+        _store(),
+        f"commgrid/watch/{grid.name}@{min(grid.spec.grid_ranks)}",
         grid.rank,
         grid.spec.grid_ranks,
         timeout=torch_world.group_timeout(grid.timeout),
         address=torch_world.own_address(),
-        communicators=[_Watched(each) for each in grid.communicators if len(each.ranks) > 1],
-        wake=grid.wake,
+        wake=wake,
     )
+
+
+def begin(watch: Watch, grid: HyperCommGrid) -> None:
+    """Watches the collectives of a grid whose communicators are made."""
+    watch.begin([_Watched(each) for each in grid.communicators if len(each.ranks) > 1])
 
 
 def between(
@@ -62,6 +73,8 @@ def between(
 ) -> Watch:
     """The watch of a group whose ranks are of two grids; it learns what this rank's grids' do.
 
+    Its address is told. All connect it, with its key for a secret, and begin it, as a grid's.
+
     Args:
         key: what nothing else at the store is called.
         what: the group, for messages.
@@ -74,24 +87,33 @@ def between(
             it is that somebody does not answer.
     """
 
-    def wake() -> None:
-        told(made.failure or "", made.late)
+    def wake(why: str, late: bool) -> None:
+        told(why, late)
         torch_groups.wake([group], unconnected)
 
-    made = Watch(
-        torch_world.world_store(),
-        key,
-        rank,
-        tuple(ranks),
-        timeout=timeout,
-        address=torch_world.own_address(),
-        communicators=[_WatchedGroup(what, tuple(ranks), group)],
-        wake=wake,
-    )
+    try:
+        made = Watch(
+            _store(),
+            key,
+            rank,
+            tuple(ranks),
+            timeout=timeout,
+            address=torch_world.own_address(),
+            communicators=[_WatchedGroup(what, tuple(ranks), group)],
+            wake=wake,
+        )
+        made.tell_address()
+    except BaseException:
+        torch_groups.abort_all([group], unconnected, tell=False)
+        raise
     for grid in grids:
         if grid.watch is not None:
             made.follow(grid.watch)
     return made
+
+
+def _store() -> PatientStore:
+    return PatientStore(torch_world.world_store(), lambda: _ANSWER_SECONDS)
 
 
 @dataclass(frozen=True)

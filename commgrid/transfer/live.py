@@ -21,11 +21,11 @@ from commgrid.runtime import torch_groups, watching
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pairing import Pairing, check_alive
-from commgrid.runtime.registry import get_grid
 from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.torch_world import first_line, is_peer_failure
 from commgrid.transfer.carry import Carrier, most_of
 from commgrid.transfer.gate import Gates
+from commgrid.transfer.given import device_of, grids_of, refuse_shared_memory
 from commgrid.transfer.held import Held, Model, Names, Only, Rename
 from commgrid.transfer.layouts import Side
 from commgrid.transfer.plan import Message, TransferPlan
@@ -140,7 +140,7 @@ class Transfer:
         if copies not in COPIES:
             raise SpecError(f"copies={copies!r}: expected one of {', '.join(COPIES)}")
         self._copies = copies
-        self._grids = _grids(source, target, source_grid, target_grid)
+        self._grids = grids_of(source, target, source_grid, target_grid)
         given = [grid.timeout for grid in self._grids.values() if grid.timeout is not None]
         most = max(given, default=_TIMEOUT)
         self._timeout = as_seconds("timeout", most if timeout is None else timeout)
@@ -175,12 +175,12 @@ class Transfer:
             try:
                 pair.meet()
                 if self._watch is not None:
-                    self._watch.connect()
+                    self._watch.connect(pair.key)
                 self._make_plan()
                 unconnected.clear()  # everybody has told everybody something
                 self._gates.come("planned", self._timeout, "did not get as far as its plan")
                 if self._watch is not None:
-                    self._watch.forget_addresses()
+                    self._watch.begin()
             except BaseException as error:
                 told = self._fail("planned", error)
                 self.close()
@@ -218,12 +218,12 @@ class Transfer:
         told = at_first(self._group, lambda: tell(self._target), self._gathered, failed)
         self._target_side, _, more_devices, wants, partly, _, _ = told
         self._target.check_offer(offers, wants)
-        self._device = _device_of(self._group, devices | more_devices)
+        self._device = device_of(self._group, devices | more_devices)
         at_first(self._group, lambda: self._planned(hosts, partly), self._same, failed)
 
     def _planned(self, hosts: Mapping[int, str], partly: bool) -> str:
         """Makes the plan; its digest."""
-        _refuse_shared_memory(self._source.held, self._target.held)
+        refuse_shared_memory(self._source.held, self._target.held)
         if self._target_side.forms:
             self._names.check_used(self._target_side.forms)
         self.plan = TransferPlan(self._source_side, self._target_side, hosts, partly=partly)
@@ -334,7 +334,7 @@ class Transfer:
                         f"transfer was planned: {plan.difference(place, held.layout)}; make a "
                         "new Transfer"
                     )
-        _refuse_shared_memory(self._source.held, self._target.held)
+        refuse_shared_memory(self._source.held, self._target.held)
 
     def _compare_copies(self) -> None:
         """Refuses to send one of several copies that differ; what all agree on is one number."""
@@ -433,27 +433,6 @@ def _end(group: ProcessGroup, gates: Gates, watch: Watch | None, broken: bool = 
     gates.close()
 
 
-def _grids(
-    source: Model | None,
-    target: Model | None,
-    source_grid: HyperCommGrid | None,
-    target_grid: HyperCommGrid | None,
-) -> dict[str, HyperCommGrid]:
-    """This rank's grid of each side that it is on."""
-    found: dict[str, HyperCommGrid] = {}
-    for side, model, grid in (("source", source, source_grid), ("target", target, target_grid)):
-        if grid is not None and not isinstance(grid, HyperCommGrid):
-            raise SpecError(f"{side}_grid={grid!r}: expected a grid, or None on other ranks")
-        if grid is not None or model is not None:
-            found[side] = grid or get_grid()
-    if not found:
-        raise SpecError(
-            "Transfer(None, None): call it on the ranks of the two grids alone, each with what it "
-            "has; a rank of a grid that has none of a model gives the grid"
-        )
-    return found
-
-
 def _make_group(pair: Pairing, timeout: float) -> ProcessGroup:
     return torch_groups.create_group(
         pair.key,
@@ -465,24 +444,3 @@ def _make_group(pair: Pairing, timeout: float) -> ProcessGroup:
         startup_timeout=pair.patience(),
         watched=pair.watched,
     )
-
-
-def _device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
-    """What messages travel on: the GPU where the group can and all tensors are there."""
-    kinds = {device.type: device for device in torch_groups.devices_of(group)}
-    if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
-        return kinds["cuda"]
-    return kinds["cpu"]
-
-
-def _refuse_shared_memory(source: Held | None, target: Held | None) -> None:
-    """A target in the source's memory would be overwritten while it is sent."""
-    if source is None or target is None:
-        return
-    sources = source.storages()
-    for place, name in target.storages().items():
-        if place in sources:
-            raise TransferError(
-                f"{name} of the target shares its memory with {sources[place]} of the source; give "
-                "the target tensors of its own, or leave it out with only="
-            )

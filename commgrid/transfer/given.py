@@ -1,0 +1,58 @@
+"""What a transfer was given on this rank: its grids, its devices, what memory is shared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from commgrid.errors import SpecError, TransferError
+from commgrid.runtime import torch_groups
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.registry import get_grid
+from commgrid.transfer.held import Held, Model
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def grids_of(
+    source: Model | None,
+    target: Model | None,
+    source_grid: HyperCommGrid | None,
+    target_grid: HyperCommGrid | None,
+) -> dict[str, HyperCommGrid]:
+    """This rank's grid of each side that it is on."""
+    found: dict[str, HyperCommGrid] = {}
+    for side, model, grid in (("source", source, source_grid), ("target", target, target_grid)):
+        if grid is not None and not isinstance(grid, HyperCommGrid):
+            raise SpecError(f"{side}_grid={grid!r}: expected a grid, or None on other ranks")
+        if grid is not None or model is not None:
+            found[side] = grid or get_grid()
+    if not found:
+        raise SpecError(
+            "Transfer(None, None): call it on the ranks of the two grids alone, each with what it "
+            "has; a rank of a grid that has none of a model gives the grid"
+        )
+    return found
+
+
+def device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
+    """What messages travel on: the GPU where the group can and all tensors are there."""
+    kinds = {device.type: device for device in torch_groups.devices_of(group)}
+    if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
+        return kinds["cuda"]
+    return kinds["cpu"]
+
+
+def refuse_shared_memory(source: Held | None, target: Held | None) -> None:
+    """A target in the source's memory would be overwritten while it is sent."""
+    if source is None or target is None:
+        return
+    sources = source.storages()
+    for place, name in target.storages().items():
+        if place in sources:
+            raise TransferError(
+                f"{name} of the target shares its memory with {sources[place]} of the source; give "
+                "the target tensors of its own, or leave it out with only="
+            )
