@@ -44,6 +44,9 @@ LONGEST = (
 apart, each beside some that compute."""
 
 ONLY_FULL: dict[str, list[str]] = {
+    "tests/test_watch_between_grids.py": [
+        "test_who_fails_between_two_grids_is_named_on_both[stopped-in a transfer]"
+    ],
     "tests/test_rebuild.py": ["test_the_store_goes_twice", "test_what_is_refused"],
     "tests/faults/test_fault_matrix.py": ["test_the_whole_matrix"],
     "tests/observe/test_live_order.py": [

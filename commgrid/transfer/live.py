@@ -166,9 +166,9 @@ class Transfer:
         ) as pair:  # fmt: skip
             self._group = _make_group(pair, self._timeout)
             self._gates = Gates(pair.key, pair.rank, pair.ranks)
-            unconnected = {self._group}
-            self._watch = self._watched(pair, unconnected)
-            self._close = weakref.finalize(self, _end, self._group, self._gates, self._watch)
+            self._unconnected = {self._group}
+            self._watch = self._watched(pair)
+            self._close = weakref.finalize(self, _end, *self._parts)
             self._close.atexit = False  # which could wait for ranks that have ended
             for grid in self._grids.values():
                 grid.before_destroy(self._close)
@@ -177,7 +177,7 @@ class Transfer:
                 if self._watch is not None:
                     self._watch.connect(pair.key)
                 self._make_plan()
-                unconnected.clear()  # everybody has told everybody something
+                self._unconnected.clear()  # everybody has told everybody something
                 self._gates.come("planned", self._timeout, "did not get as far as its plan")
                 if self._watch is not None:
                     self._watch.begin()
@@ -188,13 +188,18 @@ class Transfer:
                     raise told from error
                 raise
 
-    def _watched(self, pair: Pairing, unconnected: set[ProcessGroup]) -> Watch | None:
+    @property
+    def _parts(self) -> tuple[ProcessGroup, set[ProcessGroup], Gates, Watch | None]:
+        """What is to be ended."""
+        return self._group, self._unconnected, self._gates, self._watch
+
+    def _watched(self, pair: Pairing) -> Watch | None:
         """What sees that a rank is gone, where that is seen on one of the grids."""
         if not pair.watched or len(pair.ranks) == 1:
             return None
         return watching.between(
             pair.key, f"transfer {self._name!r}", pair.rank, pair.ranks, self._group,
-            timeout=self._timeout, grids=self._grids.values(), unconnected=unconnected,
+            timeout=self._timeout, grids=self._grids.values(), unconnected=self._unconnected,
             told=self._gates.interrupt,
         )  # fmt: skip
 
@@ -414,7 +419,7 @@ class Transfer:
             broken: whether something may be under way, which is not waited for.
         """
         if broken and self._close.detach():
-            _end(self._group, self._gates, self._watch, broken=True)
+            _end(*self._parts, broken=True)
         self._close()
 
 
@@ -422,12 +427,18 @@ def _failure(what: str) -> Callable[[str], TransferError]:
     return lambda told: TransferError(f"{what}: {told}")
 
 
-def _end(group: ProcessGroup, gates: Gates, watch: Watch | None, broken: bool = False) -> None:
+def _end(
+    group: ProcessGroup,
+    unconnected: set[ProcessGroup],
+    gates: Gates,
+    watch: Watch | None,
+    broken: bool = False,
+) -> None:
     if watch is not None:
         watch.close()
         broken = broken or watch.failure is not None
     if broken:
-        torch_groups.abort_all([group], by_pairs=[group])
+        torch_groups.abort_all([group], unconnected)
     else:
         torch_groups.destroy_group(group)
     gates.close()

@@ -220,3 +220,28 @@ def test_a_rank_that_fails_in_the_middle_is_named_by_all(how: str, tmp_path: Pat
         else:
             assert "MemoryError" in said or "no more" in said, said
             assert "make a new Transfer" in again, again
+
+
+def comes_late(rank: int) -> list[float]:
+    """Each has one half and needs the other; rank 1 begins after a fifth of what rank 0 waits."""
+    grid = commgrid.initialize()
+    needed, offsets = torch.zeros(4), [(4 * rank,), (4 - 4 * rank,)]
+    transfer = Transfer(
+        {"w": Part(torch.full((4,), rank + 1.0), (8,), offsets[0])},
+        {"w": Part(needed, (8,), offsets[1])},
+        source_grid=grid, target_grid=grid, timeout=15,
+    )  # fmt: skip
+    carried = carry.Carrier.carry
+
+    def carrying(self: carry.Carrier) -> None:
+        time.sleep(3.5 * rank)
+        carried(self)
+
+    carry.Carrier.carry = carrying  # type: ignore[method-assign]
+    transfer.run()
+    return needed.tolist()
+
+
+def test_a_rank_is_waited_for_as_long_as_timeout_says() -> None:
+    ranks = run_on_ranks(comes_late, 2, per_rank=[(0,), (1,)], init=None, launcher="torchrun")
+    assert ranks == [[2.0] * 4, [1.0] * 4]
