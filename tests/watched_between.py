@@ -80,7 +80,7 @@ def fails_in_a_run(number: int, how: str) -> None:
             misbehave(how)
         before(carrier)
 
-    carry.Carrier.carry = carrying  # type: ignore[method-assign]
+    carry.Carrier.carry = carrying  # type: ignore[assignment, method-assign]
 
 
 def transferring(grids: dict[str, Any], timeout: float) -> Callable[[], object]:
