@@ -83,7 +83,12 @@ ROWS = [
     ],
     ["viz.live"],
     ["viz"],
-    ["runtime.audited", "runtime.torch_fake", "runtime.torch_archive"],
+    [
+        "runtime.audited",
+        "runtime.torch_fake",
+        "runtime.torch_archive",
+        "runtime.libraries",
+    ],
     ["runtime.patient", "runtime.whereabouts", "runtime.addresses"],
     [
         "runtime.launch",

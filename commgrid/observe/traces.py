@@ -154,7 +154,7 @@ def as_table(sums: Sequence[Sum], most: int = 30) -> str:
     if not sums:
         return "nothing was recorded"
     rows = [("group", "operation", "calls", "bytes", "seconds", "share", "where")]
-    digits = 4 if max(s.seconds for s in sums) >= 0.1 else 6
+    digits = 4 if max(s.seconds for s in sums) >= 1e-3 else 6
     rows += [
         (short(s.group), s.operation, f"{s.calls:,}", f"{s.bytes:,}", f"{s.seconds:.{digits}f}",
          f"{s.share:.1%}", s.where)

@@ -27,6 +27,7 @@ from torch import Tensor
 from commgrid.errors import CommGridError
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_calls
+from commgrid.runtime.libraries import OWN, is_programs
 
 FORMAT = 1
 """Of the files; it rises when a reader has to know."""
@@ -278,12 +279,7 @@ def _called(group: dist.ProcessGroup) -> str:
     return described if owner == "default" else f"{owner}:{described}"
 
 
-_SKIPPED = (
-    str(Path(torch.__file__).parent) + "/",
-    str(Path(__file__).parents[1]) + "/",
-)
-_DECORATORS = ("/typing_extensions.py", "/warnings.py", "/contextlib.py", "/functools.py")
-_inside: dict[CodeType, bool] = {}
+_is_programs: dict[CodeType, bool] = {}
 
 
 def place_of(code: CodeType | None, line: int) -> str:
@@ -297,19 +293,18 @@ def _file_of(code: CodeType) -> str:
 
 
 def caller() -> tuple[CodeType | None, int]:
-    """The innermost place outside torch and commgrid; within a thread of torch's, commgrid's."""
+    """The innermost place of the program; within a thread that is not its own, commgrid's."""
     own: tuple[CodeType | None, int] = (None, 0)
     each: FrameType | None = sys._getframe(2)
     while each is not None:
         code = each.f_code
-        inside = _inside.get(code)
-        if inside is None:
-            file = code.co_filename
-            inside = file.startswith(_SKIPPED) or file.endswith(_DECORATORS)
-            _inside[code] = inside
-        if not inside:
+        found = _is_programs.get(code)
+        if found is None:
+            found = _is_programs[code] = is_programs(code.co_filename)
+        if found:
             return code, each.f_lineno
-        if own[0] is None and code.co_filename.startswith(_SKIPPED[1]):
+        file = code.co_filename
+        if own[0] is None and file.startswith(OWN) and file != torch_calls.__file__:
             own = code, each.f_lineno
         each = each.f_back
     return own

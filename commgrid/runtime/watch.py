@@ -16,7 +16,6 @@ the thread has learnt:
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -24,10 +23,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
-import commgrid
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.runtime.libraries import is_programs
 from commgrid.runtime.links import Links, Message
 from commgrid.runtime.roll import Store
 
@@ -332,20 +329,10 @@ def where_is(thread: int | None) -> str:
         thread: its `ident`.
     """
     frame = innermost = sys._current_frames().get(thread or 0)
-    while frame is not None and _is_library(frame.f_code.co_filename):
+    while frame is not None and not is_programs(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:
         return "not in its main thread"
     code = frame.f_code
     return f"at {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
-
-
-def _is_library(file: str) -> bool:
-    if file.startswith((*_LIBRARIES, "<frozen")):
-        return True
-    return file.startswith(_STANDARD) and "-packages" not in file
-
-
-_LIBRARIES = tuple(f"{Path(each).parent}{os.sep}" for each in (torch.__file__, commgrid.__file__))
-_STANDARD = f"{Path(os.__file__).parent}{os.sep}"

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import torch
 import torch.distributed as dist
 
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_OWN = str(Path(__file__).parents[1]) + "/"
-_BETWEEN = ("/contextlib.py", "/functools.py", "/typing_extensions.py")
+from commgrid.runtime.libraries import is_ours, is_programs
+
 _GROUPS = ("group", "members", "process_group", "pg")  # what the argument is called
 
 
@@ -54,8 +52,8 @@ def whereabouts(error: BaseException) -> Whereabouts | None:
     on: tuple[str, dist.ProcessGroup] | None = None
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        if not code.co_filename.startswith((_TORCH, _OWN)):
-            if not code.co_filename.endswith(_BETWEEN):
+        if not is_ours(code.co_filename):
+            if is_programs(code.co_filename):
                 line = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
                 called, on = "", None
             continue

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,14 @@ def grid() -> Any:
     yield commgrid.initialize()
     commgrid.trace.stop()
     commgrid.shutdown()
+
+
+def test_pythons_own_lines_are_not_the_programs(grid: Any) -> None:
+    commgrid.trace.start()
+    thread = threading.Thread(target=dist.broadcast, args=(torch.ones(1), 0, grid.get_group("dp")))
+    thread.start()
+    thread.join()
+    assert commgrid.trace.recorded().calls[-1].where == "?"  # and not threading.py
 
 
 def test_only_the_last_calls_are_kept(grid: Any) -> None:
