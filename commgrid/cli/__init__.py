@@ -57,6 +57,9 @@ def _run(argv: Sequence[str] | None) -> int:
     parser, commands = _parsers()
     _complete(parser)
     words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     rest: list[str] = []
     if words[:1] == ["audit"] and "--" in words:  # what follows is another program's
         words, rest = words[: words.index("--")], words[words.index("--") + 1 :]

@@ -31,6 +31,13 @@ def test_the_version_is_told_without_torch(capsys: pytest.CaptureFixture[str]) -
     assert said.startswith(f"commgrid {commgrid.__version__} (torch ")
 
 
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """It said that COMMAND is required, and not what that may be."""
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert "plan      groups, sizes" in said and "audit" in said
+
+
 def test_what_was_meant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'plna' (choose from" in (said := refused(capsys, "plna"))
     assert said.endswith("; did you mean 'plan'?\n")
