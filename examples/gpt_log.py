@@ -203,7 +203,9 @@ class Log:
     def how_to_go_on(self, steps: int | None) -> str:
         """What was saved where, and the flags that take it up."""
         if self.saved is None:
-            return "nothing was saved (--save DIR keeps checkpoints)"
+            return "nothing was saved" + (
+                "" if self.args.save else " (--save DIR keeps checkpoints)"
+            )
         step, folder = self.saved
         if self.args.save_in_background and folder == self.args.save:  # the last may be half there
             whole = [each for each in checkpoint.steps(folder) if each <= step]

@@ -263,6 +263,12 @@ def test_an_error_is_followed_by_how_to_go_on(tmp_path: Path) -> None:
     assert lines[-1].endswith(f"; step 2 is saved in {saved}; to go on: --resume {saved}")
 
 
+def test_who_saves_is_not_told_to(tmp_path: Path) -> None:
+    job = [*TINY, "--steps", "9", "--save", str(tmp_path), "--save-every", "4"]
+    lines = run_on_ranks(fails_at, 1, 3, job, init=None, launcher="torchrun")[0]
+    assert lines[-1].endswith("; nothing was saved")
+
+
 WITHOUT_NUMPY = """
 import runpy, sys
 sys.modules["numpy"] = None  # importing it fails
