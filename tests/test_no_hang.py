@@ -263,8 +263,9 @@ def interrupted(rank: int) -> Any:
         Line.within = pressed  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             commgrid.initialize(tp=2)
+        tell("rank 0 has given up")
     else:
-        time.sleep(0.5)  # while rank 0 has given up and tries again
+        hear("rank 0 has given up")  # who had met it before would raise what it has told
     return commgrid.initialize(tp=2, startup_timeout=100).get_ranks("tp")
 
 
