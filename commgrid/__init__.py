@@ -35,11 +35,10 @@ from commgrid.version import VERSION
 
 if TYPE_CHECKING:
     from commgrid.observe import trace, verify
-    from commgrid.recovery import recover
+    from commgrid.recovery import rebuild, recover
     from commgrid.runtime.audited import audit_sizes
     from commgrid.runtime.grid import HyperCommGrid
     from commgrid.runtime.inquiry import diagnose
-    from commgrid.runtime.rebuild import rebuild
     from commgrid.runtime.registry import (
         destroy,
         get_grid,
@@ -112,7 +111,7 @@ _LIVE = {
     "initialize": "commgrid.runtime.starting",
     "is_initialized": "commgrid.runtime.registry",
     "join": "commgrid.runtime.starting",
-    "rebuild": "commgrid.runtime.rebuild",
+    "rebuild": "commgrid.recovery",
     "recover": "commgrid.recovery",
     "shutdown": "commgrid.runtime.registry",
     "size": "commgrid.runtime.registry",

@@ -1,8 +1,9 @@
-"""recover: after a rebuild, the state that training goes on from, out of what ranks have kept.
+"""After a failure: rebuild makes the grid that is left, and recover brings back a state.
 
 The ranks of the new grid tell each other what they have in memory, their own and their neighbours'.
 The newest state that is there as a whole goes to where it is needed now, as between any two grids;
-else the last checkpoint is loaded.
+else the last checkpoint is loaded. What only ranks have that are left out, they hand over before,
+in rebuild.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from commgrid import checkpoint
+from commgrid.checkpoint.handing_over import hand_over
 from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.loading import Loading
 from commgrid.checkpoint.meeting import Model, Progress, everyone, failure, tells_failures
@@ -28,7 +30,11 @@ from commgrid.checkpoint.memory import Inventory, Kept, forget, kept_states, mis
 from commgrid.checkpoint.storage import Report, check_has
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.errors import CheckpointError
+from commgrid.planning.survivors import Fits
+from commgrid.runtime.rebuild import States
+from commgrid.runtime.rebuild import rebuild as _rebuild
 from commgrid.runtime.registry import get_grid
+from commgrid.runtime.seconds import Seconds
 from commgrid.transfer.held import Part
 from commgrid.transfer.live import Transfer
 
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
 MEMORY, NEIGHBOURS, CHECKPOINT = "memory", "neighbours' memory", "checkpoint"
+LEFT_OUT = "memory of ranks left out"
 _NAMED = 3
 
 
@@ -48,7 +55,9 @@ class Recovered:
     Args:
         step: it is of; training goes on with the next.
         source: `memory`: what the ranks that are left had of their own; `neighbours' memory`: some
-            of it was kept for ranks that are gone; `checkpoint`: the folder's last.
+            of it was kept for ranks that are gone; `memory of ranks left out`: some of it was only
+            with ranks that have no place any more, which handed it over in `rebuild`;
+            `checkpoint`: the folder's last.
         extra: what was kept or saved with it.
         lost: with a checkpoint: what nobody had in memory any more, by name, if anything was kept.
     """
@@ -57,6 +66,60 @@ class Recovered:
     source: str
     extra: dict[str, Any]
     lost: tuple[str, ...] = ()
+
+
+def rebuild(
+    ranks: range | Sequence[int] | str | None = None,
+    *,
+    name: str | None = None,
+    grace: Seconds = 3.0,
+    at_least: int | None = None,
+    fits: Fits | None = None,
+    timeout: Seconds = 60.0,
+) -> HyperCommGrid | None:
+    """Makes a grid again, of the same name and description, over the ranks that are left.
+
+    Ranks call it after a failure, such as a PeerFailedError; the processes and torch.distributed
+    stay. The axis that was given as -1 shrinks, or else dp, and then pp. Whole replicas are left
+    out, so that as many ranks as possible keep their place on the other axes; what they have in
+    memory `commgrid.recover` brings together; what only a rank without a place has, it hands over
+    here. A rank without a part in a grid, which `ranks` of
+    `initialize` left out, which only called `join`, or which was left out here, waits in this call
+    until a rebuild needs it: it may take the place of one that is gone.
+
+    Args:
+        ranks: exactly these come; who does not is named. None: whoever does.
+        name: of the grid; None: the default one.
+        grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
+            learn of a failure in their next collective; give more than they compute without one.
+        at_least: how many ranks of the grid before must come; None: half, or more than half where
+            the store is out of reach and others may be there still. Fewer may be the smaller side
+            of a network that was cut, whose larger side goes on as well.
+        fits: whether the job can use sizes, `{"tp": 2, "dp": 3, …}`, such as a batch that must
+            divide; asked on one rank. None: any.
+        timeout: how long it may take in all, likewise; not the waiting of a rank without a part.
+
+    Returns:
+        The new grid, which `get_grid(name)` returns from now on and `rebuilt` says more of; None on
+        a rank that has waited for a place when the others have ended.
+
+    Raises:
+        GridNotInitializedError: torch.distributed is not up.
+        PeerTimeoutError: ranks did not come, or this one came too late.
+        PeerFailedError: too few ranks are left, or the store and all standby stores are gone.
+        SpecError: no grid of this description fits the ranks that are left.
+        GridMismatchError: ranks call for different things.
+
+    Example:
+        >>> import commgrid
+        >>> grid = commgrid.initialize()
+        >>> grid.abort()                        # as after a failure
+        >>> commgrid.rebuild(grace=0.1).shape["dp"]
+        1
+        >>> commgrid.shutdown()
+    """
+    states = States(lambda: bool(kept_states()), hand_over)
+    return _rebuild(ranks, name, grace, at_least, fits, timeout, states)
 
 
 @tells_failures
@@ -159,9 +222,11 @@ def _choose(told: Sequence[Inventory], folder: str | Path | None) -> _Chosen:
             break
         if not missing(having, with_others=False):
             return _Chosen(tag, having[0].step, MEMORY)
-        gone = missing(having, with_others=True)
-        if not gone:
+        if not missing(having, with_others=True):
             return _Chosen(tag, having[0].step, NEIGHBOURS)
+        gone = missing(having, with_others=True, with_left=True)
+        if not gone:
+            return _Chosen(tag, having[0].step, LEFT_OUT)
         lost = lost or gone
     if saved:
         return _Chosen(None, 0, CHECKPOINT, tuple(lost))
@@ -229,7 +294,7 @@ class _Memory:
 
     def _source(self) -> dict[str, list[Part]]:
         found: dict[str, list[Part]] = {}
-        for item in (*self._mine.own, *self._mine.others) if self._mine is not None else ():
+        for item in self._mine.items if self._mine is not None else ():
             for chunk in item.chunks:
                 part = Part(chunk.data, tuple(item.shape), tuple(chunk.offset))
                 found.setdefault(item.key, []).append(part)

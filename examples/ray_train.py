@@ -2,6 +2,7 @@
 
     python examples/ray_train.py --workers 4 --tp 2 --save runs/1 --save-every 100
     python examples/ray_train.py --address auto --workers 16 --gpus 1 --tp 8 --save /shared/runs/1
+    python examples/ray_train.py --workers 4 --tp 2 --survive    # the other actors go on
 
 Each worker is an actor of a placement group, and a rank. Flags that are not listed here are
 train_gpt's. Without --address Ray is started on this machine, and ended with the job; `auto` is the
@@ -50,16 +51,19 @@ class Worker:
         node: str = get_runtime_context().get_node_id()
         return node, get_node_ip_address(), os.getpid(), port
 
-    def train(self, variables: Mapping[str, str], flags: Sequence[str]) -> str | None:
-        """The job on this rank; what went wrong, in one line."""
+    def train(self, variables: Mapping[str, str], flags: Sequence[str]) -> tuple[bool, str | None]:
+        """The job on this rank.
+
+        Returns:
+            Whether it took the last step, and what went wrong, in one line.
+        """
         os.environ.update(variables)
         try:
-            train_gpt.train(train_gpt.parse(list(flags)))
+            return train_gpt.train(train_gpt.parse(list(flags))), None
         except commgrid.CommGridError as error:
-            return f"{type(error).__name__}: {error}"
+            return False, f"{type(error).__name__}: {error}"
         except SystemExit as error:  # which would end the actor
-            return None if not error.code else f"{error.code}"
-        return None
+            return not error.code, f"{error.code}" if error.code else None
 
 
 @dataclass
@@ -200,7 +204,7 @@ def run(ray: Any, group: Any, args: argparse.Namespace, flags: list[str]) -> lis
             rank.actor.train.remote(own, flags): i
             for i, (rank, own) in enumerate(zip(ranks, variables, strict=True))
         }
-        return watch(ray, ranks, jobs)
+        return watch(ray, ranks, jobs, survives=bool(train_gpt.parse(flags).survive))
     finally:
         for rank in ranks:
             ray.kill(rank.actor)
@@ -244,28 +248,45 @@ def launch_variables(ranks: Sequence[Rank]) -> list[dict[str, str]]:
     return made
 
 
-def watch(ray: Any, ranks: Sequence[Rank], jobs: dict[Any, int]) -> list[str]:
-    """Until all have ended, or some seconds after the first has failed; what went wrong."""
+def watch(
+    ray: Any, ranks: Sequence[Rank], jobs: dict[Any, int], survives: bool = False
+) -> list[str]:
+    """Until all have ended, or some seconds after the first has failed; what went wrong.
+
+    With --survive the others go on after a failure, so that nothing is wrong where any rank has
+    taken the last step; those that are left then get some seconds.
+    """
     dead: list[str] = []
     said: dict[int, str] = {}
+    done = False
     pending, until = list(jobs), None
     while pending and (until is None or time.monotonic() < until):
         ended, pending = ray.wait(pending, timeout=1.0)
         for job in ended:
             i = jobs[job]
             try:
-                if (wrong := ray.get(job)) is not None:
+                took_last, wrong = ray.get(job)
+                done = done or took_last
+                if wrong is not None:
                     said[i] = wrong
             except ray.exceptions.RayActorError:
                 dead.append(f"rank {i} ({ranks[i]}) has died")
+                if survives:
+                    print(dead[-1], file=sys.stderr, flush=True)
             except ray.exceptions.RayTaskError as error:
                 said[i] = f"{error}"
-        if until is None and (dead or said):
+        if until is None and (done if survives else dead or said):
             until = time.monotonic() + LAST_WORDS_SECONDS
-    if pending and until is not None:
-        dead.append(f"{len(pending)} ranks did not end in {LAST_WORDS_SECONDS:g} s")
     told = {text: i for i, text in reversed(said.items())}  # once what all say
-    return [*dead, *(f"rank {i}: {text}" for text, i in list(told.items())[-1:])]
+    last = [f"rank {i}: {text}" for text, i in list(told.items())[-1:]]
+    if survives and done:
+        print("\n".join(last), end="\n" if last else "", file=sys.stderr, flush=True)
+        return []
+    if pending:
+        dead.append(f"{len(pending)} ranks did not end in {LAST_WORDS_SECONDS:g} s")
+    if survives and not (dead or said):
+        dead.append("no rank took the last step: who had a place is gone")
+    return [*dead, *last]
 
 
 def again(flags: list[str]) -> list[str]:

@@ -43,13 +43,17 @@ from gpt_survive import FAILURES, survive
 from gpt_trainer import Trainer, learning_rate, own_device
 
 
-def train(args: argparse.Namespace) -> None:
-    """The whole job on this rank, from the grid to the last line."""
+def train(args: argparse.Namespace) -> bool:
+    """The whole job on this rank, from the grid to the last line.
+
+    Returns:
+        Whether this rank took the last step; False: it had no place then.
+    """
     grid = make_grid(args)
     if grid is None:  # a spare rank
-        wait_for_a_place(args)
+        took_last = wait_for_a_place(args)
         commgrid.shutdown()
-        return
+        return took_last
     check_sizes(args, grid, grid.spec)
     check_switches(args, grid)
     text = split_text(read_text(args.data, args.seq_len), args)
@@ -60,12 +64,13 @@ def train(args: argparse.Namespace) -> None:
             job = Job(Trainer(args, grid), log, text)
             log.begin(*count_parameters(job.trainer.model))
         try:
-            job.begin()
+            took_last = job.begin()
         except Exception as error:
             if log.loss is not None:  # else there is nothing to go on from
                 log.stopped(type(error).__name__)
             raise
     commgrid.shutdown()
+    return took_last
 
 
 class Job:
@@ -85,30 +90,35 @@ class Job:
         self.failed: set[int] = set()
         """Steps in which this rank itself has failed, with --survive."""
 
-    def begin(self) -> None:
-        """From the first step, or from where --resume says."""
+    def begin(self) -> bool:
+        """From the first step, or from where --resume says; as `go_on`."""
         if self.args.resume:
             with self.named("loading a checkpoint"):
                 self.done = self.trainer.resume()
         self.log.resumed(self.done, self.trainer.changed)
         if self.args.survive:
             self.keep()
-        self.go_on()
+        return self.go_on()
 
-    def go_on(self) -> None:
-        """The steps that are left, to the last line; with --survive, through failures."""
+    def go_on(self) -> bool:
+        """The steps that are left, to the last line; with --survive, through failures.
+
+        Returns:
+            Whether this rank took the last one.
+        """
         with ExitStack() as in_use:
             while not self.all_steps(in_use):
                 # Its memory is needed, and others may wait for connections that it holds.
                 del self.trainer
                 found = survive(self.args, self.log)
                 if found is None:  # others go on without this rank, or have ended
-                    return
+                    return False
                 self.trainer, self.log, self.done = found
             if self.args.sample is not None:
                 with self.named("the sample"):
                     self.log.sample(generate(self.trainer))
         self.log.end()
+        return True
 
     def all_steps(self, in_use: ExitStack) -> bool:
         """The steps that are left; with --survive, False where a rank has failed."""
@@ -169,12 +179,14 @@ class Job:
         return named_failures(self.trainer.grid, lambda: doing)
 
 
-def wait_for_a_place(args: argparse.Namespace) -> None:
-    """With --survive, a spare rank's part: it trains once another one is gone."""
+def wait_for_a_place(args: argparse.Namespace) -> bool:
+    """With --survive, a spare rank's part: it trains once another one is gone; as `train`."""
     found = survive(args) if args.survive else None
-    if found is not None:
-        trainer, log, done = found
-        Job(trainer, log, split_text(read_text(args.data, args.seq_len), args), done).go_on()
+    if found is None:
+        return False
+    trainer, log, done = found
+    text = split_text(read_text(args.data, args.seq_len), args)
+    return Job(trainer, log, text, done).go_on()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -159,6 +159,7 @@ ROWS = [
     ["checkpoint.optimizer_state", "checkpoint.folder", "checkpoint.meeting"],
     ["checkpoint.background"],
     ["checkpoint.memory"],
+    ["checkpoint.handing_over"],
     ["checkpoint.saving", "checkpoint.loading"],
     ["checkpoint"],
     ["transfer.foreign", "transfer.gate", "transfer.ring", "transfer.ending"],

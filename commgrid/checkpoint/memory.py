@@ -8,6 +8,8 @@ that ranks on several hosts have copies of are safe by that; what has no copy el
 optimizer state that ZeRO-1 cuts over dp, or weights that FSDP cuts, goes to a neighbour along dp on
 another host as well. Where all ranks are on one host, another process is as good as it gets.
 
+A rank that a rebuild has left out hands over what nobody else has (`handing_over`).
+
 The last two are kept: while ranks keep one, and some of them may not get to its end, the one before
 is whole.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -56,6 +58,7 @@ class Kept:
         values: by key, of this rank and of these.
         forms: of every tensor of all ranks, by key; None: a value.
         layout: a digest of what this rank has, and of its grid.
+        left: boxes that a rank had which a rebuild has left out.
     """
 
     step: int
@@ -65,6 +68,12 @@ class Kept:
     values: dict[str, Any]
     forms: Mapping[str, Form | None]
     layout: str
+    left: list[Item] = field(default_factory=list)
+
+    @property
+    def items(self) -> list[Item]:
+        """All boxes that this process has of it."""
+        return [*self.own, *self.others, *self.left]
 
 
 _kept: list[Kept] = []
@@ -82,6 +91,14 @@ def forget(after: int | None = None) -> None:
         after: only those of later steps, behind which training has gone back; None: all.
     """
     _kept[:] = [each for each in _kept if after is not None and each.step <= after]
+
+
+def take_over(tag: str, items: Sequence[Item], values: Mapping[str, Any]) -> None:
+    """Adds to a state of this process what a rank had that is left out."""
+    for i, state in enumerate(_kept):
+        if state.tag == tag:
+            every = {**values, **state.values}
+            _kept[i] = replace(state, left=[*state.left, *items], values=every)
 
 
 def keep_items(
@@ -205,12 +222,32 @@ def _exchange(
     ranks = dist.get_process_group_ranks(group)
     to = ranks.index(places.neighbour(places.grid.rank))
     sources = [i for i, r in enumerate(ranks) if places.neighbour(r) == places.grid.rank]
+    return give(items, values, to, sources, group)
+
+
+def give(
+    items: Sequence[Item],
+    values: Mapping[str, Any],
+    to: int | None,
+    sources: Sequence[int],
+    group: ProcessGroup,
+) -> tuple[list[Item], dict[str, Any]]:
+    """Boxes and values to one rank of a group, and from some; all ranks call it.
+
+    Args:
+        items, values: what is given.
+        to: a place in the group; None: this rank gives nothing.
+        sources: the places of those that give to this rank.
+
+    Returns:
+        What they have given.
+    """
     boxes = [
         (each.path, each.shape, each.dtype, [(c.offset, tuple(c.data.shape)) for c in each.chunks])
         for each in items
     ]
     head = torch.frombuffer(bytearray(pickle.dumps((boxes, dict(values)))), dtype=torch.uint8)
-    heads = _send(group, to, sources, [head])
+    heads = _send(group, to, sources, [head] if to is not None else [])
     found: list[Item] = []
     more: dict[str, Any] = {}
     room: dict[int, list[Tensor]] = {}
@@ -223,13 +260,14 @@ def _exchange(
             chunks = [Chunk(offset, torch.empty(size, dtype=dtype)) for offset, size in parts]
             room.setdefault(source, []).extend(chunk.data for chunk in chunks)
             found.append(Item(path, shape, chunks, dtype))
-    _send(group, to, sources, [chunk.data for each in items for chunk in each.chunks], room)
+    data = [chunk.data for each in items for chunk in each.chunks] if to is not None else []
+    _send(group, to, sources, data, room)
     return found, more
 
 
 def _send(
     group: ProcessGroup,
-    to: int,
+    to: int | None,
     sources: Sequence[int],
     tensors: Iterable[Tensor],
     room: Mapping[int, Sequence[Tensor]] | None = None,
@@ -237,7 +275,7 @@ def _send(
     """Bytes to one rank of a group, and from some; all ranks call it.
 
     Args:
-        to: a place in the group.
+        to: a place in the group; None: there is nothing to send.
         sources: places.
         tensors: on the CPU, sent one after the other.
         room: by source, tensors that are filled; None: one is made for each.
@@ -250,9 +288,10 @@ def _send(
     for start in range(0, max(lengths), _ROUND_BYTES):
         counts = [min(max(length - start, 0), _ROUND_BYTES) for length in lengths]
         send = [0] * len(lengths)
-        send[to] = counts[group.rank()]
+        if to is not None:
+            send[to] = counts[group.rank()]
         receive = [counts[i] if i in into else 0 for i in range(len(lengths))]
-        got = all_to_all(mine.take(send[to]).to(device), group, send=send, receive=receive)
+        got = all_to_all(mine.take(sum(send)).to(device), group, send=send, receive=receive)
         for source, part in enumerate(torch.split(got, receive)):
             if source in into:
                 into[source].put(part.cpu())
@@ -301,7 +340,7 @@ class Inventory:
 
     Args:
         step, tag: the state's.
-        own, others: offsets and sizes of boxes, by key.
+        own, others, left: offsets and sizes of boxes, by key.
         values: keys.
         forms: as the state's.
     """
@@ -312,14 +351,22 @@ class Inventory:
     others: Boxes
     values: list[str]
     forms: Mapping[str, Form | None]
+    left: Boxes = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: Kept) -> Inventory:
-        own, others = (_boxes_of(items) for items in (state.own, state.others))
-        return cls(state.step, state.tag, own, others, list(state.values), state.forms)
+        own, others, left = (boxes_of(each) for each in (state.own, state.others, state.left))
+        return cls(state.step, state.tag, own, others, list(state.values), state.forms, left)
+
+    @property
+    def boxes(self) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Key, offset and size of all boxes."""
+        every = (self.own, self.others, self.left)
+        return {(key, *box) for boxes in every for key, places in boxes.items() for box in places}
 
 
-def _boxes_of(items: Iterable[Item]) -> Boxes:
+def boxes_of(items: Iterable[Item]) -> Boxes:
+    """Offsets and sizes by key."""
     found: Boxes = {}
     for item in items:
         boxes = [(tuple(chunk.offset), tuple(chunk.data.shape)) for chunk in item.chunks]
@@ -327,18 +374,20 @@ def _boxes_of(items: Iterable[Item]) -> Boxes:
     return found
 
 
-def missing(told: Sequence[Inventory], with_others: bool) -> list[str]:
+def missing(told: Sequence[Inventory], with_others: bool, with_left: bool = False) -> list[str]:
     """The keys of a state that ranks do not have all of, together.
 
     Args:
         told: by ranks that have the state.
         with_others: whether what they have for their neighbours counts.
+        with_left: whether what ranks that are left out have handed over to them does.
     """
     held: dict[str, set[Any]] = {}
     values: set[str] = set()
     for each in told:
         values.update(each.values)
-        for boxes in (each.own, each.others) if with_others else (each.own,):
+        count = [each.own, *([each.others] if with_others else [])]
+        for boxes in (*count, *([each.left] if with_left else [])):
             for key, places in boxes.items():
                 held.setdefault(key, set()).update(places)
     lost = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,55 +52,30 @@ class Rebuilt:
     moved: bool
 
 
-def rebuild(
-    ranks: range | Sequence[int] | str | None = None,
-    *,
-    name: str | None = None,
-    grace: Seconds = 3.0,
-    at_least: int | None = None,
-    fits: Fits | None = None,
-    timeout: Seconds = 60.0,
-) -> HyperCommGrid | None:
-    """Makes a grid again, of the same name and description, over the ranks that are left.
-
-    Ranks call it after a failure, such as a PeerFailedError; the processes and torch.distributed
-    stay. The axis that was given as -1 shrinks, or else dp, and then pp. Whole replicas are left
-    out, so that as many ranks as possible keep their place on the other axes; what they have in
-    memory `commgrid.recover` brings together. A rank without a part in a grid, which `ranks` of
-    `initialize` left out, which only called `join`, or which was left out here, waits in this call
-    until a rebuild needs it: it may take the place of one that is gone.
+@dataclass(frozen=True)
+class States:
+    """What ranks have in memory, as a rebuild sees it.
 
     Args:
-        ranks: exactly these come; who does not is named. None: whoever does.
-        name: of the grid; None: the default one.
-        grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
-            learn of a failure in their next collective; give more than they compute without one.
-        at_least: how many ranks of the grid before must come; None: half, or more than half where
-            the store is out of reach and others may be there still. Fewer may be the smaller side
-            of a network that was cut, whose larger side goes on as well.
-        fits: whether the job can use sizes, `{"tp": 2, "dp": 3, …}`, such as a batch that must
-            divide; asked on one rank. None: any.
-        timeout: how long it may take in all, likewise; not the waiting of a rank without a part.
-
-    Returns:
-        The new grid, which `get_grid(name)` returns from now on and `rebuilt` says more of; None on
-        a rank that has waited for a place when the others have ended.
-
-    Raises:
-        GridNotInitializedError: torch.distributed is not up.
-        PeerTimeoutError: ranks did not come, or this one came too late.
-        PeerFailedError: too few ranks are left, or the store and all standby stores are gone.
-        SpecError: no grid of this description fits the ranks that are left.
-        GridMismatchError: ranks call for different things.
-
-    Example:
-        >>> import commgrid
-        >>> grid = commgrid.initialize()
-        >>> grid.abort()                        # as after a failure
-        >>> commgrid.rebuild(grace=0.1).shape["dp"]
-        1
-        >>> commgrid.shutdown()
+        held: whether this rank has any.
+        hand_over: called on all ranks of a grid made for it, those with a place, which it is told,
+            and those without one that have states.
     """
+
+    held: Callable[[], bool]
+    hand_over: Callable[[HyperCommGrid, Sequence[int]], None]
+
+
+def rebuild(
+    ranks: range | Sequence[int] | str | None,
+    name: str | None,
+    grace: Seconds,
+    at_least: int | None,
+    fits: Fits | None,
+    timeout: Seconds,
+    states: States,
+) -> HyperCommGrid | None:
+    """`commgrid.rebuild`, for which `states` are handed over."""
     return _Rebuild(
         name or _registry.default,
         None if ranks is None else tuple(sorted(as_ranks(ranks))),
@@ -108,6 +83,7 @@ def rebuild(
         _count(at_least),
         fits,
         as_seconds("timeout", timeout),
+        states,
     ).run()
 
 
@@ -135,6 +111,7 @@ class _Rebuild:
     at_least: int | None
     fits: Fits | None
     timeout: float
+    states: States
     registry: Registry = _registry
     unsure: bool = False
     moved: bool = False
@@ -165,6 +142,7 @@ class _Rebuild:
                     continue
                 self._settle_store(verdict)
                 spec = GridSpec.from_config(verdict["spec"]).resolve(torch_world.world_size())
+                self._hand_over(spec, verdict)
                 if self._rank in spec.grid_ranks:
                     return self._make(spec, verdict, made)
                 self.registry.made.pop(self.name, None)  # and waits for a place from now on
@@ -257,7 +235,7 @@ class _Rebuild:
         own, place = self._own_standby(), self.registry.place
         said = json.dumps({
             "address": own.address if own is not None else "",
-            "server": place.server, "unsure": self.unsure,
+            "server": place.server, "unsure": self.unsure, "states": self.states.held(),
         })  # fmt: skip
         world = range(torch_world.world_size())
         calls = RollCall(torch_world.world_store(), self._rank, world)
@@ -303,28 +281,47 @@ class _Rebuild:
         if moves:
             server = can_serve[0]
         gone = sorted({*range(torch_world.world_size())} - set(here))
+        spares = sorted({*here} - {*spec.grid_ranks})
         return {
             "spec": spec.to_dict(), "given": made.given.to_dict(), "full": made.full,
             "before": made.last.shape, "backend": made.backend, "timeout": made.timeout,
             "watch": made.watch, "verify": made.verify, "token": uuid4().hex, "gone": gone,
-            "spares": sorted({*here} - {*spec.grid_ranks}),
+            "spares": spares, "holders": [rank for rank in spares if said[rank]["states"]],
             "server": server, "store": said[can_serve[0]]["address"] if moves else None,
             "standbys": [(rank, said[rank]["address"]) for rank in torch_standby.chosen(can_serve)],
         }  # fmt: skip
 
     # -- the grid -----------------------------------------------------------------------
 
-    def _make(self, spec: GridSpec, verdict: Mapping[str, Any], made: Made | None) -> HyperCommGrid:
+    def _hand_over(self, spec: GridSpec, verdict: Mapping[str, Any]) -> None:
+        """Brings what ranks without a place have in memory to those that have one."""
+        ranks = sorted({*spec.grid_ranks, *verdict["holders"]})
+        if not verdict["holders"] or self._rank not in ranks:
+            return
+        all_of_them = GridSpec.build(dp=len(ranks), ranks=ranks)
+        grid = self._start(all_of_them, f"{self.name}/handing over", verdict)
+        try:
+            self.states.hand_over(grid, tuple(spec.grid_ranks))
+        except (PeerTimeoutError, PeerFailedError) as error:
+            raise _AttemptError(f"rebuild: {error}") from error
+        finally:
+            grid.destroy()
+
+    def _start(self, spec: GridSpec, name: str, verdict: Mapping[str, Any]) -> HyperCommGrid:
+        """A grid of the kind of the one before, as soon as an attempt may take."""
         left = max(self.deadline - time.monotonic(), 0.0)
+        try:
+            return HyperCommGrid(
+                spec, name=name, backend=verdict["backend"], timeout=verdict["timeout"],
+                startup_timeout=max(left * _SHARE, _LEAST_SECONDS), watch=verdict["watch"],
+            )  # fmt: skip
+        except (PeerTimeoutError, PeerFailedError) as error:
+            raise _AttemptError(f"rebuild: {error}") from error
+
+    def _make(self, spec: GridSpec, verdict: Mapping[str, Any], made: Made | None) -> HyperCommGrid:
         backend, limit = verdict["backend"], verdict["timeout"]
         with self.registry.reserved(self.name):
-            try:
-                grid = HyperCommGrid(
-                    spec, name=self.name, backend=backend, timeout=limit,
-                    startup_timeout=max(left * _SHARE, _LEAST_SECONDS), watch=verdict["watch"],
-                )  # fmt: skip
-            except (PeerTimeoutError, PeerFailedError) as error:
-                raise _AttemptError(f"rebuild: {error}") from error
+            grid = self._start(spec, self.name, verdict)
             grid.rebuilt = Rebuilt(
                 verdict["before"], tuple(verdict["gone"]), tuple(verdict["spares"]),
                 time.monotonic() - self.started, self.moved,

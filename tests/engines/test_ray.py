@@ -96,6 +96,33 @@ def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
 
 
 @NO_RAY
+def test_a_killed_worker_and_the_others_go_on(tmp_path: Path) -> None:
+    """In their actors, from memory: nothing is saved, and nothing starts again."""
+    metrics, reference = (tmp_path / name for name in ("metrics", "alone"))
+    alone(reference)
+    flags = ["--tp", "2", "--survive", "3", "--metrics", str(metrics), "--restarts", "0"]
+    with started(tmp_path, "--workers", "4", *JOB, "--log-every", "1", *flags) as (running, log):
+        wait_until(lambda: metrics.exists() and len(curve(metrics)) >= 5, "step 5", 300)
+        os.kill(workers(log.read_text())[3], signal.SIGKILL)
+        killed = time.monotonic()
+        wait_until(lambda: "goes on without rank 3" in log.read_text(), "the others")
+        seconds = time.monotonic() - killed
+        assert running.wait(200) == 0, log.read_text()
+        wait_until(lambda: not left(tmp_path), "the end of Ray", 20)
+        said = log.read_text()
+    (line,) = re.findall(r"goes on without rank 3 .*", said)
+    assert re.search(r"over tp 2 on 2 ranks \(was tp 2 · dp 2\): .* from memory, in", line)
+    assert len(re.findall(r"^rank 3 \(pid \d+ on \S+\) has died$", said, flags=re.M)) == 1
+    assert len(re.findall(r"^ranks  ", said, flags=re.M)) == 1  # one start
+    assert "has failed" not in said
+    assert tracebacks(said) == 0, said
+    rows = curve(metrics)
+    assert [each["step"] for each in rows] == list(range(1, 21))
+    same_curve(rows, curve(reference), "fp64")
+    row("Ray --survive: kill -9 of rank 3 of 4", "a step", line, seconds, len(left(tmp_path)))
+
+
+@NO_RAY
 def test_a_stop_is_one_line(tmp_path: Path) -> None:
     with started(tmp_path, "--workers", "2", *LONG) as (running, log):
         wait_until(lambda: "step    3" in log.read_text(), "three steps")

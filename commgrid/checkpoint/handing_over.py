@@ -1,0 +1,136 @@
+"""What a rank that has no place any more has in memory, handed over to those that have one.
+
+    dp 4, rank 2 gone, dp 3 does not divide the batch: dp 2 over (0, 1), rank 3 is left out
+
+    rank 0   own 0, kept for 3
+    rank 1   own 1, kept for 0
+    rank 3   own 3, kept for 2   ── kept for 2 ──►   rank 0, since nobody else has it
+
+Only of the newest state that is whole with it, and only what nobody with a place has; nothing where
+these have a newer one, or this one, whole among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from commgrid.checkpoint.boxes import Chunk
+from commgrid.checkpoint.items import Item
+from commgrid.checkpoint.meeting import everyone
+from commgrid.checkpoint.memory import Inventory, Kept, give, kept_states, missing, take_over
+from commgrid.collectives.objects import gathered
+from commgrid.runtime.failures import named_failures
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+Box = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Key, offset and size."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one rank hands over.
+
+    Args:
+        to: the rank that gets it.
+        boxes, values: what it is.
+    """
+
+    to: int
+    boxes: frozenset[Box]
+    values: frozenset[str]
+
+
+def hand_over(grid: HyperCommGrid, seated: Sequence[int]) -> None:
+    """Ranks without a place give those with one what only they have; on all ranks of both kinds.
+
+    Args:
+        grid: over all of them, for this alone.
+        seated: those with a place.
+
+    Raises:
+        PeerFailedError, PeerTimeoutError: one is gone meanwhile.
+    """
+    group = everyone(grid)
+    if group is None:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    with named_failures(grid, lambda: "handing over states"):
+        told = gathered([Inventory.of(state) for state in kept_states()], group)
+        tag, plan = given(dict(zip(ranks, told, strict=True)), seated)
+        if not plan:
+            return
+        state = next((one for one in kept_states() if one.tag == tag), None)
+        mine = plan.get(grid.rank)
+        sources = [ranks.index(rank) for rank, one in plan.items() if one.to == grid.rank]
+        if mine is None or state is None:
+            items, values = give([], {}, None, sources, group)
+        else:
+            said = {key: state.values[key] for key in mine.values}
+            items, values = give(
+                _only(state, mine.boxes), said, ranks.index(mine.to), sources, group
+            )
+        take_over(tag, items, values)
+
+
+def given(
+    told: Mapping[int, Sequence[Inventory]], seated: Sequence[int]
+) -> tuple[str, dict[int, Given]]:
+    """Who hands over what of which state, the same on all ranks that know the same.
+
+    Args:
+        told: what each rank has.
+        seated: those with a place.
+
+    Returns:
+        The state's tag, and by rank what it gives; {}: nothing is needed, or nothing helps.
+    """
+    states: dict[str, dict[int, Inventory]] = {}
+    for rank, inventories in told.items():
+        for each in inventories:
+            states.setdefault(each.tag, {})[rank] = each
+    newest_first = sorted(states.items(), key=lambda one: -next(iter(one[1].values())).step)
+    for tag, having in newest_first:
+        sitting = {rank: having[rank] for rank in seated if rank in having}
+        if sitting and not missing(list(sitting.values()), with_others=True, with_left=True):
+            return tag, {}
+        if sitting and not missing(list(having.values()), with_others=True, with_left=True):
+            return tag, _shares(having, sitting)
+    return "", {}
+
+
+def _shares(having: Mapping[int, Inventory], sitting: Mapping[int, Inventory]) -> dict[int, Given]:
+    """What each rank without a place has that nobody before it has."""
+    boxes = {box for each in sitting.values() for box in each.boxes}
+    values = {key for each in sitting.values() for key in each.values}
+    takers = sorted(sitting)
+    plan: dict[int, Given] = {}
+    for rank in sorted(set(having) - set(sitting)):
+        new_boxes = having[rank].boxes - boxes
+        new_values = set(having[rank].values) - values
+        if new_boxes or new_values:
+            to = takers[len(plan) % len(takers)]
+            plan[rank] = Given(to, frozenset(new_boxes), frozenset(new_values))
+            boxes |= new_boxes
+            values |= new_values
+    return plan
+
+
+def _only(state: Kept, boxes: frozenset[Box]) -> list[Item]:
+    """These of a state's boxes, each once."""
+    found, left = [], set(boxes)
+    for item in state.items:
+        chunks: list[Chunk] = []
+        for chunk in item.chunks:
+            box = (item.key, tuple(chunk.offset), tuple(chunk.data.shape))
+            if box in left:
+                left.remove(box)
+                chunks.append(chunk)
+        if chunks:
+            found.append(Item(item.path, item.shape, chunks, item.dtype))
+    return found
