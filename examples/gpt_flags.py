@@ -144,7 +144,7 @@ def add_grid(add: Add) -> None:
         metavar="N",
         help="when ranks fail, go on without them, in the same processes, from the state that is "
         "kept in memory every N steps (default 10) or the last checkpoint; for launchers that "
-        "leave the others alone",
+        "leave the others alone. A rank with an error of its own takes part again, once a step",
     )
     add(
         "--switch",

@@ -65,6 +65,10 @@ JOBS: dict[str, tuple[int, list[str], Deaths, list[str], str, str]] = {
         8, ["--tp", "2", "--zero1"], {0: (6, "reduce"), 4: (13, "mean")},
         ["rank 0, 3", "ranks 0, 4, 12"], "tp 2 · dp 3 on 6 ranks", "neighbours' memory",
     ),
+    "left_out": (  # 7 ranks do not divide the batch; rank 7 has what it kept for rank 6
+        8, ["--zero1"], {6: (10, "reduce")}, ["rank 6, 9"], "dp 6 on 6 ranks",
+        "memory of ranks left out",
+    ),
     "neighbours": (  # both who had a shard and who kept it
         4, ["--fsdp", "--save-every", "5"], {1: (10, "reduce"), 2: (10, "reduce")},
         ["ranks 1-2, 5"], "dp_shard 2 on 2 ranks", "checkpoint",
