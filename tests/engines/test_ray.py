@@ -72,7 +72,7 @@ def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
     alone(reference)
     flags = ["--tp", "2", "--save", str(saved), "--save-every", "2", "--metrics", str(metrics)]
     with started(tmp_path, "--workers", "4", *JOB, *flags) as (running, log):
-        wait_until((saved / "step_00000002").exists, "the checkpoint of step 2")
+        wait_until((saved / "step_00000002").exists, "the checkpoint of step 2", 300)
         victim = workers(log.read_text())[3]
         wait_until((saved / "step_00000004").exists, "the checkpoint of step 4")
         os.kill(victim, signal.SIGKILL)
