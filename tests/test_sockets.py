@@ -3,6 +3,7 @@
 import os
 import resource
 import socket
+import time
 from contextlib import suppress
 
 import pytest
@@ -13,13 +14,18 @@ from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.sockets import Need, check_limits, needs, of_world, total
 from commgrid.planning.spec import GridSpec
+from commgrid.runtime import patient
 from tests.ranks import run_on_ranks
 
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
 
 
 def usage() -> Need:
-    """This process's files, the connected TCP sockets among them, and threads."""
+    """This process's files, the connected TCP sockets among them, and threads that stay."""
+    before = -1
+    while patient._IDLE or before != (now := len(os.listdir("/proc/self/task"))):
+        before = len(os.listdir("/proc/self/task"))
+        time.sleep(0.3)  # one that asks the store stays for half a second
     names = os.listdir("/proc/self/fd")  # the listing's own among them, each time
     connected = 0
     for name in names:
@@ -28,7 +34,7 @@ def usage() -> Need:
                 with socket.socket(fileno=os.dup(int(name))) as held:
                     held.getpeername()
                     connected += 1
-    return Need(len(names), connected, len(os.listdir("/proc/self/task")))
+    return Need(len(names), connected, now)
 
 
 def minus(after: Need, before: Need) -> Need:
