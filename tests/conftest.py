@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +66,23 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["COMMGRID_TESTS"] = "full" if config.getoption("--full") else "short"
     settings.load_profile("full" if full() else "short")
+    config.pluginmanager.register(NoGridIsLeft())
+
+
+class NoGridIsLeft:
+    """A test that leaves a grid alive fails, doctests too: whoever comes next would start with it.
+
+    A plugin, since hooks of this file are called for the tests beside it alone.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+        yield
+        runtime = sys.modules.get("commgrid.runtime.registry")
+        left = sorted(runtime._registry.grids) if runtime else []
+        if runtime and left:
+            runtime.shutdown()
+            pytest.fail(f"{item.nodeid} has left grids alive: {', '.join(left)}", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
