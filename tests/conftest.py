@@ -33,8 +33,6 @@ settings.register_profile("short", settings.get_profile("full"), max_examples=30
 
 MOST_PROCESSES = 4
 """Each of them may start eight ranks."""
-WAITING = 1
-"""Processes beyond one for each core: tests of what is late or gone wait for most of their time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Everything at once runs in several processes, a file in one each.
+    """Everything at once runs in several processes, a file in one each: most tests use one core.
 
     Files begin in the order of tests/full.py, the longest first: xdist's own order, by the number
     of tests, has those of a few long ones last, when the other processes are done.
@@ -57,8 +55,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if getattr(options, "numprocesses", 0) is not None or options.usepdb or options.collectonly:
         return
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        cores = len(os.sched_getaffinity(0))
-        options.numprocesses = min(cores + WAITING, MOST_PROCESSES)
+        options.numprocesses = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
         options.dist = "loadfile"
         options.loadscopereorder = False
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from commgrid.errors import (
     CommGridError,
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
 _ANSWER_SECONDS = 5.0
+_FIRST_LOOK_SECONDS = 1.0  # and then twice as long each time
 SIDES = ("source", "target")
+
+_HEARD: WeakKeyDictionary[HyperCommGrid, dict[str, int]] = WeakKeyDictionary()
+"""Of this rank's grids, by counter, the last call that it has heard of, unless that succeeded."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,7 @@ class Pairing:
         )
         self.rank = torch_world.world_rank()
         self._room = f"commgrid/{what}/{name}"
+        self._grids = grids
         # Kept back from looking for the other grid, to tell the ranks of one's own in time.
         margin = min(1.0, seconds_until(deadline) / 4)
         self._deadline, self._until = deadline, deadline - margin
@@ -181,6 +187,8 @@ class Pairing:
         finally:
             self._line.close()
         self._forget_calls()  # all have come to the meeting, so all have read what was told
+        for side, grid in grids.items():
+            _HEARD.get(grid, {}).pop(self._counter(side, self.cards[side]), None)
         self.key = f"{self._room}/{self._meeting.incarnation}/{source.identity}/{target.identity}"
         self.meet, self.patience = self._meeting.meet, self._meeting.patience
 
@@ -257,16 +265,25 @@ class Pairing:
     def _hear(self, side: str, card: Card) -> Card:
         """What the grid's first rank tells of the call that is open, or comes next."""
         counter = self._counter(side, card)
-        call = self._store.add(counter, 0)
-        key = f"{counter}/{call + 1 - call % 2}"
-        if not self._line.within(key, seconds_until(self._deadline)):
-            if self._store.add(counter, 0) % 2:  # it came later than this rank, and waits itself
-                raise self._nobody(side, card)
-            raise PeerTimeoutError(
-                f"{self._about}: rank {card.first}, the first of the {side} grid, did not come "
-                f"within {self._limit}; is it running, and does every rank call {self._advice}?"
-            )
-        told = json.loads(self._store.get(key))
+        heard = _HEARD.get(self._grids[side], {})
+        pause, call = _FIRST_LOOK_SECONDS, 0
+        while True:
+            # One that this rank has heard of has failed: the first rank is about to end it.
+            call = max(self._store.add(counter, 0), heard.get(counter, 0) + 1)
+            call += 1 - call % 2
+            left = seconds_until(self._deadline)
+            if self._line.within(f"{counter}/{call}", min(pause, left)):
+                break
+            if left <= pause:
+                if self._store.add(counter, 0) % 2:  # it came later than this rank, waits itself
+                    raise self._nobody(side, card)
+                raise PeerTimeoutError(
+                    f"{self._about}: rank {card.first}, the first of the {side} grid, did not come "
+                    f"within {self._limit}; is it running, and does every rank call {self._advice}?"
+                )
+            pause *= 2  # the call may have ended meanwhile, and another one be open
+        _HEARD.setdefault(self._grids[side], {})[counter] = call
+        told = json.loads(self._store.get(f"{counter}/{call}"))
         if "card" in told:
             return Card.from_text(told["card"])
         raise (PeerTimeoutError if told["late"] else PeerFailedError)(told["error"])

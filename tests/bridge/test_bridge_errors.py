@@ -19,6 +19,7 @@ import commgrid
 from commgrid.bridge import Bridge, Cut
 from commgrid.context_parallel import SequenceSharding
 from commgrid.failures import named_failures
+from commgrid.runtime.pairing import Pairing
 from commgrid.runtime.torch_world import world_store
 from tests.ranks import hear, run_on_ranks, tell
 
@@ -152,6 +153,42 @@ def wrong_arguments() -> dict[str, str]:
     found["pickle"] = said(lambda: pickle.dumps(bridge))
     found["copy"] = said(lambda: copy.deepcopy(bridge))
     return found
+
+
+class Slow:
+    """A store that takes its time to count the end of a call, of which others have read."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add(self, *args: Any) -> int:
+        time.sleep(1.5)
+        return int(self._store.add(*args))
+
+
+def again_at_once() -> str:
+    """The first ranks of both grids are slow to end a call that has failed."""
+    end = Pairing._end_calls
+
+    def end_slowly(self: Any, error: BaseException) -> None:
+        self._store = Slow(self._store)
+        end(self, error)
+
+    Pairing._end_calls = end_slowly  # type: ignore[method-assign]
+    source, target = grids()
+    dim = 1 if dist.get_rank() == 3 else 0
+    found = said(lambda: Bridge(source, target, dim=dim))
+    Bridge(source, target, startup_timeout=30).destroy()
+    return found
+
+
+def test_who_tries_again_at_once_waits_for_the_next_call() -> None:
+    """It was the call before that seemed open, of which nothing more came."""
+    for found in run_on_ranks(again_at_once, 4):
+        assert found.startswith("GridMismatchError")
 
 
 def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
