@@ -269,9 +269,9 @@ def _end(made: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for each in daemons:
-            each.poll()
         time.sleep(0.05)
+    for each in daemons:
+        each.wait(20)
 
 
 def main() -> None:
