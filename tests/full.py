@@ -44,10 +44,19 @@ LONGEST = (
 apart, each beside some that compute."""
 
 ONLY_FULL: dict[str, list[str]] = {
+    "tests/checkpoint/test_background.py": [
+        "test_a_rank_that_never_writes_is_named_within_the_grids_timeout"
+    ],
+    "tests/faults/test_soak.py": ["test_nothing_grows"],
+    "tests/examples/test_refit.py": ["test_numpy_is_not_needed"],
     "tests/test_watch_between_grids.py": [
         "test_who_fails_between_two_grids_is_named_on_both[stopped-in a transfer]"
     ],
-    "tests/test_rebuild.py": ["test_the_store_goes_twice", "test_what_is_refused"],
+    "tests/test_rebuild.py": [
+        "test_a_dead_neighbour_keeps_no_connection_open",
+        "test_the_store_goes_twice",
+        "test_what_is_refused",
+    ],
     "tests/faults/test_fault_matrix.py": ["test_the_whole_matrix"],
     "tests/observe/test_live_order.py": [
         "test_every_member_is_told_at_the_first_difference[dtypes]",
@@ -114,6 +123,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_two_pipelines_in_one_schedule_equal_one_process[gpipe]",
     ],
     "tests/examples/test_encoder_decoder.py": [
+        "test_numpy_is_not_needed",
         "test_it_runs_by_itself",
     ],
     "tests/test_compile.py": [
@@ -215,6 +225,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_200_cycles_under_torchrun",
     ],
     "tests/test_no_hang.py": [
+        "test_the_process_that_serves_the_store_is_never_started",
         "test_a_rank_whose_grid_covers_fewer_ranks[last]",
         "test_a_process_that_is_never_started",
         "test_a_rank_that_never_comes_although_torch_distributed_is_up",
@@ -283,6 +294,7 @@ ONLY_FULL: dict[str, list[str]] = {
         "test_transfer_after_transfer_leaves_nothing_behind",
     ],
     "tests/transfer/test_transfer_errors.py": [
+        "test_a_rank_is_waited_for_as_long_as_timeout_says",
         "test_a_rank_that_fails_in_the_middle_is_named_by_all[raised]",
     ],
     "tests/checkpoint/test_handing_over.py": [

@@ -4,7 +4,6 @@ import gc
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
 def usage() -> tuple[int, int, float]:
     """Open files, threads that stay, resident MiB of this process."""
     gc.collect()
-    while patient._IDLE:  # one that has asked the store is there for half a second more
-        time.sleep(0.1)
-    time.sleep(0.05)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     mebibytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mebibytes
+    # Those that have asked the store are there for half a second more.
+    threads = len(os.listdir("/proc/self/task")) - len(patient._IDLE)
+    return len(os.listdir("/proc/self/fd")), threads, mebibytes
 
 
 def cycle() -> None:
