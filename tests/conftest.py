@@ -75,8 +75,6 @@ class NoGridIsLeft:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
         yield
-        if memory := sys.modules.get("commgrid.checkpoint.memory"):
-            memory.forget()  # states outlive their grid
         runtime = sys.modules.get("commgrid.runtime.registry")
         left = sorted(runtime._registry.grids) if runtime else []
         if runtime and left:

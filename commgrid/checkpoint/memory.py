@@ -36,6 +36,7 @@ from commgrid.collectives.objects import at_first, gathered
 from commgrid.collectives.plain import all_gather, all_to_all
 from commgrid.runtime import torch_groups
 from commgrid.runtime.hosts import own_host
+from commgrid.runtime.registry import _registry
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -91,6 +92,9 @@ def forget(after: int | None = None) -> None:
         after: only those of later steps, behind which training has gone back; None: all.
     """
     _kept[:] = [each for each in _kept if after is not None and each.step <= after]
+
+
+_registry.at_shutdown.append(forget)
 
 
 def take_over(tag: str, items: Sequence[Item], values: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,8 @@ class Registry:
         self.place = StorePlace()
         self.made: dict[str, Made] = {}  # by name, also of grids that are gone
         self.started_world = False
+        # What others hold for the job's grids; it goes with the last of them.
+        self.at_shutdown: list[Callable[[], object]] = []
         # Threads may start grids at once: each name is one thread's, and one thread starts WORLD.
         self.starting: set[str] = set()
         self.lock = threading.RLock()
@@ -363,8 +365,13 @@ def destroy(name: str | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Destroys all grids, and ends torch.distributed where commgrid started it; runs at exit."""
+    """Destroys all grids, and ends torch.distributed where commgrid started it; runs at exit.
+
+    What `checkpoint.keep` has in memory goes too: whatever is trained next is another job.
+    """
     end(failed=False)
+    for each in _registry.at_shutdown:
+        each()
 
 
 def end(failed: bool) -> None:

@@ -110,3 +110,14 @@ def test_a_state_of_another_model_is_refused() -> None:
         commgrid.recover(None, nn.Linear(3, 1))
     checkpoint.forget()
     commgrid.shutdown()
+
+
+def test_the_next_job_of_a_process_finds_nothing(tmp_path: Path) -> None:
+    """Its model may have the same names and shapes, and be another one."""
+    commgrid.initialize()
+    checkpoint.keep(20, nn.Linear(2, 1))
+    commgrid.shutdown()
+    commgrid.initialize()
+    with pytest.raises(CheckpointError):
+        commgrid.recover(tmp_path, nn.Linear(2, 1), progress=False)
+    commgrid.shutdown()
