@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from tests.engines.agents import LOOPBACK, Host, Job, job, namespaces
-from tests.examples.curves import curve, run, same_curve
-from tests.ranks import run_on_ranks
+from tests.examples.curves import curve, same_curve, undisturbed
 
 TWO_NODES = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3"]
 # Which starts of which worker, node.local rank, end in SIGKILL once the job is up.
@@ -137,9 +136,7 @@ TINY = [
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The curve of one process that nobody kills."""
-    metrics = tmp_path_factory.mktemp("alone") / "metrics"
-    run_on_ranks(run, 1, [*TINY, "--metrics", str(metrics)], init=None, launcher="torchrun")
-    return curve(metrics)
+    return undisturbed(TINY, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 
 from tests.engines.agents import LOOPBACK, Job, job
 from tests.engines.said import row, tracebacks, wait_until
-from tests.examples.curves import curve, run, same_curve
-from tests.ranks import run_on_ranks
+from tests.examples.curves import curve, same_curve, undisturbed
 
 TINY = [
     "--layers", "2", "--hidden", "16", "--heads", "4", "--batch-size", "24", "--seq-len", "4",
@@ -24,9 +23,7 @@ TINY = [
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The curve of one process to which nothing happens."""
-    metrics = tmp_path_factory.mktemp("alone") / "metrics"
-    run_on_ranks(run, 1, [*TINY, "--metrics", str(metrics)], init=None, launcher="torchrun")
-    return curve(metrics)
+    return undisturbed(TINY, tmp_path_factory.mktemp("alone"))
 
 
 def failed(running: Job, worker: str, step: int) -> dict[str, Any]:

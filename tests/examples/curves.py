@@ -12,6 +12,7 @@ import pytest
 
 import commgrid
 from commgrid.runtime.torch_groups import group_count
+from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +38,18 @@ load()  # what it imports takes 0.5 s: once here, not once in each rank
 def run(*jobs: list[str]) -> list[int]:
     """train_gpt's training, once for each list of arguments; as `run_example`."""
     return run_example(load(), *jobs)
+
+
+def undisturbed(flags: list[str], folder: Path) -> list[dict[str, float]]:
+    """The curve of one process to which nothing happens.
+
+    Args:
+        flags: of train_gpt.
+        folder: where to keep it.
+    """
+    metrics = folder / "metrics"
+    run_on_ranks(run, 1, [*flags, "--metrics", str(metrics)], init=None, launcher="torchrun")
+    return curve(metrics)
 
 
 def run_example(example: Any, *jobs: list[str]) -> list[int]:
