@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+import commgrid
+from tests.mortal import run_mortal
 from tests.ranks import RanksFailed, run_on_ranks
 
 
@@ -50,3 +55,38 @@ def test_torch_gets_a_second_try_to_start(
     assert (
         "torch did not start, and is started again: 1 of 1 ranks failed" in capfd.readouterr().err
     )
+
+
+def test_ranks_collect_nothing_that_a_test_before_has_left() -> None:
+    """A process group would wait for its threads, which a forked process does not have."""
+    gc.disable()
+    try:
+        left: list[object] = [commgrid.initialize().get_group("dp")]
+        left.append(left)
+        commgrid.shutdown()
+        del left
+        assert run_on_ranks(collect, 1, init=None, timeout=60) == [True]
+        assert run_mortal(collect, 1, timeout=60) == [True]
+    finally:
+        gc.enable()
+
+
+def collect() -> bool:
+    gc.collect()
+    return True
+
+
+def stay(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(200)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for it")
+def test_nothing_is_left_of_a_rank_that_takes_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    with pytest.raises(RanksFailed):
+        run_mortal(stay, 1, str(path), timeout=3)
+    until = time.monotonic() + 30
+    while Path(f"/proc/{path.read_text()}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
