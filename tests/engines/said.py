@@ -6,10 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-from tests.examples.curves import run
-from tests.ranks import run_on_ranks
 
 JOB = [
     "--layers", "4", "--hidden", "32", "--heads", "4", "--batch-size", "8", "--seq-len", "16",
@@ -17,11 +13,6 @@ JOB = [
 ]  # fmt: skip
 """train_gpt's flags: its 16 last steps take long enough for a process to be killed in them."""
 LONG = [*JOB, "--steps", "1000000", "--log-every", "1"]
-
-
-def alone(metrics: Path) -> None:
-    """Trains in one process that nobody stops."""
-    run_on_ranks(run, 1, [*JOB, "--metrics", str(metrics)], init=None, launcher="torchrun")
 
 
 def wait_until(true: Callable[[], object], what: str, seconds: float = 120) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.said import JOB, LONG, alone, row, tracebacks, wait_until
-from tests.examples.curves import ROOT, curve, same_curve
+from tests.engines.said import JOB, LONG, row, tracebacks, wait_until
+from tests.examples.curves import ROOT, curve, same_curve, undisturbed
 
 MARK = "COMMGRID_RAY_TEST"
 NO_RAY = pytest.mark.skipif(
@@ -68,8 +68,8 @@ def workers(said: str) -> list[int]:
 
 @NO_RAY
 def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
-    saved, metrics, reference = (tmp_path / name for name in ("saved", "metrics", "alone"))
-    alone(reference)
+    saved, metrics = tmp_path / "saved", tmp_path / "metrics"
+    reference = undisturbed(JOB, tmp_path / "alone")
     flags = ["--tp", "2", "--save", str(saved), "--save-every", "2", "--metrics", str(metrics)]
     with started(tmp_path, "--workers", "4", *JOB, *flags) as (running, log):
         wait_until((saved / "step_00000002").exists, "the checkpoint of step 2", 300)
@@ -90,7 +90,7 @@ def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
     assert re.search(r"goes on after step (4|6|8)\n", said)
     rows = curve(metrics)
     assert [each["step"] for each in rows] == list(range(1, 21))
-    same_curve(rows, curve(reference), "fp64")
+    same_curve(rows, reference, "fp64")
     row("Ray: kill -9 of rank 3 of 4", "a step", f"{dead}; {others}", seconds, len(left(tmp_path)))
     assert seconds < 60
 
@@ -98,8 +98,8 @@ def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
 @NO_RAY
 def test_a_killed_worker_and_the_others_go_on(tmp_path: Path) -> None:
     """In their actors, from memory: nothing is saved, and nothing starts again."""
-    metrics, reference = (tmp_path / name for name in ("metrics", "alone"))
-    alone(reference)
+    metrics = tmp_path / "metrics"
+    reference = undisturbed(JOB, tmp_path / "alone")
     flags = ["--tp", "2", "--survive", "3", "--metrics", str(metrics), "--restarts", "0"]
     with started(tmp_path, "--workers", "4", *JOB, "--log-every", "1", *flags) as (running, log):
         wait_until(lambda: metrics.exists() and len(curve(metrics)) >= 5, "step 5", 300)
@@ -118,7 +118,7 @@ def test_a_killed_worker_and_the_others_go_on(tmp_path: Path) -> None:
     assert tracebacks(said) == 0, said
     rows = curve(metrics)
     assert [each["step"] for each in rows] == list(range(1, 21))
-    same_curve(rows, curve(reference), "fp64")
+    same_curve(rows, reference, "fp64")
     row("Ray --survive: kill -9 of rank 3 of 4", "a step", line, seconds, len(left(tmp_path)))
 
 

@@ -136,7 +136,7 @@ TINY = [
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The curve of one process that nobody kills."""
-    return undisturbed(TINY, tmp_path_factory.mktemp("alone"))
+    return undisturbed(TINY, tmp_path_factory.mktemp("alone") / "metrics")
 
 
 @pytest.mark.parametrize(

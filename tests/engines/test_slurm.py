@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.said import JOB, LONG, alone, row, tracebacks, wait_until
+from tests.engines.said import JOB, LONG, row, tracebacks, wait_until
 from tests.engines.slurm_cluster import Cluster, cluster, why_not
-from tests.examples.curves import curve, same_curve
+from tests.examples.curves import curve, same_curve, undisturbed
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 SMALL = ["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
@@ -30,9 +30,7 @@ def slurm() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The curve of one process that nobody kills."""
-    metrics = tmp_path_factory.mktemp("alone") / "metrics"
-    alone(metrics)
-    return curve(metrics)
+    return undisturbed(JOB, tmp_path_factory.mktemp("alone") / "metrics")
 
 
 def batch(slurm: Cluster, log: Path, *more: str, **variables: str) -> str:

@@ -23,7 +23,7 @@ TINY = [
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The curve of one process to which nothing happens."""
-    return undisturbed(TINY, tmp_path_factory.mktemp("alone"))
+    return undisturbed(TINY, tmp_path_factory.mktemp("alone") / "metrics")
 
 
 def failed(running: Job, worker: str, step: int) -> dict[str, Any]:

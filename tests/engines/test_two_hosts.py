@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.engines.agents import Job, job
-from tests.engines.said import JOB, LONG, alone, row, tracebacks, wait_until
+from tests.engines.said import JOB, LONG, row, tracebacks, wait_until
 from tests.engines.wire import Wire, wire
-from tests.examples.curves import curve, same_curve
+from tests.examples.curves import curve, same_curve, undisturbed
 
 TIMEOUT = 6  # before TCP gives up, when torchrun's agent ends the ranks of its node
 SLACK = 20  # for those who look for the others, and a slow machine
@@ -66,15 +66,15 @@ def named(told: list[str]) -> set[str]:
 
 def test_a_slow_wire_that_loses_packets(tmp_path: Path) -> None:
     """50 ms each way, and every hundredth packet never arrives."""
-    metrics, reference = tmp_path / "metrics", tmp_path / "alone"
-    alone(reference)
+    metrics = tmp_path / "metrics"
+    reference = undisturbed(JOB, tmp_path / "alone")
     with wired(0.05, 0.01) as made, job(made.hosts, timeout=200) as running:
         started = time.monotonic()
         start(running, [*JOB, "--tp", "2", "--steps", "8", "--metrics", str(metrics)])
         assert running.wait([0, 1]) == [0, 0], running.said()
         seconds = time.monotonic() - started
     assert not running.processes()
-    same_curve(curve(metrics), curve(reference)[:8], "fp64")
+    same_curve(curve(metrics), reference[:8], "fp64")
     row("two hosts: 50 ms and 1 % loss", "all of it", "nothing: the same curve", seconds, 0)
 
 

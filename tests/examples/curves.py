@@ -40,14 +40,13 @@ def run(*jobs: list[str]) -> list[int]:
     return run_example(load(), *jobs)
 
 
-def undisturbed(flags: list[str], folder: Path) -> list[dict[str, float]]:
+def undisturbed(flags: list[str], metrics: Path) -> list[dict[str, float]]:
     """The curve of one process to which nothing happens.
 
     Args:
         flags: of train_gpt.
-        folder: where to keep it.
+        metrics: the file to keep it in.
     """
-    metrics = folder / "metrics"
     run_on_ranks(run, 1, [*flags, "--metrics", str(metrics)], init=None, launcher="torchrun")
     return curve(metrics)
 
