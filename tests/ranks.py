@@ -53,6 +53,17 @@ def hear(*what: str) -> None:
     dist.distributed_c10d._get_default_store().wait(keys, timedelta(seconds=200))
 
 
+def meet(rank: int, ranks: int) -> None:
+    """Until so many ranks have come; the first, which may serve the store, leaves as the last."""
+    every = range(ranks)
+    tell(f"rank {rank} has come")
+    hear(*(f"rank {each} has come" for each in every))
+    if rank == 0:
+        hear(*(f"rank {each} has heard" for each in every[1:]))
+    else:
+        tell(f"rank {rank} has heard")
+
+
 def free_port() -> int:
     """A TCP port on loopback that nobody listens on, below those the kernel gives to clients."""
     for port in random.sample(range(20_000, 32_000), 100):

@@ -11,7 +11,7 @@ import torch
 import commgrid
 from commgrid import PeerFailedError, PeerTimeoutError
 from commgrid.collectives import all_reduce
-from commgrid.runtime import registry
+from commgrid.runtime import registry, torch_gloo
 from commgrid.runtime.failures import named_failures
 from commgrid.runtime.torch_gloo import break_connections
 from commgrid.runtime.torch_world import world_store
@@ -127,6 +127,29 @@ def spare_until_the_end() -> object:
 
 def test_a_spare_that_nobody_needs_learns_of_the_end() -> None:
     assert run_mortal(spare_until_the_end, 3) == ["done", "done", None]
+
+
+def aborts_slowly() -> tuple[int, ...]:
+    """Rank 1 still tells the members of its groups that it is gone when rank 0 has done so."""
+    grid = commgrid.initialize(tp=2)
+    connect_all = torch_gloo.connect_all
+
+    def slowly(group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
+        time.sleep(1.0)
+        return connect_all(group)
+
+    if grid.rank == 1:
+        torch_gloo.connect_all = slowly
+    again = commgrid.rebuild()
+    assert again is not None
+    use(again)
+    found = again.get_ranks("tp")
+    commgrid.shutdown()
+    return found
+
+
+def test_a_rank_may_abort_later_than_others_call() -> None:
+    assert run_mortal(aborts_slowly, 2) == [(0, 1), (0, 1)]
 
 
 def everything_at_once() -> dict[str, Any]:

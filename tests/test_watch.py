@@ -14,7 +14,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid.runtime.links import Links, neighbours_of
 from commgrid.runtime.watch import Watch
-from tests.ranks import hear, run_on_ranks, tell
+from tests.ranks import meet, run_on_ranks
 from tests.watched import EXPECTED, check, what_survivors_see
 
 
@@ -70,8 +70,7 @@ def rebuilt(rank: int) -> bool:
         grid.abort()
         return True
     again = commgrid.rebuild(ranks=[0, 1])
-    tell(f"rank {rank} has it")
-    hear("rank 0 has it", "rank 1 has it")  # a rank that ended at once would be gone for the other
+    meet(rank, 2)  # a rank that ended at once would be gone for the other
     return again is not None and again.watch is not None
 
 

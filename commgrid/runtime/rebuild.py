@@ -130,9 +130,9 @@ class _Rebuild:
             made = self.registry.made.get(self.name)
             try:
                 self._find_store()
-                if before is not None and not self.moved:
-                    before.forget_addresses()
                 verdict = self._meet(made)
+                if before is not None and not self.moved:
+                    before.forget_addresses()  # not before: who is still aborting waits for them
                 if verdict is None:
                     return None
                 if made is None:

@@ -187,7 +187,8 @@ class Carrier:
         return GoneError(
             f"rank {message.peer} is gone or does not answer: it should have {how} this rank "
             f"{len(message.moves)} boxes, {message.moves[0].tensor.name} first "
-            f"({first_line(error)})"
+            f"({first_line(error)})",
+            message.peer,
         )
 
     # -- what is in a message -----------------------------------------------------------

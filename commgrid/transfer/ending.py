@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -11,9 +10,6 @@ import torch.distributed as dist
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.torch_transfers import start_transfers, wait_for
 from commgrid.runtime.torch_world import first_line, is_peer_failure
-
-_FIRST_SECONDS = 1.0
-"""What the first rank gets to say whom it waits for, before others say that they wait for it."""
 
 
 def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None:
@@ -42,9 +38,8 @@ def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None
             except RuntimeError as error:
                 if not is_peer_failure(error):
                     raise
-                if not is_first and "timed out" in str(error).lower():
-                    time.sleep(_FIRST_SECONDS)
                 raise GoneError(
                     f"rank {ranks[place]} is gone or does not answer: it should have "
-                    f"said that it has finished its part ({first_line(error)})"
+                    f"said that it has finished its part ({first_line(error)})",
+                    ranks[place],
                 ) from error

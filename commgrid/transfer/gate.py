@@ -18,6 +18,7 @@ from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.roll import Coming, Line, Roll
 
 _ANSWER_SECONDS = 5.0
+_CAUSE_SECONDS = 2.0  # for who was waited for, to come and say whom it waited for itself
 
 KINDS: dict[str, type[CommGridError]] = {
     "absent": PeerTimeoutError, "gone": PeerFailedError, "failed": TransferError,
@@ -42,6 +43,7 @@ class Gates:
         self._key = key
         self._line = Line(self._store, len(ranks))
         self._used: set[str] = set()
+        self._failed: set[str] = set()
         self._at = ""  # the gate that this rank waits at
         self._will_not_open: tuple[str, str] | None = None
 
@@ -83,6 +85,29 @@ class Gates:
             mine = self._store.compare_set(self._verdict(gate), "", mine.decode())
         return _error(mine)
 
+    def ask(self, gate: str, waited_for: int | None) -> set[int]:
+        """Waits for the cause of a failure that this rank only sees an end of.
+
+        Who has waited long enough closes its connections, and is then as good as gone for those who
+        wait for it. But it comes here and says whom it waited for; who is gone does not.
+
+        Args:
+            gate: that the failure is in the way of; what is said stands there.
+            waited_for: who seems gone; None: it cannot be told.
+
+        Returns:
+            Who has not come; of use where nobody has said why.
+        """
+        self._failed.add(gate)
+        roll, verdict, missing = self._failures(gate), self._verdict(gate), set(self.ranks)
+        with suppress(RuntimeError):  # the store is gone with the rank that served it
+            roll.come(self.rank)
+            if not self._line.within(verdict, _CAUSE_SECONDS):
+                missing -= set(roll.here(self.ranks))
+                if waited_for is not None and waited_for not in missing:
+                    self._line.within(verdict, _ANSWER_SECONDS)
+        return missing - {self.rank}
+
     @property
     def interrupted(self) -> bool:
         return self._will_not_open is not None
@@ -112,9 +137,14 @@ class Gates:
         for gate in self._used - {but}:
             self._roll(gate).delete()
             self._store.delete_key(self._verdict(gate))
+        for gate in self._failed - {but}:
+            self._failures(gate).delete()
 
     def _roll(self, gate: str) -> Roll:
         return Roll(self._store, f"{self._key}/{gate}/here", self.ranks)
+
+    def _failures(self, gate: str) -> Roll:
+        return Roll(self._store, f"{self._key}/{gate}/failed", self.ranks)
 
     def _verdict(self, gate: str) -> str:
         return f"{self._key}/{gate}/verdict"

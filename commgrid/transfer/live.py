@@ -17,6 +17,7 @@ from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.planning.groups import GroupOptions
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_groups, watching
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.grid import HyperCommGrid
@@ -392,12 +393,19 @@ class Transfer:
         kind, told = "failed", f"{me} failed: {type(error).__name__}: {first_line(error)}"
         if isinstance(error, GoneError) or is_peer_failure(error):
             kind = "gone"
-            told = f"a rank is gone or does not answer: {me} got {first_line(error)}"
-            if isinstance(error, GoneError):
-                told = f"{error}"
             learnt = None if self._watch is None else self._watch.read(_LEARNT_SECONDS)
             if self._watch is not None and learnt is not None:
                 kind, told = "absent" if self._watch.late else "gone", learnt
+            elif isinstance(error, GoneError):
+                told = f"{error}"
+                self._gates.ask(gate, error.rank)
+            else:
+                missing = self._gates.ask(gate, None)
+                if len(missing) > len(self._gates.ranks) // 2:
+                    missing = set()  # who would be gone is rather still on its way here
+                who = describe_ranks(missing) or "a rank"
+                are = "are gone or do" if len(missing) > 1 else "is gone or does"
+                told = f"{who} {are} not answer: {me} got {first_line(error)}"
         elif isinstance(error, CommGridError):
             told = f"{error}"
         stands = self._gates.conclude(gate, kind, told)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid import GridMismatchError
 from tests.gpu.on_gpus import take_device
-from tests.ranks import run_on_ranks
+from tests.ranks import meet, run_on_ranks
 
 
 def swapped(grid: Any) -> None:
@@ -61,9 +61,7 @@ def checked(case: str, rank: int) -> str:
         CASES[case](grid)
     except GridMismatchError as error:
         said = str(error)
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"done {rank}", "")
-    store.wait([f"done {each}" for each in range(4)])
+    meet(rank, 4)
     grid.abort()  # what NCCL has under way does not end by itself
     return said
 

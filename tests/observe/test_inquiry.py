@@ -18,7 +18,7 @@ from commgrid import CommGridError
 from commgrid.failures import named_failures
 from commgrid.observe import diagnosis
 from commgrid.runtime import inquiry, recorder, torch_world
-from tests.ranks import hear, run_on_ranks, tell
+from tests.ranks import hear, meet, run_on_ranks, tell
 
 
 def one_asks() -> str:
@@ -31,17 +31,11 @@ def one_asks() -> str:
         store = torch_world.world_store()
         assert not store.check(["commgrid/diagnose/1/0"])
     dist.all_reduce(torch.ones(3), group=group)  # here
-    hear_all(grid.rank)
+    meet(grid.rank, 4)
     commgrid.trace.stop()
     assert not any(thread.name == "commgrid answers" for thread in threading.enumerate())
     commgrid.shutdown()
     return found
-
-
-def hear_all(rank: int) -> None:
-    """Until all have come: who serves the store leaves last."""
-    tell(f"rank {rank}")
-    hear(*(f"rank {each}" for each in range(4)))
 
 
 def test_one_rank_asks_while_the_others_hang() -> None:
@@ -98,9 +92,9 @@ def times_out() -> str:
                 dist.all_reduce(torch.ones(3), group=grid.get_group("dp_tp"))  # here
     except CommGridError as error:
         tell("others are out")
-        hear_all(grid.rank)
+        meet(grid.rank, 4)
         return f"{type(error).__name__}: {error}"
-    hear_all(grid.rank)
+    meet(grid.rank, 4)
     return ""
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import commgrid
 from commgrid import CommGridError
 from commgrid.transfer import Part, Transfer, carry
-from tests.ranks import RanksFailed, run_on_ranks
+from tests.ranks import RanksFailed, hear, run_on_ranks, tell
 
 TARGET = (2, 3, 4)
 
@@ -245,3 +245,39 @@ def comes_late(rank: int) -> list[float]:
 def test_a_rank_is_waited_for_as_long_as_timeout_says() -> None:
     ranks = run_on_ranks(comes_late, 2, per_rank=[(0,), (1,)], init=None, launcher="torchrun")
     assert ranks == [[2.0] * 4, [1.0] * 4]
+
+
+def passes_it_on(rank: int) -> str:
+    """Rank 0 waits for rank 1, which is silent, and by its end breaks off what waits for rank 0."""
+    grid = commgrid.initialize()
+    transfer = Transfer(
+        {"w": Part(torch.full((4,), rank + 1.0), (16,), (4 * rank,))},
+        {"w": Part(torch.zeros(4), (16,), (4 * rank,))},
+        source_grid=grid, target_grid=grid, timeout=3,
+    )  # fmt: skip
+    carried, fail = carry.Carrier.carry, Transfer._fail
+
+    def carrying(self: carry.Carrier) -> None:
+        if rank == 1:
+            hear("0 is through", "2 is through", "3 is through")
+        else:
+            time.sleep(1.0 if rank else 0.0)  # so that rank 0 is the first to have waited enough
+        carried(self)
+
+    def slowly(self: Transfer, gate: str, error: BaseException) -> BaseException:
+        if rank == 0:
+            time.sleep(1.0)  # a busy machine: the others know of its end before it has said why
+        return fail(self, gate, error)
+
+    carry.Carrier.carry = carrying  # type: ignore[method-assign]
+    Transfer._fail = slowly  # type: ignore[method-assign]
+    said = told(transfer.run)
+    tell(f"{rank} is through")
+    if rank == 0:
+        hear("1 is through")
+    return said
+
+
+def test_who_was_waited_for_first_is_named_and_not_who_waited() -> None:
+    for said in run_on_ranks(passes_it_on, 4, per_rank=[(rank,) for rank in range(4)]):
+        assert said.startswith("PeerFailedError: rank 1 is gone or does not answer"), said
