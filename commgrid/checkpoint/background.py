@@ -38,6 +38,7 @@ from commgrid.checkpoint.trust import read_written
 from commgrid.copies import Copy
 from commgrid.errors import CheckpointError, GridMismatchError
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.runtime.registry import _registry
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -74,13 +75,48 @@ class Staged:
         return list({id(each): each for each in found}.values())
 
 
-def stage(items: Sequence[Item | Value], copies: Sequence[Copy]) -> Staged:
+class Spares:
+    """The memory of the last copy, for the next one: new memory costs more than copying to it."""
+
+    def __init__(self) -> None:
+        self._free: dict[_Kind, list[Tensor]] = {}
+
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """Takes back what nobody reads any more; what was there before is let go."""
+        self.clear()
+        for each in tensors:
+            self._free.setdefault(_kind_of(each, each.is_pinned()), []).append(each)
+
+    def take(self, like: Tensor, pinned: bool) -> Tensor:
+        """Memory on the host for a tensor, with any numbers in it."""
+        free = self._free.get(_kind_of(like, pinned))
+        if free:
+            return free.pop()
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
+
+    def clear(self) -> None:
+        """Lets it go."""
+        self._free = {}
+
+
+_Kind = tuple[torch.Size, torch.dtype, bool]
+
+
+def _kind_of(tensor: Tensor, pinned: bool) -> _Kind:
+    return tensor.shape, tensor.dtype, pinned
+
+
+def stage(
+    items: Sequence[Item | Value], copies: Sequence[Copy], spares: Spares | None = None
+) -> Staged:
     """Copies to the host's memory, pinned where it comes from a GPU.
 
     Args:
         items: all that this rank has; boxes are copied that it writes or has a copy of in `copies`.
         copies: what is to be compared.
+        spares: memory to copy to, where it fits; what does not is let go. None: there is none.
     """
+    spares = spares or Spares()
     made: dict[int, Tensor] = {}  # a tensor once, whoever asks
     memo: dict[int, Any] = {}
     compared = {id(each.tensor) for each in copies}
@@ -90,25 +126,26 @@ def stage(items: Sequence[Item | Value], copies: Sequence[Copy]) -> Staged:
             found.append(replace(item, value=copy.deepcopy(item.value, memo)))
             continue
         chunks = [
-            Chunk(chunk.offset, _on_host(chunk.data, made))
+            Chunk(chunk.offset, _on_host(chunk.data, made, spares))
             for chunk in item.chunks
             if item.writes or id(chunk.data) in compared
         ]
         found.append(replace(item, chunks=chunks))
     whom = [
-        (replace(each, tensor=_on_host(each.tensor, made), groups=()), _ranks_of(each))
+        (replace(each, tensor=_on_host(each.tensor, made, spares), groups=()), _ranks_of(each))
         for each in copies
     ]
     if any(each.is_pinned() for each in made.values()):
         torch.cuda.current_stream().synchronize()
+    spares.clear()
     return Staged(found, whom)
 
 
-def _on_host(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
+def _on_host(tensor: Tensor, made: dict[int, Tensor], spares: Spares) -> Tensor:
     key = id(tensor)
     if key not in made:
         pinned = tensor.device.type == "cuda"
-        made[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        made[key] = spares.take(tensor, pinned)
         made[key].copy_(tensor, non_blocking=pinned)
     return made[key]
 
@@ -187,6 +224,7 @@ class BackgroundSave:
             self._fail(error)
         finally:
             self._hand.end()
+            SPARES.give(self._staged.tensors())
             del self._staged
 
     def _fail(self, error: Exception) -> None:
@@ -296,6 +334,9 @@ def _differing(digests: Mapping[int, Digests]) -> str | None:
 # -- at most one a process ----------------------------------------------------------------
 
 _under_way: list[BackgroundSave] = []
+SPARES = Spares()
+"""What the last save in the background has copied to, until the next one or `shutdown`."""
+_registry.at_shutdown.append(SPARES.clear)
 
 
 def begin(saving: BackgroundSave) -> None:

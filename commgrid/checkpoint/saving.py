@@ -11,7 +11,7 @@ import torch
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.background import BackgroundSave, Staged, finish, stage
+from commgrid.checkpoint.background import SPARES, BackgroundSave, Staged, finish, stage
 from commgrid.checkpoint.background import begin as start
 from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Value
@@ -135,7 +135,8 @@ def save(
         }
         items.extend(_items(grid, step, model, optimizer, extra or {}))
         if background:
-            staged.append(stage(items, copies_of(items, grid) if copies == "compare" else ()))
+            whom = copies_of(items, grid) if copies == "compare" else ()
+            staged.append(stage(items, whom, SPARES))
         return call
 
     def begin(calls: list[Call]) -> Path:

@@ -123,6 +123,43 @@ def test_memory_is_one_copy_or_this_ranks_part(tmp_path: Path) -> None:
     assert sum(first for _, first in found) == 32 * 32 * 4  # of two ranks one writes it
 
 
+def copied_again(folder: str) -> tuple[bool, int]:
+    """Whether a model's second save took the memory of its first; what is left at the end."""
+    commgrid.initialize(tp=2)
+    model, optimizer = block()
+    used: list[set[int]] = []
+    stage = background.stage
+
+    def seen(*given: Any) -> background.Staged:
+        staged = stage(*given)
+        used.append({each.data_ptr() for each in staged.tensors()})
+        return staged
+
+    checkpoint.saving.stage = seen
+    for step, wide in enumerate((8, 8, 16, 8)):  # another model lets go what does not fit
+        if wide == 8:
+            saved = model
+        else:
+            saved = nn.Sequential(ColumnParallelLinear(8, wide * 4), RowParallelLinear(wide * 4, 8))
+        with torch.no_grad():
+            for number, parameter in enumerate(saved.parameters()):
+                parameter.fill_(step + number)
+        state = optimizer if saved is model else None
+        checkpoint.save(folder, step, saved, state, background=True, progress=False)
+    checkpoint.wait()
+    checkpoint.load(folder, model, optimizer, step=0, progress=False)
+    for number, parameter in enumerate(model.parameters()):
+        assert bool((parameter == number).all())
+    commgrid.shutdown()
+    return used[0] == used[1], sum(map(len, background.SPARES._free.values()))
+
+
+def test_the_next_copy_takes_the_memory_of_the_last(tmp_path: Path) -> None:
+    for again, left in run_on_ranks(copied_again, 2, str(tmp_path), init=None, launcher="torchrun"):
+        assert again
+        assert left == 0
+
+
 def disk_full(folder: str, who: int) -> dict[str, str]:
     grid = commgrid.initialize()
     model = nn.Linear(4, 4)
