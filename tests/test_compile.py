@@ -198,8 +198,8 @@ def train(
     return found
 
 
-def trained(backend: str, overlap: bool, sequence_parallel: bool) -> None:
-    commgrid.initialize(tp=2)
+def trained(backend: str, overlap: bool, sequence_parallel: bool, tp: int) -> None:
+    commgrid.initialize(tp=tp)
     if backend == "inductor":
         # Scalar kernels, which are compiled in half the time: vectors are between torch and C++.
         torch._inductor.config.cpp.simdlen = 1
@@ -217,15 +217,17 @@ def trained(backend: str, overlap: bool, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "overlap", "sequence_parallel"),
-    [("aot_eager", False, True), ("aot_eager", True, False), ("inductor", False, True)],
+    ("world", "tp", "backend", "overlap", "sequence_parallel"),
+    [  # each rank compiles for itself; inductor's 41 kernels take the C++ compiler half a minute
+        (4, 2, "aot_eager", False, True),
+        (2, 1, "aot_eager", True, False),
+        (2, 2, "inductor", False, True),
+    ],
 )
 def test_a_compiled_model_trains_like_itself(
-    backend: str, overlap: bool, sequence_parallel: bool
+    world: int, tp: int, backend: str, overlap: bool, sequence_parallel: bool
 ) -> None:
-    # Inductor's 41 kernels take the C++ compiler half a minute, and each further rank 20 s.
-    world = 2 if backend == "inductor" else 4
-    run_on_ranks(trained, world, backend, overlap, sequence_parallel, timeout=600)
+    run_on_ranks(trained, world, backend, overlap, sequence_parallel, tp, timeout=600)
 
 
 def compiled_before() -> None:

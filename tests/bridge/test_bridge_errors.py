@@ -248,7 +248,7 @@ def absent(missing: int, when: str, told: tuple[int, ...]) -> tuple[str, float]:
         if rank == missing:
             hear(*(str(each) for each in told))
             return "", 0.0
-        text = said(lambda: Bridge(source, target, startup_timeout=2.0))
+        text = said(lambda: Bridge(source, target, startup_timeout=5.0))
         tell(str(rank))
         return text, time.monotonic() - began
     bridge = Bridge(source, target, timeout=3.0)

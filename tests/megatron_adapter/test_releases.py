@@ -43,7 +43,7 @@ def test_every_function_on_every_rank(version: str, world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "world"), [(v, 16) for v in VERSIONS] + [(v, 64) for v in ENDS]
+    ("version", "world"), [*((v, 16) for v in ENDS), (SHORT, 64)]
 )
 def test_every_function_on_every_rank_of_a_large_world(version: str, world: int) -> None:
     unless_installed(version)
