@@ -42,9 +42,7 @@ def test_every_function_on_every_rank(version: str, world: int) -> None:
     assert on_release(version, HERE, "functions", world, count, timeout=600) >= count
 
 
-@pytest.mark.parametrize(
-    ("version", "world"), [*((v, 16) for v in ENDS), (SHORT, 64)]
-)
+@pytest.mark.parametrize(("version", "world"), [*((v, 16) for v in ENDS), (SHORT, 64)])
 def test_every_function_on_every_rank_of_a_large_world(version: str, world: int) -> None:
     unless_installed(version)
     assert on_release(version, HERE, "large_world", world, timeout=900) >= 3
