@@ -16,9 +16,10 @@ import commgrid
 from commgrid import GridMismatchError, PeerTimeoutError
 from commgrid.collectives import all_reduce
 from commgrid.runtime import failures, inquiry, registry, torch_standby, torch_world
+from commgrid.runtime.roll import connection_of
 from commgrid.runtime.torch_standby import Answer
 from tests.mortal import run_mortal
-from tests.ranks import run_on_ranks
+from tests.ranks import free_port, run_on_ranks
 
 GENEROUS = timedelta(seconds=100)  # tells a hang
 
@@ -162,3 +163,24 @@ def order_after_a_rebuild() -> str:
 def test_order_is_compared_after_a_rebuild_too() -> None:
     for said in run_on_ranks(order_after_a_rebuild, 2, init=None, launcher="torchrun"):
         assert "all_reduce" in said
+
+
+def test_a_further_connection_may_take_longer_than_a_call() -> None:
+    """A server looks up names, for a second and more, where a group may wait for less."""
+    port = free_port()
+    limit = timedelta(milliseconds=500)
+    first = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store.set_timeout(limit)
+    del first  # nobody listens for two seconds
+    served: list[TCPStore] = []
+
+    def serve() -> None:
+        served.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+
+    later = threading.Timer(2.0, serve)
+    later.start()
+    made = connection_of(store)
+    later.join()
+    assert made.add("count", 1) == 1
+    assert (store.timeout, made.timeout) == (limit, limit)

@@ -50,6 +50,10 @@ class PatientStore:
         """What torch's own waits may take."""
         return self.raw.timeout
 
+    def set_timeout(self, timeout: Any) -> None:
+        """What torch's own waits, and making a connection, may take."""
+        self.raw.set_timeout(timeout)
+
     def set(self, key: str, value: str) -> None:
         self._ask("set", key, value)
 

@@ -7,6 +7,7 @@ process asks the store.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
 _FEW_RANKS = 64
 _LOOK_SECONDS = 0.25
 _ANSWER_SECONDS = 5.0  # that a store gets to answer in, however little time is left
+_CONNECT = timedelta(seconds=10)  # that a further connection gets at least
 _FIRST_PAUSE, _PAUSES_GROW = 0.001, 1.5
 
 
@@ -191,14 +193,31 @@ def connection_of(store: Any) -> Any:
     Returns:
         The store itself, where it is of a kind without connections.
     """
-    try:
-        made = store.clone()
-        made.set_timeout(store.timeout)
-    except RuntimeError as error:
-        if type(error) is not RuntimeError:  # the network's, not that there is no such thing
-            raise
-        return store
+    with _connecting:
+        limit = store.timeout  # of calls: to connect may take longer, where names are looked up
+        try:
+            store.set_timeout(max(limit, _CONNECT))
+            made = store.clone()
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # the network's, not that there is no such thing
+                raise
+            return store
+        finally:
+            store.set_timeout(limit)
+    made.set_timeout(limit)
     return made
+
+
+_connecting = threading.Lock()
+"""Held while a store has another timeout."""
+
+
+def _is_forked() -> None:
+    global _connecting
+    _connecting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_is_forked)
 
 
 class _Wait:
