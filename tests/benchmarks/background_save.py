@@ -6,8 +6,8 @@
 tp 2, copies over dp, with gloo; AdamW's state, fp32. Rows:
 
 - `step`: a step with a save under way, over one of the same run with none.
-- `start`: the call that starts it, over a plain copy of what it has to copy to new memory. All but the
-  first save of a job copy to the memory of the one before; the first repeat is left out.
+- `start`: the call that starts it, over a plain copy of what it has to copy to new memory. All but
+  the first save of a job copy to the memory of the one before; the first repeat is left out.
 - `start, torch`: the same, over `torch.distributed.checkpoint.async_save` of torch's model of
   DTensors, which gathers its plans in the call.
 - `processor time`: a whole save in the background, over one that waits; of a rank's process, with
