@@ -80,6 +80,7 @@ ROWS = [
         "viz.sharding_picture",
         "viz.transfer_picture",
         "viz.trace_page",
+        "viz.verdict_picture",
     ],
     ["viz.live"],
     ["viz"],

@@ -10,12 +10,16 @@ from typing import Any
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.cli.terminal import BOLD, RED, Marks
+from commgrid.errors import SpecError
 from commgrid.observe.verify import Verdict, check, programs
+from commgrid.viz.figure import SUFFIXES, drawing, save
+from commgrid.viz.verdict_picture import draw_verdict
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py --steps 1
   commgrid verify runs/trace
   commgrid verify runs/trace --backend nccl --strict
+  commgrid verify runs/trace -o why.svg             (the reason drawn; needs matplotlib)
 
 A run over gloo that came to its end may not over NCCL, where calls of one communicator run one
 after another. Exits with 1 where ranks would wait for ever, and says in which calls.
@@ -41,9 +45,15 @@ def add_parser(commands: Any) -> None:
         help="also 1 where calls of two communicators have to run at once, which NCCL's guide does "
         "not promise",
     )  # fmt: skip
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE",
+        help="where not all finish, draw why: .svg, .png or .pdf",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.output is not None and args.output.suffix not in SUFFIXES:
+        raise SpecError(f"-o {args.output}: expected a file that ends in {', '.join(SUFFIXES)}")
     made = programs(args.folder)
     rules = [args.backend] if args.backend else ["nccl", "gloo"]
     # What finishes under strict does so under the others: by traces, which have no tags, they only
@@ -52,6 +62,12 @@ def run(args: argparse.Namespace) -> int:
     found = [replace(strict, rules=r) if strict.finishes else check(made, r) for r in rules]
     judged = [*found, strict] if args.strict else found
     finishes = all(each.finishes for each in judged)
+    wrong = next((each for each in (*found, strict) if not each.finishes), None)
+    if args.output is not None and wrong is not None:
+        with drawing():
+            save(draw_verdict(wrong), args.output)
+        give(args, lambda: {"written": f"{args.output}"}, lambda: f"wrote {args.output}", {})
+        return 0 if finishes else 1
     give(
         args,
         lambda: {
@@ -60,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
                 each.as_dict() for each in (*found, strict)
             ],
         },
-        lambda: _as_text(found, strict),
+        lambda: _as_text(found, strict) + _not_drawn(args.output),
         _MARKS,
     )  # fmt: skip
     return 0 if finishes else 1
@@ -82,6 +98,10 @@ def _as_text(found: list[Verdict], strict: Verdict) -> str:
             f"which its guide does not promise; {_reason(strict)}"
         )
     return "\n\n".join(parts)
+
+
+def _not_drawn(path: Path | None) -> str:
+    return "" if path is None else f"\n\n{path} was not written: there is nothing to draw"
 
 
 def _reason(verdict: Verdict) -> str:

@@ -46,7 +46,7 @@ from commgrid.observe.programs import (
 from commgrid.observe.recorded import from_traces
 from commgrid.planning.names import nearest
 
-__all__ = ["Batch", "Call", "Group", "Place", "Verdict", "Wait", "check", "programs"]
+__all__ = ["Batch", "Box", "Call", "Group", "Place", "Verdict", "Wait", "check", "programs"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,25 @@ class Place:
     call: str
     where: str
     why: str
+
+
+@dataclass(frozen=True)
+class Box:
+    """A call of the smallest part that cannot finish.
+
+    Args:
+        call: such as `tp all_reduce 3`.
+        where: its place in the program.
+        stands: whether its rank stands in it.
+        event: which calls belong together: those of one number.
+        is_over: whether all of its ranks come through it.
+    """
+
+    call: str
+    where: str
+    stands: bool
+    event: int
+    is_over: bool
 
 
 @dataclass(frozen=True)
@@ -116,22 +135,31 @@ class Verdict:
         rank 0  [pp send 0 to rank 1]  pp recv 1 from rank 1
         rank 1  [pp send 0 to rank 0]  pp recv 1 from rank 0
         """
-        if self.finishes:
-            return ""
+        width = len(f"rank {max(self.programs, default=0)}")
+        return "\n".join(
+            f"{f'rank {rank}':{width}}  "
+            + "  ".join(f"[{box.call}]" if box.stands else box.call for box in boxes)
+            for rank, boxes in self.rows().items()
+            if boxes
+        )
+
+    def rows(self) -> dict[int, list[Box]]:
+        """What there is to draw: by rank its calls of the smallest part; {}: all finish."""
         laid = lay_out(self.programs, self.rules)
         run(laid)
-        width = len(f"rank {max(self.programs)}")
-        lines = []
+        numbers = {id(event): number for number, event in enumerate(laid.events)}
+        found = {}
         for rank, steps in self.programs.items():
-            words, stands = [], False
-            for at in range(len(steps)):
-                for side in laid.sides[rank].get(at, ()):
-                    is_here = not stands and not side.event.is_over
-                    stands |= is_here
-                    words.append(f"[{said(side)}]" if is_here else said(side))
-            if words:
-                lines.append(f"{f'rank {rank}':{width}}  {'  '.join(words)}")
-        return "\n".join(lines)
+            sides = [side for at in range(len(steps)) for side in laid.sides[rank].get(at, ())]
+            stands = next((side for side in sides if not side.event.is_over), None)
+            found[rank] = [
+                Box(
+                    said(side), side.call.where, side is stands, numbers[id(side.event)],
+                    side.event.is_over,
+                )
+                for side in sides
+            ]  # fmt: skip
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
