@@ -189,10 +189,14 @@ class Job:
         return self.folder / f"log-{node}"
 
     def said(self) -> str:
-        """What the agents and workers printed."""
+        """What the agents and workers printed last, without gloo's lines of connections."""
+
+        def last(path: Path) -> str:
+            lines = path.read_text(errors="replace").splitlines(keepends=True)
+            return "".join(line for line in lines if "debug_logger.cc" not in line)[-6000:]
+
         return "\n".join(
-            f"--- node {node}\n{self.log(node).read_text(errors='replace')[-6000:]}"
-            for node in range(len(self.agents))
+            f"--- node {node}\n{last(self.log(node))}" for node in range(len(self.agents))
         )
 
     def end(self) -> None:
@@ -231,11 +235,14 @@ def _stat(process: Path) -> list[str]:
 
 @contextlib.contextmanager
 def job(hosts: Sequence[Host], timeout: float) -> Iterator[Job]:
-    """A job of which nothing is left afterwards."""
+    """A job of which nothing is left afterwards; what it said is printed where a test fails."""
     with tempfile.TemporaryDirectory(prefix="agents-") as folder:
         made = Job(hosts, Path(folder), timeout)
         try:
             yield made
+        except BaseException:
+            print(made.said(), file=sys.stderr)
+            raise
         finally:
             made.end()
 

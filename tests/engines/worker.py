@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -125,7 +126,31 @@ def forked(*given: str) -> None:
     for caught in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # by the agent
         signal.signal(caught, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    await_siblings()
     main(*given)
+
+
+def await_siblings(seconds: float = 20.0) -> None:
+    """Until the agent has forked all of its workers.
+
+    A worker that connects has the agent's store look up a name. The C library holds a lock for
+    that, and who is forked at that moment waits for it for ever.
+    """
+    until = time.monotonic() + seconds
+    while children_of(os.getppid()) < int(os.environ["LOCAL_WORLD_SIZE"]):
+        if time.monotonic() > until:
+            return
+        time.sleep(0.05)
+
+
+def children_of(parent: int) -> int:
+    """How many processes it has started that have not ended."""
+    found = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, its_parent = stat.read_text().rpartition(")")[2].split()[:2]
+            found += int(its_parent) == parent and state != "Z"
+    return found
 
 
 def main(*given: str) -> None:
