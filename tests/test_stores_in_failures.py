@@ -19,7 +19,7 @@ from commgrid.runtime import failures, inquiry, registry, torch_standby, torch_w
 from commgrid.runtime.roll import connection_of
 from commgrid.runtime.torch_standby import Answer
 from tests.mortal import run_mortal
-from tests.ranks import free_port, run_on_ranks
+from tests.ranks import free_port, hear, run_on_ranks, tell
 
 GENEROUS = timedelta(seconds=100)  # tells a hang
 
@@ -184,3 +184,24 @@ def test_a_further_connection_may_take_longer_than_a_call() -> None:
     later.join()
     assert made.add("count", 1) == 1
     assert (store.timeout, made.timeout) == (limit, limit)
+
+
+def other_host_is_silent() -> str:
+    """Ranks 2 and 3 run on another host, which nobody hears of; each waits for one of them."""
+    grid = commgrid.initialize(tp=2, timeout=2)
+    if grid.rank >= 2:
+        hear("0 is through", "1 is through")
+        tell(f"{grid.rank} is through")
+        return ""
+    with pytest.raises(PeerTimeoutError) as told, failures.named_failures(grid):
+        all_reduce(torch.ones(1), "dp")
+    tell(f"{grid.rank} is through")
+    if grid.rank == 0:  # whose process is the store's
+        hear("2 is through", "3 is through")
+    return str(told.value)
+
+
+def test_a_host_that_is_silent_is_named_with_all_its_ranks() -> None:
+    two_a_host = {"LOCAL_WORLD_SIZE": "2"}
+    said = run_on_ranks(other_host_is_silent, 4, init=None, launcher="torchrun", environ=two_a_host)
+    assert all(each.startswith("ranks 2-3 are gone or do not answer") for each in said[:2]), said

@@ -260,6 +260,8 @@ class FailureBoard:
                 until = time.monotonic() + _NEXT_SECONDS
             time.sleep(_POLL_SECONDS)
         gone = missing & waited_for or missing
+        if _says_late(error):  # a host that is cut off is silent; of one that is up ranks would end
+            gone |= _whole_hosts(gone, missing)
         if isinstance(error, GoneError) and (not gone or gone == waited_for):
             return f"{error}"
         if not gone:
@@ -288,6 +290,19 @@ def _on_other_hosts(grid: HyperCommGrid) -> set[int]:
         return set()
     first = grid.rank - int(local)
     return set(grid.spec.grid_ranks) - set(range(first, first + int(count)))
+
+
+def _whole_hosts(gone: set[int], missing: set[int]) -> set[int]:
+    """The ranks of hosts with one that is gone, where of all of the host's nothing is heard.
+
+    torchrun numbers the ranks of one host one after the other.
+    """
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not count.isdigit() or int(count) < 1:
+        return set()
+    size = int(count)
+    hosts = [set(range(first, first + size)) for first in {rank // size * size for rank in gone}]
+    return set().union(*(host for host in hosts if host <= missing))
 
 
 def _store_server() -> str:
