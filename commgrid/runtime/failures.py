@@ -260,7 +260,7 @@ class FailureBoard:
                 until = time.monotonic() + _NEXT_SECONDS
             time.sleep(_POLL_SECONDS)
         gone = missing & waited_for or missing
-        if _says_late(error):  # a host that is cut off is silent; of one that is up ranks would end
+        if _says_late(error):  # a host out of reach says nothing; a process that ends is seen
             gone |= _whole_hosts(gone, missing)
         if isinstance(error, GoneError) and (not gone or gone == waited_for):
             return f"{error}"
