@@ -266,10 +266,17 @@ class FailureBoard:
             return f"{error}"
         if not gone:
             return f"a connection failed, or a rank came too late: {mine}"
-        who = describe_ranks(gone)
-        return (
-            f"{who} {'is gone or does' if len(gone) == 1 else 'are gone or do'} not answer: {mine}"
-        )
+        return f"{no_answer_of(gone)}: {mine}"
+
+
+def no_answer_of(ranks: set[int]) -> str:
+    """That ranks are gone or do not answer, in words; where it is not known which, that one is.
+
+    >>> no_answer_of({3}), no_answer_of({2, 3})
+    ('rank 3 is gone or does not answer', 'ranks 2-3 are gone or do not answer')
+    """
+    how = "are gone or do" if len(ranks) > 1 else "is gone or does"
+    return f"{describe_ranks(ranks) or 'a rank'} {how} not answer"
 
 
 def _waited_for(error: BaseException) -> set[int]:

@@ -17,9 +17,8 @@ from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.planning.groups import GroupOptions
-from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_groups, watching
-from commgrid.runtime.failures import GoneError
+from commgrid.runtime.failures import GoneError, no_answer_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pairing import Pairing, check_alive
 from commgrid.runtime.seconds import Seconds, as_seconds
@@ -403,9 +402,7 @@ class Transfer:
                 missing = self._gates.ask(gate, None)
                 if len(missing) > len(self._gates.ranks) // 2:
                     missing = set()  # who would be gone is rather still on its way here
-                who = describe_ranks(missing) or "a rank"
-                are = "are gone or do" if len(missing) > 1 else "is gone or does"
-                told = f"{who} {are} not answer: {me} got {first_line(error)}"
+                told = f"{no_answer_of(missing)}: {me} got {first_line(error)}"
         elif isinstance(error, CommGridError):
             told = f"{error}"
         stands = self._gates.conclude(gate, kind, told)
