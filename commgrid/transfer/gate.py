@@ -34,7 +34,7 @@ class Gates:
         ranks: who has to come.
 
     Attributes:
-        interrupted: whether `interrupt` was called.
+        interrupted: whether a rank is lost, as this one was told or has heard at a gate.
     """
 
     def __init__(self, key: str, rank: int, ranks: Sequence[int]) -> None:
@@ -62,12 +62,12 @@ class Gates:
         roll, verdict = self._roll(gate), self._verdict(gate)
         self._at = gate
         if self._will_not_open is not None:
-            found = self.conclude(gate, *self._will_not_open)
+            found = self.conclude(gate, *self._will_not_open, lost=True)
         elif roll.come(self.rank) is Coming.LAST:
             self._forget(but=gate)  # the others, which all have left
             found = self.conclude(gate, "open", "")
         elif self._line.within(verdict, seconds):
-            found = _error(self._store.get(verdict))
+            found = self._error(self._store.get(verdict))
         else:
             missing = sorted(set(self.ranks) - set(roll.here(self.ranks)))
             told = f"{describe_ranks(missing)} {what} within {seconds:.3g} s"
@@ -77,13 +77,26 @@ class Gates:
             raise found
         self._used = {gate}
 
-    def conclude(self, gate: str, kind: str, message: str) -> CommGridError | None:
-        """Says how it ends, unless somebody was first; what stands, None where all may pass."""
+    def conclude(
+        self, gate: str, kind: str, message: str, lost: bool = False
+    ) -> CommGridError | None:
+        """Says how it ends, unless somebody was first; what stands, None where all may pass.
+
+        Args:
+            gate, kind, message: which one, and why.
+            lost: whether a rank is lost, so that no other gate opens either.
+        """
         self._used.add(gate)
-        mine = json.dumps([kind, message]).encode()
+        mine = json.dumps([kind, message, lost]).encode()
         with suppress(RuntimeError):  # the store is gone with the rank that served it
             mine = self._store.compare_set(self._verdict(gate), "", mine.decode())
-        return _error(mine)
+        return self._error(mine)
+
+    def _error(self, verdict: bytes) -> CommGridError | None:
+        kind, message, lost = json.loads(verdict)
+        if lost:  # this rank may hear of it here before its own watch says so
+            self._will_not_open = kind, message
+        return None if kind == "open" else KINDS[kind](message)
 
     def ask(self, gate: str, waited_for: int | None) -> set[int]:
         """Waits for the cause of a failure that this rank only sees an end of.
@@ -121,7 +134,7 @@ class Gates:
         """
         self._will_not_open = "absent" if late else "gone", why
         if self._at:
-            self.conclude(self._at, *self._will_not_open)
+            self.conclude(self._at, *self._will_not_open, lost=True)
 
     def close(self) -> None:
         """Lets the store's connections go; the last rank to do so takes away what is left there."""
@@ -148,8 +161,3 @@ class Gates:
 
     def _verdict(self, gate: str) -> str:
         return f"{self._key}/{gate}/verdict"
-
-
-def _error(verdict: bytes) -> CommGridError | None:
-    kind, message = json.loads(verdict)
-    return None if kind == "open" else KINDS[kind](message)
