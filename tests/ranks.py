@@ -32,6 +32,7 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 import torch.distributed as dist
 
 GRACE_SECONDS = 30.0  # what the others get to end by themselves once one rank has failed
+MAY_LEAVE = "leave"  # a file that tells the ranks that all have returned, or that one has failed
 
 
 class RanksFailed(AssertionError):
@@ -128,11 +129,11 @@ def _run(
         children = {}
         for rank, job in jobs.items():
             variables = {**_launcher_variables(launcher, rank, world_size, port), **environ}
-            whole = (*job, rank, world_size, folder, init, variables)
+            whole = (*job, rank, len(jobs), world_size, folder, init, variables)
             children[rank] = context.Process(target=_child, args=whole, daemon=False)
             with forking():
                 children[rank].start()
-        ended = _wait(children, timeout)
+        ended = _wait(children, Path(folder), timeout)
         return _collect({rank: children[rank] for rank in ended}, world_size, Path(folder), timeout)
 
 
@@ -183,6 +184,7 @@ def _child(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     rank: int,
+    ranks: int,
     world_size: int,
     folder: str,
     init: str | None,
@@ -207,13 +209,18 @@ def _child(
     partial = out.with_suffix(".partial")
     partial.write_bytes(pickle.dumps(result))
     partial.rename(out.with_suffix(".result"))
+    may_leave = out.parent / MAY_LEAVE
+    if result[0] != "ok" or len(list(out.parent.glob("*.result"))) == ranks:
+        may_leave.touch()
     if result[0] != "ok":
         os._exit(1)
     if init is not None and dist.is_initialized():
+        while not may_leave.exists():  # gloo may still connect others of the group made last
+            time.sleep(0.005)
         dist.destroy_process_group()
 
 
-def _wait(children: Mapping[int, Any], timeout: float) -> list[int]:
+def _wait(children: Mapping[int, Any], folder: Path, timeout: float) -> list[int]:
     """Until all have ended; once one has failed the others get a grace, then all are killed.
 
     Returns the ranks as they ended: what the first of them says is most often the cause.
@@ -229,8 +236,10 @@ def _wait(children: Mapping[int, Any], timeout: float) -> list[int]:
             (rank, None) for rank, child in children.items()
             if rank not in ended and not child.is_alive()
         )  # fmt: skip
-        if not failed and any(children[rank].exitcode for rank in ended):
+        left = [rank for rank in ended if not (folder / f"{rank}.result").exists()]
+        if not failed and (left or any(children[rank].exitcode for rank in ended)):
             failed = True
+            (folder / MAY_LEAVE).touch()
             until = min(until, time.monotonic() + GRACE_SECONDS)
         time.sleep(0.005)
     late = [child for child in children.values() if child.is_alive()]

@@ -1,11 +1,15 @@
 """Ranks are forked: what their parent has left behind is none of their business."""
 
 import gc
+import os
+import time
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_on_ranks
+from tests.ranks import RanksFailed, run_on_ranks
 
 
 def collects() -> bool:
@@ -29,3 +33,28 @@ def test_a_rank_does_not_collect_its_parents_process_groups() -> None:
     """Seen as a rank that hung at whatever point its garbage collector ran: it waited for the
     threads of a group that a doctest had made in the parent."""
     assert run_on_ranks(parent_with_garbage, 1, init=None) == [[True, True]]
+
+
+def returns_at_once(folder: str, dies: bool) -> None:
+    said = Path(folder) / "first"
+    if dist.get_rank() == 0:
+        said.write_text(str(os.getpid()))
+        return
+    while not said.exists() or not said.read_text():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    if dies:
+        os._exit(0)
+    os.kill(int(said.read_text()), 0)  # an error where the process has ended and was waited for
+
+
+def test_a_rank_that_has_returned_stays_until_the_others_have(tmp_path: Path) -> None:
+    """Seen as "Connection closed by peer" on a rank that gloo was still connecting."""
+    run_on_ranks(returns_at_once, 2, str(tmp_path), False)
+
+
+def test_a_rank_that_has_returned_does_not_wait_for_one_that_died(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match="1 of 2 ranks failed\n--- rank 1"):
+        run_on_ranks(returns_at_once, 2, str(tmp_path), True)
+    assert time.monotonic() - start < 60  # 2 s; the limit of time is 240
