@@ -72,7 +72,7 @@ def rebuild(
     ranks: range | Sequence[int] | str | None = None,
     *,
     name: str | None = None,
-    grace: Seconds = 3.0,
+    grace: Seconds = 10.0,
     at_least: int | None = None,
     fits: Fits | None = None,
     timeout: Seconds = 60.0,
@@ -92,6 +92,7 @@ def rebuild(
         name: of the grid; None: the default one.
         grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
             learn of a failure in their next collective; give more than they compute without one.
+            Where the grid is watched, nobody waits for a rank whose process was seen to end.
         at_least: how many ranks of the grid before must come; None: half, or more than half where
             the store is out of reach and others may be there still. Fewer may be the smaller side
             of a network that was cut, whose larger side goes on as well.

@@ -28,8 +28,10 @@ def grid_arguments(args: argparse.Namespace) -> dict[str, Any]:
         data = {"dp_replicate": args.dp_replicate, "dp_shard": shards}
     # Over gloo, groups that all ranks have connected are those whose failures all hear of at once.
     connect = "all" if args.survive and not torch.cuda.is_available() else "axes"
+    watch = True if args.survive else None  # who is seen to end is not waited for
     sizes = {"tp": args.tp, "cp": args.cp, "pp": args.pp, "ep": args.ep, "etp": args.etp}
-    return {**sizes, **data, "groups": groups, "ranks": args.ranks, "connect": connect}
+    more = {"groups": groups, "ranks": args.ranks, "connect": connect, "watch": watch}
+    return {**sizes, **data, **more}
 
 
 def make_grid(args: argparse.Namespace, name: str = "default") -> commgrid.HyperCommGrid | None:

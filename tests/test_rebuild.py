@@ -42,11 +42,11 @@ def fail_and_rebuild(
             raise AssertionError("nobody noticed")
     except (PeerFailedError, PeerTimeoutError):
         pass
-    rebuilt = commgrid.rebuild(**how)
+    rebuilt = commgrid.rebuild(**{"grace": 3.0, **how})
     return rebuilt, time.monotonic() - started
 
 
-def survive(victims: list[list[int]], sizes: dict[str, Any]) -> list[Any]:
+def survive(victims: list[list[int]], sizes: dict[str, Any], **how: Any) -> list[Any]:
     """One failure after the other; what the grid was after each."""
     grid: commgrid.HyperCommGrid | None = commgrid.initialize(**sizes)
     found = []
@@ -54,7 +54,7 @@ def survive(victims: list[list[int]], sizes: dict[str, Any]) -> list[Any]:
         if grid is None:  # a spare rank
             grid, took = commgrid.rebuild(), 0.0
         else:
-            grid, took = fail_and_rebuild(grid, who)
+            grid, took = fail_and_rebuild(grid, who, **how)
         if grid is None:
             found.append(None)
             break
@@ -89,6 +89,19 @@ def test_the_store_goes_twice() -> None:
     assert results[:2] == [KILLED, KILLED]
     for found in results[2:]:
         assert [each[:2] for each in found] == [((1, 2, 3), (0,)), ((2, 3), (0, 1))]
+
+
+def watched(victims: list[list[int]]) -> list[Any]:
+    return survive(victims, {"watch": True}, grace=150.0, timeout=300.0)
+
+
+def test_who_is_seen_to_end_is_not_waited_for() -> None:
+    """The second rebuild knows of the first one's, too; `survive` says that it takes no minute."""
+    results = run_mortal(watched, 5, [[3], [0]])
+    assert (results[0], results[3]) == (KILLED, KILLED)
+    for rank in (1, 2, 4):
+        assert [each[:2] for each in results[rank]] == [((0, 1, 2, 4), (3,)), ((1, 2, 4), (0, 3))]
+        print(f"rank {rank} went on {[f'{each[3]:.1f} s' for each in results[rank]]} later")
 
 
 def of_three_and_a_spare(kind: str) -> list[Any]:

@@ -18,7 +18,7 @@ from commgrid.errors import (
     PeerTimeoutError,
     SpecError,
 )
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.planning.rank_lists import describe_ranks, unpack
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, refit
@@ -217,7 +217,7 @@ class _Rebuild:
     def _settle_store(self, verdict: Mapping[str, Any]) -> None:
         """Takes over what the verdict says of stores: where to meet, and where else."""
         place, goes_to = self.registry.place, verdict["store"]
-        place.gone = frozenset(verdict["gone"])
+        place.gone, place.ended = frozenset(verdict["gone"]), frozenset(unpack(verdict["ended"]))
         place.standbys = [(rank, address) for rank, address in verdict["standbys"]]
         place.server = verdict["server"]
         if goes_to is not None:
@@ -238,7 +238,9 @@ class _Rebuild:
             "server": place.server, "unsure": self.unsure, "states": self.states.held(),
         })  # fmt: skip
         world = range(torch_world.world_size())
-        calls = RollCall(torch_world.world_store(), self._rank, world)
+        watch = made.seen_by if made is not None else None
+        ended = place.ended.union(watch.ended if watch is not None else ())
+        calls = RollCall(torch_world.world_store(), self._rank, world, ended)
         try:
             if made is None:
                 return calls.wait(self.name, said)
@@ -331,7 +333,7 @@ class _Rebuild:
         self.registry.made[self.name] = Made(
             GridSpec.from_config(verdict["given"]), verdict["full"], grid.spec,
             f"{grid.identity}/{verdict['token']}", backend, limit, traces,
-            verdict["watch"], verdict["verify"],
+            verdict["watch"], verdict["verify"], grid.watch,
         )  # fmt: skip
         recorder.follow(traces, grid.rank, grid.members_of_communicators())
         inquiry.follow()

@@ -30,6 +30,8 @@ from commgrid.runtime.torch_world import versions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from commgrid.runtime.watch import Watch
+
 _LAST_RANK_SECONDS = 5.0
 
 
@@ -43,6 +45,7 @@ class Made:
         last: the resolved one that this rank was in last.
         identity: of that one.
         backend, timeout, trace, watch, verify: as they were given.
+        seen_by: its watch, which sees whose processes end.
     """
 
     given: GridSpec
@@ -54,6 +57,7 @@ class Made:
     trace: bool = False
     watch: bool | None = None
     verify: str | None = None
+    seen_by: Watch | None = None
 
 
 @dataclass
@@ -65,12 +69,14 @@ class StorePlace:
         standbys: ranks that serve further stores, and where.
         own: what this process serves.
         gone: ranks that were not there when a grid was rebuilt.
+        ended: those of them whose processes were seen to end.
     """
 
     server: int | None = None
     standbys: list[tuple[int, str]] = field(default_factory=list)
     own: torch_standby.Standby | None = None
     gone: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
 
 
 class Registry:

@@ -8,14 +8,17 @@ who is here and concludes, for all of them: what the others find written is so.
     rank 4   comes ──────────────────────────── waits ────────────► reads it
     rank 5   (spare) waits for call 1 ─ comes ─ waits ────────────► reads it: has no part
 
-Each rank makes a fixed number of store calls; the one that concludes one more for 30 ranks, and one
-that reads what the ranks have said.
+For a rank whose process has ended, another one comes that has seen it. So who is here concludes at
+once when nobody else can come.
+
+Each rank makes a fixed number of store calls, and one for each rank that it has seen end; the one
+that concludes one more for 30 ranks, and one that reads what the ranks have said.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -83,12 +86,15 @@ class RollCall:
         store: shared by all ranks of the world.
         rank: this process's.
         world: which ranks may come.
+        ended: those whose processes this one has seen end, or was told so.
     """
 
-    def __init__(self, store: Store, rank: int, world: Sequence[int]) -> None:
+    def __init__(
+        self, store: Store, rank: int, world: Sequence[int], ended: Collection[int] = ()
+    ) -> None:
         # A server that is stopped must not hold whoever looks for another one.
         self._store: Store = PatientStore(store, lambda: _PATIENCE_SECONDS)
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._ended = rank, world, ended
 
     def answer(
         self, call: Call, said: str, conclude: Conclude, grace: float, deadline: float
@@ -238,6 +244,9 @@ class RollCall:
         roll = Roll(self._store, f"{base}/here", expected)
         self._store.set(f"{base}/said/{self._rank}", said)
         complete = roll.come(self._rank) is Coming.LAST
+        for rank in self._ended:  # one of those who have seen it comes for it
+            if rank in expected and self._store.add(f"{base}/ended/{rank}", 1) == 1:
+                complete = roll.come(rank) is Coming.LAST or complete
         if complete:
             self._store.set(f"{base}/complete", "")
         patience = seconds_until(deadline) if call.ranks is not None else grace
@@ -257,21 +266,27 @@ class RollCall:
 
     def _examine(self, number: int, call: Call, roll: Roll, conclude: Conclude) -> None:
         """Looks who is here, and concludes for all of them."""
-        here = roll.here(call.ranks or self._world)
-        missing = sorted(set(call.ranks or ()) - set(here))
+        came = roll.here(call.ranks or self._world)
+        keys = {rank: f"{_BASE}/{number}/said/{rank}" for rank in came}
+        all_said = self._store.check(list(keys.values()))
+        here = came if all_said else [each for each in came if self._store.check([keys[each]])]
+        ended = set(came) - set(here)  # others came for them
+        missing = set(call.ranks or ()) - set(here)
         if missing:
+            late = missing - ended
+            why = [f"the process of {describe_ranks(missing & ended)} has ended"] * (late < missing)
+            why += [f"{describe_ranks(late)} did not come within timeout"] * bool(late)
             told = (
-                f"rebuild of grid {call.name!r}: {describe_ranks(missing)} did not come within "
-                f"timeout ({describe_ranks(here)} did); leave ranks= out to go on with whoever "
-                "does"
+                f"rebuild of grid {call.name!r}: {', '.join(why)} ({describe_ranks(here)} came); "
+                "leave ranks= out to go on with whoever does"
             )
-            self._conclude(number, {"refused": told, "error": "absent", "here": pack(here)}, call)
-            return
-        said = self._store.multi_get([f"{_BASE}/{number}/said/{rank}" for rank in here])
-        found = conclude(here, [text.decode() for text in said])
-        self._conclude(number, {**found, "here": pack(here)}, call)
+            found: Mapping[str, Any] = {"refused": told, "error": "absent"}
+        else:
+            said = self._store.multi_get([keys[rank] for rank in here])
+            found = conclude(here, [text.decode() for text in said])
+        self._conclude(number, {**found, "here": pack(here), "ended": pack(ended)}, call)
         for rank in here:
-            self._store.delete_key(f"{_BASE}/{number}/said/{rank}")
+            self._store.delete_key(keys[rank])
 
     def _conclude(self, number: int, found: Mapping[str, Any], call: Call) -> None:
         past = self._past(number)
@@ -290,7 +305,8 @@ class RollCall:
     def _clean_up(self, number: int) -> None:
         """Takes from the store what nobody reads any more: this call, and the one before last."""
         base = f"{_BASE}/{number - 1}"
-        for key in ("call", "complete", "examiner/1", "examiner/2"):
+        ended = (f"ended/{rank}" for rank in unpack(self._verdict(number - 1).get("ended", "")))
+        for key in ("call", "complete", "examiner/1", "examiner/2", *ended):
             self._store.delete_key(f"{base}/{key}")
         Roll(self._store, f"{base}/here", self._world).delete()
         self._store.delete_key(f"{_BASE}/{number - 2}/verdict")

@@ -163,8 +163,9 @@ def initialize(
             raise
         _registry.add(grid)
         _registry.made[name] = Made(
-            spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch, verify
-        )
+            spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch, verify,
+            grid.watch,
+        )  # fmt: skip
         recorder.follow(trace, grid.rank, grid.members_of_communicators())
         inquiry.follow()
         order_check.follow(verify, grid)

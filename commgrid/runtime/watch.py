@@ -104,6 +104,8 @@ class Watch:
         self.failure: str | None = None
         self.late = False
         """Whether it is that somebody does not answer, and not that it is gone."""
+        self.ended: set[int] = set()
+        """Neighbours whose processes this one has seen end."""
         self._learnt = threading.Event()
         self._waking: threading.Thread | None = None
         self._followers: list[Watch] = []
@@ -191,6 +193,7 @@ class Watch:
     def _lost(self, rank: int, closed: bool) -> None:
         """A neighbour's link has closed, or it is silent."""
         if closed:
+            self.ended.add(rank)
             text = f"rank {rank} is gone: its process has ended"
         else:
             text = (

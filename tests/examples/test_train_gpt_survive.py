@@ -79,7 +79,7 @@ def mortal(job: list[str], deaths: Deaths) -> None:
     """Trains; a rank that is to die is killed in its step."""
     rank = int(os.environ["RANK"])
     example = load()
-    commgrid.rebuild = partial(commgrid.rebuild, grace=8.0)  # of a machine with other work
+    commgrid.rebuild = partial(commgrid.rebuild, grace=20.0)  # of a machine with other work
     trainer = sys.modules["gpt_trainer"].Trainer
     steps = {"now": 0}
     if rank in deaths:
