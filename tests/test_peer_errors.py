@@ -42,6 +42,7 @@ def new_group(seconds: float) -> Any:
 def peer_has_ended(rank: int) -> list[Verdict]:
     group, numbers = new_group(30), torch.ones(4_000_000)
     if rank == 1:
+        dist.destroy_process_group()
         return []
     if rank == 0:
         return [verdict(lambda: dist.recv(numbers, 1, group=group))]

@@ -72,7 +72,9 @@ def test_who_is_only_missing_gets_the_grace() -> None:
 
 def test_certain_ranks_of_which_one_has_ended() -> None:
     for error in call(HashStore(), 4, [0, 1, 2], {0: [3]}, ranks=(0, 1, 2, 3)):
-        with pytest.raises(PeerTimeoutError, match=r"the process of rank 3 has ended \(ranks 0-2 c"):
+        with pytest.raises(
+            PeerTimeoutError, match=r"the process of rank 3 has ended \(ranks 0-2 c"
+        ):
             raise error
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import commgrid
 from commgrid.runtime.links import Links, neighbours_of
 from commgrid.runtime.watch import Watch
+from commgrid.runtime.torch_world import world_store
+from tests.mortal import KILLED, kill_me, run_mortal
 from tests.ranks import meet, run_on_ranks
 from tests.watched import EXPECTED, check, what_survivors_see
 
@@ -42,8 +46,6 @@ def test_every_rank_is_reached_in_few_steps() -> None:
 
 def cycles() -> tuple[list[str], int]:
     """What is left in the store, and how many threads, after grids have come and gone."""
-    import threading
-
     commgrid.join()
     for _ in range(5):
         commgrid.initialize(tp=2, watch=True, connect="none")
@@ -72,6 +74,43 @@ def rebuilt(rank: int) -> bool:
     again = commgrid.rebuild(ranks=[0, 1])
     meet(rank, 2)  # a rank that ended at once would be gone for the other
     return again is not None and again.watch is not None
+
+
+def waits_for_one_that_never_connected() -> tuple[int, int]:
+    """How many of a grid's groups of two have ended what waits on them once the other is gone.
+
+    Of two ranks that never talked one waits for the other to connect, by chance either.
+    """
+    grid = commgrid.initialize(watch=True, connect="none", timeout=3000)
+    world_store().set(f"here/{grid.rank}", "")
+    world_store().wait(["here/0", "here/1"])
+    if grid.rank == 1:
+        time.sleep(0.3)  # until the others look
+        kill_me()
+    ended: list[str] = []
+
+    def waits(group: dist.ProcessGroup) -> None:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            ended.append(f"{error}")
+
+    pairs = [each.group for each in grid.communicators if len(each.ranks) == 2]
+    waiting = [threading.Thread(target=waits, args=(group,), daemon=True) for group in pairs]
+    for each in waiting:
+        each.start()
+    until = time.monotonic() + 100.0  # a fifth of the timeout is 600 s
+    for each in waiting:
+        each.join(max(until - time.monotonic(), 0.0))
+    found = len(pairs), len(ended)
+    grid.abort()
+    return found
+
+
+def test_who_waits_for_a_dead_rank_to_connect_is_woken() -> None:
+    found, killed = run_mortal(waits_for_one_that_never_connected, 2)
+    assert killed == KILLED
+    assert found[0] == found[1] > 5
 
 
 def test_a_grid_that_is_rebuilt_is_watched_as_before() -> None:

@@ -202,7 +202,8 @@ class HyperCommGrid(NamedGroups):
         for meeting in meetings:
             meeting.interrupt(why, late)
         groups = [c.group for c in self._communicators]
-        torch_groups.wake(groups, self._connected_by_pairs(), tell=not meetings)
+        by_pairs = self._connected_by_pairs()
+        torch_groups.wake(groups, by_pairs, tell=not meetings, ended=not late)
 
     def _create(
         self,

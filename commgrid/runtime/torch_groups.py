@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ from commgrid.runtime.torch_world import (
 _CREATING = threading.RLock()
 
 _REFUSED_SECONDS = 0.05  # until connections that are on their way are made or refused
+_CONNECTED_SECONDS = (
+    5.0  # the same, on a busy machine; by then a failed grid is destroyed, most often
+)
 _ANSWER_SECONDS = 2.0  # that the store gets while groups are destroyed
 _ABORT_SECONDS = 20.0
 _WOKEN: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -260,6 +263,7 @@ def wake(
     groups: Iterable[dist.ProcessGroup],
     by_pairs: Container[dist.ProcessGroup] = (),
     tell: bool = True,
+    ended: bool = False,
 ) -> None:
     """Ends whatever waits on groups, here and on their members, and waits for none of them.
 
@@ -269,10 +273,13 @@ def wake(
         groups: of this process.
         by_pairs: those of which some pairs of ranks may not be connected yet.
         tell: False where members wait elsewhere, as while they start: gloo's are left alone.
+        ended: whether it is known that the process of a member has ended, whose host lives: what
+            waits here for it to connect ends a moment later.
     """
+    waiting = list(groups)
     telling: list[dist.Work] = []  # kept until refused connections are refused
     ending: list[threading.Thread] = []
-    for group in groups:
+    for group in waiting:
         if group in _WOKEN or not is_alive(group) or group.size() == 1:
             continue
         _WOKEN.add(group)
@@ -290,6 +297,23 @@ def wake(
         thread.join(max(until - time.monotonic(), 0.0))
     if telling:
         time.sleep(_REFUSED_SECONDS)
+    if telling and ended:
+        waited_on = [ref(group) for group in waiting if group in by_pairs]
+        threading.Thread(target=_end_waiting, args=(waited_on,), daemon=True).start()
+
+
+def _end_waiting(waited_on: list[ref[dist.ProcessGroup]]) -> None:
+    """Ends what waits for members to connect, on groups that are not destroyed until then.
+
+    A connection to a host that is gone would still be under way then, and be refused later, on
+    which gloo ends the process.
+    """
+    time.sleep(_CONNECTED_SECONDS)
+    for each in waited_on:
+        group = each()
+        if group is not None and is_alive(group):
+            with suppress(RuntimeError):
+                torch_gloo.give_up(torch_gloo.connect_all(group))
 
 
 def _break_gloo(group: dist.ProcessGroup, by_pairs: bool, telling: list[dist.Work]) -> None:

@@ -89,7 +89,7 @@ def between(
 
     def wake(why: str, late: bool) -> None:
         told(why, late)
-        torch_groups.wake([group], unconnected)
+        torch_groups.wake([group], unconnected, ended=not late)
 
     try:
         made = Watch(
