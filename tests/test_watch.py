@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.runtime.links import Links, neighbours_of
-from commgrid.runtime.watch import Watch
 from commgrid.runtime.torch_world import world_store
+from commgrid.runtime.watch import Watch
 from tests.mortal import KILLED, kill_me, run_mortal
 from tests.ranks import meet, run_on_ranks
 from tests.watched import EXPECTED, check, what_survivors_see
