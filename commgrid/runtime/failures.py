@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -36,7 +35,6 @@ _ROLL_CALL_SECONDS = 2.0
 _PATIENCE_SECONDS = 2.0  # for the one who knows more than that a connection closed
 _ROLL_CALLS_SECONDS, _NEXT_SECONDS = 10.0, 3.0  # at most, and from one who comes to the next
 _POLL_SECONDS = 0.05
-_CALLS = ("commgrid.", "torch.distributed.")  # whose variables are of no use to the program
 _GUESSES = ("not answer", "came too late")  # what a silent connection is taken for
 
 
@@ -148,7 +146,6 @@ def named_failures(
         if learnt is None and watch is not None:
             learnt = watch.read(_PATIENCE_SECONDS)
         told = learnt or board.inquire(grid, error, f"{me}{at}")
-        _let_go(error)
         grid.abort()
         late = _says_late(error) if learnt is None or watch is None else watch.late
         who = f"{me} was{at}" if at else me
@@ -168,18 +165,6 @@ def _at(error: BaseException, doing: Callable[[], str] | None, peer: bool) -> st
     if found is not None and (found.group or doing is None):
         parts.append(str(found))
     return f" {', '.join(parts)}" if parts else ""
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Frees what the calls that led to an error held: groups and work, whose connections stay open
-    as long as somebody holds them, for others to wait on. The program's own variables stay."""
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_globals.get("__name__", "").startswith(_CALLS):
-                with suppress(RuntimeError):  # it runs still
-                    frame.clear()
-                    _ = frame.f_locals  # empties the copy of who looked before, which Python keeps
-        error = error.__cause__ or error.__context__
 
 
 def _says_late(error: BaseException) -> bool:
@@ -240,7 +225,6 @@ class FailureBoard:
         """
         known, waited_for = self.read(0.0), _waited_for(error)
         mine = f"{me} got {torch_world.first_line(error)}"
-        _let_go(error)
         found: str | None = None
         try:
             first = known is None and self._store.add(f"{self._key}/came", 1) == 1

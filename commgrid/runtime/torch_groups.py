@@ -8,8 +8,10 @@ goes through the function beneath it.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -40,12 +42,11 @@ from commgrid.runtime.torch_world import (
 _CREATING = threading.RLock()
 
 _REFUSED_SECONDS = 0.05  # until connections that are on their way are made or refused
-_CONNECTED_SECONDS = (
-    5.0  # the same, on a busy machine; by then a failed grid is destroyed, most often
-)
+_CONNECTED_SECONDS = 5.0  # the same on a busy machine, and until a failed grid is destroyed
 _ANSWER_SECONDS = 2.0  # that the store gets while groups are destroyed
 _ABORT_SECONDS = 20.0
 _WOKEN: WeakSet[dist.ProcessGroup] = WeakSet()
+_CALLS = ("commgrid.", "torch.distributed.")  # whose variables are of no use to the program
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
 
@@ -326,6 +327,20 @@ def _break_gloo(group: dist.ProcessGroup, by_pairs: bool, telling: list[dist.Wor
             telling.append(_patient_store().during(connecting))
 
 
+def _free_calls(error: BaseException | None) -> None:
+    """Frees what the calls that led to an error hold: groups and work, whose connections stay open
+    as long as somebody holds them, for others to wait on. The program's own variables stay."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if str(frame.f_globals.get("__name__")).startswith(_CALLS):
+                with suppress(RuntimeError):  # it runs still
+                    frame.clear()
+                    _ = frame.f_locals  # empties the copy of who looked before, which Python keeps
+        error = error.__cause__ or error.__context__
+
+
 def abort_all(
     groups: Iterable[dist.ProcessGroup],
     by_pairs: Container[dist.ProcessGroup] = (),
@@ -333,13 +348,14 @@ def abort_all(
 ) -> None:
     """Destroys groups whose members may have failed, without waiting for any of them.
 
-    Members that wait for this rank get an error, also where something, such as the traceback of
-    the failure, still holds the group.
+    Members that wait for this rank get an error, also where something still holds a group that is
+    connected. Within `except` the error's traceback holds none any more.
 
     Args:
         groups: in order of creation.
         by_pairs, tell: as `wake` takes them.
     """
+    _free_calls(sys.exc_info()[1])
     alive = [group for group in reversed(list(groups)) if is_alive(group)]
     wake(alive, by_pairs, tell)
     for group in alive:
