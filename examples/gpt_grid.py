@@ -28,15 +28,14 @@ def grid_arguments(args: argparse.Namespace) -> dict[str, Any]:
         data = {"dp_replicate": args.dp_replicate, "dp_shard": shards}
     # Over gloo, groups that all ranks have connected are those whose failures all hear of at once.
     connect = "all" if args.survive and not torch.cuda.is_available() else "axes"
-    watch = True if args.survive else None  # who is seen to end is not waited for
     sizes = {"tp": args.tp, "cp": args.cp, "pp": args.pp, "ep": args.ep, "etp": args.etp}
-    more = {"groups": groups, "ranks": args.ranks, "connect": connect, "watch": watch}
-    return {**sizes, **data, **more}
+    return {**sizes, **data, "groups": groups, "ranks": args.ranks, "connect": connect}
 
 
 def make_grid(args: argparse.Namespace, name: str = "default") -> commgrid.HyperCommGrid | None:
     """The grid that trains; None on a spare rank."""
-    return commgrid.initialize(**grid_arguments(args), name=name, timeout=args.timeout)
+    watch = True if args.survive else None  # who is seen to end is not waited for
+    return commgrid.initialize(**grid_arguments(args), name=name, timeout=args.timeout, watch=watch)
 
 
 def switch(
