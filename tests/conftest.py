@@ -42,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Everything at once runs in several processes, a file in one each: most tests use one core.
-    One more than there are cores, since some wait and count seconds.
 
     Files begin in the order of tests/full.py, the longest first: xdist's own order, by the number
     of tests, has those of a few long ones last, when the other processes are done.
@@ -56,7 +55,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if getattr(options, "numprocesses", 0) is not None or options.usepdb or options.collectonly:
         return
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        options.numprocesses = min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
+        options.numprocesses = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
         options.dist = "loadfile"
         options.loadscopereorder = False
 

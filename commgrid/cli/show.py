@@ -33,7 +33,7 @@ from commgrid.planning.tune import Pins
 from commgrid.transfer.table import as_table
 from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
 from commgrid.viz.curves_picture import draw_curves, read_curve
-from commgrid.viz.figure import drawing, save
+from commgrid.viz.figure import check_suffix, drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, page_data, write_page
 from commgrid.viz.schedule_picture import draw_schedule, read_spans
@@ -126,6 +126,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    if args.output is not None:
+        check_suffix(args.output)  # before anything is computed
     if args.benchmark is not None:
         return _show_benchmark(args)
     if args.transfer is not None:

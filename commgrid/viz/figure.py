@@ -76,16 +76,25 @@ def _picture() -> type[Figure]:
     return Picture
 
 
+def check_suffix(path: Path) -> None:
+    """Refuses a file that no picture and no page is written to.
+
+    Raises:
+        SpecError: another suffix.
+    """
+    if path.suffix not in (*SUFFIXES, ".html"):
+        raise SpecError(
+            f"-o {path}: expected a file that ends in {', '.join((*SUFFIXES, '.html'))}"
+        )
+
+
 def save(figure: Figure, path: Path) -> None:
     """Writes a figure; the suffix says as what.
 
     Raises:
         SpecError: another suffix, or a folder that cannot be written to.
     """
-    if path.suffix not in SUFFIXES:
-        raise SpecError(
-            f"-o {path}: expected a file that ends in {', '.join((*SUFFIXES, '.html'))}"
-        )
+    check_suffix(path)
     dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     try:
         figure.savefig(path, dpi=150, metadata=dates.get(path.suffix))

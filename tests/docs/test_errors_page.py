@@ -103,7 +103,7 @@ BY_NO_CALL = [
     "…: … did not come to …, to which … have come",
     "a rank is gone or does not answer: …",
     "grid …: rank … failed: …",
-    "rebuild of grid …: … did not come within timeout",
+    "rebuild of grid …: … (… came); leave ranks= out to go on with whoever does",
     "rebuild of grid …: rank … came too late",
     "rebuild of grid …: the store of torch.distributed is gone, and of … standby stores none",
     "rebuild: …",
