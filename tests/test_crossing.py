@@ -92,12 +92,16 @@ def test_random_grids_on_random_clusters_equal_counting() -> None:
     assert crossed > 130
 
 
-def test_16384_ranks_take_a_second_or_so() -> None:
-    """0.2 s of processor time by itself; among other tests on a busy machine 1.2 s were seen."""
+def test_16384_ranks_take_less_than_a_second() -> None:
+    """0.2 s of processor time by itself; among other tests 1.15 s were seen once, so the least of
+    three counts: what else this process may do meanwhile, as collecting garbage, is not meant."""
     spec = GridSpec.build(tp=8, pp=16, cp=2, ep=8, etp=1).resolve(16384)
-    started = time.process_time()
-    found = find_crossings(spec, CLUSTERS["gb200"])  # racks of 72, in which groups lie differently
-    assert time.process_time() - started < 10.0
+    took = []
+    for _ in range(3):
+        started = time.process_time()
+        found = find_crossings(spec, CLUSTERS["gb200"])  # racks of 72: groups lie differently
+        took.append(time.process_time() - started)
+    assert min(took) < 1.0
     assert set(found) == set(spec.definitions)
     assert found["tp"].describe() == "4 ranks of each of 2 nodes; 1 group at once on a node's link"
 

@@ -127,7 +127,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.output is not None:
-        check_suffix(args.output)  # before anything is computed
+        check_suffix(args.output)
     if args.benchmark is not None:
         return _show_benchmark(args)
     if args.transfer is not None:

@@ -10,9 +10,8 @@ from typing import Any
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.cli.terminal import BOLD, RED, Marks
-from commgrid.errors import SpecError
 from commgrid.observe.verify import Verdict, check, programs
-from commgrid.viz.figure import SUFFIXES, drawing, save
+from commgrid.viz.figure import SUFFIXES, check_suffix, drawing, save
 from commgrid.viz.verdict_picture import draw_verdict
 
 _EXAMPLES = """examples:
@@ -52,8 +51,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.output is not None and args.output.suffix not in SUFFIXES:
-        raise SpecError(f"-o {args.output}: expected a file that ends in {', '.join(SUFFIXES)}")
+    if args.output is not None:
+        check_suffix(args.output, SUFFIXES)
     made = programs(args.folder)
     rules = [args.backend] if args.backend else ["nccl", "gloo"]
     # What finishes under strict does so under the others: by traces, which have no tags, they only

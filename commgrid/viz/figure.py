@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from io import StringIO
@@ -76,16 +76,14 @@ def _picture() -> type[Figure]:
     return Picture
 
 
-def check_suffix(path: Path) -> None:
-    """Refuses a file that no picture and no page is written to.
+def check_suffix(path: Path, suffixes: Sequence[str] = (*SUFFIXES, ".html")) -> None:
+    """Refuses a file that would be neither a picture nor a page, before anything is computed.
 
     Raises:
-        SpecError: another suffix.
+        SpecError: a suffix that is none of `suffixes`.
     """
-    if path.suffix not in (*SUFFIXES, ".html"):
-        raise SpecError(
-            f"-o {path}: expected a file that ends in {', '.join((*SUFFIXES, '.html'))}"
-        )
+    if path.suffix not in suffixes:
+        raise SpecError(f"-o {path}: expected a file that ends in {', '.join(suffixes)}")
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -94,7 +92,7 @@ def save(figure: Figure, path: Path) -> None:
     Raises:
         SpecError: another suffix, or a folder that cannot be written to.
     """
-    check_suffix(path)
+    check_suffix(path, SUFFIXES)
     dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     try:
         figure.savefig(path, dpi=150, metadata=dates.get(path.suffix))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commgrid.planning.spec import GridSpec
-from commgrid.viz.figure import drawing, save
+from commgrid.viz.figure import check_suffix, drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, write_page
 from commgrid.viz.view import DEFAULT_GPUS_PER_NODE, GridView
@@ -25,9 +25,11 @@ def show(
     gpus_per_node: int | None,
 ) -> Figure | None:
     """A figure, or nothing where it was written to a path; see `HyperCommGrid.show`."""
+    file = None if path is None else Path(path)
+    if file is not None:
+        check_suffix(file)
     per_node = _of_launcher() if gpus_per_node is None else gpus_per_node
     view = GridView(spec, per_node, names, rank)
-    file = None if path is None else Path(path)
     if file is not None and file.suffix == ".html":
         write_page(draw_page(view), file)
         return None

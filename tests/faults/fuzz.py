@@ -46,8 +46,6 @@ def fuzz(seed: int, cases: int, most: int = 20) -> list[str]:
         if peak - used > MEBIBYTES:
             said.append(f"{peak - used:.0f} MiB more than before")
         used = max(used, peak)  # a peak is seen once
-        if took > SECONDS:  # the second time it counts: cores that others use too are slower
-            took = min(took, _run(cli.main, argv)[1])
         if took > SECONDS:
             said.append(f"{took:.1f} s of CPU")
         for each in said:
