@@ -27,6 +27,7 @@ from uuid import uuid4
 import torch
 
 from commgrid.errors import CommGridError, PeerTimeoutError
+from commgrid.runtime import torch_world
 from commgrid.runtime.diagnosis import (
     CALL,
     LIMIT,
@@ -68,6 +69,7 @@ class Meeting:
         line: over the same store, to wait on; None: one of its own.
         call: what ranks do to come here, for messages.
         limit: what the user sets the deadline with, for messages.
+        soon: seconds in which all should come, where all are known to be about to.
         about: what messages speak of; None: the grid of this name.
         beforehand: leaves something of this rank's at the store before it comes.
 
@@ -90,6 +92,7 @@ class Meeting:
         line: Line | None = None,
         call: str = CALL,
         limit: str = LIMIT,
+        soon: float | None = None,
         about: str | None = None,
         beforehand: Callable[[], None] | None = None,
     ) -> None:
@@ -99,7 +102,7 @@ class Meeting:
         asked = PatientStore(store, lambda: max(seconds_until(self._deadline), _ANSWER_SECONDS))
         self._store, self._line = asked, line or Line(store, len(ranks))
         self._phases, self._phase = ("compare", *phases), 0
-        self._deadline = deadline
+        self._deadline = deadline if soon is None else min(deadline, time.monotonic() + soon)
         if seconds_until(deadline) == 0:
             raise PeerTimeoutError(
                 f"{self._about}: {limit} was over before rank {rank} came to meet the "
@@ -107,17 +110,20 @@ class Meeting:
                 f"process), no peer did; find out what did on this rank, or raise {limit}"
             )
         # What is kept back from waiting on a peer, to find out afterwards whom it was about.
-        self._margin = min(1.0, seconds_until(deadline) / 4)
+        self._margin = min(1.0, seconds_until(self._deadline) / 4)
         every = max(len(ranks) // _EXAMINERS, 1)
         place = ranks.index(rank) if rank in ranks else 0
         self._grace = 0.0 if place % every == 0 else self._margin
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
-        self._examiner = Examiner(asked, name, rank, self._document, self._about, call, limit)
+        within = limit if soon is None else f"{soon:g} s"
+        self._examiner = Examiner(asked, name, rank, self._document, self._about, call, within)
         # Grids on separate ranks may share a name: they have different lowest ranks.
         self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
         self._room, self._number, self._base, self._left = f"{name}@{self._first}", 0, "", False
         self._came = self._doubled = False
         self._told: Mapping[str, Any] = {}
+        self.may_try_again = False
+        """Whether a connection was lost, for which no rank need have ended; known at the end."""
         try:
             if beforehand is not None:
                 self._guarded(beforehand)
@@ -127,7 +133,7 @@ class Meeting:
                 self.give_up(error)  # Ctrl-C: counted as present, this rank must say it is not
             self._line.close()
             raise
-        self._phase = 1
+        self._phase, self._deadline, self._examiner.limit = 1, deadline, limit
 
     def __enter__(self) -> Meeting:
         return self
@@ -339,6 +345,15 @@ class Meeting:
 
     # -- when something is wrong --------------------------------------------------------
 
+    def tell(self, error: BaseException) -> None:
+        """Tells the ranks that wait in the next phase why this one will not come, before it leaves.
+
+        What it closes then makes others fail, who would be taken for the cause.
+        """
+        if self._came and self._phase < len(self._phases):
+            with suppress(RuntimeError):  # the store is gone
+                self._verdict_on(error)
+
     def give_up(self, error: BaseException) -> BaseException:
         """Tells the ranks that wait in the next phase why this one will not come.
 
@@ -349,13 +364,7 @@ class Meeting:
         if self._left or not self._came or self._phase == len(self._phases):
             return error
         try:
-            for phase in self._phases[self._phase :]:
-                key = f"{self._base}/{phase}/verdict"
-                if not self._store.check([key]):
-                    self._conclude(phase, self._blame(phase, error))
-                verdict = json.loads(self._store.get(key))
-                if verdict["kind"] != "agreed":  # else the others have gone on to the next
-                    break
+            verdict = self._verdict_on(error)
             if verdict["kind"] in ("agreed", "moved"):
                 return error
             self._leave(verdict)
@@ -363,6 +372,18 @@ class Meeting:
             return error  # the store is gone, and with it everybody who could be told
         consequence = isinstance(error, PeerTimeoutError) and verdict.get("rank") != self._rank
         return self._examiner.error(verdict) if consequence else error
+
+    def _verdict_on(self, error: BaseException) -> dict[str, Any]:
+        """What is said of this phase, or a later one: why this rank failed, or what stood there."""
+        verdict: dict[str, Any] = {}
+        for phase in self._phases[self._phase :]:
+            key = f"{self._base}/{phase}/verdict"
+            if not self._store.check([key]):
+                self._conclude(phase, self._blame(phase, error))
+            verdict = json.loads(self._store.get(key))
+            if verdict["kind"] != "agreed":  # else the others have gone on to the next
+                break
+        return verdict
 
     def interrupt(self, why: str, late: bool) -> None:
         """Tells who waits in this phase, or comes to it, that a rank will not; by another thread.
@@ -393,6 +414,7 @@ class Meeting:
             "rank": self._rank,
             "message": f"rank {self._rank} failed: {type(error).__name__}: {error}",
             "present": len(self._ranks),
+            "again": torch_world.lost_by_gloo(error),
         }
 
     def _await_verdict(self, phase: str, opened: str) -> dict[str, Any]:
@@ -457,7 +479,7 @@ class Meeting:
         raises and takes the store away."""
         if self._left:
             return
-        self._left = True
+        self._left, self.may_try_again = True, verdict.get("again") is True
         with suppress(RuntimeError):  # the store is gone; the verdict stands
             self._linger(verdict)
 

@@ -110,11 +110,18 @@ class CheckReport:
 
 
 def exchange_ranks(
-    communicators: Iterable[Communicator], patience: Callable[[], float]
+    communicators: Iterable[Communicator],
+    patience: Callable[[], float],
+    failed: Callable[[BaseException], object] = lambda error: None,
 ) -> list[float]:
     """Connects communicators by exchanging their members' ranks, and compares with the plan.
 
     All of them at once: what one waits for, others use.
+
+    Args:
+        communicators: of this rank.
+        patience: seconds that are left to wait.
+        failed: is told why it failed, before others see this rank's connections close.
 
     Returns:
         The seconds that each took.
@@ -124,7 +131,8 @@ def exchange_ranks(
         for communicator in communicators:
             exchanges.append(_Exchange.start(communicator))
         return [exchange.finish(patience()) for exchange in exchanges]
-    except BaseException:
+    except BaseException as error:
+        failed(error)
         torch_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
         raise
 

@@ -57,7 +57,7 @@ class Examiner:
         self, store: Store, name: str, rank: int, document: str, about: str, call: str, limit: str
     ) -> None:
         self._store, self._name, self._rank, self._document = store, name, rank, document
-        self._about, self._call, self._limit = about, call, limit
+        self._about, self._call, self.limit = about, call, limit
 
     # -- what ranks leave ---------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Examiner:
             return {
                 "kind": "absent", "missing": "", "present": len(here),
                 "message": f"{describe_ranks(here)} have all come, and {who}, who says so to the "
-                f"others, has not answered until {self._limit} was over; has its process ended?",
+                f"others, has not answered until {self.limit} was over; has its process ended?",
             }  # fmt: skip
         arrived = phase in ("compare", "lobby")
         did = "arrive" if arrived else f"get as far as {phase!r}"
@@ -198,7 +198,7 @@ class Examiner:
             "missing": pack(missing),
             "present": len(here),
             "message": _shortened(
-                f"{describe_ranks(missing)} did not {did} within {self._limit} "
+                f"{describe_ranks(missing)} did not {did} within {self.limit} "
                 f"({describe_ranks(here)} did); is every process running, and does each call "
                 f"{self._call}?"
             ),

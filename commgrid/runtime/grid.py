@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from commgrid.errors import CommGridError, GridNotInitializedError, SpecError
+from commgrid.errors import (
+    CommGridError,
+    GridNotInitializedError,
+    PeerTimeoutError,
+    SpecError,
+)
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world, watching
@@ -29,6 +35,10 @@ if TYPE_CHECKING:
     from commgrid.runtime.communicator import CheckReport
     from commgrid.runtime.rebuild import Rebuilt
     from commgrid.runtime.watch import Watch
+
+
+_AGAIN_SECONDS = 10.0  # in which all ranks come to the second try of a start
+_log = logging.getLogger("commgrid")
 
 
 class HyperCommGrid(NamedGroups):
@@ -103,6 +113,7 @@ class HyperCommGrid(NamedGroups):
         self._communicators: list[Communicator] = []
         self._meshes: GridMeshes | None = None
         self._watch: Watch | None = None
+        self._may_try_again = False
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, name: str = "default") -> HyperCommGrid:
@@ -146,10 +157,38 @@ class HyperCommGrid(NamedGroups):
         deadline: float,
         watched: bool,
     ) -> None:
-        """Agree, create, connect; on any failure nothing that was made stays."""
+        """Agree, create, connect; on any failure nothing that was made stays.
+
+        Where gloo has lost a connection though both ranks may live, all try once more.
+        """
         if torch_world.world_backend() == torch_world.FAKE:
             self._create(uuid4().hex, backend, limit, lambda: 60.0, False)
             return
+        asked, how = self._spec, (document, backend, limit, deadline, watched)
+        try:
+            self._try(*how)
+            return
+        except CommGridError as error:
+            if not self._may_try_again:
+                raise
+            why = str(error)
+        if self._rank == min(asked.grid_ranks):
+            _log.warning("%s; its ranks try once more", why)
+        self._describe(asked, self._name, backend, limit)
+        try:
+            self._try(*how, soon=_AGAIN_SECONDS)
+        except PeerTimeoutError as error:
+            raise PeerTimeoutError(f"{why}; and when its ranks tried once more: {error}") from error
+
+    def _try(
+        self,
+        document: Mapping[str, Any],
+        backend: str | None,
+        limit: float | None,
+        deadline: float,
+        watched: bool,
+        soon: float | None = None,
+    ) -> None:
         connects = bool(self._spec.connecting_names)  # of any rank
         asked = (HOSTS,) if hosts.needs_hosts(self._spec) else ()
         meetings: list[Meeting] = []
@@ -167,6 +206,7 @@ class HyperCommGrid(NamedGroups):
                 ranks=self._spec.grid_ranks,
                 document=document,
                 deadline=deadline,
+                soon=soon,
                 phases=(*asked, *(PHASES if connects else PHASES[1:])),
                 beforehand=None if watch is None else watch.tell_address,
             ) as meeting:
@@ -182,13 +222,15 @@ class HyperCommGrid(NamedGroups):
                 self._create(meeting.incarnation, backend, limit, meeting.patience, watched)
                 if connects:
                     meeting.meet()  # a rank that could not create is named before others call it
-                    self._connect(meeting.patience, limit)
+                    self._connect(meeting, limit)
                 meeting.meet()
                 meetings.clear()
                 if watch is not None:
                     watching.begin(watch, self)
         except BaseException:
             self._watch = watch
+            nobody_ended = watch is None or not watch.ended
+            self._may_try_again = nobody_ended and any(each.may_try_again for each in meetings)
             with suppress(RuntimeError):
                 # Destroying could wait for those that are gone.
                 torch_groups.abort_all(self._let_go(), tell=False)
@@ -233,9 +275,9 @@ class HyperCommGrid(NamedGroups):
                 raise torch_world.as_peer_error(what, error) from error
             self._hold(Communicator(planned, group, time.perf_counter() - started))
 
-    def _connect(self, patience: Callable[[], float], limit: float | None) -> None:
+    def _connect(self, meeting: Meeting, limit: float | None) -> None:
         connecting = [c for c in self._communicators if c.planned.connect]
-        exchange_ranks(connecting, patience)
+        exchange_ranks(connecting, meeting.patience, meeting.tell)
         for each in connecting:
             torch_groups.keep_timeout(each.group, each.options, limit)
 

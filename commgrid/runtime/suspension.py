@@ -39,6 +39,9 @@ class _Alone:
     def patience(self) -> float:
         return 60.0
 
+    def tell(self, error: BaseException) -> None:
+        """Nobody waits for a word."""
+
 
 def suspend(grid: HyperCommGrid, names: Names, timeout: float) -> None:
     """See `HyperCommGrid.suspend`."""
@@ -65,7 +68,7 @@ def resume(grid: HyperCommGrid, names: Names, timeout: float) -> None:
                     torch_suspend.resume(communicator.group)
                 communicator.suspended = False
             connecting = [c for c in gone if c.planned.connect]
-            exchange_ranks(connecting, meeting.patience)
+            exchange_ranks(connecting, meeting.patience, meeting.tell)
             for communicator in connecting:
                 torch_groups.keep_timeout(communicator.group, communicator.options, grid.timeout)
             meeting.meet()

@@ -371,6 +371,15 @@ def is_peer_failure(error: BaseException) -> bool:
     return any(pattern.search(said) for pattern in _PEER_ERRORS)
 
 
+def lost_by_gloo(error: BaseException) -> bool:
+    """Whether `as_peer_error` made it of a connection that gloo had and lost.
+
+    Its other side need not have ended: gloo takes whoever connects and says that it is the rank
+    which is waited for, also a stranger who looks for a peer that had this port before.
+    """
+    return _LOST_BY_GLOO.search(str(error.__cause__)) is not None
+
+
 def is_store_gone(error: BaseException) -> bool:
     """Whether a call of the store failed since its server has ended, and not merely waited."""
     return isinstance(error, dist.DistNetworkError) and not _CANNOT_SERVE.search(str(error))
@@ -400,6 +409,7 @@ _PEER_ERRORS = tuple(
         r"^\[rank \d+\]: ranks? .*(failed to pass|reached) monitoredBarrier",
     )
 )
+_LOST_BY_GLOO = re.compile(r"gloo/transport/\S+:\d+\] .*(closed by|reset by) peer", re.IGNORECASE)
 _NCCL_PEER = re.compile(
     r"ncclRemoteError|remote process exited|closed by remote peer|was aborted on rank"
     rf"|watchdog caught|NCCL timeout in|{_GONE}",

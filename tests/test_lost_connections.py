@@ -1,0 +1,118 @@
+"""gloo takes whoever connects and writes a number for the rank it expects; a start survives that.
+
+A program that still looks for a peer which has ended may reach a listener that got the peer's port
+since. Seen in full runs, where jobs die beside jobs that start.
+"""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commgrid
+from commgrid.errors import PeerFailedError, PeerTimeoutError
+from commgrid.runtime import grid as grids
+from commgrid.runtime import torch_gloo
+from tests.mortal import KILLED, kill_me, run_mortal
+from tests.ranks import RanksFailed, hear, run_on_ranks, tell
+
+LISTENS = "0A"  # a socket's state in /proc/net/tcp
+
+
+def own_listeners() -> Iterator[tuple[str, int]]:
+    """Where this process listens."""
+    mine = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            mine.add(os.readlink(f"/proc/self/fd/{name}"))
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        _, here, _, state, _, _, _, _, _, inode, *_ = line.split()
+        if state == LISTENS and f"socket:[{inode}]" in mine:
+            host, port = here.split(":")
+            yield socket.inet_ntoa(struct.pack("<I", int(host, 16))), int(port, 16)
+
+
+def foreign_connections(ranks: int) -> None:
+    """What a stranger's gloo would do: it says which rank it is, and is gone a moment later."""
+    for address in own_listeners():
+        for rank in range(ranks):
+            with socket.create_connection(address, 5) as stranger:
+                stranger.sendall(struct.pack("=q", rank))
+                time.sleep(0.005)
+    time.sleep(0.3)
+
+
+def starts(hit: Sequence[int], times: int) -> list[float]:
+    exchange: Callable[..., Any] = grids.exchange_ranks
+    tried = 0
+
+    def exchange_after_strangers(*args: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        if tried <= times:
+            if dist.get_rank() in hit:
+                foreign_connections(dist.get_world_size())
+            tell(f"strangers of rank {dist.get_rank()}, try {tried}")
+            hear(*(f"strangers of rank {rank}, try {tried}" for rank in hit))
+        return exchange(*args)
+
+    grids.exchange_ranks = exchange_after_strangers
+    grid = commgrid.initialize(tp=2, pp=2, connect="all")
+    assert tried == times + 1
+    grid.check()
+    found = torch.ones(1) * dist.get_rank()
+    dist.all_reduce(found, group=grid.get_group("tp"))
+    commgrid.destroy()
+    return found.tolist()
+
+
+@pytest.mark.parametrize("hit", [(0,), (3,), (0, 1, 2, 3)])
+def test_a_start_that_lost_a_connection_is_tried_again(hit: tuple[int, ...]) -> None:
+    assert run_on_ranks(starts, 4, hit, 1, timeout=120) == [[1.0], [1.0], [5.0], [5.0]]
+
+
+def test_it_is_not_tried_a_third_time() -> None:
+    with pytest.raises(
+        RanksFailed, match=r"rank \d failed: PeerTimeoutError: communicator .*closed by peer"
+    ):
+        run_on_ranks(starts, 4, (3,), 2, timeout=120)
+
+
+def is_killed_while_it_connects(watch: bool) -> tuple[str, float]:
+    exchange: Callable[..., Any] = grids.exchange_ranks
+
+    def exchange_and_die(communicators: list[Any], *args: Any) -> Any:
+        if os.environ["RANK"] == "3":
+            exchange(communicators[:-1], *args)
+            connecting = torch_gloo.connect_all(communicators[-1].group)
+            time.sleep(1)  # the others are connected with it, and wait for what it has to say
+            assert connecting
+            kill_me()
+        return exchange(communicators, *args)
+
+    grids.exchange_ranks = exchange_and_die
+    start = time.monotonic()
+    try:
+        commgrid.initialize(tp=2, pp=2, connect="all", watch=watch)
+    except (PeerTimeoutError, PeerFailedError) as error:
+        return str(error), time.monotonic() - start
+    raise AssertionError("started without rank 3")
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_who_died_meanwhile_is_named(watch: bool) -> None:
+    """By who did not come to the second try, or by the watch."""
+    what = "rank 3 is gone: its process has ended" if watch else "rank 3 did not arrive within 10 s"
+    *others, died = run_mortal(is_killed_while_it_connects, 4, watch)
+    assert died == KILLED
+    for told, seconds in others:
+        assert what in told, told
+        assert seconds < 60  # 11 s and 1 s; startup_timeout is 600
