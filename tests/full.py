@@ -52,7 +52,13 @@ ONLY_FULL: dict[str, list[str]] = {
     "tests/test_watch_between_grids.py": [
         "test_who_fails_between_two_grids_is_named_on_both[stopped-in a transfer]"
     ],
-    "tests/test_lost_connections.py": ["test_who_died_meanwhile_is_named[False]"],
+    "tests/test_lost_connections.py": [
+        "test_a_start_that_lost_a_connection_is_tried_again[hit0-True]",
+        "test_a_start_that_lost_a_connection_is_tried_again[hit1-False]",
+        "test_a_start_that_lost_a_connection_is_tried_again[hit1-True]",
+        "test_a_start_that_lost_a_connection_is_tried_again[hit2-True]",
+        "test_who_died_meanwhile_is_named[False]",
+    ],
     "tests/test_rebuild.py": [
         "test_a_dead_neighbour_keeps_no_connection_open",
         "test_the_store_goes_twice",

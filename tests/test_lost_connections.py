@@ -50,7 +50,7 @@ def foreign_connections(ranks: int) -> None:
     time.sleep(0.3)
 
 
-def starts(hit: Sequence[int], times: int) -> list[float]:
+def starts(hit: Sequence[int], times: int, watch: bool) -> list[float]:
     exchange: Callable[..., Any] = grids.exchange_ranks
     tried = 0
 
@@ -65,7 +65,7 @@ def starts(hit: Sequence[int], times: int) -> list[float]:
         return exchange(*args)
 
     grids.exchange_ranks = exchange_after_strangers
-    grid = commgrid.initialize(tp=2, pp=2, connect="all")
+    grid = commgrid.initialize(tp=2, pp=2, connect="all", watch=watch)
     assert tried == times + 1
     grid.check()
     found = torch.ones(1) * dist.get_rank()
@@ -74,16 +74,18 @@ def starts(hit: Sequence[int], times: int) -> list[float]:
     return found.tolist()
 
 
+@pytest.mark.parametrize("watch", [False, True])
 @pytest.mark.parametrize("hit", [(0,), (3,), (0, 1, 2, 3)])
-def test_a_start_that_lost_a_connection_is_tried_again(hit: tuple[int, ...]) -> None:
-    assert run_on_ranks(starts, 4, hit, 1, timeout=120) == [[1.0], [1.0], [5.0], [5.0]]
+def test_a_start_that_lost_a_connection_is_tried_again(hit: tuple[int, ...], watch: bool) -> None:
+    found = run_on_ranks(starts, 4, hit, 1, watch, timeout=120)
+    assert found == [[1.0], [1.0], [5.0], [5.0]]
 
 
 def test_it_is_not_tried_a_third_time() -> None:
     with pytest.raises(
         RanksFailed, match=r"rank \d failed: PeerTimeoutError: communicator .*closed by peer"
     ):
-        run_on_ranks(starts, 4, (3,), 2, timeout=120)
+        run_on_ranks(starts, 4, (3,), 2, False, timeout=120)
 
 
 def is_killed_while_it_connects(watch: bool) -> tuple[str, float]:

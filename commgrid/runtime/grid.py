@@ -14,6 +14,7 @@ from uuid import uuid4
 from commgrid.errors import (
     CommGridError,
     GridNotInitializedError,
+    PeerFailedError,
     PeerTimeoutError,
     SpecError,
 )
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from commgrid.runtime.watch import Watch
 
 
-_AGAIN_SECONDS = 10.0  # in which all ranks come to the second try of a start
+_AGAIN_SECONDS = 10.0  # in which all ranks come to a second try of a start
+_SEEN_SECONDS = 1.0  # in which a watch has seen a process end whose connection was lost
 _log = logging.getLogger("commgrid")
 
 
@@ -97,7 +99,7 @@ class HyperCommGrid(NamedGroups):
             "spec": described, "backend": backend, "timeout": limit,
             "versions": torch_world.versions(), "watch": watched,
         }  # fmt: skip
-        self._start(document, backend, limit, deadline, watched)
+        self._start(partial(self._make, document, backend, limit, deadline, watched))
 
     def _describe(
         self, spec: GridSpec, name: str, backend: str | None, timeout: float | None
@@ -149,24 +151,12 @@ class HyperCommGrid(NamedGroups):
 
     # -- starting and ending ------------------------------------------------------------
 
-    def _start(
-        self,
-        document: Mapping[str, Any],
-        backend: str | None,
-        limit: float | None,
-        deadline: float,
-        watched: bool,
-    ) -> None:
-        """Agree, create, connect; on any failure nothing that was made stays.
-
-        Where gloo has lost a connection though both ranks may live, all try once more.
-        """
-        if torch_world.world_backend() == torch_world.FAKE:
-            self._create(uuid4().hex, backend, limit, lambda: 60.0, False)
-            return
-        asked, how = self._spec, (document, backend, limit, deadline, watched)
+    def _start(self, make: Callable[..., None]) -> None:
+        """Makes its communicators; where gloo has lost a connection though both ranks may live,
+        all ranks try once more."""
+        asked = self._spec
         try:
-            self._try(*how)
+            make()
             return
         except CommGridError as error:
             if not self._may_try_again:
@@ -174,13 +164,13 @@ class HyperCommGrid(NamedGroups):
             why = str(error)
         if self._rank == min(asked.grid_ranks):
             _log.warning("%s; its ranks try once more", why)
-        self._describe(asked, self._name, backend, limit)
+        self._describe(asked, self._name, self._backend, self._timeout)
         try:
-            self._try(*how, soon=_AGAIN_SECONDS)
+            make(soon=_AGAIN_SECONDS)
         except PeerTimeoutError as error:
             raise PeerTimeoutError(f"{why}; and when its ranks tried once more: {error}") from error
 
-    def _try(
+    def _make(
         self,
         document: Mapping[str, Any],
         backend: str | None,
@@ -189,6 +179,10 @@ class HyperCommGrid(NamedGroups):
         watched: bool,
         soon: float | None = None,
     ) -> None:
+        """Agree, create, connect; on any failure nothing that was made stays."""
+        if torch_world.world_backend() == torch_world.FAKE:
+            self._create(uuid4().hex, backend, limit, lambda: 60.0, False)
+            return
         connects = bool(self._spec.connecting_names)  # of any rank
         asked = (HOSTS,) if hosts.needs_hosts(self._spec) else ()
         meetings: list[Meeting] = []
@@ -227,13 +221,17 @@ class HyperCommGrid(NamedGroups):
                 meetings.clear()
                 if watch is not None:
                     watching.begin(watch, self)
-        except BaseException:
+        except BaseException as error:
             self._watch = watch
-            nobody_ended = watch is None or not watch.ended
-            self._may_try_again = nobody_ended and any(each.may_try_again for each in meetings)
+            lost = any(each.may_try_again for each in meetings)
+            seen = watch.read(_SEEN_SECONDS) if lost and watch is not None else None
+            self._may_try_again = lost and seen is None
             with suppress(RuntimeError):
                 # Destroying could wait for those that are gone.
                 torch_groups.abort_all(self._let_go(), tell=False)
+            if watch is not None and seen is not None:
+                kind = PeerTimeoutError if watch.late else PeerFailedError
+                raise kind(f"grid {self._name!r}: {seen}") from error
             raise
 
     def _wake_waiting(self, why: str, late: bool, meetings: list[Meeting]) -> None:
