@@ -109,7 +109,7 @@ def run_on_ranks(
     how = (world_size, init, launcher, environ or {}, timeout, method)
     try:
         return _run(jobs, *how)
-    except TorchNotStarted as failed:  # gloo was seen to lose a connection once in many thousands
+    except TorchNotStarted as failed:  # gloo may take a stranger: tests/test_lost_connections.py
         print("torch did not start, and is started again:", failed, file=sys.__stderr__)
         return _run(jobs, *how)
 
