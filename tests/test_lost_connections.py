@@ -5,11 +5,13 @@ since. Seen in full runs, where jobs die beside jobs that start.
 """
 
 import os
+import re
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from commgrid.errors import PeerFailedError, PeerTimeoutError
 from commgrid.runtime import grid as grids
 from commgrid.runtime import torch_gloo
 from tests.mortal import KILLED, kill_me, run_mortal
-from tests.ranks import RanksFailed, hear, run_on_ranks, tell
+from tests.ranks import hear, run_on_ranks, tell
 
 LISTENS = "0A"  # a socket's state in /proc/net/tcp
 
@@ -50,7 +52,8 @@ def foreign_connections(ranks: int) -> None:
     time.sleep(0.3)
 
 
-def starts(hit: Sequence[int], times: int, watch: bool) -> list[float]:
+def tries(hit: Sequence[int], times: int, **options: Any) -> tuple[str, int]:
+    """What comes of a start that strangers disturb so many times, and how often it was tried."""
     exchange: Callable[..., Any] = grids.exchange_ranks
     tried = 0
 
@@ -65,27 +68,35 @@ def starts(hit: Sequence[int], times: int, watch: bool) -> list[float]:
         return exchange(*args)
 
     grids.exchange_ranks = exchange_after_strangers
-    grid = commgrid.initialize(tp=2, pp=2, connect="all", watch=watch)
-    assert tried == times + 1
+    try:
+        grid = commgrid.initialize(tp=2, pp=2, connect="all", **options)
+    except (PeerFailedError, PeerTimeoutError) as error:
+        return str(error), tried
     grid.check()
     found = torch.ones(1) * dist.get_rank()
     dist.all_reduce(found, group=grid.get_group("tp"))
     commgrid.destroy()
-    return found.tolist()
+    return f"tp sums up to {found.item():g}", tried
+
+
+def run(hit: Sequence[int], times: int, **options: Any) -> list[tuple[str, int]]:
+    return run_on_ranks(partial(tries, **options), 4, hit, times, timeout=120)
 
 
 @pytest.mark.parametrize("watch", [False, True])
 @pytest.mark.parametrize("hit", [(0,), (3,), (0, 1, 2, 3)])
 def test_a_start_that_lost_a_connection_is_tried_again(hit: tuple[int, ...], watch: bool) -> None:
-    found = run_on_ranks(starts, 4, hit, 1, watch, timeout=120)
-    assert found == [[1.0], [1.0], [5.0], [5.0]]
+    found = run(hit, 1, watch=watch)
+    assert found == [(f"tp sums up to {sum}", 2) for sum in (1, 1, 5, 5)]
 
 
-def test_it_is_not_tried_a_third_time() -> None:
-    with pytest.raises(
-        RanksFailed, match=r"rank \d failed: PeerTimeoutError: communicator .*closed by peer"
-    ):
-        run_on_ranks(starts, 4, (3,), 2, False, timeout=120)
+@pytest.mark.parametrize(("times", "startup", "tried"), [(2, 600.0, 2), (1, 15.0, 1)])
+def test_it_is_tried_twice_at_most_and_where_there_is_time(
+    times: int, startup: float, tried: int
+) -> None:
+    for told, number in run((3,), times, startup_timeout=startup):
+        assert re.search("communicator .*(closed|reset) by peer", told), told
+        assert number == tried
 
 
 def is_killed_while_it_connects(watch: bool) -> tuple[str, float]:

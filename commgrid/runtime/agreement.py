@@ -45,6 +45,8 @@ _LINGER_SECONDS = 2.0
 _LOBBY_SECONDS = 1.0
 _LEASE_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0  # that the store gets to answer in, however little time is left
+AGAIN_SECONDS = 10.0
+"""In which all come to a second try; where less than twice that is left, there is none."""
 PHASES = ("created", "ready")
 """What a grid meets for after comparing, at most."""
 HOSTS = "hosts"
@@ -69,7 +71,7 @@ class Meeting:
         line: over the same store, to wait on; None: one of its own.
         call: what ranks do to come here, for messages.
         limit: what the user sets the deadline with, for messages.
-        soon: seconds in which all should come, where all are known to be about to.
+        again: whether it is a second try, to which all come within AGAIN_SECONDS.
         about: what messages speak of; None: the grid of this name.
         beforehand: leaves something of this rank's at the store before it comes.
 
@@ -92,7 +94,7 @@ class Meeting:
         line: Line | None = None,
         call: str = CALL,
         limit: str = LIMIT,
-        soon: float | None = None,
+        again: bool = False,
         about: str | None = None,
         beforehand: Callable[[], None] | None = None,
     ) -> None:
@@ -102,7 +104,7 @@ class Meeting:
         asked = PatientStore(store, lambda: max(seconds_until(self._deadline), _ANSWER_SECONDS))
         self._store, self._line = asked, line or Line(store, len(ranks))
         self._phases, self._phase = ("compare", *phases), 0
-        self._deadline = deadline if soon is None else min(deadline, time.monotonic() + soon)
+        self._deadline = min(deadline, time.monotonic() + AGAIN_SECONDS) if again else deadline
         if seconds_until(deadline) == 0:
             raise PeerTimeoutError(
                 f"{self._about}: {limit} was over before rank {rank} came to meet the "
@@ -115,7 +117,7 @@ class Meeting:
         place = ranks.index(rank) if rank in ranks else 0
         self._grace = 0.0 if place % every == 0 else self._margin
         self._document = json.dumps({**document, "ranks": ranks_entry(ranks)})
-        within = limit if soon is None else f"{soon:g} s"
+        within = f"{seconds_until(self._deadline):.3g} s" if again else limit
         self._examiner = Examiner(asked, name, rank, self._document, self._about, call, within)
         # Grids on separate ranks may share a name: they have different lowest ranks.
         self._first = ranks[0] if isinstance(ranks, range) else min(ranks)
@@ -123,7 +125,8 @@ class Meeting:
         self._came = self._doubled = False
         self._told: Mapping[str, Any] = {}
         self.may_try_again = False
-        """Whether a connection was lost, for which no rank need have ended; known at the end."""
+        """Whether a connection was lost, for which no rank need have ended, and there is time for a
+        second try; known at the end, and the same on all ranks."""
         try:
             if beforehand is not None:
                 self._guarded(beforehand)
@@ -348,9 +351,10 @@ class Meeting:
     def tell(self, error: BaseException) -> None:
         """Tells the ranks that wait in the next phase why this one will not come, before it leaves.
 
-        What it closes then makes others fail, who would be taken for the cause.
+        What it closes then makes others fail, who would be taken for the cause. Not where time is
+        up: they mark themselves once they fail.
         """
-        if self._came and self._phase < len(self._phases):
+        if self._came and self._phase < len(self._phases) and not self._is_late():
             with suppress(RuntimeError):  # the store is gone
                 self._verdict_on(error)
 
@@ -402,8 +406,7 @@ class Meeting:
     def _blame(self, phase: str, error: BaseException) -> dict[str, Any]:
         """A verdict about this rank; where it was kept waiting, about those who kept it."""
         # Only time that is up says something about who has not come; a connection may break sooner.
-        is_late = seconds_until(self._deadline) <= self._margin + 0.5
-        if isinstance(error, PeerTimeoutError) and is_late:
+        if isinstance(error, PeerTimeoutError) and self._is_late():
             Roll(self._store, f"{self._base}/{phase}", ()).come(self._rank)
             time.sleep(self._margin / 2)  # the others were kept as long, and mark themselves now
             verdict = self._examiner.absence(self._room, self._number, phase, self._document)
@@ -414,7 +417,7 @@ class Meeting:
             "rank": self._rank,
             "message": f"rank {self._rank} failed: {type(error).__name__}: {error}",
             "present": len(self._ranks),
-            "again": torch_world.lost_by_gloo(error),
+            "again": torch_world.lost_by_gloo(error) and self._left_to_wait() > 2 * AGAIN_SECONDS,
         }
 
     def _await_verdict(self, phase: str, opened: str) -> dict[str, Any]:
@@ -497,6 +500,9 @@ class Meeting:
     def patience(self) -> float:
         """Seconds to wait for peers outside a meeting; leaves time to name who did not come."""
         return max(seconds_until(self._deadline) - self._margin, 0.01)
+
+    def _is_late(self) -> bool:
+        return seconds_until(self._deadline) <= self._margin + 0.5
 
     def _left_to_wait(self) -> float:
         return max(seconds_until(self._deadline), 0.01)

@@ -14,14 +14,13 @@ from uuid import uuid4
 from commgrid.errors import (
     CommGridError,
     GridNotInitializedError,
-    PeerFailedError,
     PeerTimeoutError,
     SpecError,
 )
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world, watching
-from commgrid.runtime.agreement import HOSTS, PHASES, Meeting
+from commgrid.runtime.agreement import AGAIN_SECONDS, HOSTS, PHASES, Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.named_groups import NamedGroups
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from commgrid.runtime.watch import Watch
 
 
-_AGAIN_SECONDS = 10.0  # in which all ranks come to a second try of a start
 _SEEN_SECONDS = 1.0  # in which a watch has seen a process end whose connection was lost
 _log = logging.getLogger("commgrid")
 
@@ -99,7 +97,7 @@ class HyperCommGrid(NamedGroups):
             "spec": described, "backend": backend, "timeout": limit,
             "versions": torch_world.versions(), "watch": watched,
         }  # fmt: skip
-        self._start(partial(self._make, document, backend, limit, deadline, watched))
+        self._start(partial(self._make, document, backend, limit, deadline, watched), deadline)
 
     def _describe(
         self, spec: GridSpec, name: str, backend: str | None, timeout: float | None
@@ -151,7 +149,7 @@ class HyperCommGrid(NamedGroups):
 
     # -- starting and ending ------------------------------------------------------------
 
-    def _start(self, make: Callable[..., None]) -> None:
+    def _start(self, make: Callable[..., None], deadline: float) -> None:
         """Makes its communicators; where gloo has lost a connection though both ranks may live,
         all ranks try once more."""
         asked = self._spec
@@ -159,14 +157,14 @@ class HyperCommGrid(NamedGroups):
             make()
             return
         except CommGridError as error:
-            if not self._may_try_again:
+            if not self._may_try_again or deadline - time.monotonic() < AGAIN_SECONDS:
                 raise
             why = str(error)
         if self._rank == min(asked.grid_ranks):
             _log.warning("%s; its ranks try once more", why)
         self._describe(asked, self._name, self._backend, self._timeout)
         try:
-            make(soon=_AGAIN_SECONDS)
+            make(again=True)
         except PeerTimeoutError as error:
             raise PeerTimeoutError(f"{why}; and when its ranks tried once more: {error}") from error
 
@@ -177,7 +175,7 @@ class HyperCommGrid(NamedGroups):
         limit: float | None,
         deadline: float,
         watched: bool,
-        soon: float | None = None,
+        again: bool = False,
     ) -> None:
         """Agree, create, connect; on any failure nothing that was made stays."""
         if torch_world.world_backend() == torch_world.FAKE:
@@ -200,7 +198,7 @@ class HyperCommGrid(NamedGroups):
                 ranks=self._spec.grid_ranks,
                 document=document,
                 deadline=deadline,
-                soon=soon,
+                again=again,
                 phases=(*asked, *(PHASES if connects else PHASES[1:])),
                 beforehand=None if watch is None else watch.tell_address,
             ) as meeting:
@@ -221,17 +219,12 @@ class HyperCommGrid(NamedGroups):
                 meetings.clear()
                 if watch is not None:
                     watching.begin(watch, self)
-        except BaseException as error:
+        except BaseException:
             self._watch = watch
-            lost = any(each.may_try_again for each in meetings)
-            seen = watch.read(_SEEN_SECONDS) if lost and watch is not None else None
-            self._may_try_again = lost and seen is None
+            self._may_try_again = any(each.may_try_again for each in meetings)
             with suppress(RuntimeError):
                 # Destroying could wait for those that are gone.
                 torch_groups.abort_all(self._let_go(), tell=False)
-            if watch is not None and seen is not None:
-                kind = PeerTimeoutError if watch.late else PeerFailedError
-                raise kind(f"grid {self._name!r}: {seen}") from error
             raise
 
     def _wake_waiting(self, why: str, late: bool, meetings: list[Meeting]) -> None:
@@ -274,8 +267,15 @@ class HyperCommGrid(NamedGroups):
             self._hold(Communicator(planned, group, time.perf_counter() - started))
 
     def _connect(self, meeting: Meeting, limit: float | None) -> None:
+        def tell(error: BaseException) -> None:
+            lost, watch = torch_world.lost_by_gloo(error), self._watch
+            if lost and watch is not None and (seen := watch.read(_SEEN_SECONDS)):
+                meeting.interrupt(seen, watch.late)
+            else:
+                meeting.tell(error)
+
         connecting = [c for c in self._communicators if c.planned.connect]
-        exchange_ranks(connecting, meeting.patience, meeting.tell)
+        exchange_ranks(connecting, meeting.patience, tell)
         for each in connecting:
             torch_groups.keep_timeout(each.group, each.options, limit)
 
