@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from commgrid.runtime.watch import Watch
 
 
-_SEEN_SECONDS = 1.0  # in which a watch has seen a process end whose connection was lost
+_SEEN_SECONDS = 2.0  # in which a watch has seen a process end whose connection was lost
 _log = logging.getLogger("commgrid")
 
 
