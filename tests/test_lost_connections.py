@@ -1,7 +1,7 @@
 """gloo takes whoever connects and writes a number for the rank it expects; a start survives that.
 
 A program that still looks for a peer which has ended may reach a listener that got the peer's port
-since. Seen in full runs, where jobs die beside jobs that start.
+since. A full run, where jobs die beside jobs that start, has failed with the message this gives.
 """
 
 import os

@@ -132,8 +132,10 @@ def exchange_ranks(
             exchanges.append(_Exchange.start(communicator))
         return [exchange.finish(patience()) for exchange in exchanges]
     except BaseException as error:
-        failed(error)
-        torch_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
+        try:
+            failed(error)
+        finally:  # also at a second Ctrl-C
+            torch_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
         raise
 
 

@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from commgrid.errors import (
-    CommGridError,
-    GridNotInitializedError,
-    PeerTimeoutError,
-    SpecError,
-)
+from commgrid.errors import CommGridError, GridNotInitializedError, PeerTimeoutError, SpecError
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world, watching
@@ -113,7 +108,6 @@ class HyperCommGrid(NamedGroups):
         self._communicators: list[Communicator] = []
         self._meshes: GridMeshes | None = None
         self._watch: Watch | None = None
-        self._may_try_again = False
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, name: str = "default") -> HyperCommGrid:
@@ -152,19 +146,20 @@ class HyperCommGrid(NamedGroups):
     def _start(self, make: Callable[..., None], deadline: float) -> None:
         """Makes its communicators; where gloo has lost a connection though both ranks may live,
         all ranks try once more."""
-        asked = self._spec
+        asked, meetings = self._spec, list[Meeting]()
         try:
-            make()
+            make(meetings)
             return
         except CommGridError as error:
-            if not self._may_try_again or deadline - time.monotonic() < AGAIN_SECONDS:
+            may_try_again = any(each.may_try_again for each in meetings)
+            if not may_try_again or deadline - time.monotonic() < AGAIN_SECONDS:
                 raise
             why = str(error)
         if self._rank == min(asked.grid_ranks):
             _log.warning("%s; its ranks try once more", why)
         self._describe(asked, self._name, self._backend, self._timeout)
         try:
-            make(again=True)
+            make([], again=True)
         except PeerTimeoutError as error:
             raise PeerTimeoutError(f"{why}; and when its ranks tried once more: {error}") from error
 
@@ -175,15 +170,18 @@ class HyperCommGrid(NamedGroups):
         limit: float | None,
         deadline: float,
         watched: bool,
+        meetings: list[Meeting],
         again: bool = False,
     ) -> None:
-        """Agree, create, connect; on any failure nothing that was made stays."""
+        """Agree, create, connect; on any failure nothing that was made stays.
+
+        `meetings` holds the meeting as long as it is not over, also one that has failed.
+        """
         if torch_world.world_backend() == torch_world.FAKE:
             self._create(uuid4().hex, backend, limit, lambda: 60.0, False)
             return
         connects = bool(self._spec.connecting_names)  # of any rank
         asked = (HOSTS,) if hosts.needs_hosts(self._spec) else ()
-        meetings: list[Meeting] = []
         watch, unwatched = None, None
         if watched:
             try:
@@ -221,7 +219,6 @@ class HyperCommGrid(NamedGroups):
                     watching.begin(watch, self)
         except BaseException:
             self._watch = watch
-            self._may_try_again = any(each.may_try_again for each in meetings)
             with suppress(RuntimeError):
                 # Destroying could wait for those that are gone.
                 torch_groups.abort_all(self._let_go(), tell=False)
