@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,24 @@ def wait_until(true: Callable[[], object], what: str, seconds: float = 120) -> N
     while not true():
         assert time.monotonic() < until, f"not in {seconds:g} s: {what}"
         time.sleep(0.01)
+
+
+def wait_for_step(running: subprocess.Popen[str], step: int) -> None:
+    """Reads what train_gpt prints, until it is at a step.
+
+    Raises:
+        AssertionError: it ended before; with what it said.
+    """
+    assert running.stdout is not None
+    said = []
+    for line in running.stdout:
+        if line.startswith(f"step {step:4d} "):
+            return
+        said.append(line)
+    _, err = running.communicate()
+    raise AssertionError(
+        f"ended with {running.returncode} before step {step}\n{''.join(said)}{err}"
+    )
 
 
 def row(fault: str, moment: str, seen: str, seconds: float, left: int) -> None:

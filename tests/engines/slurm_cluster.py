@@ -4,7 +4,9 @@
 
 munged, slurmctld and one slurmd a node, as child processes in the foreground; whatever they have
 started is found by SLURM_CONF in its environment, and ended with them. A node is called by an
-address of loopback, 127.0.0.1 and 127.0.0.2, since the ranks look the first one's name up.
+address of loopback, 127.0.0.1 and 127.0.0.2, since the ranks look the first one's name up. Jobs
+are counted from a number drawn at random: the port of a job's ranks is made from it, and another
+cluster on this machine would have the same ones.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -39,7 +42,7 @@ SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={controller_port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=120
 CredType=cred/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -50,6 +53,7 @@ ReturnToService=2
 MpiDefault=none
 KillWait=5
 GresTypes=gpu
+FirstJobId={first_job}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -89,21 +93,30 @@ class Cluster:
             stderr=subprocess.PIPE,
         )
 
+    @contextlib.contextmanager
+    def running(self, *command: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+        """Starts a command as `start` does, and kills it where the block leaves it alive."""
+        with self.start(*command, **variables) as started:
+            try:
+                yield started
+            finally:
+                started.kill()
+
     def run(self, *command: str, timeout: float = 120, **variables: str) -> str:
         """What a command prints.
 
         Raises:
             AssertionError: it failed, or did not end in time; with what it said.
         """
-        running = self.start(*command, **variables)
-        try:
-            out, err = running.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            running.kill()
-            out, err = running.communicate()
-            raise AssertionError(
-                f"{command} has not ended in {timeout} s\n{out}{err}{self.logs()}"
-            ) from None
+        with self.running(*command, **variables) as running:
+            try:
+                out, err = running.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                out, err = running.communicate()
+                raise AssertionError(
+                    f"{command} has not ended in {timeout} s\n{out}{err}{self.logs()}"
+                ) from None
         assert running.returncode == 0, f"{command}: {running.returncode}\n{out}{err}{self.logs()}"
         return out
 
@@ -204,6 +217,7 @@ def _configure(made: Cluster) -> None:
             cpus=CPUS,
             controller_port=free_port(),
             ports=f"{first},{free_port()}",
+            first_job=1 + secrets.randbelow(9_000),
         )
     )
     for number in range(CPUS):  # devices that are only counted, so that a job may ask for them
@@ -242,7 +256,8 @@ def _start(made: Cluster, daemons: list[subprocess.Popen[bytes]], until: float) 
         while name == "munged" and not munge.exists():
             _still(made, daemons, until, "munged has no socket")
     while True:
-        said = made.start("sinfo", "--noheader", "--format=%D %t").communicate(timeout=60)[0]
+        with made.running("sinfo", "--noheader", "--format=%D %t") as sinfo:
+            said = sinfo.communicate(timeout=60)[0]
         if said.split() == ["2", "idle"]:
             return
         _still(made, daemons, until, f"sinfo says {said!r}")

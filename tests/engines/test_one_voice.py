@@ -1,5 +1,6 @@
 """What all ranks would say alike is said by one: an error of sizes, a stop by a signal."""
 
+import contextlib
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commgrid.runtime import alike
-from tests.engines.said import LONG, tracebacks
+from tests.engines.said import LONG, tracebacks, wait_for_step
 from tests.examples.curves import ROOT, load
 from tests.ranks import free_port
 
@@ -88,30 +89,28 @@ def test_torchrun_does_not_end_the_first_before_it_has_spoken(
 def test_a_stop_of_plain_processes_is_one_line(stop: signal.Signals) -> None:
     port = str(free_port())
     ranks = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_PORT": port}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "examples/train_gpt.py", *LONG],
-                cwd=ROOT,
-                text=True,
-                env={**OWN, **place, "MASTER_ADDR": "127.0.0.1"},
-                start_new_session=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+    with contextlib.ExitStack() as started:
+        for rank in ("0", "1"):
+            place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_PORT": port}
+            one = started.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "examples/train_gpt.py", *LONG],
+                    cwd=ROOT,
+                    text=True,
+                    env={**OWN, **place, "MASTER_ADDR": "127.0.0.1"},
+                    start_new_session=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
             )
-        )
-    try:
-        assert ranks[0].stdout is not None
-        assert any(line.startswith("step    3") for line in ranks[0].stdout)
+            started.callback(one.kill)
+            ranks.append(one)
+        wait_for_step(ranks[0], 3)
         for each in ranks:
             each.send_signal(stop)
         stopped = time.monotonic()
         said = [each.communicate(timeout=100) for each in ranks]
         seconds = time.monotonic() - stopped
-    finally:
-        for each in ranks:
-            each.kill()
     assert [each.returncode for each in ranks] == [128 + stop] * 2
     out, err = ("".join(texts) for texts in zip(*said, strict=True))
     assert out.count(f"stopped by {stop.name}: ") == 1

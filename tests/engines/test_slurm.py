@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.said import JOB, LONG, row, tracebacks, wait_until
+from tests.engines.said import JOB, LONG, row, tracebacks, wait_for_step, wait_until
 from tests.engines.slurm_cluster import Cluster, cluster, why_not
 from tests.examples.curves import curve, same_curve, undisturbed
 
@@ -93,15 +93,11 @@ def test_a_killed_process_and_the_job_goes_on(
 def test_stops_are_one_line(slurm: Cluster) -> None:
     """scancel, and Ctrl-C twice, as srun wants it."""
     for name, stop in (("SIGTERM", scancel), ("SIGINT", ctrl_c)):
-        running = slurm.start("srun", "-N2", "-n2", *GPT, *LONG)
-        assert running.stdout is not None
-        try:
-            assert any(line.startswith("step    3") for line in running.stdout)
+        with slurm.running("srun", "-N2", "-n2", *GPT, *LONG) as running:
+            wait_for_step(running, 3)
             stop(slurm, running)
             stopped = time.monotonic()
             out, err = running.communicate(timeout=60)
-        finally:
-            running.kill()
         seconds = time.monotonic() - stopped
         last = out.splitlines()[-1]
         assert last.startswith(f"stopped by {name}: "), (last, err)
@@ -128,8 +124,8 @@ def test_what_all_find_wrong_is_said_by_rank_0(slurm: Cluster) -> None:
         (["--tp", "3"], "SpecError: axes: tp=3 "),
         (["--tqp", "2"], "unknown flag"),
     ):
-        running = slurm.start("srun", "-N2", "-n2", *GPT, *JOB, *flags)
-        _, err = running.communicate(timeout=120)
+        with slurm.running("srun", "-N2", "-n2", *GPT, *JOB, *flags) as running:
+            _, err = running.communicate(timeout=120)
         assert running.returncode in (1, 2)
         lines = [line for line in err.splitlines() if not line.startswith("srun: ")]
         assert len(lines) == 1, err
@@ -141,13 +137,13 @@ def test_survivors_go_on(slurm: Cluster, tmp_path: Path) -> None:
     metrics, log = tmp_path / "metrics", tmp_path / "log"
     flags = [*JOB, "--steps", "60", "--survive", "2", "--metrics", str(metrics)]
     srun = ["srun", "-N2", "-n2", "--no-kill", f"--output={log}", f"--error={log}"]
-    running = slurm.start(*srun, *GPT, *flags)
-    wait_until(lambda: len(slurm.tasks()) == 2, "two tasks")
-    tasks = slurm.tasks()
-    wait_until(lambda: metrics.exists() and len(curve(metrics)) >= 10, "ten steps")
-    os.kill(tasks[1], signal.SIGKILL)
-    killed = time.monotonic()
-    _, err = running.communicate(timeout=120)
+    with slurm.running(*srun, *GPT, *flags) as running:
+        wait_until(lambda: len(slurm.tasks()) == 2, "two tasks")
+        tasks = slurm.tasks()
+        wait_until(lambda: metrics.exists() and len(curve(metrics)) >= 10, "ten steps")
+        os.kill(tasks[1], signal.SIGKILL)
+        killed = time.monotonic()
+        _, err = running.communicate(timeout=120)
     said = log.read_text()
     assert "task 1: Killed" in err
     assert running.returncode == 128 + signal.SIGKILL  # of the one that is gone

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from commgrid import checkpoint
+from tests.engines.said import wait_for_step
 from tests.examples.curves import ROOT, curve, load
 from tests.ranks import run_on_ranks
 
@@ -190,10 +191,7 @@ def test_a_stop_is_one_line(stop: signal.Signals, tmp_path: Path) -> None:
         [sys.executable, SCRIPT, *LONG, "--keep", "1", "--save", saved],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as running:  # fmt: skip
-        assert running.stdout is not None
-        for line in running.stdout:
-            if line.startswith("step    4"):
-                break
+        wait_for_step(running, 4)
         running.send_signal(stop)
         out, err = running.communicate(timeout=300)
     assert running.returncode == 128 + stop
@@ -213,10 +211,7 @@ def test_a_stop_under_torchrun_is_one_line() -> None:
          SCRIPT, *TINY, "--steps", "1000000", "--log-every", "1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as running:  # fmt: skip
-        assert running.stdout is not None
-        for line in running.stdout:
-            if line.startswith("step    4"):
-                break
+        wait_for_step(running, 4)
         running.send_signal(signal.SIGTERM)
         out, err = running.communicate(timeout=300)
     assert [line for line in out.splitlines() if line.startswith("stopped by SIGTERM: ")] == [
