@@ -51,6 +51,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 ReturnToService=2
 MpiDefault=none
+KillWait=5
 GresTypes=gpu
 FirstJobId={first_job}
 StateSaveLocation={folder}/state

@@ -115,4 +115,4 @@ def test_a_stop_of_plain_processes_is_one_line(stop: signal.Signals) -> None:
     out, err = ("".join(texts) for texts in zip(*said, strict=True))
     assert out.count(f"stopped by {stop.name}: ") == 1
     assert tracebacks(err) == 0, err
-    assert seconds < 30
+    assert seconds < 10

@@ -103,7 +103,7 @@ def test_stops_are_one_line(slurm: Cluster) -> None:
         assert last.startswith(f"stopped by {name}: "), (last, err)
         assert out.count("stopped by") == 1
         assert tracebacks(err) == 0, err
-        assert seconds < 30
+        assert seconds < 10
         wait_until(lambda: not slurm.tasks(), "the end of its tasks")
         row(f"srun: {stop.__name__}", "a step", last, seconds, len(slurm.tasks()))
 

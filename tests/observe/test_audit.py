@@ -294,7 +294,7 @@ def test_a_program_that_hangs_is_killed_with_all_its_ranks(tmp_path: Path) -> No
     script = tmp_path / f"hangs_{os.getpid()}.py"
     script.write_text(PLAIN)
     started = time.monotonic()
-    argv = [str(script), "--grids", "dp=2", "--timeout", "30", "--", "--hang"]
+    argv = [str(script), "--grids", "dp=2", "--timeout", "45", "--", "--hang"]
     status, _, err = command(*argv)
     assert status == 2
     assert "was killed; give it fewer or smaller steps, or a longer --timeout" in err
