@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 JOB = [
     "--layers", "4", "--hidden", "32", "--heads", "4", "--batch-size", "8", "--seq-len", "16",
@@ -22,6 +23,16 @@ def wait_until(true: Callable[[], object], what: str, seconds: float = 120) -> N
     while not true():
         assert time.monotonic() < until, f"not in {seconds:g} s: {what}"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def killed_after(started: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Where the block leaves it alive, it is killed; its pipes are closed."""
+    with started:
+        try:
+            yield started
+        finally:
+            started.kill()
 
 
 def wait_for_step(running: subprocess.Popen[str], step: int) -> None:

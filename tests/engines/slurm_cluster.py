@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.engines.said import killed_after
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -81,26 +82,21 @@ class Cluster:
     def conf(self) -> Path:
         return self.folder / "slurm.conf"
 
-    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
-        """Starts srun or the like in the repository's root, its output piped."""
-        return subprocess.Popen(
-            command,
-            env={**self.variables, **variables},
-            cwd=ROOT,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+    def running(
+        self, *command: str, **variables: str
+    ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+        """srun or the like in the repository's root, its output piped, killed after the block."""
+        return killed_after(
+            subprocess.Popen(
+                command,
+                env={**self.variables, **variables},
+                cwd=ROOT,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         )
-
-    @contextlib.contextmanager
-    def running(self, *command: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-        """Starts a command as `start` does, and kills it where the block leaves it alive."""
-        with self.start(*command, **variables) as started:
-            try:
-                yield started
-            finally:
-                started.kill()
 
     def run(self, *command: str, timeout: float = 120, **variables: str) -> str:
         """What a command prints.

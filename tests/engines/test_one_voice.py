@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commgrid.runtime import alike
-from tests.engines.said import LONG, tracebacks, wait_for_step
+from tests.engines.said import LONG, killed_after, tracebacks, wait_for_step
 from tests.examples.curves import ROOT, load
 from tests.ranks import free_port
 
@@ -92,19 +92,16 @@ def test_a_stop_of_plain_processes_is_one_line(stop: signal.Signals) -> None:
     with contextlib.ExitStack() as started:
         for rank in ("0", "1"):
             place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_PORT": port}
-            one = started.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "examples/train_gpt.py", *LONG],
-                    cwd=ROOT,
-                    text=True,
-                    env={**OWN, **place, "MASTER_ADDR": "127.0.0.1"},
-                    start_new_session=True,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                )
+            one = subprocess.Popen(
+                [sys.executable, "examples/train_gpt.py", *LONG],
+                cwd=ROOT,
+                text=True,
+                env={**OWN, **place, "MASTER_ADDR": "127.0.0.1"},
+                start_new_session=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-            started.callback(one.kill)
-            ranks.append(one)
+            ranks.append(started.enter_context(killed_after(one)))
         wait_for_step(ranks[0], 3)
         for each in ranks:
             each.send_signal(stop)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from commgrid import checkpoint
-from tests.engines.said import wait_for_step
+from tests.engines.said import killed_after, wait_for_step
 from tests.examples.curves import ROOT, curve, load
 from tests.ranks import run_on_ranks
 
@@ -187,10 +187,11 @@ LONG = [*TINY, "--steps", "1000000", "--log-every", "1", "--save-every", "2"]
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_one_line(stop: signal.Signals, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
-    with subprocess.Popen(
+    started = subprocess.Popen(
         [sys.executable, SCRIPT, *LONG, "--keep", "1", "--save", saved],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as running:  # fmt: skip
+    )  # fmt: skip
+    with killed_after(started) as running:
         wait_for_step(running, 4)
         running.send_signal(stop)
         out, err = running.communicate(timeout=300)
@@ -206,11 +207,12 @@ def test_a_stop_is_one_line(stop: signal.Signals, tmp_path: Path) -> None:
 
 def test_a_stop_under_torchrun_is_one_line() -> None:
     """The agent passes the signal on; one rank says so, none has a traceback."""
-    with subprocess.Popen(
+    started = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          SCRIPT, *TINY, "--steps", "1000000", "--log-every", "1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as running:  # fmt: skip
+    )  # fmt: skip
+    with killed_after(started) as running:
         wait_for_step(running, 4)
         running.send_signal(signal.SIGTERM)
         out, err = running.communicate(timeout=300)
