@@ -127,6 +127,7 @@ def test_calls_do_not_grow_with_the_world(world: int) -> None:
     assert max(calls) <= 45 + looking
 
 
+@pytest.mark.full("True")
 @pytest.mark.parametrize("first_is_here", [True, False])
 def test_who_is_missing_is_said_where_those_that_look_first_are_gone(first_is_here: bool) -> None:
     """Of 64 ranks every fourth looks at the deadline, the others a while later."""

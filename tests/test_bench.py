@@ -231,6 +231,7 @@ def test_a_rank_that_the_grid_leaves_out_ends_without_a_word() -> None:
     assert "one group of 2 ranks" in found[2][1]
 
 
+@pytest.mark.full
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

@@ -69,6 +69,7 @@ def among_others(before: Callable[[], list[Any]]) -> None:
             assert tensor.item() == group.size()
 
 
+@pytest.mark.full("by_every_rank", "by_half_the_ranks")
 @pytest.mark.parametrize("before", BEFORE)
 def test_beside_other_groups(before: Callable[[], list[Any]]) -> None:
     run_on_ranks(among_others, 8, before)

@@ -16,8 +16,8 @@ import commgrid
 from commgrid import SpecError, UnknownGroupError
 from commgrid.runtime.torch_groups import group_count
 from commgrid.tensor_parallel import ColumnParallelLinear
-from tests.full import some
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 GRIDS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"ep": 1, "etp": 1}],
@@ -115,6 +115,7 @@ def as_each_rank(grids: list[dict[str, Any]], world: int) -> int:
     return compared
 
 
+@pytest.mark.full
 def test_meshes_of_eight_ranks() -> None:
     grids = some(GRIDS[8], 4)
     (found,) = run_on_ranks(as_each_rank, 1, grids, 8, init=None)
@@ -372,6 +373,7 @@ def other_order() -> None:
     assert torch.equal(made.to_local(), full[[mesh.mesh.flatten().tolist().index(grid.rank)]])
 
 
+@pytest.mark.full
 def test_axes_in_any_order() -> None:
     run_on_ranks(other_order, 8)
 
@@ -429,6 +431,7 @@ def grid_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tens
     return found
 
 
+@pytest.mark.full
 def test_ddp_beside_tensor_parallel_layers() -> None:
     run_on_ranks(data_parallel, 4)
 
@@ -485,6 +488,7 @@ def unflattened() -> None:
     dist.barrier()  # WORLD's is still there
 
 
+@pytest.mark.full
 def test_a_grids_mesh_is_unflattened_as_torchs() -> None:
     run_on_ranks(unflattened, 8)
 
@@ -557,5 +561,6 @@ def hybrid_beside_tp() -> None:
         torch.testing.assert_close(state[name], value, **close)
 
 
+@pytest.mark.full
 def test_fsdp1_over_copies_of_shards_beside_tp() -> None:
     run_on_ranks(hybrid_beside_tp, 8)

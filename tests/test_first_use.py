@@ -58,6 +58,7 @@ def first_use(use: str, dead: str) -> tuple[float, float] | None:
     return waited, time.monotonic() - started
 
 
+@pytest.mark.full("recv-*", "broadcast-*", "all_gather-*", "send-*", "any-*", "barrier-*")
 @pytest.mark.parametrize("dead", ["gone", "silent"])
 @pytest.mark.parametrize("use", USES)
 def test_a_peer_that_never_talks_is_an_error_within_the_timeout(use: str, dead: str) -> None:

@@ -87,6 +87,7 @@ def losses(name: str) -> Any:
         return example.main()
 
 
+@pytest.mark.full("device_mesh", "megatron")
 @pytest.mark.parametrize("pair", PAIRS)
 def test_both_sides_of_a_diff_train_alike(pair: str) -> None:
     """To the last bit where the layers are the same; else in another order of sums, in fp32."""

@@ -24,8 +24,8 @@ from commgrid import (
     UnknownGroupError,
 )
 from commgrid.runtime import registry, torch_groups
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
 

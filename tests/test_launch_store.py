@@ -142,6 +142,7 @@ commgrid.initialize()
 """
 
 
+@pytest.mark.full("nobody-*", "silent-sigterm")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 @pytest.mark.parametrize("listens", [True, False], ids=["silent", "nobody"])
 def test_it_can_be_stopped_while_it_waits(how: int, listens: bool, silent: int) -> None:

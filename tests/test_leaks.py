@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import commgrid
 from commgrid.runtime import patient, torch_groups
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 CYCLES, SETTLING = (200, 20) if full() else (50, 10)
 EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
@@ -68,6 +69,7 @@ def test_cycles_over_a_world_that_is_up() -> None:
         check_flat(seen)
 
 
+@pytest.mark.full
 def test_200_cycles_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "cycles.py"
     script.write_text(
@@ -102,6 +104,7 @@ def test_shutdown_and_start_again() -> None:
         check_flat(seen)
 
 
+@pytest.mark.full
 def test_an_old_handle_that_somebody_keeps_costs_only_itself() -> None:
     def holding() -> list[Any]:
         kept = commgrid.initialize(tp=2).get_group("tp")

@@ -14,7 +14,7 @@ import torch
 from commgrid import GridSpec, GroupPlan, NotInGridError, RankLayout, SpecError
 from commgrid.planning.ranks import RankTuple, as_ranks
 from commgrid.planning.spec import SHARE_CHOICES
-from tests.full import full
+from tests.sizes import full
 
 Table = dict[int, tuple[int, ...]]
 

@@ -88,6 +88,7 @@ def run(hit: Sequence[int], times: int, **options: Any) -> list[tuple[str, int]]
     return run_on_ranks(partial(tries, **options), 4, hit, times, timeout=120)
 
 
+@pytest.mark.full("hit0-True", "hit1-False", "hit1-True", "hit2-True")
 @pytest.mark.parametrize("watch", [False, True])
 @pytest.mark.parametrize("hit", [(0,), (3,), (0, 1, 2, 3)])
 def test_a_start_that_lost_a_connection_is_tried_again(hit: tuple[int, ...], watch: bool) -> None:
@@ -125,6 +126,7 @@ def is_killed_while_it_connects(watch: bool) -> tuple[str, float]:
     raise AssertionError("started without rank 3")
 
 
+@pytest.mark.full("False")
 @pytest.mark.parametrize("watch", [False, True])
 def test_who_died_meanwhile_is_named(watch: bool) -> None:
     """By who did not come to the second try, or by the watch."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, checkpoint, device_mesh
@@ -31,8 +32,8 @@ from torch.distributed.tensor import (
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 -- the backend "fake"
 
 import commgrid
-from tests.full import some
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 MESHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "one dim": ({}, ("dp",)),
@@ -274,6 +275,7 @@ def all_tensors(folder: str) -> None:
         tensors(*MESHES[which], f"{folder}/{which}")
 
 
+@pytest.mark.full
 def test_dtensors_move_save_and_load_as_on_torchs(tmp_path: Path) -> None:
     run_on_ranks(all_tensors, 8, str(tmp_path))
 

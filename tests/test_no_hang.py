@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, GridMismatchError, PeerTimeoutError
-from tests.full import some
 from tests.ranks import hear, run_on_ranks, tell
+from tests.sizes import some
 
 # torch's TCP client was seen to stall for 5 s now and then before it connects. Ranks that differ
 # are found at once, however long the limit; only where one is missing is it waited for.
@@ -84,6 +84,7 @@ def _assert_matches(pattern: str, message: str) -> None:
     assert re.search(pattern, message), message
 
 
+@pytest.mark.full("last", "first", "middle")
 @pytest.mark.parametrize("odd_rank", ODD.values(), ids=ODD)
 def test_a_rank_whose_grid_covers_fewer_ranks(odd_rank: int) -> None:
     fewer = {"ranks": range(4) if odd_rank < 4 else range(4, 8)}
@@ -114,6 +115,7 @@ def absent(odd_rank: int, rank: int, startup: float = STARTUP) -> Any:
     return None if rank == odd_rank else attempt({"tp": 2}, {}, -1, rank, startup)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("odd_rank", ODD.values(), ids=ODD)
 def test_a_rank_that_never_comes_although_torch_distributed_is_up(odd_rank: int) -> None:
     ranks = [(rank,) for rank in range(8)]
@@ -147,6 +149,7 @@ def check_absent(found: list[Any], odd_rank: int, startup: float) -> None:
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("odd_rank", [3, 7], ids=["middle", "last"])
 def test_a_process_that_is_never_started(odd_rank: int) -> None:
     ranks = [(rank, STARTUP_TCP) for rank in range(8)]
@@ -156,6 +159,7 @@ def test_a_process_that_is_never_started(odd_rank: int) -> None:
     check_absent(found, odd_rank, STARTUP_TCP)
 
 
+@pytest.mark.full
 def test_the_process_that_serves_the_store_is_never_started() -> None:
     """Nobody is there to ask who is missing: the error names the address instead."""
     ranks = [(rank, STARTUP_TCP) for rank in range(8)]

@@ -214,6 +214,7 @@ def engines() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_trainer_meets_its_engines_one_after_the_other() -> None:
     ranks = run_on_ranks(engines, 5)
     for rank, found in enumerate(ranks):

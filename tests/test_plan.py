@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from commgrid import GridSpec, GroupPlan, SpecError
 from commgrid.planning.spec import SHARE_CHOICES
 from commgrid.planning.spec import GridSpec as Spec
-from tests.full import full
+from tests.sizes import full
 
 Coordinates = dict[int, dict[str, int]]
 
@@ -115,6 +115,7 @@ def dense_specs(world: int) -> Iterator[Spec]:
             yield GridSpec.build(**given, order="-".join(order) or "dp").resolve(world)  # type: ignore[arg-type]
 
 
+@pytest.mark.full("12", "14", "15", "16")
 @pytest.mark.parametrize("world", range(1, 17))
 def test_every_dense_spec_equals_enumeration(world: int) -> None:
     for spec in dense_specs(world):
@@ -130,6 +131,7 @@ def expert_orders(tp: int, pp: int, dp: int, ep: int, etp: int | None) -> Iterat
         yield "-".join([*order, *({"tp", "ep", "pp"} - set(real))])
 
 
+@pytest.mark.full("1?", "6", "8", "9")
 @pytest.mark.parametrize("world", range(1, 17))
 def test_every_spec_with_experts_equals_enumeration(world: int) -> None:
     checked = refused = 0
@@ -224,6 +226,7 @@ def test_random_specs_equal_enumeration(spec: Spec, seed: int) -> None:
 MEGATRON_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-pp-ep-dp")
 
 
+@pytest.mark.full("4-2-16-*", "8-2-8-*")
 @pytest.mark.parametrize("order", MEGATRON_ORDERS)
 @pytest.mark.parametrize(("tp", "cp", "ep", "etp", "dp", "pp"), [
     (1, 1, 1, 1, 1, 1), (2, 1, 1, 2, 4, 2), (2, 2, 1, 2, 2, 2), (2, 2, 4, 1, 4, 2),

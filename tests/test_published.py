@@ -20,6 +20,7 @@ def test_held_out_runs_are_predicted() -> None:
     assert max(errors) < 0.30
 
 
+@pytest.mark.full
 def test_the_constants_are_those_that_the_runs_give() -> None:
     assert dict(fit().gemm) == pytest.approx(dict(CALIBRATION.gemm), abs=2e-3)
 

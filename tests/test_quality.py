@@ -18,6 +18,7 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full("mypy --strict")
 @pytest.mark.parametrize(
     "command",
     [
@@ -56,6 +57,7 @@ def test_version_is_said_once() -> None:
     assert f"## {commgrid.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.full
 def test_megatron_names_table() -> None:
     done = run("megatron_adapter", "names")
     assert done.returncode == 0, done.stderr

@@ -15,8 +15,8 @@ from commgrid.runtime import registry, torch_gloo
 from commgrid.runtime.failures import named_failures
 from commgrid.runtime.torch_gloo import break_connections
 from commgrid.runtime.torch_world import world_store
-from tests.full import full
 from tests.mortal import KILLED, kill_me, run_mortal
+from tests.sizes import full
 
 GENEROUS = 60.0  # tells a hang; what it took is printed
 
@@ -83,6 +83,7 @@ def test_one_of_four_is_killed(victim: int) -> None:
     assert results[partner] == [None]  # it waited for a place until the others had ended
 
 
+@pytest.mark.full
 def test_the_store_goes_twice() -> None:
     """Rank 0 serves the first store, rank 1 the one after it; both are killed, one by one."""
     results = run_mortal(survive, 4, [[0], [1]], {})
@@ -195,6 +196,7 @@ def everything_at_once() -> dict[str, Any]:
     return said
 
 
+@pytest.mark.full
 def test_what_is_refused() -> None:
     first, _, third, last = run_mortal(everything_at_once, 4)
     assert first["absent"].startswith(
@@ -261,6 +263,7 @@ def waits_for_the_first(dead: int) -> float | None:
     return time.monotonic() - started
 
 
+@pytest.mark.full
 def test_a_dead_neighbour_keeps_no_connection_open() -> None:
     """gloo closed nothing where the rank that was asked first was the one that is gone."""
     _, _, second, third = run_mortal(waits_for_the_first, 4, 1)

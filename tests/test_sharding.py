@@ -122,6 +122,7 @@ def test_redistribute_between_all_pairs_in_two_dims() -> None:
     assert run_on_ranks(pairs, 4, cases)[0] == [144, 144]
 
 
+@pytest.mark.full
 def test_redistribute_between_all_pairs_in_three_dims() -> None:
     """A ninth of the 1,728 pairs; all of them take a minute."""
     cases = [({"tp": 2, "cp": 2}, ("dp", "cp", "tp"), [8, 8], 9)]

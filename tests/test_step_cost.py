@@ -100,6 +100,7 @@ def test_the_fullest_stage_sets_the_pace() -> None:
     assert step_cost(heavy, even.choice, H100).compute > 1.2 * even.compute
 
 
+@pytest.mark.full
 def test_groups_lie_as_a_real_grids_do() -> None:
     """In closed form, against the ranks of a plan of the same sizes and order."""
     sizes = [1, 2, 3, 4, 8]

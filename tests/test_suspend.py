@@ -33,8 +33,8 @@ from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.pipeline import Pipeline
 from commgrid.runtime import torch_groups, torch_nccl, torch_suspend
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.full import full
 from tests.ranks import RanksFailed, hear, run_on_ranks, tell
+from tests.sizes import full
 from tests.test_leaks import usage
 
 CYCLES, SETTLING = (200, 10) if full() else (20, 2)
@@ -151,6 +151,7 @@ def with_names_that_share(share: str) -> None:
     check_sums(grid)
 
 
+@pytest.mark.full("region", "aliases")
 @pytest.mark.parametrize("share", ["aliases", "region", "all"])
 def test_names_that_share_a_communicator_go_together(share: str) -> None:
     run_on_ranks(with_names_that_share, 4, share)
@@ -194,6 +195,7 @@ def trained(sizes: dict[str, int], pauses: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.full("*pp*")
 @pytest.mark.parametrize("sizes", [{"tp": 2, "dp": 2}, {"tp": 2, "dp": 2, "pp": 2}], ids=str)
 def test_layers_reducers_pipelines_and_optimizers_go_on(sizes: dict[str, int]) -> None:
     with_pauses = run_on_ranks(trained, math.prod(sizes.values()), sizes, True)
@@ -220,6 +222,7 @@ def with_fsdp(pauses: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_fsdp_which_keeps_the_groups_goes_on() -> None:
     with_pauses = run_on_ranks(with_fsdp, 2, True)
     assert with_pauses == run_on_ranks(with_fsdp, 2, False)
@@ -422,6 +425,7 @@ def late(call: str) -> str:
     return said
 
 
+@pytest.mark.full("resume")
 @pytest.mark.parametrize("call", ["suspend", "resume"])
 def test_a_rank_that_does_not_call_is_named(call: str) -> None:
     found = run_on_ranks(late, 4, call)
@@ -488,6 +492,7 @@ def dying(when: str) -> None:
         raise
 
 
+@pytest.mark.full("idle")
 @pytest.mark.parametrize("when", ["idle", "created"])
 def test_a_rank_that_dies_in_the_middle_is_named(when: str) -> None:
     started = time.monotonic()
@@ -525,6 +530,7 @@ def ending(how: str) -> None:
     check_sums(grid)
 
 
+@pytest.mark.full("abort", "world")
 @pytest.mark.parametrize("how", ["destroy", "abort", "world"])
 def test_a_grid_ends_while_it_is_suspended(how: str) -> None:
     run_on_ranks(ending, 4, how)
@@ -538,6 +544,7 @@ def shut_down() -> None:
         assert not dist.is_initialized()
 
 
+@pytest.mark.full
 def test_shutdown_while_it_is_suspended() -> None:
     run_on_ranks(shut_down, 2, init=None, launcher="torchrun")
 
@@ -603,6 +610,7 @@ def simple() -> None:
     check_sums(grid)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_with_torchs_debug_wrapper_and_in_a_world_of_one(world: int) -> None:
     run_on_ranks(simple, world, environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if world > 1 else {})

@@ -47,6 +47,7 @@ def brute(model: Model, world: int, cluster: Cluster, limit: float) -> dict[str,
     return best
 
 
+@pytest.mark.full("model0-16-12")
 @pytest.mark.parametrize(
     ("model", "world", "gb"), [(SMALL, 16, 12), (SMALL, 8, 80), (EXPERTS, 4, 60)]
 )
@@ -108,6 +109,7 @@ def test_the_same_again() -> None:
     assert first == second
 
 
+@pytest.mark.full
 def test_the_search_is_small_at_any_size() -> None:
     """Counted, since a clock tells of the machine: 16,384 devices within seconds."""
     for name in ("llama3-405b", "mixtral-8x22b"):

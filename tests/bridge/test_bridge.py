@@ -15,8 +15,8 @@ import commgrid
 from commgrid.bridge import Bridge, Cut
 from commgrid.context_parallel import SequenceSharding
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.full import some
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 BATCH, LENGTH, WIDTH, INNER = 11, 8, 6, 12
 BOUND = 1e-12  # of sums of a few hundred products in fp64, in another order

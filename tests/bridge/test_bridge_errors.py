@@ -201,6 +201,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
                 )
 
 
+@pytest.mark.full
 def test_arguments_that_do_not_fit_are_errors_on_every_rank() -> None:
     for found in run_on_ranks(wrong_arguments, 4):
         for name, (_, _, expected) in ARGUMENTS.items():
@@ -264,6 +265,7 @@ def absent(missing: int, when: str, told: tuple[int, ...]) -> tuple[str, float]:
     return text, time.monotonic() - began
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("missing", "when", "expected", "told"),
     [
@@ -302,6 +304,7 @@ def killed(folder: Path) -> None:
     (folder / str(rank)).write_text(said(step))
 
 
+@pytest.mark.full
 def test_who_waits_for_a_rank_that_died_is_told(tmp_path: Path) -> None:
     """Rank 1 exchanges with rank 3; rank 0 waits for rank 1 only, and learns why."""
     with pytest.raises(AssertionError):
@@ -380,6 +383,7 @@ def cycles() -> list[int]:
     return keys
 
 
+@pytest.mark.full
 def test_nothing_is_left_of_a_bridge() -> None:
     for keys in run_on_ranks(cycles, 4):
         assert keys[1] == keys[-1], keys
@@ -421,6 +425,7 @@ def two_encoders() -> dict[str, Any]:
     return {"second": weights["second"].grad} if rank in (1, 2) else {}
 
 
+@pytest.mark.full
 def test_several_encoders_into_one_model_in_their_own_orders() -> None:
     found = run_on_ranks(two_encoders, 4)
     squares = sum(i * i for i in range(1, 6))

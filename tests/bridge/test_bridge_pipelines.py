@@ -105,6 +105,7 @@ def train(name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full("zb-h1", "gpipe")
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
 def test_two_pipelines_in_one_schedule_equal_one_process(name: str) -> None:
     gradients, losses = alone()

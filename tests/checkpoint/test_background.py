@@ -22,8 +22,8 @@ from commgrid.checkpoint import background
 from commgrid.checkpoint.items import Item
 from commgrid.checkpoint.saving import _items, copies_of
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.full import full
 from tests.ranks import RanksFailed, run_on_ranks
+from tests.sizes import full
 
 
 def raised(call: Any, *args: Any, **keywords: Any) -> str:
@@ -252,6 +252,7 @@ def lonely(folder: str) -> str:
     return str(told.value)
 
 
+@pytest.mark.full
 def test_a_rank_that_never_writes_is_named_within_the_grids_timeout(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(lonely, 2, str(tmp_path), init=None, launcher="torchrun")

@@ -13,8 +13,8 @@ from torch import nn
 
 import commgrid
 from commgrid import checkpoint
-from tests.full import full
 from tests.ranks import RanksFailed, run_on_ranks
+from tests.sizes import full
 
 
 class Weights(nn.Module):

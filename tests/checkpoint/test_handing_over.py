@@ -130,6 +130,7 @@ def dies_while_handing_over() -> Any:
     return str(told.value)
 
 
+@pytest.mark.full
 def test_one_that_dies_meanwhile_holds_nobody_up() -> None:
     """The others go on, from a checkpoint if there is one."""
     results = run_mortal(dies_while_handing_over, 4)

@@ -68,6 +68,7 @@ def load_filled(folder: str, shape: dict[str, int]) -> list[str]:
     return wrong
 
 
+@pytest.mark.full("{'dp': 4}", "{'tp': 4}")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_number_is_where_it_belongs(shape: dict[str, int], tmp_path: Path) -> None:
     """Vocabulary 10 is padded on 3 and 4 ranks, differently."""
@@ -393,6 +394,7 @@ def native(folder: str, file: str) -> None:
     commgrid.shutdown()
 
 
+@pytest.mark.full("4")
 @pytest.mark.parametrize("world", [4, 8])
 def test_dtensors_that_fsdp_has_cut_again(world: int, tmp_path: Path) -> None:
     """On 8 ranks FSDP cuts tp's 6 rows into 2, 2, 2 and none."""

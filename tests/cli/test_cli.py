@@ -239,6 +239,7 @@ def test_check_tells_of_every_communicator_once() -> None:
     assert others == [""] * 3
 
 
+@pytest.mark.full
 def test_check_under_torchrun() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

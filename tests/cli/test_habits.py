@@ -125,6 +125,7 @@ def test_without_numpy_the_first_lines_are_about_the_grid() -> None:
     assert done.stderr.endswith("UserWarning: of others\n")
 
 
+@pytest.mark.full
 def test_what_a_program_asks_of_warnings_comes_first() -> None:
     done = bare(
         f"import warnings; warnings.filterwarnings('error')\n{WITHOUT_NUMPY}import commgrid, torch"
@@ -132,6 +133,7 @@ def test_what_a_program_asks_of_warnings_comes_first() -> None:
     assert "UserWarning: Failed to initialize NumPy" in done.stderr
 
 
+@pytest.mark.full
 def test_shells_complete_commands_and_flags() -> None:
     pytest.importorskip("argcomplete", reason="argcomplete is not installed, which is optional")
     answers = []

@@ -53,6 +53,7 @@ def be_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
 
+@pytest.mark.full("60-*", "132-*")
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("width", [60, 80, 132])
 def test_no_line_is_longer_than_the_terminal(
@@ -146,6 +147,7 @@ def started(command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_output_that_cannot_be_written_is_one_line() -> None:
     done = started("-m commgrid plan --tp 2 --world-size 4 > /dev/full")
     assert done.returncode == 2
@@ -154,6 +156,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["-m commgrid plan --help", "-m megatron_adapter departures"])
 def test_a_closed_pipe_is_no_traceback_anywhere(command: str) -> None:
     done = started(f"{command} | true")
@@ -161,6 +164,7 @@ def test_a_closed_pipe_is_no_traceback_anywhere(command: str) -> None:
     assert done.returncode in (0, 141)
 
 
+@pytest.mark.full
 def test_a_terminal_without_the_characters_gets_others() -> None:
     done = started("-m commgrid plan --tp 2 --world-size 4", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
@@ -175,6 +179,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["plan", "--tp", "2", "--world-size", "4"]) == 130
 
 
+@pytest.mark.full
 def test_on_a_real_terminal() -> None:
     ours, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 66, 0, 0))

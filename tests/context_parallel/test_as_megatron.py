@@ -29,6 +29,7 @@ def zigzag() -> None:
             assert torch.equal(ours[name], theirs[name]), name
 
 
+@pytest.mark.full("2")
 @pytest.mark.parametrize("parts", [2, 3])
 def test_zigzag_is_megatrons(parts: int) -> None:
     run_on_ranks(zigzag, parts)
@@ -44,5 +45,6 @@ def levels(across: int, inside: int) -> None:
             assert found == [grid.get_ranks("cp_a2a"), grid.get_ranks("cp_ring")]
 
 
+@pytest.mark.full
 def test_two_levels_are_megatrons_hierarchical_groups() -> None:
     run_on_ranks(levels, 8, 2, 2)

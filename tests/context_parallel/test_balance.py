@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from commgrid import SpecError
 from commgrid.context_parallel import balance
 from commgrid.context_parallel.balance import Mask, Ranges, balanced, pairs_of
-from tests.full import full
+from tests.sizes import full
 
 LONGEST = 1024
 

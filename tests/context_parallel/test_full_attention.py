@@ -16,8 +16,8 @@ from torch import Tensor
 import commgrid
 from commgrid.context_parallel import SequenceSharding, attention
 from tests.context_parallel.plain import Case, allowed, inputs, plain
-from tests.full import full, some
 from tests.ranks import run_on_ranks
+from tests.sizes import full, some
 
 WAYS = ("ring", "allgather", "ulysses", "2d")
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -108,11 +108,13 @@ THIRDS = {1: 1, 2: 0, 3: 0, 4: 1, 6: 2, 8: 2}
 an even number, which all ways are for, and by another."""
 
 
+@pytest.mark.full("1", "2", "3", "6", "8")
 @pytest.mark.parametrize("parts", THIRDS)
 def test_shards_attend_like_the_whole(parts: int) -> None:
     hold(parts, some(cases(parts)[THIRDS[parts] :: 3], 5))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parts", [2, 4])
 def test_in_single_precision(parts: int) -> None:
     hold(parts, some(cases(parts)[::3], 2), torch.float32)
@@ -137,6 +139,7 @@ def test_documents_of_any_length(drawn: list[list[int]], parts: int, data: st.Da
     hold(parts, made)
 
 
+@pytest.mark.full
 def test_a_window_of_many_keys_and_long_documents() -> None:
     """As long that windows are cut into blocks with an edge, a middle and a diagonal each."""
     sharding = SequenceSharding.packed([300, 3, 200], 2, window=130)
@@ -170,6 +173,7 @@ def in_bf16(case: Case, wanted: Sequence[Tensor], single: Sequence[float]) -> No
             assert worst(ours, case.sharding.shard(theirs, dim=2)) <= bound, f"{name} {way}"
 
 
+@pytest.mark.full
 def test_in_bf16_as_exact_as_on_one_rank() -> None:
     case = Case(SequenceSharding.packed([40, 1, 90, 25], 4), 8, 4, size=16)
     wanted = plain(case, inputs(case, torch.bfloat16))
@@ -194,6 +198,7 @@ def only_some_gradients(case: Case, wanted: Sequence[Tensor]) -> None:
             assert torch.equal(attention(q, k, v, sharding=case.sharding, way=way), made)
 
 
+@pytest.mark.full
 def test_keys_that_ask_for_no_gradient() -> None:
     case = Case(SequenceSharding.packed([9, 5], 2))
     run_on_ranks(only_some_gradients, 2, case, plain(case, inputs(case, torch.float64)))
@@ -216,6 +221,7 @@ def compiled(case: Case) -> None:
         assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
 
 
+@pytest.mark.full
 def test_a_compiled_model_leaves_attention_as_it_is() -> None:
     # Spawned: a forked child hangs in what torch.compile has started in the parent.
     case = Case(SequenceSharding.packed([9, 5], 2))

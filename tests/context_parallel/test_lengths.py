@@ -22,8 +22,8 @@ from commgrid.context_parallel import (
     fixed_lengths,
     plan_lengths,
 )
-from tests.full import full, some
 from tests.ranks import run_on_ranks
+from tests.sizes import full, some
 
 WORLDS = [
     {"cp": 6},

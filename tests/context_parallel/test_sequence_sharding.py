@@ -16,7 +16,7 @@ from commgrid.context_parallel import SequenceSharding, explain
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.tiles import needed, tiles
 from tests.context_parallel.plain import Case, allowed
-from tests.full import full
+from tests.sizes import full
 
 
 @st.composite

@@ -144,6 +144,7 @@ def peaks(length: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 def test_a_rings_memory_does_not_grow_with_its_ranks() -> None:
     few, more = (run_on_ranks(peaks, parts, 128) for parts in (4, 6))
     # The least of all ranks: now and then the profiler sees one rank's blocks in another order.
@@ -188,6 +189,7 @@ def as_chosen(sharding: SequenceSharding) -> None:
     assert torch.equal(made, attention(q, k, v, sharding=sharding, way=way))
 
 
+@pytest.mark.full
 def test_auto_is_what_was_chosen() -> None:
     run_on_ranks(as_chosen, 4, SequenceSharding.zigzag(32, 4))
 
@@ -289,6 +291,7 @@ def one_is_gone() -> str:
     return str(e.value)
 
 
+@pytest.mark.full
 def test_nobody_waits_for_ever_for_keys() -> None:
     assert "rank 2 or rank 1 is gone" in run_on_ranks(one_is_gone, 3)[0]
 
@@ -308,6 +311,7 @@ def one_does_not_come(way: str, where: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["later", "backward"])
 @pytest.mark.parametrize("way", ["ulysses", "allgather"])
 def test_who_does_not_come_to_an_exchange_is_named(way: str, where: str) -> None:
@@ -339,6 +343,7 @@ def torchs_ring(method: str) -> float:
     return float((out - attention(q, k, v, sharding=sharding)).abs().max())
 
 
+@pytest.mark.full("alltoall")
 @pytest.mark.parametrize("method", ["allgather", "alltoall"])
 def test_torchs_ring_runs_on_a_grids_mesh(method: str) -> None:
     """What its `context_parallel` calls, which itself knows kernels of CUDA only."""

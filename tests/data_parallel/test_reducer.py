@@ -26,8 +26,8 @@ from commgrid.tensor_parallel import (
     VocabParallelEmbedding,
     initialize_parameters,
 )
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 WIDTH = 8
 

@@ -628,6 +628,14 @@ def foreign(also: str, kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # fp32 sums in another order
 
 
+@pytest.mark.full(
+    "plain-shared",
+    "plain-ours",
+    "copies-alone",
+    "copies-shared",
+    "shard-alone",
+    "shard-ours",
+)
 @pytest.mark.parametrize("also", ["alone", "shared", "ours"])
 @pytest.mark.parametrize("kind", ["plain", "copies", "shard"])
 def test_megatrons_fused_layers_add_to_main_grad(also: str, kind: str) -> None:

@@ -79,6 +79,7 @@ def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
         assert pages.prints(printed, said), f"$ {command}\n{said}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", [page for page in PAGES if pages.programs(page)], ids=name_of)
 def test_python_of_the_docs_runs(page: Path, tmp_path: Path) -> None:
     assert pages.run_python(page, tmp_path) > 0
@@ -106,6 +107,7 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
                for page in (DOCS / "reference").glob("*.md"))  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_site_is_built_strictly_with_every_public_name(tmp_path: Path) -> None:
     """No warning: no dead link, no page that is left out, no docstring that cannot be read."""
     done = subprocess.run(

@@ -53,6 +53,7 @@ def test_a_rank_is_silent_where_rank_0_has_the_error_too(
     assert printed == [other, *([caught.value] if served else [])]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sizes", "who"), [("3", "0"), ("1 + 2 * rank", "1")], ids=["all", "one"])
 def test_sizes_that_do_not_fit_under_torchrun(sizes: str, who: str, tmp_path: Path) -> None:
     """A plain script: one traceback, of the first that has the error, be it the only one."""
@@ -85,6 +86,7 @@ def test_torchrun_does_not_end_the_first_before_it_has_spoken(
     assert flags.last_words(failed) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_of_plain_processes_is_one_line(stop: signal.Signals) -> None:
     port = str(free_port())

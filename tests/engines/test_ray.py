@@ -66,6 +66,7 @@ def workers(said: str) -> list[int]:
     return [int(pid) for pid in re.findall(r"\d+: pid (\d+) on", line)]
 
 
+@pytest.mark.full
 @NO_RAY
 def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
     saved, metrics = tmp_path / "saved", tmp_path / "metrics"
@@ -95,6 +96,7 @@ def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
     assert seconds < 60
 
 
+@pytest.mark.full
 @NO_RAY
 def test_a_killed_worker_and_the_others_go_on(tmp_path: Path) -> None:
     """In their actors, from memory: nothing is saved, and nothing starts again."""
@@ -122,6 +124,7 @@ def test_a_killed_worker_and_the_others_go_on(tmp_path: Path) -> None:
     row("Ray --survive: kill -9 of rank 3 of 4", "a step", line, seconds, len(left(tmp_path)))
 
 
+@pytest.mark.full
 @NO_RAY
 def test_a_stop_is_one_line(tmp_path: Path) -> None:
     with started(tmp_path, "--workers", "2", *LONG) as (running, log):
@@ -138,6 +141,7 @@ def test_a_stop_is_one_line(tmp_path: Path) -> None:
     assert seconds < 20
 
 
+@pytest.mark.full("flag", "no_ray", "workers")
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

@@ -51,6 +51,7 @@ def wait_for_job(slurm: Cluster, job: str, log: Path) -> str:
     return log.read_text()
 
 
+@pytest.mark.full
 def test_the_batch_file_trains(
     slurm: Cluster, unbroken: list[dict[str, float]], tmp_path: Path
 ) -> None:
@@ -61,6 +62,7 @@ def test_the_batch_file_trains(
     same_curve(curve(metrics), unbroken, "fp64")
 
 
+@pytest.mark.full
 def test_a_killed_process_and_the_job_goes_on(
     slurm: Cluster, unbroken: list[dict[str, float]], tmp_path: Path
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_killed_process_and_the_job_goes_on(
     assert seconds < 30
 
 
+@pytest.mark.full
 def test_stops_are_one_line(slurm: Cluster) -> None:
     """scancel, and Ctrl-C twice, as srun wants it."""
     for name, stop in (("SIGTERM", scancel), ("SIGINT", ctrl_c)):
@@ -119,6 +122,7 @@ def ctrl_c(slurm: Cluster, running: subprocess.Popen[str]) -> None:
     running.send_signal(signal.SIGINT)
 
 
+@pytest.mark.full
 def test_what_all_find_wrong_is_said_by_rank_0(slurm: Cluster) -> None:
     for flags, told in (
         (["--tp", "3"], "SpecError: axes: tp=3 "),
@@ -132,6 +136,7 @@ def test_what_all_find_wrong_is_said_by_rank_0(slurm: Cluster) -> None:
         assert told in lines[0]
 
 
+@pytest.mark.full
 def test_survivors_go_on(slurm: Cluster, tmp_path: Path) -> None:
     """Without --kill-on-bad-exit and --wait srun leaves the others of a killed task alone."""
     metrics, log = tmp_path / "metrics", tmp_path / "log"

@@ -46,6 +46,7 @@ def check_curve(metrics: Path, reference: list[dict[str, float]]) -> None:
     same_curve(rows, reference, "fp64")
 
 
+@pytest.mark.full
 def test_two_restarts_of_eight_ranks(alone: list[dict[str, float]], tmp_path: Path) -> None:
     """One agent: as many ranks as before, from the last checkpoint, once and once more."""
     saved, metrics = str(tmp_path / "saved"), tmp_path / "metrics"
@@ -70,6 +71,7 @@ def test_two_restarts_of_eight_ranks(alone: list[dict[str, float]], tmp_path: Pa
     assert not running.processes()
 
 
+@pytest.mark.full
 def test_a_host_of_two_ranks_is_gone(alone: list[dict[str, float]], tmp_path: Path) -> None:
     """Two agents of two ranks each: dp shrinks to what is left, by itself."""
     saved, metrics = str(tmp_path / "saved"), tmp_path / "metrics"
@@ -91,6 +93,7 @@ def test_a_host_of_two_ranks_is_gone(alone: list[dict[str, float]], tmp_path: Pa
     row("torchrun: kill -9 of a host of two", "step 10", "a restart on 2 of 4 ranks", took, 0)
 
 
+@pytest.mark.full
 def test_what_does_not_end_a_process_needs_no_restart(
     alone: list[dict[str, float]], tmp_path: Path
 ) -> None:
@@ -121,6 +124,7 @@ def test_what_does_not_end_a_process_needs_no_restart(
     row("torchrun: SIGSTOP of rank 3 of 4", "step 15", "two others go on in place", took, 0)
 
 
+@pytest.mark.full
 def test_who_fails_again_is_restarted(alone: list[dict[str, float]], tmp_path: Path) -> None:
     """A rank that fails in the same step again ends, and with it this start of the job."""
     saved, metrics = str(tmp_path / "saved"), tmp_path / "metrics"

@@ -64,6 +64,7 @@ def named(told: list[str]) -> set[str]:
     return set(re.findall(r"\d+", blamed))
 
 
+@pytest.mark.full
 def test_a_slow_wire_that_loses_packets(tmp_path: Path) -> None:
     """50 ms each way, and every hundredth packet never arrives."""
     metrics = tmp_path / "metrics"
@@ -78,6 +79,7 @@ def test_a_slow_wire_that_loses_packets(tmp_path: Path) -> None:
     row("two hosts: 50 ms and 1 % loss", "all of it", "nothing: the same curve", seconds, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gone", ["cut", "host_of_the_store"])
 def test_a_host_that_cannot_be_reached(gone: str) -> None:
     """Each side names the ranks of the other, within the timeout, and ends."""

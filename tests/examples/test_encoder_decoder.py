@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import commgrid
 from tests.examples.curves import ROOT, load, without_numpy
-from tests.full import some
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 SMALL = ["--layers", "1", "--hidden", "8", "--batch-size", "11", "--dtype", "fp64"]
 CUTS = [
@@ -59,11 +59,13 @@ def test_same_curve_as_one_process(tmp_path: Path) -> None:
         assert found == pytest.approx(alone, rel=1e-9), job
 
 
+@pytest.mark.full
 def test_numpy_is_not_needed() -> None:
     job = [*SMALL, "--encoder", "0-1", "--decoder", "2-3", "--steps", "2"]
     assert "step   2" in without_numpy("tests.examples.test_encoder_decoder.run", 4, job)
 
 
+@pytest.mark.full
 def test_it_runs_by_itself() -> None:
     command = [sys.executable, "examples/encoder_decoder.py", "--steps", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

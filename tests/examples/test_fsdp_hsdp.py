@@ -9,8 +9,8 @@ import pytest
 
 import commgrid
 from tests.examples.curves import ROOT, load, run_example
-from tests.full import some
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 SMALL = ["--layers", "2", "--hidden", "16", "--steps", "10", "--dtype", "fp64"]
 CUTS = {
@@ -36,6 +36,7 @@ def losses(world: int, jobs: list[list[str]], folder: Path) -> list[list[float]]
     return [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in paths]
 
 
+@pytest.mark.full("8")
 @pytest.mark.parametrize("world", CUTS)
 def test_same_curve_as_one_process(world: int, tmp_path: Path) -> None:
     ours, native = losses(1, [[], ["--native"]], tmp_path)  # torch's layers draw other weights
@@ -48,6 +49,7 @@ def test_same_curve_as_one_process(world: int, tmp_path: Path) -> None:
         assert found == pytest.approx(native if "--native" in job else ours, rel=1e-9), job
 
 
+@pytest.mark.full
 def test_it_runs_by_itself() -> None:
     command = [sys.executable, "examples/fsdp_hsdp.py", "--steps", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

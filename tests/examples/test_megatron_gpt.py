@@ -34,6 +34,7 @@ def megatrons(job: list[str]) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_under_torchrun(tmp_path: Path) -> None:
     """With commgrid's groups, against Megatron's own in forked ranks."""
     job = ["--tp", "2", "--layers", "2", "--steps", "3"]

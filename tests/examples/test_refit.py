@@ -7,8 +7,8 @@ import re
 import pytest
 
 from tests.examples.curves import load, without_numpy
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 TINY = [
     "--layers", "2", "--hidden", "16", "--heads", "4", "--batch-size", "8", "--seq-len", "8",
@@ -57,6 +57,7 @@ def print_it(job: list[str]) -> None:
     print(*written(job), sep="\n")
 
 
+@pytest.mark.full
 def test_numpy_is_not_needed() -> None:
     job = [*TINY, "--generate", "tp=2", "--every", "2"]
     assert "through a checkpoint" in without_numpy("tests.examples.test_refit.print_it", 2, job)

@@ -34,6 +34,7 @@ def whole_model() -> list[float]:
     return losses
 
 
+@pytest.mark.full("2-1", "4-1")
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 1), (2, 2)])
 def test_torchs_schedules_on_our_groups(pp: int, dp: int) -> None:
     alone = whole_model()

@@ -11,8 +11,8 @@ import pytest
 
 import commgrid
 from tests.examples.curves import ROOT, curve, load, run, same_curve, same_start, steps_of
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 SMALL = ["--layers", "2", "--hidden", "64", "--batch-size", "8", "--seq-len", "16"]
 
@@ -44,6 +44,7 @@ def curves(tp: int, dp: int, jobs: dict[str, list[str]], folder: Path) -> dict[s
     return {name: curve(folder / name) for name in jobs}
 
 
+@pytest.mark.full("fp32")
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_same_curve_however_it_is_cut(dtype: str, tmp_path: Path) -> None:
     alone = {"alone": [*TINY, "--dtype", dtype]}
@@ -71,6 +72,7 @@ def on_own_ranks(jobs: dict[str, list[str]], rank: int) -> None:
     train_gpt.train(train_gpt.parse(job))
 
 
+@pytest.mark.full
 def test_two_jobs_on_ranks_of_one_world(tmp_path: Path) -> None:
     """On (0, 1, 2, 4, 5, 7) the curve of six plain ranks, beside another grid on (3, 6)."""
     job = [*TINY, "--batch-size", "12", "--dtype", "fp64", "--tp", "2"]
@@ -98,6 +100,7 @@ def test_ranks_that_are_not_listed_end_at_once(tmp_path: Path) -> None:
     assert [row["step"] for row in curve(metrics)] == [1, 2]
 
 
+@pytest.mark.full("fp64")
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_same_curve_on_eight_ranks(dtype: str, tmp_path: Path) -> None:
     arguments = [*SMALL, "--steps", "20", "--dtype", dtype]
@@ -109,6 +112,7 @@ def test_same_curve_on_eight_ranks(dtype: str, tmp_path: Path) -> None:
         same_start(rows, reference, dtype, index)
 
 
+@pytest.mark.full
 def test_bf16_falls_as_fp32_does(tmp_path: Path) -> None:
     jobs = {
         dtype: [*TINY, "--dtype", dtype, "--sequence-parallel", "--zero1"]
@@ -147,6 +151,7 @@ def test_under_torchrun() -> None:
     assert lines[5].startswith("done: 2 steps in ")
 
 
+@pytest.mark.full
 def test_bare_python_is_a_world_of_one(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
@@ -217,6 +222,7 @@ def refusal(arguments: list[str]) -> str:
     return "nothing"
 
 
+@pytest.mark.full
 def test_an_error_is_one_line_and_a_code() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples/train_gpt.py", "--tp", "2", "--steps", "1"],

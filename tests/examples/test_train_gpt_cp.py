@@ -13,8 +13,8 @@ from torch import Tensor
 import commgrid
 from commgrid.tensor_parallel import vocab_parallel_cross_entropy
 from tests.examples.curves import PROMISED, SOME, curve, load, run, same_curve
-from tests.full import full, some
 from tests.ranks import run_on_ranks
+from tests.sizes import full, some
 
 STEPS = PROMISED if full() else 4
 TINY = [
@@ -113,6 +113,7 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return found
 
 
+@pytest.mark.full("4", "6", "8")
 @pytest.mark.parametrize("world", GRIDS)
 def test_same_curve_however_sequences_are_shared(
     world: int, text: Path, alone: dict[str, Any], tmp_path: Path
@@ -135,6 +136,7 @@ def test_same_curve_however_sequences_are_shared(
             raise AssertionError(f"{kind} {flags}: {error}") from error
 
 
+@pytest.mark.full
 def test_packed_alone_as_with_masks(text: Path, alone: dict[str, Any], tmp_path: Path) -> None:
     """One process, and a pipeline that cuts the batch into microbatches: longer packs, or fewer."""
     metrics = str(tmp_path / "metrics")
@@ -143,6 +145,7 @@ def test_packed_alone_as_with_masks(text: Path, alone: dict[str, Any], tmp_path:
     same_curve(curve(tmp_path / "metrics"), alone["packed"], "fp64")
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_another_cp(text: Path, alone: dict[str, Any], tmp_path: Path) -> None:
     folder, metrics = str(tmp_path / "saved"), tmp_path / "metrics"
     half = [*job("packed", text, "--cp", "4", "--save", folder), "--steps", str(STEPS // 2)]
@@ -169,6 +172,7 @@ def looks(*jobs: list[str]) -> list[tuple[float, str]]:
     return found
 
 
+@pytest.mark.full
 def test_evaluation_and_sample_do_not_depend_on_cp(text: Path) -> None:
     more = ["--eval-every", "9", "--eval-batches", "2", "--held-out", "0.3", "--temperature", "0"]
     # The model looks at no more than the last 24 bytes.
@@ -201,6 +205,7 @@ def one_by_one(text: Path) -> tuple[float, float]:
     return found, total / 48
 
 
+@pytest.mark.full
 def test_a_pack_has_the_loss_of_its_documents(text: Path) -> None:
     found, expected = run_on_ranks(one_by_one, 1, text, init=None, launcher="torchrun")[0]
     assert found == pytest.approx(expected, rel=1e-13)

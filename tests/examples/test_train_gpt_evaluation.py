@@ -10,8 +10,8 @@ from torch import nn
 
 import commgrid
 from tests.examples.curves import curve, load, run, run_example, same_curve
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 TINY = [
     "--layers", "4", "--hidden", "16", "--heads", "4", "--batch-size", "8", "--seq-len", "4",
@@ -70,6 +70,7 @@ def alone() -> dict[str, dict[str, Any]]:
     return dict(zip(models, found[0], strict=True))
 
 
+@pytest.mark.full("2", "8")
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_same_on_any_grid(world: int, alone: dict[str, Any]) -> None:
     cuts = [
@@ -130,6 +131,7 @@ def test_evaluation_and_sample_are_what_the_modules_say() -> None:
     assert counted == there
 
 
+@pytest.mark.full
 def test_evaluation_looks_at_other_text_and_changes_nothing(tmp_path: Path) -> None:
     """Nor does it draw from what dropout draws from."""
     dropped = [*TINY, "--steps", "6", "--dropout", "0.2", "--eval-batches", "2"]
@@ -183,6 +185,7 @@ def test_without_decay_the_rate_is_what_it_was() -> None:
     assert train_gpt.learning_rate(1, train_gpt.parse(["--warmup", "0"])) == args.lr
 
 
+@pytest.mark.full
 def test_a_falling_rate_goes_on_on_another_grid(tmp_path: Path) -> None:
     """Saved after an evaluation, which leaves some of FSDP's weights gathered."""
     falling = [*TINY, "--warmup", "3", "--lr-decay", "cosine", "--lr-decay-steps", "10"]

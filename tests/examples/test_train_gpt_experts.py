@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.examples.curves import curve, run, same_start, steps_of
-from tests.full import some
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 TINY = [
     "--layers", "2", "--hidden", "16", "--heads", "4", "--batch-size", "8", "--seq-len", "4",
@@ -54,6 +54,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full("4", "8")
 @pytest.mark.parametrize("world", GRIDS)
 def test_same_curve_however_experts_are_shared(
     world: int, alone: dict[str, Any], tmp_path: Path

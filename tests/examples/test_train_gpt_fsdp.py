@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.examples.curves import curve, load, run, same_start, steps_of
-from tests.full import some
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 TINY = [
     "--layers", "2", "--hidden", "16", "--heads", "4", "--batch-size", "8", "--seq-len", "4",
@@ -45,6 +45,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: curve(folder / name) for name in jobs}
 
 
+@pytest.mark.full("2", "8")
 @pytest.mark.parametrize("world", CUTS)
 def test_same_curve_as_one_process(world: int, alone: dict[str, Any], tmp_path: Path) -> None:
     jobs = some(CUTS[world], 2)

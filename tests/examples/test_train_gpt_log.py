@@ -72,6 +72,7 @@ def test_lines_of_a_run(tmp_path: Path) -> None:
     assert told[-1].startswith("done: 1 step in ")
 
 
+@pytest.mark.full
 def test_parameters_of_a_rank_are_said() -> None:
     lines = run_on_ranks(
         heard, 2, [*TINY, "--steps", "0", "--fsdp"], init=None, launcher="torchrun"
@@ -80,6 +81,7 @@ def test_parameters_of_a_rank_are_said() -> None:
     assert whole / 2 <= own < whole
 
 
+@pytest.mark.full("--save", "--tensorboard")
 @pytest.mark.parametrize("flag", ["--metrics", "--save", "--tensorboard"])
 def test_what_cannot_be_written_is_said_at_the_start_by_one_rank(flag: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -184,6 +186,7 @@ def test_wrong_flags_are_said_once_on_a_node(monkeypatch: pytest.MonkeyPatch) ->
 LONG = [*TINY, "--steps", "1000000", "--log-every", "1", "--save-every", "2"]
 
 
+@pytest.mark.full("*")
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_one_line(stop: signal.Signals, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
@@ -205,6 +208,7 @@ def test_a_stop_is_one_line(stop: signal.Signals, tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.full
 def test_a_stop_under_torchrun_is_one_line() -> None:
     """The agent passes the signal on; one rank says so, none has a traceback."""
     started = subprocess.Popen(
@@ -276,6 +280,7 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
+@pytest.mark.full
 def test_the_first_lines_are_not_about_numpy() -> None:
     folder = str(ROOT / "examples")
     done = subprocess.run(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.examples.curves import curve, run, same_start, steps_of, without_numpy
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 TINY = [
     "--hidden", "16", "--heads", "4", "--kv-heads", "2", "--batch-size", "8", "--seq-len", "4",
@@ -60,12 +60,14 @@ def cuts(pp: int, tp: int, dp: int) -> Iterator[tuple[str, int, str, list[str]]]
                 yield f"{schedule}-{chunks}-{tied}", max(pp, 2) * chunks, tied, cut
 
 
+@pytest.mark.full
 def test_numpy_is_not_needed() -> None:
     """It comes with what tests need, but not with what commgrid needs."""
     job = ["--pp", "2", "--layers", "2", "--tie-embeddings", *TINY, "--steps", "2"]
     assert "step    2" in without_numpy("tests.examples.curves.run", 2, job)
 
 
+@pytest.mark.full("1-*", "2-1-2", "2-2-*", "4-*")
 @pytest.mark.parametrize(("pp", "tp", "dp"), GRIDS)
 def test_same_curve(pp: int, tp: int, dp: int, alone: dict[str, Any], tmp_path: Path) -> None:
     jobs, references = {}, {}

@@ -8,8 +8,8 @@ import pytest
 import commgrid
 from commgrid import checkpoint
 from tests.examples.curves import curve, run, same_curve
-from tests.full import full, some
 from tests.ranks import run_on_ranks
+from tests.sizes import full, some
 
 TINY = [
     "--layers", "4", "--hidden", "16", "--heads", "4", "--batch-size", "8", "--seq-len", "4",
@@ -56,6 +56,7 @@ def resumed(
             raise AssertionError(f"{world} ranks, {name}: {error}") from error
 
 
+@pytest.mark.full("tied")
 @pytest.mark.parametrize("kind", ["dense", "tied"])
 def test_saved_on_2_2_2_and_resumed_on_any_grid(
     kind: str, uninterrupted: dict[str, Any], tmp_path: Path
@@ -79,6 +80,7 @@ def test_saved_on_2_2_2_and_resumed_on_any_grid(
     resumed(8, saved, {name: jobs[name] for name in some(list(jobs), 1)}, tmp_path, reference)
 
 
+@pytest.mark.full
 def test_saved_by_fsdp_and_by_one_process(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
     fsdp, pipelined = cut(2, 1, 2, "--fsdp"), cut(2, 2, 1)
     for world, flags, then in ((1, [], fsdp), (4, fsdp, pipelined)):
@@ -87,6 +89,7 @@ def test_saved_by_fsdp_and_by_one_process(uninterrupted: dict[str, Any], tmp_pat
         resumed(4, saved, {"then": [*TINY, *then]}, tmp_path, uninterrupted["dense"])
 
 
+@pytest.mark.full
 def test_experts_on_other_grids(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
     saved, reference = tmp_path / "saved", uninterrupted["experts"]
     train(4, [*EXPERTS, *HALF, *cut(1, 1, 4, "--ep", "4", "--zero1"), "--save", str(saved)])

@@ -12,9 +12,9 @@ import pytest
 
 import commgrid
 from tests.examples.curves import curve, load, run, same_curve
-from tests.full import full
 from tests.mortal import KILLED, kill_me, run_mortal
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 TINY = [
     "--layers", "2", "--hidden", "16", "--heads", "4", "--batch-size", "24", "--seq-len", "4",

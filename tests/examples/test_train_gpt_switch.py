@@ -8,8 +8,8 @@ import pytest
 import commgrid
 from commgrid.runtime.registry import live_grids
 from tests.examples.curves import curve, load, run, same_curve
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 TINY = [
     "--layers", "4", "--hidden", "16", "--heads", "4", "--batch-size", "8", "--seq-len", "4",
@@ -58,6 +58,7 @@ def switched(job: list[str]) -> None:
     down()
 
 
+@pytest.mark.full
 def test_a_resumed_job_is_on_the_grid_of_its_step(tmp_path: Path) -> None:
     made: Any = run_on_ranks(
         saved_and_resumed, 4, str(tmp_path / "saved"), str(tmp_path / "metrics"),

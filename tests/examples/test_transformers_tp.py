@@ -9,8 +9,8 @@ import pytest
 import commgrid
 from commgrid import checkpoint
 from tests.examples.curves import load, run_example
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

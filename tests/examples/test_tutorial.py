@@ -45,6 +45,7 @@ def plain() -> list[float]:
     return first[0]
 
 
+@pytest.mark.full("8")
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_every_step_has_the_losses_of_the_first(plain: list[float], ranks: int) -> None:
     assert plain[-1] < 0.8 * plain[0]  # it learns
@@ -114,6 +115,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_goes_wrong_says_what_the_page_says(mistake: str) -> None:
     step, right, wrong = MISTAKES[mistake]
@@ -130,12 +132,14 @@ def told(text: str) -> str:
     return re.sub(r"\(rank 0 was in the \w+ of microbatch \d", "(rank 0 was there", text)
 
 
+@pytest.mark.full
 def test_without_a_launcher() -> None:
     said = run_on_ranks(run_changed, 1, text_of(3), init=None)[0]
     assert said in re.sub(r"\s+", " ", PAGE)
     assert "run it under torchrun" in said
 
 
+@pytest.mark.full
 def test_data_by_global_rank_is_seen_in_the_loss_alone(plain: list[float]) -> None:
     """Which is why the page says to compare losses."""
     by_rank = text_of(3).replace(

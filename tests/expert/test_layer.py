@@ -15,8 +15,8 @@ from commgrid.data_parallel import GradientReducer
 from commgrid.expert import MoELayer
 from commgrid.parameters import placements
 from tests.expert.dense import Case, balance, mixture
-from tests.full import some
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 # Sums of some 10 products of numbers around 1, in another order than the loop's: 1e-12 leaves
 # 1,000 times fp64's rounding.
@@ -159,11 +159,13 @@ CUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full("1", "2", "8")
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_as_a_loop_over_experts(ep: int) -> None:
     cases = some([case for case in CUTS if case.ep == ep and ep * case.etp <= 8], 2)
     every_kind(cases, 8)
 
 
+@pytest.mark.full
 def test_experts_on_more_ranks_than_eight() -> None:
     every_kind([case for case in CUTS if case.ep * case.etp > 8], 16)

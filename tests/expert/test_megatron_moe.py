@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import commgrid
 from commgrid.expert import MoELayer
 from tests import megatron_moe, peers  # noqa: F401  (imports megatron with its warnings off)
-from tests.full import some
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 # Megatron takes the softmax of the chosen logits in fp32: 2^-24 of weights up to 1 and outputs and
 # gradients of some units.
@@ -79,6 +79,7 @@ def every_option(sizes: list[dict[str, int]]) -> None:
                 raise AssertionError(f"{one}, {which}: {error}") from error
 
 
+@pytest.mark.full("1")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_as_megatrons_layer(tp: int) -> None:
     sizes = [{"ep": ep, "etp": etp, "tp": tp} for ep, etp in ((1, 1), (2, 1), (4, 1), (2, 2))]

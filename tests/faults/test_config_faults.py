@@ -118,6 +118,7 @@ def attempt(fault: str, rank: int) -> Seen:
     return "no error", "", time.monotonic() - started
 
 
+@pytest.mark.full("port", "a duplicate rank")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_ranks_say_who_is_different(fault: str) -> None:
     case = FAULTS[fault]
@@ -133,6 +134,7 @@ def test_all_ranks_say_who_is_different(fault: str) -> None:
         assert seconds < (LITTLE + SLACK if case.waits else PLENTY / 2)
 
 
+@pytest.mark.full
 def test_a_missing_rank_is_named_by_all_others() -> None:
     ranks = [(rank,) for rank in range(WORLD)]
     how: dict[str, Any] = {"init": None, "launcher": "torchrun", "absent": [ODD]}

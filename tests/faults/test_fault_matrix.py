@@ -5,6 +5,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from tests.faults.expected import line, wrong
 from tests.faults.jobs import FAULTS, ROWS, VICTIMS, Row, run
 from tests.faults.moments import MOMENTS
@@ -37,6 +39,7 @@ def test_ten_rows() -> None:
     check(FEW)
 
 
+@pytest.mark.full
 def test_the_whole_matrix() -> None:
     """All but the ten."""
     check([row for row in ROWS if row not in FEW])

@@ -12,8 +12,8 @@ from commgrid import GridSpec, SpecError
 from commgrid.cli import _parsers
 from tests.faults.fuzz import fuzz
 from tests.faults.mutations import Mutator
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 CASES = 1500 if full() else 250
 

@@ -3,13 +3,16 @@
 `python -m tests.faults --soak` does so 1,000 times and 10,000 times.
 """
 
+import pytest
+
 from tests.faults.soak import grown, soak
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 CYCLES, STEPS = (100, 1000) if full() else (20, 100)
 
 
+@pytest.mark.full
 def test_nothing_grows() -> None:
     ranks = run_on_ranks(soak, 4, CYCLES, STEPS, init=None, launcher="torchrun", timeout=300)
     for rank, found in enumerate(ranks):

@@ -19,10 +19,10 @@ import megatron_adapter
 import megatron_adapter.parallel_state as mpu
 from megatron_adapter.installation import differences
 from megatron_adapter.releases import release_of
-from tests.full import some
 from tests.megatron_adapter import test_functions, test_gpt, test_hyper_comm_grid
 from tests.peers import parallel_state as theirs
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 
 def table() -> list[str]:

@@ -14,10 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import commgrid
 import megatron_adapter
 import megatron_adapter.parallel_state as mpu
-from tests.full import some
 from tests.megatron_adapter.answers import answers, differences, public_functions
 from tests.peers import parallel_state as theirs
 from tests.ranks import run_on_ranks
+from tests.sizes import some
 
 PP_INSIDE = "tp-cp-pp-ep-dp"
 
@@ -189,6 +189,7 @@ def is_departure(given: dict[str, Any], line: str) -> bool:
     return sharded and line.startswith("get_hybrid_data_context_parallel_groups(")
 
 
+@pytest.mark.full("8")
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_function_on_every_rank(world: int) -> None:
     def every() -> list[str]:
@@ -211,6 +212,7 @@ def every_rank(world: int, which: int) -> list[str]:
     return found
 
 
+@pytest.mark.full("16-*", "64-0", "64-1", "64-3")
 @pytest.mark.parametrize(
     ("world", "which"), [(w, i) for w in (16, 64) for i in range(len(CONFIGS[w]))]
 )

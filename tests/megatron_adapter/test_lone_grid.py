@@ -153,6 +153,7 @@ def part() -> None:
             inspect.unwrap(megatron_adapter.initialize_model_parallel)(**given)
 
 
+@pytest.mark.full
 def test_a_part_of_the_world() -> None:
     run_on_ranks(part, 8)
 
@@ -233,6 +234,7 @@ def test_virtual_stages_of_a_grid_without_this_rank_are_not_its_own() -> None:
     run_on_ranks(outside, 4)
 
 
+@pytest.mark.full
 def test_a_release_that_is_not_known_is_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.14 and 0.21 were taken for the newest, whose arguments stand elsewhere."""
     for version, known in (("0.14.0", False), ("0.21.0", False), ("0.16.1", True)):

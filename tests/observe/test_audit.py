@@ -153,6 +153,7 @@ def test_a_norm_that_was_never_summed_is_named(tmp_path: Path) -> None:
     audited(bug, tmp_path)
 
 
+@pytest.mark.full
 def test_a_group_that_was_the_wrong_one_is_named_with_its_line(tmp_path: Path) -> None:
     changes = {"gpt_trainer.py": ("Reducer(self.model, shard", 'Reducer(self.model, "dp", shard')}
     script = with_bug("train_gpt.py", changes, tmp_path / "bug")
@@ -191,6 +192,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full("False")
 @pytest.mark.parametrize("bug", [False, True])
 def test_a_program_on_dtensors_alone(bug: bool, tmp_path: Path) -> None:
     """Nothing of commgrid's is in it: axes are the ranks, and boxes the DTensors' own."""
@@ -267,6 +269,7 @@ raise SystemExit("it was not ended")
 """
 
 
+@pytest.mark.full
 def test_the_command_ends_programs_and_says_what_parts(tmp_path: Path) -> None:
     script, kept = tmp_path / "plain.py", tmp_path / "kept"
     script.write_text(PLAIN)
@@ -281,6 +284,7 @@ def test_the_command_ends_programs_and_says_what_parts(tmp_path: Path) -> None:
     assert (kept / "grid_1" / "output.txt").is_file()
 
 
+@pytest.mark.full
 def test_a_program_that_fails_is_2_with_its_last_lines(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
@@ -290,6 +294,7 @@ def test_a_program_that_fails_is_2_with_its_last_lines(tmp_path: Path) -> None:
     assert "ValueError: the third wheel" in err.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_a_program_that_hangs_is_killed_with_all_its_ranks(tmp_path: Path) -> None:
     script = tmp_path / f"hangs_{os.getpid()}.py"
     script.write_text(PLAIN)

@@ -251,11 +251,13 @@ def audited(bug: Bug, folder: Path) -> None:
     )
 
 
+@pytest.mark.full("*")
 @pytest.mark.parametrize("bug", TRAIN_GPT, ids=str)
 def test_a_bug_in_train_gpt_is_named(bug: Bug, tmp_path: Path) -> None:
     audited(bug, tmp_path)
 
 
+@pytest.mark.full("*")
 @pytest.mark.parametrize("bug", MEGATRON_GPT, ids=str)
 def test_a_bug_in_a_megatron_gpt_is_named(bug: Bug, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")

@@ -60,6 +60,7 @@ def _traced(argv: list[str], folder: str) -> None:
     found.save(Path(folder))
 
 
+@pytest.mark.full("tp=2,dp=2")
 @pytest.mark.parametrize("grid", ["tp=2,dp=2", "pp=2,tp=2"])
 def test_a_dry_rank_issues_what_a_real_one_does(grid: str, tmp_path: Path) -> None:
     assert dry(tmp_path / "dry", grid, 4) == 0
@@ -71,6 +72,7 @@ def test_a_dry_rank_issues_what_a_real_one_does(grid: str, tmp_path: Path) -> No
         assert calls == other[rank][: len(calls)]
 
 
+@pytest.mark.full
 def test_a_dry_job_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry(tmp_path / "dry", "pp=2", 4) == 0
     assert cli.main(["verify", str(tmp_path / "dry"), "--json"]) == 0
@@ -79,6 +81,7 @@ def test_a_dry_job_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["ranks"] == 4
 
 
+@pytest.mark.full
 def test_some_ranks_of_1024(tmp_path: Path) -> None:
     flags = FLAGS.replace("--batch-size 8", "--batch-size 2048")
     assert dry(tmp_path, "tp=4", 1024, "--ranks", "0,1023", flags=flags) == 0

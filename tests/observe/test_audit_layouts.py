@@ -42,6 +42,7 @@ def parts_nowhere(
         assert found.compared["losses"] == 2
 
 
+@pytest.mark.full("*")
 @pytest.mark.parametrize(
     ("flags", "grids"),
     [("", DENSE), ("--tie-embeddings --clip-grad 0.5", TIED), ("--experts 4", EXPERTS)],
@@ -58,6 +59,7 @@ def test_train_gpt_parts_nowhere_on_two_ranks(tmp_path: Path) -> None:
     parts_nowhere("train_gpt.py", f"{TRAIN} {text}", ("tp=2 --sequence-parallel",), tmp_path)
 
 
+@pytest.mark.full("*")
 @pytest.mark.parametrize(
     ("flags", "grids"), [("", MEGATRON_DENSE), ("--experts 2", MEGATRON_EXPERTS)],
     ids=["dense", "experts"],
@@ -68,6 +70,7 @@ def test_a_megatron_gpt_parts_nowhere(flags: str, grids: tuple[str, ...], tmp_pa
     parts_nowhere("megatron_gpt.py", f"{usual} {flags}", grids, tmp_path, same_weights=True)
 
 
+@pytest.mark.full
 def test_what_was_not_reached_is_not_compared(tmp_path: Path) -> None:
     """Two grids of other numbers of steps are compared over the steps of both."""
     text = EXAMPLES / "gpt_model.py"

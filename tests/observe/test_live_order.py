@@ -83,6 +83,7 @@ def test_two_names_in_opposite_order(share: str, blocking: bool) -> None:
         assert "rank 0" in text or "rank 1" in text
 
 
+@pytest.mark.full("*")
 @pytest.mark.parametrize("share", ["aliases", "all"])
 def test_two_names_in_one_order(share: str) -> None:
     found = run_on_ranks(reproduction, 4, share, True, False, init=None, launcher="torchrun")
@@ -129,6 +130,7 @@ def different(index: int) -> tuple[str, float]:
     return text, took
 
 
+@pytest.mark.full("dtypes", "roots", "operations")
 @pytest.mark.parametrize("index", range(len(DIFFERENT)), ids=[each.__name__ for each in DIFFERENT])
 def test_every_member_is_told_at_the_first_difference(index: int) -> None:
     for text, took in run_on_ranks(different, 4, index, init=None, launcher="torchrun"):
@@ -186,6 +188,7 @@ def half_asked() -> str:
     return text
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_compare_is_named() -> None:
     first, _ = run_on_ranks(half_asked, 2, init=None, launcher="torchrun")
     assert first.startswith("rank 1 does not compare its calls with others'; give initialize(")

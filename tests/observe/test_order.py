@@ -11,8 +11,8 @@ from commgrid import SpecError
 from commgrid.observe.order import RULES
 from commgrid.observe.programs import Batch, Call, Group, Programs, Step, Wait, calls_of
 from commgrid.observe.verify import check
-from tests.full import full
 from tests.observe.brute_force import World, fewest
+from tests.sizes import full
 
 PROGRAMS = 500
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -435,6 +436,7 @@ def test_a_few_planted_causes_are_named() -> None:
     check(diagnosed([*QUICK]))
 
 
+@pytest.mark.full
 def test_every_planted_cause_is_named() -> None:
     assert len(CAUSES) >= 30
     check(diagnosed([*CAUSES]))

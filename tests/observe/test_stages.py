@@ -29,9 +29,9 @@ from commgrid.pipeline import (
     simulate,
 )
 from commgrid.pipeline.schedule import SCHEDULES
-from tests.full import full
 from tests.observe.proved_schedules import prove_all, schedules
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 
 def test_all_schedules_finish() -> None:

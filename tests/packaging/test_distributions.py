@@ -96,6 +96,7 @@ def files(folder: Path, *below: str) -> set[str]:
     }
 
 
+@pytest.mark.full
 def test_the_sdist_holds_what_the_repository_has(built: Built) -> None:
     rooms = ["commgrid", "megatron_adapter", "tests", "examples", "docs", ".ci"]
     tops = [path.name for path in built.source.iterdir() if path.is_file()]
@@ -105,6 +106,7 @@ def test_the_sdist_holds_what_the_repository_has(built: Built) -> None:
     assert ".ci/constraints.txt" in expected
 
 
+@pytest.mark.full
 def test_the_wheel_holds_the_packages_alone(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as file:
         held = {name for name in file.namelist() if ".dist-info/" not in name}
@@ -117,6 +119,7 @@ def test_the_wheel_holds_the_packages_alone(built: Built) -> None:
     } <= held
 
 
+@pytest.mark.full
 def test_the_metadata_says_what_it_is(built: Built) -> None:
     said = built.metadata
     assert (said["Name"], said["Version"]) == ("commgrid", commgrid.__version__)
@@ -128,6 +131,7 @@ def test_the_metadata_says_what_it_is(built: Built) -> None:
     assert sorted(re.split(r"[<>=]", each)[0] for each in needed) == ["pyyaml", "torch"]
 
 
+@pytest.mark.full
 def test_an_index_shows_no_link_that_leads_nowhere(built: Built) -> None:
     payload = built.metadata.get_payload(decode=True)
     assert isinstance(payload, bytes)
@@ -140,6 +144,7 @@ def test_an_index_shows_no_link_that_leads_nowhere(built: Built) -> None:
     assert (ROOT / "README.md").read_text().splitlines()[0] == text.lstrip().splitlines()[0]
 
 
+@pytest.mark.full
 def test_the_wheel_works_in_an_empty_folder(built: Built, tmp_path: Path) -> None:
     """With PyYAML alone: no torch, no matplotlib, and nothing of the repository."""
     home, empty = tmp_path / "venv", tmp_path / "empty"
@@ -166,6 +171,7 @@ def test_the_wheel_works_in_an_empty_folder(built: Built, tmp_path: Path) -> Non
                         "--rank", "5", cwd=empty)  # fmt: skip
 
 
+@pytest.mark.full
 def test_tests_run_from_the_sdist(built: Built) -> None:
     some = ["tests/test_layering.py", "tests/test_layout.py", "tests/viz/test_view.py"]
     some += ["tests/cli/test_json.py", "commgrid/planning"]

@@ -92,6 +92,7 @@ def outcomes(
     return found
 
 
+@pytest.mark.full("0-*", "3-*")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("odd", [0, 1, 3])

@@ -29,7 +29,7 @@ from commgrid.pipeline import (
 )
 from commgrid.pipeline.exchange import check_programs
 from commgrid.pipeline.schedule import SCHEDULES, Computation, Message
-from tests.full import full
+from tests.sizes import full
 
 STAGES, CHUNKS, MICROBATCHES = (
     (range(1, 9), range(1, 5), range(1, 33)) if full() else (range(1, 6), range(1, 4), range(1, 11))

@@ -179,6 +179,7 @@ def drawn(ep: int, etp: int, gated: bool, kind: str) -> dict[str, Tensor]:
     return full
 
 
+@pytest.mark.full("False-normal", "False-orthogonal", "True-default", "True-normal")
 @pytest.mark.parametrize("kind", ["default", "normal", "orthogonal"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_experts_draw_one_weight_on_any_grid(gated: bool, kind: str) -> None:

@@ -27,8 +27,8 @@ from commgrid.tensor_parallel import (
     VocabParallelHead,
     initialize_parameters,
 )
-from tests.full import full
 from tests.ranks import run_on_ranks
+from tests.sizes import full
 
 # Sums in another order: fp64 is good to some ulps of 64 terms, fp32 to the same in its ulps. bf16
 # has 8 bits: products are exact to 2^-9 each, and what n ranks round to bf16 before they are
@@ -130,6 +130,7 @@ def block(case: Case, tp: int) -> None:
             close(found, whole.chunk(tp)[me] if ours is column else whole, (case, "bias"))
 
 
+@pytest.mark.full("8")
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_block_equals_the_unsharded_one(tp: int) -> None:
     def every() -> None:
@@ -317,6 +318,7 @@ def compiled() -> None:
             close(fused, eager)
 
 
+@pytest.mark.full
 def test_torch_compile_of_a_whole_block() -> None:
     run_on_ranks(compiled, 2, timeout=300)
 

@@ -24,6 +24,7 @@ def whole(law: Law, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return full
 
 
+@pytest.mark.full("*-dtype1", "*-dtype2", "*-dtype3")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_any_box_of_any_shape(law: Law, dtype: torch.dtype) -> None:

@@ -69,6 +69,7 @@ def tied_model(tp: int) -> None:
                 close(found[:vocabulary], full.grad)
 
 
+@pytest.mark.full("8")
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_embedding_and_head_equal_the_unsharded_ones(tp: int) -> None:
     def every() -> None:
@@ -115,6 +116,7 @@ def losses(tp: int) -> None:
                     close(whole, full.grad)
 
 
+@pytest.mark.full("8")
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_cross_entropy_equals_the_unsharded_one(tp: int) -> None:
     def every() -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 import commgrid
@@ -99,6 +100,7 @@ def cycles() -> list[tuple[int, int, float]]:
     return found
 
 
+@pytest.mark.full
 def test_transfer_after_transfer_leaves_nothing_behind() -> None:
     """A tensor of theirs is 1 MiB: 60, were one kept each time. Of a group torch keeps some KiB."""
     for found in run_on_ranks(cycles, 3, init=None, launcher="torchrun"):

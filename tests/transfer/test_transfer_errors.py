@@ -206,6 +206,7 @@ def fails_in_the_middle(how: str, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.full("raised")
 @pytest.mark.parametrize("how", ["raised", "killed"])
 def test_a_rank_that_fails_in_the_middle_is_named_by_all(how: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):  # they end without a result
@@ -242,6 +243,7 @@ def comes_late(rank: int) -> list[float]:
     return needed.tolist()
 
 
+@pytest.mark.full
 def test_a_rank_is_waited_for_as_long_as_timeout_says() -> None:
     ranks = run_on_ranks(comes_late, 2, per_rank=[(0,), (1,)], init=None, launcher="torchrun")
     assert ranks == [[2.0] * 4, [1.0] * 4]

@@ -68,6 +68,7 @@ def megatrons(stride: int) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.full("1")
 @pytest.mark.parametrize("stride", [1, 2])
 def test_megatrons_slices_go_there_and_back(stride: int) -> None:
     for found in run_on_ranks(megatrons, 4, stride, init=None, launcher="torchrun"):

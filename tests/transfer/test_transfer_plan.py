@@ -123,6 +123,7 @@ def test_every_element_comes_once_and_from_who_has_it(
     assert {p: sum(m.size for ms in msgs for m in ms) for p, msgs in sent.items()} == plan.pairs
 
 
+@pytest.mark.full
 @given(sides(), st.integers(1, 40), st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=40, deadline=None)
 def test_nobody_waits_for_ever_however_they_take_turns(
@@ -345,6 +346,7 @@ def test_a_box_without_a_part_is_the_rest_of_it(shape: Any, data: st.DataObject)
     assert set().union(elements(part), *map(elements, rest)) == elements(box)
 
 
+@pytest.mark.full
 def test_ten_thousand_tensors_of_thirteen_hundred_ranks_are_a_short_table() -> None:
     """tp 8 · pp 8 · dp 16 to tp 4 · dp 64, each kind of rank planned once."""
 

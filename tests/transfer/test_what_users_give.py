@@ -76,6 +76,7 @@ def interrupted() -> str:
     return "made"
 
 
+@pytest.mark.full
 def test_a_rank_that_was_interrupted_while_planning_is_named() -> None:
     """The others said that gloo could not connect."""
     assert run_on_ranks(interrupted, 2) == [

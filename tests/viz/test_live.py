@@ -35,6 +35,7 @@ def test_a_notebook_shows_it_without_pyplot(grid: HyperCommGrid) -> None:
     assert drawn == figure._repr_svg_()  # type: ignore[union-attr]
 
 
+@pytest.mark.full
 def test_a_path_is_written(grid: HyperCommGrid, tmp_path: Path) -> None:
     for name in ("grid.svg", "grid.html"):
         assert grid.show(tmp_path / name) is None

@@ -70,6 +70,7 @@ def browse(page: str, folder: Path, script: str) -> Any:
     return found
 
 
+@pytest.mark.full
 @in_a_browser
 def test_a_hover_lights_up_the_ranks_of_the_plan(tmp_path: Path) -> None:
     spec = GridSpec.build(tp=2, cp=2, pp=2, ep=4, etp=1).resolve(64)
@@ -92,6 +93,7 @@ def test_a_hover_lights_up_the_ranks_of_the_plan(tmp_path: Path) -> None:
     assert f"{last} ({len(found['lit'][-1])} ranks" in found["words"]
 
 
+@pytest.mark.full
 @in_a_browser
 def test_search_and_the_keyboard_alone_do_all_of_it(tmp_path: Path) -> None:
     script = """
@@ -128,6 +130,7 @@ def test_search_and_the_keyboard_alone_do_all_of_it(tmp_path: Path) -> None:
     assert (found["live"], found["label"]) == ("polite", "rank 3")
 
 
+@pytest.mark.full
 @in_a_browser
 def test_a_schedule_plays(tmp_path: Path) -> None:
     simulation = simulate(make_schedule("zb-h1", num_stages=4, num_microbatches=8))
@@ -147,6 +150,7 @@ def test_a_schedule_plays(tmp_path: Path) -> None:
     assert (found["playing"], found["stopped"]) == ("Pause", "Play")
 
 
+@pytest.mark.full
 @in_a_browser
 def test_names_with_html_in_them_are_text(tmp_path: Path) -> None:
     """Names are identifiers, so nothing but a page made by hand could hold one."""
@@ -162,6 +166,7 @@ def test_names_with_html_in_them_are_text(tmp_path: Path) -> None:
     assert (found["title"], found["images"]) == (evil, 0)
 
 
+@pytest.mark.full
 @in_a_browser
 def test_four_thousand_ranks_answer_a_hover(tmp_path: Path) -> None:
     """Every rank of the largest group is lit; how long it takes is reported, not judged."""

@@ -22,6 +22,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 
+@pytest.mark.full("512")
 @pytest.mark.parametrize("world", [8, 64, 512])
 def test_every_rank_has_a_cell_of_its_groups_colour(world: int) -> None:
     view = GridView(GridSpec.build(tp=2, pp=2, cp=2).resolve(world))

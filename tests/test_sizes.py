@@ -1,8 +1,6 @@
-"""The short run and the full one: what is listed is there, and who asks for it is told."""
+"""Sizes of the test run: which tests each includes, and what a smaller run says it left out."""
 
-import ast
 import contextlib
-import functools
 import io
 import subprocess
 import sys
@@ -10,48 +8,55 @@ from pathlib import Path
 
 import pytest
 
-from tests.full import LONGEST, UNMATCHED, patterns
 from tests.ranks import run_on_ranks
+from tests.sizes import size_of, unmatched
 
 ROOT = Path(__file__).parents[1]
 
 
-@functools.cache
-def functions_of(file: str) -> list[str]:
-    nodes = ast.parse((ROOT / file).read_text()).body
-    return [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
-
-
-def test_every_line_of_the_list_is_of_a_test(pytestconfig: pytest.Config) -> None:
-    """By name; with the cases in brackets where everything was collected."""
-    for line in patterns():
-        file, _, name = line.partition("[")[0].partition("::")
-        assert name in functions_of(file), (
-            f"{line} is listed in tests/full.py, and there is no such test"
-        )
-    if {ROOT / each for each in pytestconfig.args} == {
-        ROOT / each for each in pytestconfig.getini("testpaths")
-    }:
-        assert pytestconfig.stash[UNMATCHED] == []
-
-
 def collected(*given: str) -> str:
-    """What pytest says that it would run."""
+    """Output of pytest --collect-only."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         pytest.main(["--collect-only", "--rootdir", str(ROOT), "-p", "no:cacheprovider", *given])
     return said.getvalue()
 
 
-def test_who_asks_for_what_is_left_out_is_told() -> None:
+CASES = """
+    import pytest
+
+    @pytest.mark.full("2", "x-*")
+    @pytest.mark.nightly("x-9")
+    @pytest.mark.parametrize("case", ["1", "2", "x-1", "x-9"])
+    def test_case(case): ...
+
+    @pytest.mark.nightly
+    def test_long(): ...
+
+    @pytest.mark.full("gone")
+    @pytest.mark.parametrize("case", ["1"])
+    def test_renamed(case): ...
+"""
+
+
+def test_a_marker_gives_each_case_its_size(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems(CASES)
+    assert {item.name: size_of(item) for item in items} == {
+        "test_case[1]": "short", "test_case[2]": "full", "test_case[x-1]": "full",
+        "test_case[x-9]": "nightly", "test_long": "nightly", "test_renamed[1]": "short",
+    }  # fmt: skip
+    (wrong,) = unmatched(items)
+    assert "test_renamed: @pytest.mark.full('gone') matches no case" in wrong
+
+
+def test_a_smaller_run_says_what_it_left_out() -> None:
     cases = "tests/test_plan.py::test_every_dense_spec_equals_enumeration"
     (said,) = run_on_ranks(collected, 1, cases, init=None)
-    assert "4 of the tests that were asked for run only with --full" in said
+    assert "4 of the selected tests run only with --full" in said
     assert f"{cases}[1]\n" in said
     assert f"{cases}[16]\n" not in said
     (said,) = run_on_ranks(collected, 1, cases, "--full", "-m", "full", init=None)
     assert f"{cases}[16]\n" in said
-    assert f"{cases}[1]\n" not in said
     assert "run only with --full" not in said
 
 
@@ -63,7 +68,7 @@ PURE = [
 
 def without_megatron(*given: str) -> tuple[int, str]:
     """pytest where importing megatron fails, as where only commgrid is installed."""
-    kept = ("tests.conftest", "tests.full", "tests.ranks", __name__)
+    kept = ("tests.conftest", "tests.sizes", "tests.ranks", __name__)
     for name in list(sys.modules):
         if name.startswith(("megatron", "tests.", "examples")) and name not in kept:
             del sys.modules[name]
@@ -77,6 +82,7 @@ def without_megatron(*given: str) -> tuple[int, str]:
     return int(code), said.getvalue()
 
 
+@pytest.mark.full
 def test_only_what_is_about_megatron_needs_it() -> None:
     """Everything is collected without it, and what is pure runs."""
     pure = [*PURE, "-k", "not enumeration"]  # which takes long, and is counting
@@ -90,8 +96,3 @@ def test_only_what_is_about_megatron_needs_it() -> None:
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert "could not import 'megatron.core'" in done.stdout
-
-
-def test_the_longest_files_are_there() -> None:
-    assert len(set(LONGEST)) == len(LONGEST)
-    assert [file for file in LONGEST if not (ROOT / file).is_file()] == []
