@@ -28,7 +28,7 @@ from commgrid.runtime.torch_world import (
     is_store_gone,
     world_store,
 )
-from tests.ranks import free_port, run_on_ranks
+from commgrid.testing import free_port, run_on_ranks
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def with_no_time() -> str:
 
 
 def test_initialize_with_no_time_left_blames_nobody() -> None:
-    for rank, said in enumerate(run_on_ranks(with_no_time, 2, init=None, launcher="torchrun")):
+    for rank, said in enumerate(run_on_ranks(with_no_time, 2, backend=None, launcher="torchrun")):
         assert f"before rank {rank} came to ask" in said
 
 
@@ -130,7 +130,7 @@ def waits_at_the_store(timeouts: list[Any]) -> list[tuple[float, float]]:
 def test_the_stores_timeout_is_that_of_collectives() -> None:
     """The second initialize finds the store connected."""
     timeouts = [2.0, timedelta(seconds=1)]
-    for took in run_on_ranks(waits_at_the_store, 2, timeouts, init=None, launcher="torchrun"):
+    for took in run_on_ranks(waits_at_the_store, 2, timeouts, backend=None, launcher="torchrun"):
         assert [limit for _, limit in took] == [2.0, 1.0]
         assert all(limit - 0.1 < seconds < 60 for seconds, limit in took)
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, GridMismatchError, PeerTimeoutError
-from tests.ranks import hear, run_on_ranks, tell
+from commgrid.testing import run_on_ranks
+from tests.flags import hear, tell
 from tests.sizes import some
 
 # torch's TCP client was seen to stall for 5 s now and then before it connects. Ranks that differ
@@ -103,7 +104,7 @@ def in_smaller_world(odd_rank: int, rank: int) -> Any:
 def test_a_rank_that_was_told_a_smaller_world(odd_rank: int) -> None:
     ranks = [(rank,) for rank in range(8)]
     found = run_on_ranks(
-        in_smaller_world, 8, odd_rank, per_rank=ranks, init=None, launcher="torchrun"
+        in_smaller_world, 8, odd_rank, per_rank=ranks, backend=None, launcher="torchrun"
     )
     for kind, message, took in found:
         assert kind is GridMismatchError
@@ -154,7 +155,7 @@ def check_absent(found: list[Any], odd_rank: int, startup: float) -> None:
 def test_a_process_that_is_never_started(odd_rank: int) -> None:
     ranks = [(rank, STARTUP_TCP) for rank in range(8)]
     found = run_on_ranks(
-        absent, 8, -1, per_rank=ranks, init=None, launcher="torchrun", absent=[odd_rank]
+        absent, 8, -1, per_rank=ranks, backend=None, launcher="torchrun", absent=[odd_rank]
     )
     check_absent(found, odd_rank, STARTUP_TCP)
 
@@ -163,7 +164,9 @@ def test_a_process_that_is_never_started(odd_rank: int) -> None:
 def test_the_process_that_serves_the_store_is_never_started() -> None:
     """Nobody is there to ask who is missing: the error names the address instead."""
     ranks = [(rank, STARTUP_TCP) for rank in range(8)]
-    found = run_on_ranks(absent, 8, -1, per_rank=ranks, init=None, launcher="torchrun", absent=[0])
+    found = run_on_ranks(
+        absent, 8, -1, per_rank=ranks, backend=None, launcher="torchrun", absent=[0]
+    )
     for kind, message, took in found[1:]:
         assert kind is PeerTimeoutError
         assert took < STARTUP_TCP + SLACK

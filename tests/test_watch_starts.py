@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import commgrid
-from tests.ranks import RanksFailed, hear, run_on_ranks, tell
+from commgrid.testing import RanksFailed, run_on_ranks
+from tests.flags import hear, tell
 
 VICTIM = 2
 
@@ -53,7 +54,7 @@ def test_a_rank_that_is_killed_while_a_grid_starts_is_named_at_once(
     with pytest.raises(RanksFailed):  # none of them returns
         run_on_ranks(
             starts, 4, moment, str(tmp_path), per_rank=[(rank,) for rank in range(4)],
-            init=None, launcher="torchrun", timeout=400,
+            backend=None, launcher="torchrun", timeout=400,
         )  # fmt: skip
     for rank in (0, 1, 3):
         told, seconds = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.failures import named_failures
-from tests.ranks import RanksFailed, run_on_ranks, tell
+from commgrid.testing import RanksFailed, run_on_ranks
+from tests.flags import tell
 
 VICTIM = 2
 
@@ -89,7 +90,7 @@ def what_survivors_see(how: str, timeout: float, folder: Path, cuda: bool) -> li
     with pytest.raises(RanksFailed):  # none of them returns
         run_on_ranks(
             fails, 4, how, timeout, str(folder), cuda, per_rank=[(rank,) for rank in range(4)],
-            init=None, launcher="torchrun", method="spawn" if cuda else "fork",
+            backend=None, launcher="torchrun", method="spawn" if cuda else "fork",
         )  # fmt: skip
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1, 3)]
 

@@ -16,9 +16,9 @@ from torch import nn
 import commgrid
 from commgrid.bridge import Bridge
 from commgrid.failures import named_failures
+from commgrid.testing import RanksFailed, run_on_ranks
 from commgrid.transfer import Transfer, carry
 from commgrid.transfer.gate import Gates
-from tests.ranks import RanksFailed, run_on_ranks
 from tests.watched import VICTIM, end_when_others_have, misbehave
 
 RANKS = {"source": range(2, 4), "target": range(2)}  # the victim is the source's first rank
@@ -112,7 +112,7 @@ def what_survivors_see(
     with pytest.raises(RanksFailed):  # none of them returns
         run_on_ranks(
             fails, 4, how, where, timeout, str(folder), cuda,
-            per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun", timeout=400,
+            per_rank=[(rank,) for rank in range(4)], backend=None, launcher="torchrun", timeout=400,
             method="spawn" if cuda else "fork",
         )  # fmt: skip
     return {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1, 3)}

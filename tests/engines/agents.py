@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from tests.ranks import forking, free_port
+from commgrid.testing import free_port
+from commgrid.testing.ranks import forking
 
 MARK = "COMMGRID_TEST_JOB"
 WORKER = Path(__file__).with_name("worker.py")

@@ -19,7 +19,7 @@ import pytest
 import commgrid
 from commgrid import CommGridError
 from commgrid.runtime import registry, torch_world
-from tests.ranks import free_port, run_on_ranks
+from commgrid.testing import free_port, run_on_ranks
 
 WORLD, ODD = 4, 2
 PLENTY = 60.0  # seconds: who differs is found long before
@@ -123,7 +123,7 @@ def attempt(fault: str, rank: int) -> Seen:
 def test_all_ranks_say_who_is_different(fault: str) -> None:
     case = FAULTS[fault]
     ranks = [(rank,) for rank in range(WORLD)]
-    found = run_on_ranks(attempt, WORLD, fault, per_rank=ranks, init=None, launcher="torchrun")
+    found = run_on_ranks(attempt, WORLD, fault, per_rank=ranks, backend=None, launcher="torchrun")
     for rank, (kind, message, seconds) in enumerate(found):
         print(f"{fault}: rank {rank} after {seconds:.1f} s: {kind}: {message}")
         said = case.said.replace("{odd}", str(ODD))

@@ -29,7 +29,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RanksFailed, forking, run_on_ranks
+from commgrid.testing import RanksFailed, run_on_ranks
+from commgrid.testing.ranks import forking
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commgrid/megatron-core"
 
@@ -126,7 +127,7 @@ def _serve(place: Path, theirs: Connection, pipe: Connection) -> None:
             return
         try:
             call = getattr(importlib.import_module(module), function)
-            pipe.send((False, run_on_ranks(call, 1, *args, init=None, timeout=timeout)[0]))
+            pipe.send((False, run_on_ranks(call, 1, *args, backend=None, timeout=timeout)[0]))
         except Exception:
             pipe.send((True, traceback.format_exc()))
 

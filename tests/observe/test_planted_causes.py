@@ -22,7 +22,7 @@ import commgrid
 from commgrid.observe import diagnosis, trace_files
 from commgrid.observe.findings import Diagnosis
 from commgrid.runtime import recorder, torch_calls
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 TIMEOUT = 1.0  # of collectives: what hangs, hangs so long
 
@@ -394,7 +394,7 @@ def diagnosed(names: list[str]) -> dict[str, Diagnosis]:
     """Of each cause, in processes of its own."""
     found = {}
     for name in names:
-        ranks = run_on_ranks(run_cause, 4, name, init=None, launcher="torchrun")
+        ranks = run_on_ranks(run_cause, 4, name, backend=None, launcher="torchrun")
         patience = 0.0 if CAUSES[name].ends else 0.5
         found[name] = diagnosis.diagnose([trace_files.parse(held) for held in ranks], patience)
     return found
@@ -457,7 +457,7 @@ def sane(steps: int) -> dict[str, Any]:
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    ranks = run_on_ranks(sane, 4, 20, init=None, launcher="torchrun")
+    ranks = run_on_ranks(sane, 4, 20, backend=None, launcher="torchrun")
     found = diagnosis.diagnose([trace_files.parse(each) for each in ranks], patience=0.5)
     assert str(found).startswith("nothing is wrong")
     assert not found

@@ -15,7 +15,8 @@ from commgrid.collectives import all_reduce
 from commgrid.pipeline import Pipeline
 from commgrid.runtime.failures import named_failures
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.ranks import RanksFailed, hear, run_on_ranks, tell
+from commgrid.testing import RanksFailed, run_on_ranks
+from tests.flags import hear, tell
 
 TIMEOUT = 240.0
 MICROBATCHES = 6
@@ -80,9 +81,9 @@ def outcomes(
     started = time.monotonic()
     init = None if launcher else "gloo"
     with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(training, world, *given, init=init, launcher=launcher, timeout=TIMEOUT)
+        run_on_ranks(training, world, *given, backend=init, launcher=launcher, timeout=TIMEOUT)
     assert time.monotonic() - started < TIMEOUT / 2
-    parts = re.split(r"--- rank (\d+) \(exit code (-?\d+), timeout .*\)\n", str(failed.value))[1:]
+    parts = re.split(r"--- rank (\d+) \(exit code (-?\d+)\)\n", str(failed.value))[1:]
     found = {}
     for rank, code, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         assert int(code) != 0
