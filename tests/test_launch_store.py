@@ -1,6 +1,5 @@
 """Coming to the store that all ranks meet at: who serves it, how long it takes, how it ends."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -8,11 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from commgrid.runtime.torch_world import (
     is_store_gone,
     world_store,
 )
-from commgrid.testing import free_port, run_on_ranks
+from commgrid.testing import Ranks, free_port, run_on_ranks
 
 
 @pytest.fixture
@@ -173,31 +172,25 @@ def test_it_can_be_stopped_while_it_waits(how: int, listens: bool, silent: int) 
         os.killpg(waiting.pid, 0)  # it has left no process of its session
 
 
-def serve(port: int, ready: Any) -> None:
+def serve(port: int, ready: str) -> None:
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    ready.set()
-    time.sleep(100)
+    Path(ready).touch()
+    signal.pause()  # until it is killed
     del store
 
 
-def test_only_a_server_that_has_ended_is_gone() -> None:
-    context, port = multiprocessing.get_context("fork"), free_port()
-    ready = context.Event()
-    server = context.Process(target=serve, args=(port, ready))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
-        server.start()
-    try:
-        assert ready.wait(30)
+def test_only_a_server_that_has_ended_is_gone(tmp_path: Path) -> None:
+    port, ready = free_port(), tmp_path / "ready"
+    with Ranks(serve, 1, port, str(ready), backend=None) as server:
+        while not ready.exists():
+            assert server.living()
+            time.sleep(0.01)  # between two looks
         patience = timedelta(seconds=2)
         store = TCPStore("127.0.0.1", port, timeout=patience, wait_for_workers=False)
         with pytest.raises(RuntimeError) as slow:
             store.get("what nobody writes")
         with pytest.raises(RuntimeError) as taken:
             TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    finally:
-        server.kill()
-        server.join()
     with pytest.raises(RuntimeError) as first:
         store.add("key", 1)
     with pytest.raises(RuntimeError) as second:

@@ -220,6 +220,11 @@ class Ranks:
             self._processes[rank].join()
             self.outcomes[rank] = self._outcome(rank, late=True)
 
+    def close(self) -> None:
+        """Kill what has not ended, and remove the files of the run. Can be called twice."""
+        self.end()
+        self._folder.cleanup()
+
     def _look(self) -> None:
         for rank, process in self._processes.items():
             if rank not in self.outcomes and not process.is_alive():
@@ -253,8 +258,7 @@ class Ranks:
         error: BaseException | None,
         place: TracebackType | None,
     ) -> None:
-        self.end()
-        self._folder.cleanup()
+        self.close()
 
 
 def run_on_ranks(
