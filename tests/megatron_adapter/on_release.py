@@ -130,5 +130,5 @@ def losses(given: str, world: int) -> list[dict[str, list[float]]]:
     """
     first = megatron.core.__version__.startswith("0.15.")
     kinds = ("megatron", "commgrid") if first else ("megatron", "commgrid", "collection")
-    found: list[Any] = run_on_ranks(test_gpt.losses, world, given, kinds, timeout=400)
+    found: list[Any] = run_on_ranks(test_gpt.losses, world, given, kinds, timeout=400, check=False)
     return found

@@ -54,7 +54,9 @@ def test_losses_are_the_same_to_the_last_bit(given: str) -> None:
     """Megatron's own groups, commgrid's behind its state, and commgrid's handed on."""
     kinds = ("megatron", "commgrid", "collection")
     steps = 3 if CASES[given] > 2 else 5
-    ranks = run_on_ranks(losses, CASES[given], f"{given} --steps {steps}", kinds, timeout=300)
+    ranks = run_on_ranks(
+        losses, CASES[given], f"{given} --steps {steps}", kinds, timeout=300, check=False
+    )
     for found in ranks:
         assert len(found["megatron"]) == steps
         assert found["commgrid"] == found["megatron"]
