@@ -32,7 +32,7 @@ from commgrid.tensor_parallel import (
     RowParallelLinear,
     initialize_parameters,
 )
-from gpt_flags import last_words
+from gpt_training.flags import last_words
 
 PIXELS, LENGTH, VOCABULARY = 12, 6, 16
 

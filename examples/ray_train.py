@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 import commgrid
 import train_gpt
 from commgrid import checkpoint
-from gpt_flags import last_words
-from gpt_grid import grid_arguments
-from gpt_values import count, positive
+from gpt_training.flag_types import count, positive
+from gpt_training.flags import last_words
+from gpt_training.grid import grid_arguments
 
 LAST_WORDS_SECONDS = 30.0
 """How long the others get to say who was missing, once a worker has failed."""

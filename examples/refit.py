@@ -24,20 +24,21 @@ from pathlib import Path
 import torch.distributed as dist
 
 import commgrid
-import gpt_flags
 from commgrid import GridSpec, checkpoint
 from commgrid.collectives.objects import gathered
 from commgrid.transfer import Transfer
-from gpt_checks import check_sizes
-from gpt_data import Text, global_batch, read_text, split_text
-from gpt_grid import grid_arguments, make_grid
-from gpt_log import axes_of, duration
-from gpt_sample import generate
-from gpt_trainer import Trainer
-from gpt_values import positive
+from gpt_training.checks import check_sizes
+from gpt_training.data import Text, global_batch, read_text, split_text
+from gpt_training.flag_types import positive
+from gpt_training.flags import PROMPT, Add, last_words
+from gpt_training.flags import parse as parse_flags
+from gpt_training.grid import grid_arguments, make_grid
+from gpt_training.log import axes_of, duration
+from gpt_training.sample import generate
+from gpt_training.trainer import Trainer
 
 
-def own_flags(add: gpt_flags.Add) -> None:
+def own_flags(add: Add) -> None:
     add(
         "--generate",
         metavar="FLAGS",
@@ -56,12 +57,12 @@ def own_flags(add: gpt_flags.Add) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The whole job on this rank."""
-    args = gpt_flags.parse(argv, __doc__, own_flags)
+    args = parse_flags(argv, __doc__, own_flags)
     sides = {"default": args, "generating": args.generate}
     grids = {name: make_grid(flags, name) for name, flags in sides.items()}
     for name, flags in sides.items():  # on all ranks, whichever grid they are in
         spec = GridSpec.build(**grid_arguments(flags)).resolve(dist.get_world_size())
-        flags.sample = flags.sample or gpt_flags.PROMPT
+        flags.sample = flags.sample or PROMPT
         if name == "generating":  # which takes one text at a time
             flags.batch_size = spec.shape["dp"] * flags.microbatches
         check_sizes(flags, grids[name], spec)
@@ -145,4 +146,4 @@ if __name__ == "__main__":
     try:
         main()
     except commgrid.CommGridError as error:
-        sys.exit(gpt_flags.last_words(error))
+        sys.exit(last_words(error))

@@ -30,17 +30,17 @@ import time
 from contextlib import AbstractContextManager, ExitStack
 
 import commgrid
-import gpt_flags
 from commgrid import CommGridError
 from commgrid.failures import named_failures, told_when_stopped
-from gpt_checks import check_files, check_sizes, check_switches
-from gpt_data import Text, evaluation_batches, global_batch, read_text, split_text
-from gpt_grid import make_grid, switch
-from gpt_log import Log
-from gpt_model import count_parameters
-from gpt_sample import generate
-from gpt_survive import FAILURES, survive
-from gpt_trainer import Trainer, learning_rate, own_device
+from gpt_training import flags
+from gpt_training.checks import check_files, check_sizes, check_switches
+from gpt_training.data import Text, evaluation_batches, global_batch, read_text, split_text
+from gpt_training.grid import make_grid, switch
+from gpt_training.log import Log
+from gpt_training.model import count_parameters
+from gpt_training.sample import generate
+from gpt_training.survival import FAILURES, survive
+from gpt_training.trainer import Trainer, learning_rate, own_device
 
 
 def train(args: argparse.Namespace) -> bool:
@@ -191,7 +191,7 @@ def wait_for_a_place(args: argparse.Namespace) -> bool:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line's flags, or those of a list."""
-    return gpt_flags.parse(argv, description=__doc__)
+    return flags.parse(argv, description=__doc__)
 
 
 def main() -> None:
@@ -199,7 +199,7 @@ def main() -> None:
     try:
         train(parse())
     except commgrid.CommGridError as error:
-        sys.exit(gpt_flags.last_words(error))
+        sys.exit(flags.last_words(error))
 
 
 if __name__ == "__main__":

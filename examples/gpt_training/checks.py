@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.collectives import all_reduce
-from gpt_context import check_context
-from gpt_flags import refuse
-from gpt_grid import grid_arguments
+from gpt_training.flags import refuse
+from gpt_training.grid import grid_arguments
+from gpt_training.sequences import check_context
 
 
 def check_switches(args: argparse.Namespace, grid: commgrid.HyperCommGrid) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import commgrid
 from commgrid.context_parallel import SequenceSharding
-from gpt_context import sharding_of
-from gpt_flags import refuse
+from gpt_training.flags import refuse
+from gpt_training.sequences import sharding_of
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,15 @@ from commgrid.context_parallel import WAYS
 from commgrid.failures import is_left_to_first
 from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.planning.names import nearest
-from gpt_switch import cut_anew, read_switches
-from gpt_values import above_zero, count, inner_share, not_negative, positive, probability
+from gpt_training.flag_types import (
+    above_zero,
+    count,
+    inner_share,
+    not_negative,
+    positive,
+    probability,
+)
+from gpt_training.switches import cut_anew, read_switches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 PROMPT = "The "

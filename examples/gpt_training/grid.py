@@ -11,9 +11,9 @@ import torch
 
 import commgrid
 from commgrid.transfer import Transfer
-from gpt_context import split_of_cp
-from gpt_log import Log
-from gpt_trainer import Trainer
+from gpt_training.log import Log
+from gpt_training.sequences import split_of_cp
+from gpt_training.trainer import Trainer
 
 
 def grid_arguments(args: argparse.Namespace) -> dict[str, Any]:

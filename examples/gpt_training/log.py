@@ -17,7 +17,7 @@ from commgrid import checkpoint
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.recovery import Recovered
 from commgrid.transfer import TransferPlan
-from gpt_context import about
+from gpt_training.sequences import about
 
 
 class Log:

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commgrid.collectives import all_gather, all_reduce, broadcast
-from gpt_data import own_part
-from gpt_model import VOCABULARY
-from gpt_trainer import Trainer
+from gpt_training.data import own_part
+from gpt_training.model import VOCABULARY
+from gpt_training.trainer import Trainer
 
 
 def generate(trainer: Trainer) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 import commgrid
 from commgrid.context_parallel import SequenceSharding, choose
 from commgrid.context_parallel.choice import shares_heads
-from gpt_flags import refuse
+from gpt_training.flags import refuse
 
 HEADING = re.compile(rb"^.+\n([*=~-])\1{2,}$", re.M)
 """What a topic, or a section of one, begins with: a line underlined with ***, ===, --- or ~~~."""

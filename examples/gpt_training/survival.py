@@ -11,8 +11,8 @@ from functools import partial
 
 import commgrid
 from commgrid.runtime.failures import named_failures
-from gpt_log import Log
-from gpt_trainer import Trainer, own_device
+from gpt_training.log import Log
+from gpt_training.trainer import Trainer, own_device
 
 FAILURES = (commgrid.PeerFailedError, commgrid.PeerTimeoutError)
 """What others' failures are on this rank; its own are other errors, and end it."""

@@ -28,9 +28,9 @@ from commgrid.tensor_parallel import (
     set_random_seed,
     vocab_parallel_cross_entropy,
 )
-from gpt_data import Microbatch, own_microbatches
-from gpt_flags import refuse
-from gpt_model import VOCABULARY, Part, build
+from gpt_training.data import Microbatch, own_microbatches
+from gpt_training.flags import refuse
+from gpt_training.model import VOCABULARY, Part, build
 
 MODEL_FLAGS = (
     "layers", "hidden", "heads", "kv_heads", "seq_len", "tie_embeddings", "experts", "top_k",

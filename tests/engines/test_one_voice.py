@@ -80,7 +80,7 @@ def test_torchrun_does_not_end_the_first_before_it_has_spoken(
         load().parse(["--tpp", "2"])
     assert time.monotonic() - began >= 0.5  # in which torchrun ends it, if the first has it too
     assert "unknown flag --tpp" in capsys.readouterr().err  # it is alone with it
-    failed, flags = alike.SpecError("axes: tp=3"), load("gpt_flags")
+    failed, flags = alike.SpecError("axes: tp=3"), load().flags
     assert flags.last_words(failed) == "SpecError: axes: tp=3"
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     assert flags.last_words(failed) == 1

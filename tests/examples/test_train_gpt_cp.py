@@ -85,7 +85,7 @@ def cut_by_masks(*jobs: list[str]) -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     load()
-    sys.modules["gpt_model"].attention = masked  # type: ignore[attr-defined]
+    sys.modules["gpt_training.model"].attention = masked  # type: ignore[attr-defined]
     run(*jobs)
 
 
@@ -213,7 +213,7 @@ def test_a_pack_has_the_loss_of_its_documents(text: Path) -> None:
 
 def test_documents_begin_at_headings() -> None:
     load()
-    lengths = sys.modules["gpt_context"].document_lengths
+    lengths = sys.modules["gpt_training.sequences"].document_lengths
     for window, expected in {
         b"no heading here": [14],
         b"A\n===\nx\nB\n***\nyy": [8, 7],
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_one_line(
     flags: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_gpt = load()
-    context = sys.modules["gpt_context"]
+    context = sys.modules["gpt_training.sequences"]
 
     def check() -> None:
         args = train_gpt.parse(flags.split())
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_one_line(
 
 def test_2d_puts_as_many_ranks_inside_as_share_heads() -> None:
     train_gpt = load()
-    split = sys.modules["gpt_context"].split_of_cp
+    split = sys.modules["gpt_training.sequences"].split_of_cp
     for flags, inside in {
         "--cp 8": 4,
         "--cp 8 --tp 4": 2,

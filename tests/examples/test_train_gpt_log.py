@@ -167,7 +167,7 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     heads = [line[:-1] for line in said.splitlines() if re.fullmatch(r"[a-z].*:", line)]
     assert heads[0] == "options"
-    assert heads[1:] == list(load().gpt_flags.GROUPS)
+    assert heads[1:] == list(load().flags.GROUPS)
     assert max(map(len, said.splitlines())) <= 100
 
 
@@ -293,7 +293,7 @@ def test_the_first_lines_are_not_about_numpy() -> None:
 
 
 def test_durations() -> None:
-    duration = load("gpt_log").duration
+    duration = load("gpt_training/log").duration
     said = [duration(s) for s in (0.42, 9.96, 12.3, 59.7, 200, 3599.8, 7500, 86_399, 200_000)]
     assert said == [
         "0.4 s", "10 s", "12 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "2 h 05 min",

@@ -80,7 +80,7 @@ def mortal(job: list[str], deaths: Deaths) -> None:
     rank = int(os.environ["RANK"])
     example = load()
     commgrid.rebuild = partial(commgrid.rebuild, grace=20.0)  # of a machine with other work
-    trainer = sys.modules["gpt_trainer"].Trainer
+    trainer = sys.modules["gpt_training.trainer"].Trainer
     steps = {"now": 0}
     if rank in deaths:
         at, method = deaths[rank]

@@ -15,6 +15,8 @@ from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.testing import run_on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TEXT = EXAMPLES / "gpt_training" / "model.py"
+"""What train_gpt trains on in these tests."""
 TRAIN = "--layers 2 --hidden 16 --heads 4 --seq-len 16 --batch-size 4 --lr 1e-2 --dtype fp64 --data"
 MEGATRON = "--layers 2 --microbatches 4"
 
@@ -63,8 +65,9 @@ def with_bug(name: str, changes: Mapping[str, tuple[str, str]], folder: Path) ->
         folder: where the copy is made.
     """
     folder.mkdir(parents=True)
-    for path in [EXAMPLES / name, *EXAMPLES.glob("gpt_*.py")]:
-        shutil.copy(path, folder)
+    shutil.copy(EXAMPLES / name, folder)
+    package = "gpt_training"
+    shutil.copytree(EXAMPLES / package, folder / package, ignore=lambda *_: ["__pycache__"])
     for file, (old, new) in changes.items():
         path = folder / file
         text = path.read_text()

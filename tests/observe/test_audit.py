@@ -22,7 +22,7 @@ from commgrid.observe.audit.joined import Ranks, join, ratio, relative
 from commgrid.observe.audit.records import LARGEST, About, thin_shape, thinned
 from commgrid.planning.audited import VARIABLE, AuditedGrid, spec_over
 from commgrid.testing import run_on_ranks
-from tests.observe.audited import EXAMPLES, TRAIN, part, seen_on, with_bug
+from tests.observe.audited import EXAMPLES, TEXT, TRAIN, part, seen_on, with_bug
 from tests.observe.test_audit_bugs import TRAIN_GPT, audited
 
 # -- what it is told ---------------------------------------------------------------------
@@ -155,13 +155,14 @@ def test_a_norm_that_was_never_summed_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_group_that_was_the_wrong_one_is_named_with_its_line(tmp_path: Path) -> None:
-    changes = {"gpt_trainer.py": ("Reducer(self.model, shard", 'Reducer(self.model, "dp", shard')}
+    bug = "Reducer(self.model, shard", 'Reducer(self.model, "dp", shard'
+    changes = {"gpt_training/trainer.py": bug}
     script = with_bug("train_gpt.py", changes, tmp_path / "bug")
-    flags = f"{TRAIN} {EXAMPLES / 'gpt_model.py'}".split()
+    flags = f"{TRAIN} {TEXT}".split()
     first = part("dp=1", "dp=2 cp=2", tmp_path, script, flags, steps=1).findings[0]
     (call,) = first.collectives
     assert call[:2] == ("all_reduce", "dp")
-    assert call[2].startswith("gpt_trainer.py:")
+    assert call[2].startswith("trainer.py:")
     assert "summed over dp, and not over cp" in first.text
 
 

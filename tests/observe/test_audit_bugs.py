@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.audited import EXAMPLES, MEGATRON, TRAIN, part, with_bug
+from tests.observe.audited import MEGATRON, TEXT, TRAIN, part, with_bug
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ TRAIN_GPT = [
     Bug(
         "a norm's gradient is not summed over tp",
         "tp=2 --sequence-parallel",
-        "gpt_model.py",
+        "gpt_training/model.py",
         'return mark_parameters(made, partial="tp") if args.sequence_parallel else made',
         "return made",
         ("norm.weight", ("tp",), "not reduced"),
@@ -49,7 +49,7 @@ TRAIN_GPT = [
     Bug(
         "dp instead of dp_cp",
         "dp=2 cp=2",
-        "gpt_trainer.py",
+        "gpt_training/trainer.py",
         "GradientReducer(self.model, shard=args.zero1)",
         'GradientReducer(self.model, "dp", shard=args.zero1)',
         ("head.weight", ("cp",), "wrong group"),
@@ -57,7 +57,7 @@ TRAIN_GPT = [
     Bug(
         "gradients are not summed over dp at all",
         "dp=2",
-        "gpt_trainer.py",
+        "gpt_training/trainer.py",
         "GradientReducer(self.model, shard=args.zero1)",
         'GradientReducer(self.model, "cp", shard=args.zero1)',
         ("head.weight", ("dp",), "not reduced"),
@@ -65,7 +65,7 @@ TRAIN_GPT = [
     Bug(
         "tied embeddings whose copies are not summed",
         "pp=2",
-        "gpt_model.py",
+        "gpt_training/model.py",
         "        if args.tie_embeddings:  # first",
         "        if False:  # first",
         ("tokens.weight", ("pp",), "not reduced"),
@@ -74,7 +74,7 @@ TRAIN_GPT = [
     Bug(
         "dropout seeded alike",
         "dp=2",
-        "gpt_trainer.py",
+        "gpt_training/trainer.py",
         "set_random_seed(args.seed)  # of",
         "torch.manual_seed(args.seed)  # of",
         ("drop", ("dp",), "seeded alike"),
@@ -83,7 +83,7 @@ TRAIN_GPT = [
     Bug(
         "dropout seeded unlike",
         "tp=2",
-        "gpt_trainer.py",
+        "gpt_training/trainer.py",
         "set_random_seed(args.seed)  # of",
         "torch.manual_seed(args.seed + grid.rank)  # of",
         ("drop", ("tp",), "seeded unlike"),
@@ -92,7 +92,7 @@ TRAIN_GPT = [
     Bug(
         "a batch is not shared out",
         "dp=2",
-        "gpt_data.py",
+        "gpt_training/data.py",
         'batch.chunk(grid.size("dp"))[grid.get_local_rank("dp")]',
         'batch.chunk(grid.size("dp"))[0]',
         ("input 0", ("dp",), "not sharded"),
@@ -100,7 +100,7 @@ TRAIN_GPT = [
     Bug(
         "each rank draws its own batch",
         "dp=2",
-        "gpt_data.py",
+        "gpt_training/data.py",
         "args.seed * 1_000_003 + step)",
         "(args.seed + commgrid.get_grid().rank) * 1_000_003 + step)",
         ("input 0", ("dp",), "batch"),
@@ -108,7 +108,7 @@ TRAIN_GPT = [
     Bug(
         "a loss is not averaged",
         "dp=2",
-        "gpt_trainer.py",
+        "gpt_training/trainer.py",
         'self.reducer.finish(count=tokens / self.grid.size("dp_cp"))',
         'self.reducer.finish(count=tokens / self.grid.size("dp_cp") ** 2)',
         ("of every parameter", ("dp",), "not averaged"),
@@ -116,7 +116,7 @@ TRAIN_GPT = [
     Bug(
         "norms are reduced twice",
         "dp=2",
-        "gpt_trainer.py",
+        "gpt_training/trainer.py",
         'self.reducer.finish(count=tokens / self.grid.size("dp_cp"))',
         'self.reducer.finish(count=tokens / self.grid.size("dp_cp"))\n'
         "            for name, parameter in self.model.named_parameters():\n"
@@ -128,7 +128,7 @@ TRAIN_GPT = [
     Bug(
         "a router is not synchronised",
         "tp=2 --sequence-parallel",
-        "gpt_model.py",
+        "gpt_training/model.py",
         "self.mlp = experts(args) if args.experts else MLP(args)",
         "self.mlp = experts(args) if args.experts else MLP(args)\n"
         "        if args.experts:\n"
@@ -140,7 +140,7 @@ TRAIN_GPT = [
     Bug(
         "weights that begin differently on replicas",
         "dp=2",
-        "gpt_trainer.py",
+        "gpt_training/trainer.py",
         "        self.pipeline = Pipeline(",
         "        with torch.no_grad():\n"
         "            self.chunks[0].positions.weight.add_(grid.rank * 1e-3)\n"
@@ -150,7 +150,7 @@ TRAIN_GPT = [
     Bug(
         "a bias is added on every tp rank",
         "tp=2",
-        "gpt_model.py",
+        "gpt_training/model.py",
         "return self.down(F.gelu(self.up(x)))",
         'return self.down(F.gelu(self.up(x))) + self.down.bias * (commgrid.size("tp") - 1)',
         ("blocks.1.mlp.down.bias", ("tp",), "reduced twice"),
@@ -158,7 +158,7 @@ TRAIN_GPT = [
     Bug(
         "positions are not offset under cp",
         "cp=2",
-        "gpt_data.py",
+        "gpt_training/data.py",
         "sharding.position_ids(rank, device)",
         "sharding.position_ids(0, device)",
         ("positions", ("cp",), "forward"),
@@ -166,7 +166,7 @@ TRAIN_GPT = [
     Bug(
         "positions are not offset under sequence parallelism",
         "tp=2 --sequence-parallel",
-        "gpt_model.py",
+        "gpt_training/model.py",
         "positions[first : first + len(x)]",
         "positions[: len(x)]",
         ("positions", ("tp",), "forward"),
@@ -174,7 +174,7 @@ TRAIN_GPT = [
     Bug(
         "targets of another rank",
         "cp=2",
-        "gpt_data.py",
+        "gpt_training/data.py",
         "sharding.shard(targets, rank)",
         "sharding.shard(targets, 0)",
         ("", ("cp",), "loss"),
@@ -182,7 +182,7 @@ TRAIN_GPT = [
     Bug(
         "a learning rate of each rank's own",
         "dp=2",
-        "gpt_trainer.py",
+        "gpt_training/trainer.py",
         'group["lr"] = learning_rate(step, self.args)',
         'group["lr"] = learning_rate(step, self.args) * (1 + self.grid.rank)',
         ("tokens.weight", ("dp",), "copies"),
@@ -239,7 +239,7 @@ MEGATRON_GPT = [
 
 def audited(bug: Bug, folder: Path) -> None:
     script = with_bug(bug.script, {bug.file: (bug.old, bug.new), **bug.more}, folder / "bug")
-    usual = f"{TRAIN} {EXAMPLES / 'gpt_model.py'}" if bug.script == "train_gpt.py" else MEGATRON
+    usual = f"{TRAIN} {TEXT}" if bug.script == "train_gpt.py" else MEGATRON
     found = part(
         bug.reference, bug.grid, folder, script, f"{usual} {bug.flags}".split(), steps=1,
         same_weights=bug.script != "train_gpt.py",

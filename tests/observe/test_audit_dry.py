@@ -16,10 +16,10 @@ from commgrid.observe.audit import child
 from commgrid.planning.audited import VARIABLE
 from commgrid.runtime import recorder
 from commgrid.testing import run_on_ranks
-from tests.observe.audited import EXAMPLES, TRAIN
+from tests.observe.audited import EXAMPLES, TEXT, TRAIN
 
 SCRIPT = EXAMPLES / "train_gpt.py"
-FLAGS = f"{TRAIN} {EXAMPLES / 'gpt_model.py'} --microbatches 2".replace("size 4", "size 8")
+FLAGS = f"{TRAIN} {TEXT} --microbatches 2".replace("size 4", "size 8")
 
 
 def dry(folder: Path, grid: str, world_size: int, *more: str, flags: str = FLAGS) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commgrid.observe.audit.compare import Seen, compare
-from tests.observe.audited import EXAMPLES, MEGATRON, TRAIN, seen_on
+from tests.observe.audited import EXAMPLES, MEGATRON, TEXT, TRAIN, seen_on
 
 DENSE = (
     "tp=2", "tp=2 --sequence-parallel", "dp=2 --zero1", "dp=2 --fsdp", "cp=2", "dp=2 cp=2",
@@ -50,13 +50,11 @@ def parts_nowhere(
 )
 def test_train_gpt_parts_nowhere(flags: str, grids: tuple[str, ...], tmp_path: Path) -> None:
     usual = TRAIN.replace("--layers 2", "--layers 4").replace("--batch-size 4", "--batch-size 8")
-    text = EXAMPLES / "gpt_model.py"
-    parts_nowhere("train_gpt.py", f"{usual} {text} {flags}", grids, tmp_path)
+    parts_nowhere("train_gpt.py", f"{usual} {TEXT} {flags}", grids, tmp_path)
 
 
 def test_train_gpt_parts_nowhere_on_two_ranks(tmp_path: Path) -> None:
-    text = EXAMPLES / "gpt_model.py"
-    parts_nowhere("train_gpt.py", f"{TRAIN} {text}", ("tp=2 --sequence-parallel",), tmp_path)
+    parts_nowhere("train_gpt.py", f"{TRAIN} {TEXT}", ("tp=2 --sequence-parallel",), tmp_path)
 
 
 @pytest.mark.full("*")
@@ -73,8 +71,7 @@ def test_a_megatron_gpt_parts_nowhere(flags: str, grids: tuple[str, ...], tmp_pa
 @pytest.mark.full
 def test_what_was_not_reached_is_not_compared(tmp_path: Path) -> None:
     """Two grids of other numbers of steps are compared over the steps of both."""
-    text = EXAMPLES / "gpt_model.py"
-    flags = f"{TRAIN} {text}".split()
+    flags = f"{TRAIN} {TEXT}".split()
     one = seen_on("dp=1", tmp_path / "1", EXAMPLES / "train_gpt.py", flags, steps=1)
     two = seen_on("dp=1", tmp_path / "2", EXAMPLES / "train_gpt.py", flags)
     assert compare(one, two).steps == 1

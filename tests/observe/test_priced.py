@@ -19,7 +19,7 @@ from commgrid.planning.model import Model
 from commgrid.planning.step_cost import step_cost
 from commgrid.planning.step_traffic import traffic
 from commgrid.testing import run_on_ranks
-from tests.observe.audited import EXAMPLES
+from tests.observe.audited import EXAMPLES, TEXT
 from tests.observe.test_trace_files import saved
 
 LAYERS, HIDDEN, SEQUENCE, BATCH, MICROBATCHES = 3, 64, 32, 8, 2
@@ -63,7 +63,7 @@ def test_a_dry_step_costs_what_the_model_says(tmp_path: Path) -> None:
     """
     flags = (
         f"--layers {2 * LAYERS} --hidden {HIDDEN} --heads 4 --seq-len {SEQUENCE} --dtype bf16 "
-        f"--batch-size {BATCH} --microbatches {MICROBATCHES} --data {EXAMPLES / 'gpt_model.py'}"
+        f"--batch-size {BATCH} --microbatches {MICROBATCHES} --data {TEXT}"
     )
     argv = [
         "audit", "--dry", str(EXAMPLES / "train_gpt.py"), "--grid", "tp=2 dp=2 pp=2", "--ranks",
