@@ -1,16 +1,23 @@
-"""train_gpt's loss curves: run in processes that are up already, read, and compared."""
+"""train_gpt's loss curves: on ranks, in one process, and how both are compared."""
 
+import functools
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import commgrid
+from commgrid.runtime.registry import live_grids
 from commgrid.runtime.torch_groups import group_count
 from commgrid.testing import run_on_ranks
 
@@ -64,7 +71,8 @@ def run_example(example: Any, *jobs: list[str]) -> list[int]:
     made = []
 
     def end() -> None:
-        made.append(group_count() - 1 - len(commgrid.get_grid().communicators))
+        (grid,) = live_grids()
+        made.append(group_count() - 1 - len(grid.communicators))
         commgrid.destroy()
 
     down, commgrid.shutdown = commgrid.shutdown, end
@@ -81,34 +89,108 @@ def curve(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-PROMISED, SOME = 20, 8
-
-
-def steps_of(index: int) -> list[str]:
-    """20 steps, as promise 6 says it, for the first job on so many ranks; 8 for each other one.
-
-    What a cut changes is in the first loss and gradient norm, and what it changes of an optimizer
-    in those of the second and third.
-    """
-    return ["--steps", str(PROMISED if index == 0 else SOME)]
-
-
-def same_start(
-    ours: list[dict[str, float]], theirs: list[dict[str, float]], dtype: str, index: int
-) -> None:
-    """As `same_curve`, where the job of that index had `steps_of` it and the other PROMISED."""
-    assert len(ours) == int(steps_of(index)[1])
-    assert len(theirs) == PROMISED
-    same_curve(ours, theirs[: len(ours)], dtype)
+BOUNDS = {"fp64": 1e-9, "fp32": 1e-4}
+"""Relative, as promise 6 says. Sums in another order differ by some ulps, which 20 steps of Adam
+amplify by a few orders of magnitude and no more."""
 
 
 def same_curve(ours: list[dict[str, float]], theirs: list[dict[str, float]], dtype: str) -> None:
-    # The bound of promise 6: sums in another order differ by some ulps, which 20 steps of Adam
-    # amplify by a few orders of magnitude and no more.
-    bound = {"fp64": 1e-9, "fp32": 1e-4}[dtype]
+    """Fails unless every step's loss and gradient norm are the same, up to rounding."""
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for mine, reference in zip(ours, theirs, strict=True):
         for key in ("loss", "grad_norm"):
-            assert mine[key] == pytest.approx(reference[key], rel=bound), (key, mine["step"])
+            assert mine[key] == pytest.approx(reference[key], rel=BOUNDS[dtype]), (
+                key,
+                mine["step"],
+            )
+
+
+@dataclass
+class Told:
+    """What one job's log was told on a rank, with all digits.
+
+    Args:
+        parameters: of the whole model, and the most that a rank holds.
+        rows: step, loss and grad_norm of each step.
+        evaluations: steps, and the losses on text held out.
+        sample: the text.
+        groups: how many process groups there were beyond WORLD and the grid's.
+    """
+
+    parameters: tuple[int, int] = (0, 0)
+    rows: list[dict[str, float]] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    sample: str | None = None
+    groups: int = 0
+
+
+def told(*jobs: list[str]) -> list[Told]:
+    """Trains once for each list of arguments; what each log was told."""
+    train_gpt: Any = load()
+    found: list[Told] = []
+
+    class Watched(train_gpt.Log):  # type: ignore[misc]
+        def begin(self, parameters: int, held: int) -> None:
+            super().begin(parameters, held)
+            found.append(Told((parameters, held)))
+
+        def step(self, step: int, loss: float, norm: float, *more: float) -> None:
+            super().step(step, loss, norm, *more)
+            found[-1].rows.append({"step": step, "loss": loss, "grad_norm": norm})
+
+        def evaluated(self, loss: float) -> None:
+            super().evaluated(loss)
+            found[-1].evaluations[self.last] = loss
+
+        def sample(self, text: str) -> None:
+            super().sample(text)
+            found[-1].sample = text
+
+    train_gpt.Log = Watched
+    for one, groups in zip(found, run_example(train_gpt, *jobs), strict=True):
+        one.groups = groups
+    return found
+
+
+def on_ranks(ranks: int, *jobs: str) -> list[Told]:
+    """What each job's log was told, the same on all ranks."""
+    given = [shlex.split(job) for job in jobs]
+    first, *others = run_on_ranks(
+        told, ranks, *given, backend=None, launcher="torchrun", timeout=300
+    )
+    for other in others:
+        for one, same in zip(other, first, strict=True):
+            one.parameters = same.parameters  # of which the first rank's count is right
+            assert one == same
+    return list(first)
+
+
+@functools.cache
+def alone(job: str) -> Told:
+    """What one process is told, in which attention is torch's over all pairs, with a mask that
+    separates documents."""
+    (found,) = run_on_ranks(by_masks, 1, shlex.split(job), backend=None, launcher="torchrun")[0]
+    return found
+
+
+def by_masks(*jobs: list[str]) -> list[Told]:
+    def masked(q: Tensor, k: Tensor, v: Tensor, *, sharding: Any, way: str) -> Tensor:
+        ids = torch.repeat_interleave(torch.tensor(sharding.document_lengths))
+        mask = (ids[:, None] == ids).tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    sys.modules["gpt_training.model"].attention = masked  # type: ignore[attr-defined]
+    return told(*jobs)
+
+
+def agree(ours: Told, theirs: Told, dtype: str) -> None:
+    """As `same_curve`, and all else that a log is told."""
+    same_curve(ours.rows, theirs.rows, dtype)
+    assert ours.evaluations.keys() == theirs.evaluations.keys()
+    assert ours.evaluations == pytest.approx(theirs.evaluations, rel=BOUNDS[dtype])
+    assert ours.sample == theirs.sample
+    assert ours.parameters[0] == theirs.parameters[0]
+    assert ours.groups == 0
 
 
 WITHOUT_NUMPY = """

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from commgrid.testing import run_on_ranks
 from tests.docs.public import PUBLIC, names_in
 from tests.examples.curves import ROOT, load
-from tests.ranks import run_on_ranks
 
 SCRIPT = ROOT / "examples" / "gpt.py"
 
@@ -25,7 +25,7 @@ def on_a_rank(flags: list[str]) -> list[str]:
 
 def printed(ranks: int, *flags: str) -> list[str]:
     """The lines of a run; all of them are the first rank's."""
-    first, *others = run_on_ranks(on_a_rank, ranks, list(flags), init=None, launcher="torchrun")
+    first, *others = run_on_ranks(on_a_rank, ranks, list(flags), backend=None, launcher="torchrun")
     assert others == [[]] * (ranks - 1)
     return first
 
