@@ -5,7 +5,7 @@
     torchrun --standalone --nproc-per-node 4 examples/gpt.py --pp 4 --checkpoint runs/gpt
 
 The same loss on every grid: each of these prints what one process does (`python examples/gpt.py`).
-With --checkpoint a run goes on from the last checkpoint, whatever grid saved it.
+With --checkpoint a run resumes from the last checkpoint, which any grid may have saved.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages; dp is what is left")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps, in all")
-    parser.add_argument("--checkpoint", metavar="DIR", help="go on from it, and save to it")
+    parser.add_argument("--checkpoint", metavar="DIR", help="resume from it, and save to it")
     args = parser.parse_args(argv)
 
     # The grid: every rank's place, and all the groups it needs, by name.

@@ -95,7 +95,7 @@ amplify by a few orders of magnitude and no more."""
 
 
 def same_curve(ours: list[dict[str, float]], theirs: list[dict[str, float]], dtype: str) -> None:
-    """Fails unless every step's loss and gradient norm are the same, up to rounding."""
+    """Fail unless every step's loss and gradient norm are the same, up to rounding."""
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for mine, reference in zip(ours, theirs, strict=True):
         for key in ("loss", "grad_norm"):
@@ -106,8 +106,8 @@ def same_curve(ours: list[dict[str, float]], theirs: list[dict[str, float]], dty
 
 
 @dataclass
-class Told:
-    """What one job's log was told on a rank, with all digits.
+class Record:
+    """Record of one job on a rank: the values its log received, with all digits.
 
     Args:
         parameters: of the whole model, and the most that a rank holds.
@@ -124,15 +124,15 @@ class Told:
     groups: int = 0
 
 
-def told(*jobs: list[str]) -> list[Told]:
-    """Trains once for each list of arguments; what each log was told."""
+def records(*jobs: list[str]) -> list[Record]:
+    """Train once for each list of arguments."""
     train_gpt: Any = load()
-    found: list[Told] = []
+    found: list[Record] = []
 
     class Watched(train_gpt.Log):  # type: ignore[misc]
         def begin(self, parameters: int, held: int) -> None:
             super().begin(parameters, held)
-            found.append(Told((parameters, held)))
+            found.append(Record((parameters, held)))
 
         def step(self, step: int, loss: float, norm: float, *more: float) -> None:
             super().step(step, loss, norm, *more)
@@ -152,39 +152,38 @@ def told(*jobs: list[str]) -> list[Told]:
     return found
 
 
-def on_ranks(ranks: int, *jobs: str) -> list[Told]:
-    """What each job's log was told, the same on all ranks."""
+def on_ranks(ranks: int, *jobs: str) -> list[Record]:
+    """Train each job on ranks, and check that all of them record the same."""
     given = [shlex.split(job) for job in jobs]
     first, *others = run_on_ranks(
-        told, ranks, *given, backend=None, launcher="torchrun", timeout=300
+        records, ranks, *given, backend=None, launcher="torchrun", timeout=300
     )
     for other in others:
         for one, same in zip(other, first, strict=True):
-            one.parameters = same.parameters  # of which the first rank's count is right
+            one.parameters = same.parameters  # the count is right on the first rank
             assert one == same
     return list(first)
 
 
 @functools.cache
-def alone(job: str) -> Told:
-    """What one process is told, in which attention is torch's over all pairs, with a mask that
-    separates documents."""
+def alone(job: str) -> Record:
+    """Reference: one process, where torch's attention over all pairs has a mask for documents."""
     (found,) = run_on_ranks(by_masks, 1, shlex.split(job), backend=None, launcher="torchrun")[0]
     return found
 
 
-def by_masks(*jobs: list[str]) -> list[Told]:
+def by_masks(*jobs: list[str]) -> list[Record]:
     def masked(q: Tensor, k: Tensor, v: Tensor, *, sharding: Any, way: str) -> Tensor:
         ids = torch.repeat_interleave(torch.tensor(sharding.document_lengths))
         mask = (ids[:, None] == ids).tril()
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     sys.modules["gpt_training.model"].attention = masked  # type: ignore[attr-defined]
-    return told(*jobs)
+    return records(*jobs)
 
 
-def agree(ours: Told, theirs: Told, dtype: str) -> None:
-    """As `same_curve`, and all else that a log is told."""
+def agree(ours: Record, theirs: Record, dtype: str) -> None:
+    """Fail unless two records agree, curves up to rounding."""
     same_curve(ours.rows, theirs.rows, dtype)
     assert ours.evaluations.keys() == theirs.evaluations.keys()
     assert ours.evaluations == pytest.approx(theirs.evaluations, rel=BOUNDS[dtype])
@@ -205,7 +204,7 @@ run_on_ranks(
 
 
 def without_numpy(function: str, world: int, job: list[str]) -> str:
-    """What so many ranks print that run a function, by its full name, with a list of arguments."""
+    """Output of ranks that call a function, given by its full name, where numpy is missing."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_NUMPY, function, str(world), *job], cwd=ROOT,
         capture_output=True, text=True, timeout=300,

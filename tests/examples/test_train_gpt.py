@@ -126,7 +126,7 @@ WRONG = [
 
 
 def refusal(flags: list[str]) -> str:
-    """What the command line says and ends with, also of more ranks than there are."""
+    """The error of a command line, also of one for more ranks than there are."""
     train_gpt, sequences, said = load(), load("gpt_training/sequences"), io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()) as out:
         try:

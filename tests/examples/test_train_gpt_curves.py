@@ -13,7 +13,7 @@ from commgrid import checkpoint
 from commgrid.runtime.registry import live_grids
 from commgrid.testing import run_on_ranks
 from tests.examples.curves import (
-    Told,
+    Record,
     agree,
     alone,
     curve,
@@ -36,9 +36,8 @@ LOOK = (
 """Evaluations, and a sample whose prompt has two documents. The model sees 24 bytes of it."""
 DRAWN = f"{LOOK} --temperature 0.8"
 
-# Ranks, the model and what it trains on, and how the job is cut. What a cut changes is in the first
-# loss and gradient norm, and what it changes of an optimizer in those of the steps after it: four
-# steps of most, the 20 of the promise of some.
+# Ranks, flags of the model, and flags of the cut. A wrong cut changes the first loss or gradient
+# norm, a wrong optimizer those of the next steps. So four steps are enough, and some rows train 20.
 SHORT = [
     (2, "", "--tp 2 --sequence-parallel --zero1"),
     (4, "--steps 20", "--tp 2 --zero1 --grad-accum 2"),
@@ -146,7 +145,7 @@ NIGHTLY = [
 ]  # fmt: skip
 
 
-# What the job trains, and the grids on which each two steps of it are: ranks and cut.
+# Flags of the model, and the grids that train two steps each: ranks and flags of the cut.
 CHAINS_SHORT = [(DEEP, "4 --tp 2 --pp 2 --sequence-parallel | 1 | 4 --zero1")]
 CHAINS_FULL = [
     (DEEP,
@@ -191,8 +190,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def as_alone(ours: Told, job: str) -> None:
-    """Fails unless one process is told the same of the job."""
+def as_alone(ours: Record, job: str) -> None:
+    """Fail unless one process records the same."""
     theirs = alone(job)
     assert any(row["grad_norm"] > 1 for row in theirs.rows)  # so that clipping clips
     agree(ours, theirs, "fp32" if "--dtype fp32" in job else "fp64")
@@ -220,7 +219,7 @@ def test_same_curve_however_it_is_cut(ranks: int, model: str, cut: str, text: Pa
 )
 def test_same_curve_across_checkpoints(model: str, grids: str, text: Path, tmp_path: Path) -> None:
     """Each grid resumes what the one before it has saved, as if the job had never stopped."""
-    job, whole = f"{BASE} --data {text} {model}", Told()
+    job, whole = f"{BASE} --data {text} {model}", Record()
     for index, grid in enumerate(grids.split(" | ")):
         ranks, _, cut = grid.partition(" ")
         done, saved = 2 * index, tmp_path / f"{index}"
@@ -246,7 +245,7 @@ def test_the_references_differ_and_learn(text: Path) -> None:
 
 
 def on_own_ranks(jobs: dict[str, list[str]], rank: int) -> None:
-    """Each rank trains the job that lists it."""
+    """Train the job that lists this rank."""
     (job,) = (job for ranks, job in jobs.items() if str(rank) in ranks.split(","))
     train_gpt = load()
     train_gpt.train(train_gpt.parse(job))
@@ -283,7 +282,7 @@ def test_ranks_that_are_not_listed_end_at_once(text: Path, tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_bf16_falls_as_fp32_and_resumes_its_fp32_copies(text: Path, tmp_path: Path) -> None:
-    """The same grid goes on bit for bit; another one as near as bf16's sums are."""
+    """Bit for bit on the same grid; on another one, as close as sums in bf16 are."""
     job = f"{BASE} --data {text} --steps 12 --dtype"
     cut = "--dp 2 --zero1 --sequence-parallel"
     through, fp32, _, again, other = on_ranks(
@@ -324,7 +323,7 @@ def test_saving_now_and_then_and_metrics_go_on(text: Path, tmp_path: Path) -> No
 
 
 def refused(*jobs: list[str]) -> list[str]:
-    """What each job that cannot go on says."""
+    """Error of each job."""
     told = []
     for job in jobs:
         with pytest.raises((SystemExit, commgrid.CheckpointError)) as error:
@@ -374,6 +373,6 @@ def test_a_resumed_job_is_on_the_grid_of_its_step(text: Path, tmp_path: Path) ->
 
 @pytest.mark.full
 def test_numpy_is_not_needed(text: Path) -> None:
-    """It comes with what tests need, but not with what commgrid needs."""
+    """The test group installs it, commgrid does not."""
     job = f"{BASE} --data {text} --pp 2 --tie-embeddings --steps 2"
     assert "step    2" in without_numpy("tests.examples.curves.run", 2, job.split())

@@ -65,7 +65,7 @@ def test_evaluation_and_sample_are_what_the_modules_say() -> None:
 
 
 def test_evaluation_looks_at_other_text_and_changes_nothing() -> None:
-    """Nor does it draw from what dropout draws from."""
+    """The random state of dropout is left alone as well."""
     dropped = [*TINY, "--steps", "3", "--dropout", "0.2", "--eval-batches", "2"]
     often, once = on_ranks(1, *(" ".join([*dropped, "--eval-every", every]) for every in "13"))
     assert often.rows == once.rows

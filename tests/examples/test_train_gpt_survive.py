@@ -100,7 +100,7 @@ def mortal(job: list[str], deaths: Deaths) -> None:
 
 
 def same_as_alone(metrics: Path, flags: list[str]) -> None:
-    """Fails unless the curve is that of one process that nobody kills."""
+    """Fail unless the curve is that of one process without failures."""
     model = DEEP if "--layers" in flags else []
     same_curve(curve(metrics), alone(" ".join([*TINY, *model])).rows, "fp64")
 
