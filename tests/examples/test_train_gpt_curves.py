@@ -205,7 +205,7 @@ def test_same_curve_however_it_is_cut(ranks: int, model: str, cut: str, text: Pa
     job = f"{BASE} --data {text} {model}"
     (ours,) = on_ranks(ranks, f"{job} {cut}")
     as_alone(ours, job)
-    if "--tp" in cut or "--pp" in cut:
+    if LOOK in model:  # each of these cuts shards the weights
         assert ours.parameters[1] < ours.parameters[0]
 
 
