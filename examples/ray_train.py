@@ -152,7 +152,7 @@ def import_ray() -> Any:
         import ray
         import ray.util
     except ImportError as error:
-        sys.exit(f"Ray is not installed here ({error}); pip install 'commgrid[ray]'")
+        sys.exit(f"Ray is not installed here ({error}); pip install ray")
     return ray
 
 

@@ -6,7 +6,7 @@ Transformers slices the layers by their own plan over the grid's tp group, FSDP2
 over dp; neither makes a communicator. The model is a tiny Llama that the first rank draws and saves
 to a folder, so that nothing is downloaded; --model takes any folder that save_pretrained has
 written. First the logits are compared with those of the whole model, then it trains on Python's own
-documentation, as bytes. Needs `pip install -e ".[interop]"`.
+documentation, as bytes. Needs `pip install --group interop`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from commgrid.runtime.failures import named_failures
 try:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install -e ".[interop]"') from error
+    raise SystemExit(f'{error}; pip install --group interop') from error
 
 
 @contextmanager

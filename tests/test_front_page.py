@@ -92,7 +92,7 @@ def losses(name: str) -> Any:
 def test_both_sides_of_a_diff_train_alike(pair: str) -> None:
     """To the last bit where the layers are the same; else in another order of sums, in fp32."""
     if pair == "megatron":
-        pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra test)")
+        pytest.importorskip("megatron.core", reason="megatron-core is not installed (group test)")
     before, after = (
         run_on_ranks(losses, 4, f"{pair}_{side}", backend=None, launcher="torchrun")
         for side in ("before", "after")
@@ -145,7 +145,7 @@ def texts(picture: str) -> list[str]:
 
 @pytest.mark.parametrize(("command", "path"), DRAWN, ids=[Path(path).stem for _, path in DRAWN])
 def test_pictures_are_up_to_date(command: str, path: str, tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra viz)")
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed (group viz)")
     new = tmp_path / "new.svg"
     main([str(new) if word == path else word for word in shlex.split(command)[1:]])
     ours, drawn = (ROOT / path).read_text(), new.read_text()

@@ -46,7 +46,7 @@ def drawing() -> Iterator[None]:
         import matplotlib
     except ImportError:
         raise CommGridError(
-            'pictures need matplotlib: pip install "commgrid[viz]" (an .html page does not)'
+            "pictures need matplotlib: pip install matplotlib (an .html page does not)"
         ) from None
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a picture does not depend on who draws it

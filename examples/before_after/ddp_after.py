@@ -1,4 +1,4 @@
-"""DDP on a grid: two ranks have half of each layer, and DDP is over the others.
+"""DDP on a grid: two ranks share each layer, and DDP averages over the ranks with equal halves.
 
 torchrun --standalone --nproc-per-node 4 examples/before_after/ddp_after.py
 """
@@ -12,11 +12,15 @@ import commgrid
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
+def as_linear(weight: torch.Tensor) -> None:
+    nn.init.kaiming_uniform_(weight, a=5**0.5)  # what nn.Linear draws: the losses stay the same
+
+
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = ColumnParallelLinear(32, 128)
-        self.down = RowParallelLinear(128, 32)
+        self.up = ColumnParallelLinear(32, 128, bias=False, init=as_linear)
+        self.down = RowParallelLinear(128, 32, bias=False, init=as_linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(torch.relu(self.up(x)))
@@ -24,7 +28,7 @@ class MLP(nn.Module):
 
 
 def train(share: int, shares: int) -> list[float]:
-    """Trains on this rank's share of each batch; the losses, as means over all of it."""
+    """Train on this rank's share of each batch; return the mean losses of the whole batch."""
     torch.manual_seed(0)
     model = DistributedDataParallel(MLP(), process_group=commgrid.get_group("dp"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(32, 128)
-        self.down = nn.Linear(128, 32)
+        self.up = nn.Linear(32, 128, bias=False)
+        self.down = nn.Linear(128, 32, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(torch.relu(self.up(x)))
@@ -21,7 +21,7 @@ class MLP(nn.Module):
 
 
 def train(share: int, shares: int) -> list[float]:
-    """Trains on this rank's share of each batch; the losses, as means over all of it."""
+    """Train on this rank's share of each batch; return the mean losses of the whole batch."""
     torch.manual_seed(0)
     model = DistributedDataParallel(MLP())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)

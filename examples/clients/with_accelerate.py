@@ -5,7 +5,7 @@
     torchrun … examples/clients/with_accelerate.py --dp-shard 4 --plain      # without commgrid
 
 Lines marked `# commgrid` are what a user adds. Accelerate shards over `dp_shard_cp` and averages
-over `dp_cp`, names that the grid offers with its mesh. Needs `pip install -e ".[clients]"`.
+over `dp_cp`, names that the grid offers with its mesh. Needs `pip install --group clients`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ try:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install -e ".[clients]"') from error
+    raise SystemExit(f'{error}; pip install --group clients') from error
 
 import commgrid  # commgrid
 

@@ -6,7 +6,7 @@
 
 Lines marked `# commgrid` are what a user adds; `PlainMpu` is what has no place any more. DeepSpeed
 asks its mpu for data-parallel and model-parallel groups under Megatron's names. Needs
-`pip install -e ".[clients]"`.
+`pip install --group clients`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 try:
     import deepspeed
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install -e ".[clients]"') from error
+    raise SystemExit(f'{error}; pip install --group clients') from error
 
 import megatron_adapter.parallel_state as grid_mpu  # commgrid
 

@@ -6,7 +6,7 @@
 
 Lines marked `# commgrid` are what a user adds. The strategy makes its mesh where processes have
 been set up; a subclass makes it of the grid, whose table has the strategy's names for dp and tp.
-Needs `pip install -e ".[clients]"`.
+Needs `pip install --group clients`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ try:
     import lightning
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install -e ".[clients]"') from error
+    raise SystemExit(f'{error}; pip install --group clients') from error
 
 import commgrid  # commgrid
 

@@ -6,7 +6,7 @@
 
 Lines marked `# commgrid` are what a user adds; the rest is what torchtitan's trainer does for a
 dense model. Its meshes `batch`, `loss` and `fsdp` are combinations of axes, which the groups table
-gives those names. Needs `pip install -e ".[clients]"`.
+gives those names. Needs `pip install --group clients`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ try:
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install -e ".[clients]"') from error
+    raise SystemExit(f'{error}; pip install --group clients') from error
 
 import commgrid  # commgrid
 

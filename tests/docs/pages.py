@@ -8,8 +8,14 @@ A page is plain Markdown. What its fenced blocks mean is said by their language 
                `# train.py`: saved under that name for what comes after it
                `# not run: why`: as it says
     yaml       a grid, or with `levels` a cluster; `# grid.yaml` saves it under that name
-    console    `$ commgrid …` and `$ python -m megatron_adapter …` print what stands below; a line
-               `…` stands for any lines. Other commands are not run
+    console    `$ commgrid …` and `$ python -m megatron_adapter …` print the lines below; a line
+               `…` stands for any lines. Other commands with output need a comment, as `text` does
+    text       has a comment on the line before it:
+               `<!-- printed -->`: lines that the page's Python prints on rank 0
+               `<!-- run -->`: lines that the commands above it print, in a shell
+               `<!-- checked: FILE::TEST -->`: this test compares it
+               `<!-- drawing -->`: nothing prints it
+               `<!-- not run: why -->`: cannot be printed by a test
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ import io
 import os
 import re
 import runpy
+import subprocess
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -37,7 +45,9 @@ PAGES = sorted(DOCS.rglob("*.md"))
 FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 _FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S
+    r"^(?:<!-- (?P<comment>[^\n]+) -->\n)?"
+    r"(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    re.M | re.S,
 )
 _RANKS = re.compile(r"# (?:(?P<file>\w+\.py) )?on (?P<ranks>\d+) ranks\n")
 _FILE = re.compile(r"# (?P<file>\w+\.(?:py|yaml))\n")
@@ -47,11 +57,12 @@ _LAUNCHED = re.compile(r"(?:python -m )?(commgrid|megatron_adapter) ")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and the page's line that the text begins on."""
+    """A fenced block: its language, text, the text's first line on the page, and its comment."""
 
     language: str
     text: str
     line: int
+    comment: str = ""
 
 
 @dataclass
@@ -76,16 +87,17 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """The fenced blocks of a page in these languages."""
+    """The fenced blocks of a page in these languages; without any, all of them."""
     text = page.read_text(encoding="utf-8")
     return [
         Block(
             found["language"],
             textwrap.dedent(found["text"]),
             text[: found.start("text")].count("\n") + 1,
+            found["comment"] or "",
         )
         for found in _FENCE.finditer(text)
-        if found["language"] in languages
+        if not languages or found["language"] in languages
     ]
 
 
@@ -107,9 +119,10 @@ def programs(page: Path) -> list[Program]:
 
 
 def not_run(page: Path) -> list[str]:
-    """Why each Python block that is not run is not."""
+    """The reason of each block that no test runs or compares."""
     marks = [_NOT_RUN.match(block.text) for block in blocks(page, "python")]
-    return [mark["why"] for mark in marks if mark]
+    said = [block.comment.removeprefix("not run: ") for block in outputs(page, "not run")]
+    return [*(mark["why"] for mark in marks if mark), *said]
 
 
 def grids(page: Path) -> list[object]:
@@ -128,30 +141,44 @@ def save_files(page: Path, folder: Path) -> None:
             (folder / name).write_text(block.text, encoding="utf-8")
 
 
-def run_python(page: Path, folder: Path) -> int:
-    """Runs a page's programs in `folder`, and returns how many there were.
+def outputs(page: Path, kind: str = "") -> list[Block]:
+    """The blocks with output that nothing on the page says how to get; those of a kind, or all."""
+    found = blocks(page, "text")
+    for block in blocks(page, "console"):
+        lines = block.text.splitlines()
+        printed = any(not line.startswith(("$ ", "> ")) for line in lines)
+        if printed and not _LAUNCHED.match(lines[0].removeprefix("$ ")):
+            found.append(block)
+    return [block for block in found if block.comment.partition(":")[0] == kind or not kind]
+
+
+def run_python(page: Path, folder: Path) -> list[str]:
+    """Runs a page's programs in `folder`, and returns what each prints on rank 0.
 
     Raises:
         RanksFailed: one failed; the traceback has the page's lines.
     """
     save_files(page, folder)
-    found = programs(page)
-    for number, program in enumerate(found):
+    printed = []
+    for number, program in enumerate(programs(page)):
         script = folder / f"{page.stem}_{number}.py"
         script.write_text(program.source, encoding="utf-8")
         launcher = "torchrun" if program.ranks else None
-        run_on_ranks(_run, program.ranks or 1, script, backend=None, launcher=launcher)
-    return len(found)
+        ran = run_on_ranks(_run, program.ranks or 1, script, backend=None, launcher=launcher)
+        printed.append(ran[0])
+    return printed
 
 
-def _run(script: Path) -> None:
+def _run(script: Path) -> str:
     os.chdir(script.parent)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    said = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(said):
         warnings.simplefilter("default")  # as in a program of one's own
         runpy.run_path(str(script), run_name="__main__")
         # What a program's end does, and a forked process does not: the first rank stays until all
         # have read from its store.
         _registry.leave()
+    return said.getvalue()
 
 
 def commands(page: Path) -> Iterator[tuple[str, str]]:
@@ -197,6 +224,42 @@ def prints(printed: str, said: str) -> bool:
         for line in printed.splitlines()
     )
     return re.fullmatch(pattern, said + "\n") is not None
+
+
+_SHELL = """
+commgrid() {{ {python} -m commgrid "$@"; }}
+torchrun() {{ {python} -m torch.distributed.run "$@"; }}
+python() {{ {python} "$@"; }}
+"""
+"""What a page's commands are in a checkout that is not installed."""
+
+
+def run_in_shell(page: Path, block: Block, folder: Path) -> tuple[str, str, str]:
+    """What the commands of a block, or of the one above it, print, their errors, and the page's text."""
+    if block.language == "console":
+        commands = "\n".join(re.findall(r"^[$>] (.*)$", block.text, re.M))
+        shown = "\n".join(re.findall(r"^(?![$>] ).*$", block.text, re.M))
+    else:
+        commands = [above for above in blocks(page, "bash") if above.line < block.line][-1].text
+        shown = block.text
+    save_files(page, folder)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    done = subprocess.run(
+        ["bash", "-c", _SHELL.format(python=sys.executable) + commands],
+        cwd=folder, capture_output=True, text=True, timeout=600, errors="replace",
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "NO_COLOR": "1"},
+    )  # fmt: skip
+    return done.stdout, done.stderr, shown
+
+
+def normal(text: str) -> str:
+    """Output without what differs in every run: times, rates, and runs of spaces.
+
+    >>> normal("step  1  loss 5.5628  3,492 tokens/s  11 s left, in 128 ms")
+    'step 1 loss 5.5628 N tokens/s N s left, in N ms'
+    """
+    text = re.sub(r"\b\d[\d,.]*(?= (?:s|ms|tokens/s)\b)", "N", text)
+    return re.sub(r" +", " ", text).strip()
 
 
 def anchor(heading: str) -> str:
