@@ -235,7 +235,7 @@ python() {{ {python} "$@"; }}
 
 
 def run_in_shell(page: Path, block: Block, folder: Path) -> tuple[str, str, str]:
-    """What the commands of a block, or of the one above it, print, their errors, and the page's text."""
+    """Run the commands of a block, or of the one above it: output, errors, and the page's text."""
     if block.language == "console":
         commands = "\n".join(re.findall(r"^[$>] (.*)$", block.text, re.M))
         shown = "\n".join(re.findall(r"^(?![$>] ).*$", block.text, re.M))

@@ -13,7 +13,7 @@ from tests.docs import pages
 from tests.docs.pages import DOCS, FRONT, PAGES, ROOT, Block, name_of
 
 MOST_NOT_RUN = 24
-"""Blocks of all pages that may say that no test runs or compares them: lower it with their number."""
+"""Blocks of all pages without a test that runs or compares them; lower it with their number."""
 
 RUN = [
     pytest.param(page, block, id=f"{name_of(page)}:{number}")

@@ -19,6 +19,7 @@ from tests.docs import pages
 from tests.docs.pages import DOCS, FRONT, PAGES, ROOT, name_of
 from tests.docs.public import public_names
 
+
 def site() -> dict[str, Any]:
     """What mkdocs is told, its Python tags left out."""
 
