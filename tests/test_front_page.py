@@ -8,16 +8,12 @@ import re
 import shlex
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import commgrid
 from commgrid.cli import main
-from commgrid.collectives.group_ref import GroupRef
-from commgrid.parameters import own_slice
-from commgrid.testing import run_on_ranks
+from tests.docs.pages import in_shell
 from tests.examples.curves import load
 
 ROOT = Path(__file__).parents[1]
@@ -57,34 +53,13 @@ def test_the_diffs_are_those_of_the_examples(pair: str) -> None:
     assert all(line in before and line in after for line in kept)
 
 
-def full_weights(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(len(name) + sum(shape))
-    return torch.randn(shape, generator=generator) / 8
-
-
-FULL = {"up.weight": (128, 32), "up.bias": (128,), "down.weight": (32, 128), "down.bias": (32,)}
-
-
-def losses(name: str) -> Any:
-    """What an example's main returns, here of a world of its own."""
-    example = load(f"before_after/{name}")
-    if name.startswith("ddp"):
-        grown = example.MLP
-
-        def with_weights() -> torch.nn.Module:
-            model = grown()
-            for parameter_name, parameter in model.named_parameters():
-                full = full_weights(parameter_name, FULL[parameter_name])
-                for dim, size in enumerate(parameter.shape):
-                    if size != full.shape[dim]:
-                        full = own_slice(full, dim, GroupRef("tp"), size)
-                parameter.data.copy_(full)
-            return model
-
-        example.MLP = with_weights
-    with warnings.catch_warnings():
+def trained(name: str) -> tuple[list[float], str]:
+    """The losses that an example's main returns, and what it prints; in a world of its own."""
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore")  # torch's and Megatron's own, the same before and after
-        return example.main()
+        losses: list[float] = load(f"before_after/{name}").main()
+    return losses, printed.getvalue()
 
 
 @pytest.mark.full("device_mesh", "megatron")
@@ -94,13 +69,29 @@ def test_both_sides_of_a_diff_train_alike(pair: str) -> None:
     if pair == "megatron":
         pytest.importorskip("megatron.core", reason="megatron-core is not installed (group test)")
     before, after = (
-        run_on_ranks(losses, 4, f"{pair}_{side}", backend=None, launcher="torchrun")
+        run_on_ranks(trained, 4, f"{pair}_{side}", backend=None, launcher="torchrun")
         for side in ("before", "after")
     )
-    assert len(before[0]) == 10
-    assert before[0][-1] < 0.8 * before[0][0]
-    for one, other in zip(before, after, strict=True):
+    first, printed = before[0]
+    assert len(first) == 10
+    assert first[-1] < 0.8 * first[0]
+    assert printed.startswith("loss ")
+    assert after[0][1] == printed
+    for (one, _), (other, _) in zip(before, after, strict=True):
         assert other == (pytest.approx(one, rel=1e-5) if pair == "ddp" else one)
+
+
+# -- the first command ----------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+def test_the_first_command_trains(tmp_path: Path) -> None:
+    """As it stands behind the installation, with fewer steps."""
+    installs, _, trains = blocks("bash")[1].partition(" && ")
+    assert installs.startswith("pip install -e . ")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    printed, errors = in_shell(f"{trains.strip()} --steps 3", tmp_path)
+    assert re.search(r"^done: 3 steps in ", printed, re.MULTILINE), printed + errors
 
 
 # -- what is printed ------------------------------------------------------------------------

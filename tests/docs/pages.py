@@ -230,6 +230,7 @@ _SHELL = """
 commgrid() {{ {python} -m commgrid "$@"; }}
 torchrun() {{ {python} -m torch.distributed.run "$@"; }}
 python() {{ {python} "$@"; }}
+pytest() {{ PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {python} -m pytest -p commgrid.testing.plugin "$@"; }}
 """
 """What a page's commands are in a checkout that is not installed."""
 
@@ -244,12 +245,18 @@ def run_in_shell(page: Path, block: Block, folder: Path) -> tuple[str, str, str]
         shown = block.text
     save_files(page, folder)
     (folder / "examples").symlink_to(ROOT / "examples")
+    said, errors = in_shell(commands, folder)
+    return said, errors, shown
+
+
+def in_shell(commands: str, folder: Path) -> tuple[str, str]:
+    """Output and errors of commands, run in `folder` with the packages of this checkout."""
     done = subprocess.run(
         ["bash", "-c", _SHELL.format(python=sys.executable) + commands],
         cwd=folder, capture_output=True, text=True, timeout=600, errors="replace",
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "NO_COLOR": "1"},
     )  # fmt: skip
-    return done.stdout, done.stderr, shown
+    return done.stdout, done.stderr
 
 
 def normal(text: str) -> str:
