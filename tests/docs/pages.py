@@ -31,6 +31,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -267,6 +268,19 @@ def normal(text: str) -> str:
     """
     text = re.sub(r"\b\d[\d,.]*(?= (?:s|ms|tokens/s)\b)", "N", text)
     return re.sub(r" +", " ", text).strip()
+
+
+@cache
+def sections(page: Path) -> dict[str, str]:
+    """The text under each heading of a page, up to the next one."""
+    text = page.read_text(encoding="utf-8")
+    return dict(re.findall(r"^##+ (.+?)\n(.*?)(?=^##|\Z)", text, re.M | re.S))
+
+
+def entries(page: Path, pattern: str, section: str | None = None) -> list[str]:
+    """What a pattern finds on a page, or in one of its sections; `^` and `$` are of a line."""
+    text = page.read_text(encoding="utf-8") if section is None else sections(page)[section]
+    return re.findall(pattern, text, re.M)
 
 
 def anchor(heading: str) -> str:

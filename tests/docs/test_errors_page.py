@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from functools import cache
 
-import commgrid.errors
-import megatron_adapter.errors
-from commgrid.errors import CommGridError
 from tests.docs.pages import DOCS
 from tests.docs.raised import Raised, raised
+from tests.docs.test_mirrors import CLASSES
 from tests.docs.test_yaml_page import WRONG
 
 TEXT = (DOCS / "errors.md").read_text(encoding="utf-8")
 ROWS = [row.strip() for _, row in re.findall(r"^\| (`+)(.+?)\1 \| .+ \|$", TEXT, re.M)]
 MESSAGES = [row for row in ROWS if not re.fullmatch(r"\w+Error", row)]
-
-CLASSES = [
-    one.__name__
-    for module in (commgrid.errors, megatron_adapter.errors)
-    for one in vars(module).values()
-    if inspect.isclass(one) and issubclass(one, CommGridError) and one.__module__ == module.__name__
-]
 
 ENOUGH = 12
 """Letters that a text needs for its beginning to tell it from others."""
@@ -176,7 +166,7 @@ def fits(row: str, message: str) -> bool:
 @cache
 def every() -> list[Raised]:
     """All of them; not where tests are only collected."""
-    return raised(*CLASSES)
+    return raised(*(one.__name__ for one in CLASSES))
 
 
 def test_every_error_has_a_row() -> None:
@@ -209,12 +199,3 @@ def test_what_yaml_can_have_wrong_is_found_by_its_words() -> None:
         assert any(matches(row, one) is not None for row in rows for one in (said, f"a: {said}")), (
             said
         )
-
-
-def test_every_class_is_in_a_table_with_what_else_it_is() -> None:
-    for name in CLASSES:
-        one = getattr(commgrid.errors, name, None) or getattr(megatron_adapter.errors, name)
-        row = re.search(rf"^\| \[?`{name}`.*\| (.+?) \|", TEXT, re.M)
-        assert row, f"docs/errors.md lacks {name}"
-        for base in one.__bases__:
-            assert base is CommGridError or f"`{base.__name__}`" in row[0], (name, base)

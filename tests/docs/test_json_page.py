@@ -1,9 +1,7 @@
-"""docs/command_line.md has every command, flag, JSON key and variable that the code has."""
+"""docs/command_line.md has every key of the JSON that commands print, with its type."""
 
 from __future__ import annotations
 
-import argparse
-import ast
 import contextlib
 import io
 import json
@@ -20,10 +18,10 @@ from commgrid.observe.audit.dry import Dry
 from commgrid.observe.audit.findings import Comparison, Finding
 from commgrid.testing import run_on_ranks
 from commgrid.transfer.traffic import Traffic
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import DOCS, entries
+from tests.ranks import run_on_ranks
 
-TEXT = (DOCS / "command_line.md").read_text(encoding="utf-8")
-SECTIONS = dict(re.findall(r"^##+ (.+?)\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
+PAGE = DOCS / "command_line.md"
 TYPES = {
     "int": int,
     "float": float | int,
@@ -51,28 +49,6 @@ MODEL = ["--model", "mixtral-8x22b", "--cluster", "h100"]
 METRICS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
 
 
-def parsers() -> dict[str, argparse.ArgumentParser]:
-    return cli._parsers()[1]
-
-
-def flags_in(section: str) -> set[str]:
-    return set(re.findall(r"`(--?[a-z][\w-]*)[ `]", section))
-
-
-def test_every_command_has_its_section_and_its_flags() -> None:
-    common = flags_in(SECTIONS["How a command is told of a grid"])
-    for name, parser in parsers().items():
-        section = SECTIONS[f"`commgrid {name}`"]
-        there = {flag for action in parser._actions for flag in action.option_strings}
-        there -= {"-h", "--help", "--output"}
-        told = set(re.findall(r"`(--?[a-z][\w-]*)", section)) | common
-        assert there <= told, f"{name}: the page lacks {there - told}"
-        rows = {flag for row in re.findall(r"^\| `-.*", section, re.M) for flag in flags_in(row)}
-        assert rows <= there, f"{name} has no {rows - there}"
-    every = {f for p in parsers().values() for a in p._actions for f in a.option_strings}
-    assert common <= every
-
-
 def said(*argv: str) -> Any:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -81,7 +57,7 @@ def said(*argv: str) -> Any:
 
 
 def paths(value: Any, known: dict[str, str], at: str = "") -> dict[str, list[Any]]:
-    """The keys of a JSON value in the page's spelling, with the values that they have."""
+    """The keys of a JSON value in the page's spelling, with their values."""
     found: dict[str, list[Any]] = {}
     if known.get(at) in ("mapping", "list"):
         return {at: [value]}
@@ -132,8 +108,9 @@ def printed(which: str, folder: Path) -> Any:
 
 def schema(which: str) -> dict[str, str]:
     heading = "`show` for a grid" if which == "show for a grid" else f"`{which}`"
-    rows = re.findall(r"^\| (`.+?) \| (\w+) \| .+ \|$", SECTIONS[f"JSON of {heading}"], re.M)
-    return {key: kind for keys, kind in rows for key in re.findall(r"`(.+?)`", keys)}
+    rows = entries(PAGE, r"^\| `.+? \| \w+ \| .+ \|$", f"JSON of {heading}")
+    cells = [row.split(" | ") for row in rows]
+    return {key: kind for keys, kind, *_ in cells for key in re.findall(r"`(.+?)`", keys)}
 
 
 @pytest.mark.parametrize(
@@ -189,25 +166,5 @@ def holds(which: str, found: Any) -> None:
     for path, values in there.items():
         kind = TYPES[known[path]]
         assert all(value is None or isinstance(value, kind) for value in values), path
-    assert f"`version` is {JSON_VERSION}." in TEXT
+    assert entries(PAGE, rf"`version` is {JSON_VERSION}\.")
     assert next(iter(found)) == "version"
-
-
-def test_every_variable_that_the_code_reads_is_on_the_page() -> None:
-    read = set()
-    for path in (ROOT / "commgrid").rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if "environ" in text and path.name != "registry.py":
-            words = (n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant))
-            read |= {
-                w for w in words if isinstance(w, str) and re.fullmatch(r"[A-Z][A-Z0-9_]{3,}", w)
-            }
-    told = set(re.findall(r"`([A-Z][A-Z0-9_]{3,})`", SECTIONS["Environment"]))
-    assert told == read | {"COLUMNS"}  # which Python reads, asked for the terminal's width
-
-
-def test_the_adapters_commands_are_on_the_page() -> None:
-    text = (ROOT / "megatron_adapter" / "__main__.py").read_text(encoding="utf-8")
-    commands = re.findall(r'add_parser\(\s*"(\w+)"', text)
-    section = SECTIONS["`python -m megatron_adapter`"]
-    assert re.findall(r"^\| `(\w+)", section, re.M) == commands
