@@ -13,6 +13,7 @@ import pytest
 
 import commgrid
 from commgrid.cli import main
+from commgrid.testing import run_on_ranks
 from tests.docs.pages import in_shell
 from tests.examples.curves import load
 

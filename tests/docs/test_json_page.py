@@ -19,7 +19,6 @@ from commgrid.observe.audit.findings import Comparison, Finding
 from commgrid.testing import run_on_ranks
 from commgrid.transfer.traffic import Traffic
 from tests.docs.pages import DOCS, entries
-from tests.ranks import run_on_ranks
 
 PAGE = DOCS / "command_line.md"
 TYPES = {
