@@ -268,7 +268,7 @@ def normal(text: str) -> str:
     >>> normal("step  1  loss 5.5628  3,492 tokens/s  11 s left, in 128 ms")
     'step 1 loss 5.5628 N tokens/s N s left, in N ms'
     """
-    text = re.sub(r"\b\d[\d,.]*(?= (?:s|ms|tokens/s)\b)", "N", text)
+    text = re.sub(r"\b\d[\d,.]*(?= ?(?:s|ms|tokens/s)\b)", "N", text)
     return re.sub(r" +", " ", text).strip()
 
 
