@@ -18,7 +18,7 @@ from tests.docs.pages import DOCS, ROOT, entries, sections
 
 ARCHITECTURE = DOCS / "architecture.md"
 COMMANDS, YAML, ERRORS = (DOCS / f"{name}.md" for name in ("command_line", "yaml", "errors"))
-COMMON = "How a command is told of a grid"
+COMMON = "Describing the grid"
 FLAG = r"`(--?[a-z][\w-]*)"
 CLASSES = [
     one
