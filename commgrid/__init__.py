@@ -6,7 +6,6 @@ that any form of parallelism needs exists and is found by name.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 from commgrid.errors import (
@@ -53,10 +52,6 @@ if TYPE_CHECKING:
     from commgrid.runtime.starting import initialize, join
 
 __version__ = VERSION
-
-# torch says so where it is imported, and nothing here needs NumPy. What a program asks of warnings
-# comes before.
-warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning, append=True)
 
 __all__ = [
     "CheckpointError",

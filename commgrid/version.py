@@ -1,3 +1,3 @@
 """The version of commgrid, which ranks compare before they start a grid."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

@@ -27,7 +27,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
 from contextlib import AbstractContextManager, ExitStack
+
+if not sys.warnoptions:
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; no rank needs it
 
 import commgrid
 from commgrid import CommGridError

@@ -48,7 +48,7 @@ def names_in(module: ModuleType) -> list[str]:
 
 
 def missing(site: Path) -> list[str]:
-    """The public names that a built site does not document, by its inventory (Sphinx, version 2)."""
+    """Return the public names that the inventory of a built site lacks."""
     lines = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     there = {line.split(" ")[0] for line in zlib.decompress(lines).decode().splitlines()}
     return [name for name in public_names() if name not in there]

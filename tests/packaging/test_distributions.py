@@ -20,7 +20,10 @@ import pytest
 
 import commgrid
 
-pytest.importorskip("build", reason="build is not installed (extra test)")
+build_util = pytest.importorskip(
+    "build.util", reason="build is not installed: pip install --group checks"
+)
+pytestmark = pytest.mark.nightly  # and a job of its own in .ci/run
 
 ROOT = Path(__file__).parents[2]
 MADE = shutil.ignore_patterns(
@@ -39,22 +42,24 @@ table[0](row)
 ```
 """
 SHOWN = """
-[below](#here), [torch](https://pytorch.org)
+{page}, [below](#here), [torch](https://pytorch.org)
 ![shown](https://example.org/shown.svg)
 
 ```python
 table[0](row)
 ```
 """
+SOURCE = "https://example.org/commgrid"
 
 
 @dataclass(frozen=True)
 class Built:
-    """Args: source: what was built; sdist: unpacked; wheel: the file."""
+    """Args: source, sdist: folders; wheel: the file; bare: metadata of the project without URLs."""
 
     source: Path
     sdist: Path
     wheel: Path
+    bare: Message
 
     @property
     def metadata(self) -> Message:
@@ -79,11 +84,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     shutil.copytree(ROOT, source, ignore=MADE)
     with (source / "README.md").open("a", encoding="utf-8") as readme:
         readme.write(APPENDED)
+    bare = message_from_bytes(build_util.project_wheel_metadata(source, isolated=False).as_bytes())
+    with (source / "pyproject.toml").open("a", encoding="utf-8") as project:
+        project.write(f'\n[project.urls]\nsource = "{SOURCE}"\n')
     run(sys.executable, "-m", "build", "--no-isolation", "-o", folder / "out", ".", cwd=source)
     wheel, packed = next((folder / "out").glob("*.whl")), next((folder / "out").glob("*.tar.gz"))
     with tarfile.open(packed) as file:
         file.extractall(folder, filter="data")
-    return Built(source, folder / packed.name.removesuffix(".tar.gz"), wheel)
+    return Built(source, folder / packed.name.removesuffix(".tar.gz"), wheel, bare)
 
 
 def files(folder: Path, *below: str) -> set[str]:
@@ -96,17 +104,17 @@ def files(folder: Path, *below: str) -> set[str]:
     }
 
 
-@pytest.mark.full
 def test_the_sdist_holds_what_the_repository_has(built: Built) -> None:
     rooms = ["commgrid", "megatron_adapter", "tests", "examples", "docs", ".ci"]
     tops = [path.name for path in built.source.iterdir() if path.is_file()]
     assert {"README.md", "CHANGELOG.md", "LICENSE", "setup.py", "pyproject.toml"} <= set(tops)
+    assert {"SECURITY.md", "MANIFEST.in", "mkdocs.yml"} <= set(tops)
     expected = files(built.source, *rooms, *tops)
-    assert expected - files(built.sdist, *rooms, *tops) == set()
+    benchmarks = files(built.source, "tests/benchmarks") - {"tests/benchmarks/published.py"}
+    assert expected - files(built.sdist, *rooms, *tops) == benchmarks
     assert ".ci/constraints.txt" in expected
 
 
-@pytest.mark.full
 def test_the_wheel_holds_the_packages_alone(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as file:
         held = {name for name in file.namelist() if ".dist-info/" not in name}
@@ -119,7 +127,6 @@ def test_the_wheel_holds_the_packages_alone(built: Built) -> None:
     } <= held
 
 
-@pytest.mark.full
 def test_the_metadata_says_what_it_is(built: Built) -> None:
     said = built.metadata
     assert (said["Name"], said["Version"]) == ("commgrid", commgrid.__version__)
@@ -127,24 +134,33 @@ def test_the_metadata_says_what_it_is(built: Built) -> None:
     assert (said["License-Expression"], said["License-File"]) == ("Apache-2.0", "LICENSE")
     assert "Typing :: Typed" in said.get_all("Classifier", [])
     assert "tensor parallelism" in said["Keywords"]
-    needed = [each for each in said.get_all("Requires-Dist", []) if "extra ==" not in each]
+    needed = said.get_all("Requires-Dist", [])
     assert sorted(re.split(r"[<>=]", each)[0] for each in needed) == ["pyyaml", "torch"]
+    assert said["Provides-Extra"] is None
+    assert said["Project-URL"] == f"source, {SOURCE}"
 
 
-@pytest.mark.full
-def test_an_index_shows_no_link_that_leads_nowhere(built: Built) -> None:
-    payload = built.metadata.get_payload(decode=True)
+def description(metadata: Message) -> str:
+    payload = metadata.get_payload(decode=True)
     assert isinstance(payload, bytes)
-    text = payload.decode()
-    ending = SHOWN.replace("\n[below]", "\na page (`docs/page.md`), [below]")
-    assert text.rstrip().endswith(ending.strip())
+    return payload.decode()
+
+
+def test_an_index_shows_absolute_links_alone(built: Built) -> None:
+    text = description(built.metadata)
+    page = f"[a page]({SOURCE}/blob/HEAD/docs/page.md#part)"
+    assert text.rstrip().endswith(SHOWN.format(page=page).strip())
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^)]*)\)", prose) + re.findall(r'(?:src|srcset)="([^"]*)"', prose)
     assert [each for each in targets if not each.startswith(("http", "#"))] == []
     assert (ROOT / "README.md").read_text().splitlines()[0] == text.lstrip().splitlines()[0]
 
 
-@pytest.mark.full
+def test_without_a_url_of_the_source_a_link_is_its_path(built: Built) -> None:
+    text = description(built.bare)
+    assert text.rstrip().endswith(SHOWN.format(page="a page (`docs/page.md`)").strip())
+
+
 def test_the_wheel_works_in_an_empty_folder(built: Built, tmp_path: Path) -> None:
     """With PyYAML alone: no torch, no matplotlib, and nothing of the repository."""
     home, empty = tmp_path / "venv", tmp_path / "empty"
@@ -171,7 +187,6 @@ def test_the_wheel_works_in_an_empty_folder(built: Built, tmp_path: Path) -> Non
                         "--rank", "5", cwd=empty)  # fmt: skip
 
 
-@pytest.mark.full
 def test_tests_run_from_the_sdist(built: Built) -> None:
     some = ["tests/test_layering.py", "tests/test_layout.py", "tests/viz/test_view.py"]
     some += ["tests/cli/test_json.py", "commgrid/planning"]
