@@ -211,7 +211,7 @@ def test_torchtitans_own_parallel_dims(sizes: dict[str, int], tmp_path: Path) ->
             check=True, timeout=300, capture_output=True,
         )  # fmt: skip
     except subprocess.SubprocessError as error:
-        pytest.skip(f"torchtitan 0.3.0 cannot be had: {error}")
+        pytest.skip(f"needs a download of torchtitan 0.3.0, which failed: {error}")
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         file = packed.extract("torchtitan/distributed/parallel_dims.py", tmp_path)

@@ -1,12 +1,14 @@
 """The README runs as it says, the version is in one place, and signatures change with a notice."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs import pages
+import commgrid
+from tests.docs import pages, signatures
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -40,11 +42,21 @@ def test_readme_names_the_two_commands() -> None:
 
 
 def test_version_is_said_once() -> None:
-    import commgrid
-
     for file in ("setup.py", "pyproject.toml"):  # which read version.py
         assert commgrid.__version__ not in (ROOT / file).read_text()
     assert f"## {commgrid.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_changed_signature_is_in_the_change_log() -> None:
+    """Every public one that differs from the last release's, by its name, under Unreleased."""
+    version, before = signatures.released()
+    assert version == commgrid.__version__, "a release runs `python -m tests.docs.signatures`"
+    now = signatures.signatures()
+    changed = [name for name, parameters in before.items() if now.get(name) != parameters]
+    unreleased = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert unreleased.startswith("Unreleased\n")
+    said = set(re.findall(r"\w+", unreleased))
+    assert [name for name in changed if name.rpartition(".")[2] not in said] == []
 
 
 @pytest.mark.full

@@ -109,7 +109,7 @@ def test_without_matplotlib_a_picture_says_what_to_install(tmp_path: Path) -> No
 
 
 def test_an_import_changes_no_filter_of_warnings() -> None:
-    """Even without NumPy, of which torch warns as it is imported: that is for the program to say."""
+    """Even without NumPy: torch warns of it at import, and the program decides what to do."""
     done = bare(
         "import sys; sys.modules['numpy'] = None\n"
         "import warnings\n"

@@ -58,7 +58,7 @@ def test_losses_are_those_without_commgrid(client: str, layout: list[str], tmp_p
     try:
         importlib.import_module(client)
     except ImportError as error:
-        pytest.skip(f"{error}: it comes with the extra clients")
+        pytest.skip(f"{error}: pip install --group clients")
     losses = {}
     for kind in ("ours", "plain"):
         path = tmp_path / kind

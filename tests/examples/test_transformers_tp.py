@@ -12,8 +12,8 @@ from commgrid.testing import run_on_ranks
 from tests.examples.curves import load, run_example
 from tests.sizes import full
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+for package in ("transformers", "accelerate"):
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install --group interop")
 
 
 def run(*jobs: list[str]) -> list[int]:

@@ -35,12 +35,12 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "comm
 
 
 def folder(version: str) -> Path:
-    """Where a release lies; fetched the first time. Skips the test where it cannot be had."""
+    """Where a release lies; fetched the first time. Skips the test if the download fails."""
     place = CACHE / version
     if not (place / "megatron").is_dir():
         why = _fetch_once(version, place)
         if why is not None:
-            pytest.skip(f"megatron-core {version} cannot be had: {why}")
+            pytest.skip(f"needs a download of megatron-core {version}, which failed: {why}")
     return place
 
 

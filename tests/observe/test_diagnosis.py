@@ -144,7 +144,10 @@ def test_dumps_of_injected_faults_that_are_published(name: str) -> None:
     """Sixteen ranks of Megatron over NCCL, with what was under way alone."""
     where = os.environ.get("COMMGRID_NVRX_DUMPS")
     if where is None:
-        pytest.skip("COMMGRID_NVRX_DUMPS: the folder fr_traces of nvidia-resiliency-ext's tests")
+        pytest.skip(
+            "needs a download: set COMMGRID_NVRX_DUMPS to tests/attribution/unit/fr_traces of "
+            "NVIDIA/nvidia-resiliency-ext"
+        )
     paths = [path for path in (Path(where) / name).iterdir() if path.name.startswith("_dump_")]
     found = diagnosis.diagnose(diagnosis.flight_recorder.read(paths))
     assert {rank for each in found.causes for rank in each.ranks} == PUBLISHED[name]

@@ -8,7 +8,7 @@ import pytest
 import commgrid
 from commgrid import HyperCommGrid
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra viz)")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from commgrid.viz.grid_picture import draw_grid, place
 from commgrid.viz.schedule_picture import draw_schedule, read_spans
 from commgrid.viz.view import GridView
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra viz)")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
 
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle

@@ -43,7 +43,7 @@ def test_a_column_of_a_long_sequence_stands_for_several_positions(width: int) ->
 
 
 def test_a_picture_has_every_piece_in_its_documents_colour() -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra viz)")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_hex
 
@@ -79,7 +79,7 @@ def test_the_command_line_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [[tuple(r) for r in rank["ranges"]] for rank in said["ranks"]] == list(
         map(list, expected)
     )
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra viz)")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
     for name in ("one.svg", "two.svg"):
         target = str(tmp_path / name)
         assert main(["show", "--sharding", "5x3,2", "--cp", "2", "--mask", "3", "-o", target]) == 0

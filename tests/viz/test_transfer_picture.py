@@ -65,7 +65,7 @@ def test_a_file_has_all_of_a_plan(tmp_path: Path) -> None:
 
 
 def draw(traffic: Traffic) -> Any:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra viz)")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
     from commgrid.viz.transfer_picture import draw_transfer
 
     figure: Any = draw_transfer(traffic)
@@ -132,7 +132,7 @@ def test_nothing_sent_is_a_picture_too() -> None:
 
 
 def test_equal_plans_are_equal_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra viz)")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
     plan().save(tmp_path / "plan.json")
     for name in ("one.svg", "two.svg", "one.png"):
         argv = ["show", "--transfer", str(tmp_path / "plan.json"), "-o", str(tmp_path / name)]
