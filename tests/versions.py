@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -34,16 +35,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-NEEDED = ("numpy", "pyyaml", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
-PEERS = ("einops", "transformers>=5.2,<5.15", "accelerate", "matplotlib>=3.8")
-"""What some tests compare with, and are skipped without; megatron-core beside these."""
-TOOLS = (
-    "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML", "mkdocs-material>=9.6",
-    "mkdocstrings[python]>=0.30", "setuptools",
-)  # fmt: skip
-"""What the tests of quality run; as setup.py's extra `test` has them."""
-# Not about torch: the tools, and launchers that start torchrun several times over.
-NOT_CORE = ("test_quality.py", "test_full.py")
+NEEDED = ("numpy", "pyyaml")
+"""Beside the group `test`: torch installs without the first, and commgrid is not installed."""
+# Not about torch.
+NOT_CORE = ("test_quality.py", "test_sizes.py")
 CORE = ("tests/tensor_parallel", "tests/data_parallel", "tests/pipeline", "tests/expert")
 FULL = ("commgrid", "megatron_adapter", "tests")
 
@@ -126,15 +121,24 @@ def environment(folder: Path, version: str, python: str) -> str:
         return str(interpreter)
     subprocess.run([python, "-m", "venv", str(made)], check=True)
     install(interpreter, f"torch=={version}", *NEEDED)
-    # The newest on each Python: 0.17 and later want 3.12.
-    megatron = "megatron-core==" + ("0.16.1" if number == "3.11" else "0.19.2")
-    for peer in (megatron, *PEERS, *TOOLS):
+    for package in group("test"):  # without one of the peers, the tests that compare are skipped
         try:
-            install(interpreter, f"torch=={version}", peer)
+            install(interpreter, f"torch=={version}", package)
         except subprocess.CalledProcessError as error:
-            print(f"   {peer} does not install beside torch {version}: {error}", flush=True)
+            print(f"   {package} does not install beside torch {version}: {error}", flush=True)
     (made / "ready").touch()
     return str(interpreter)
+
+
+def group(name: str) -> list[str]:
+    """The packages of a dependency group, with those of the groups that it includes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    lines = project["dependency-groups"][name]
+    return [
+        package
+        for line in lines
+        for package in ([line] if isinstance(line, str) else group(line["include-group"]))
+    ]
 
 
 def install(interpreter: Path, *packages: str) -> None:
