@@ -1,20 +1,29 @@
 """Settings of every test, and the selection of the run's size (tests/sizes.py)."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-import torch._dynamo  # optimizers import it at their first step: here once, not once a rank
 from hypothesis import settings
 
 from tests.sizes import SIZES, VARIABLE, full, size, size_of, unmatched
 
 # Run by tests in processes where another release of megatron-core replaces the installed one.
 collect_ignore = [f"megatron_adapter/{name}.py" for name in ("modules", "on_release", "starting")]
+
+# The caller's settings of output, and variables of a job: they would change what tests see. torch,
+# which reads some as it is imported, comes after.
+CALLERS = re.compile(
+    r"PYTHONWARNINGS|COLUMNS|LINES|TERM|NO_COLOR|FORCE_COLOR|MPLBACKEND|TORCH_LOGS"
+    r"|RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|SLURM)_.*|TORCH_DISTRIBUTED_DEBUG"
+    r"|COMMGRID_(AUDIT|HOST|TRACE)"
+)
+for name in filter(CALLERS.fullmatch, list(os.environ)):
+    del os.environ[name]
 
 # A store's server looks up the name of each client. Without a name server that takes 5 s by
 # default.
@@ -23,9 +32,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # A job in the background of a shell ignores Ctrl-C, and so do its children; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# A forked rank hangs if its parent has used several OpenMP threads.
-torch.set_num_threads(1)
 
 # The same examples in every run, without a deadline for each.
 settings.register_profile("full", derandomize=True, deadline=None)
@@ -62,6 +68,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     chosen = [name for name in SIZES[1:] if config.getoption(f"--{name}")]
     os.environ[VARIABLE] = chosen[-1] if chosen else SIZES[0]
+    import torch
+    import torch._dynamo  # optimizers import it at their first step: here once, not once a rank
+
+    torch.set_num_threads(1)  # a forked rank hangs if its parent has used several OpenMP threads
     settings.load_profile("full" if full() else "short")
     config.pluginmanager.register(NoGridIsLeft())
 
