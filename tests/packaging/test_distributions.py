@@ -54,12 +54,12 @@ SOURCE = "https://example.org/commgrid"
 
 @dataclass(frozen=True)
 class Built:
-    """Args: source, sdist: folders; wheel: the file; bare: metadata of the project without URLs."""
+    """Args: source, sdist: folders; wheel: the file; bare: long description without URLs."""
 
     source: Path
     sdist: Path
     wheel: Path
-    bare: Message
+    bare: str
 
     @property
     def metadata(self) -> Message:
@@ -84,7 +84,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     shutil.copytree(ROOT, source, ignore=MADE)
     with (source / "README.md").open("a", encoding="utf-8") as readme:
         readme.write(APPENDED)
-    bare = message_from_bytes(build_util.project_wheel_metadata(source, isolated=False).as_bytes())
+    bare = build_util.project_wheel_metadata(source, isolated=False)["Description"]
     with (source / "pyproject.toml").open("a", encoding="utf-8") as project:
         project.write(f'\n[project.urls]\nsource = "{SOURCE}"\n')
     run(sys.executable, "-m", "build", "--no-isolation", "-o", folder / "out", ".", cwd=source)
@@ -140,14 +140,10 @@ def test_the_metadata_says_what_it_is(built: Built) -> None:
     assert said["Project-URL"] == f"source, {SOURCE}"
 
 
-def description(metadata: Message) -> str:
-    payload = metadata.get_payload(decode=True)
-    assert isinstance(payload, bytes)
-    return payload.decode()
-
-
 def test_an_index_shows_absolute_links_alone(built: Built) -> None:
-    text = description(built.metadata)
+    payload = built.metadata.get_payload(decode=True)
+    assert isinstance(payload, bytes)
+    text = payload.decode()
     page = f"[a page]({SOURCE}/blob/HEAD/docs/page.md#part)"
     assert text.rstrip().endswith(SHOWN.format(page=page).strip())
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -157,8 +153,7 @@ def test_an_index_shows_absolute_links_alone(built: Built) -> None:
 
 
 def test_without_a_url_of_the_source_a_link_is_its_path(built: Built) -> None:
-    text = description(built.bare)
-    assert text.rstrip().endswith(SHOWN.format(page="a page (`docs/page.md`)").strip())
+    assert built.bare.rstrip().endswith(SHOWN.format(page="a page (`docs/page.md`)").strip())
 
 
 def test_the_wheel_works_in_an_empty_folder(built: Built, tmp_path: Path) -> None:
