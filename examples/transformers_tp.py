@@ -35,7 +35,7 @@ from commgrid.runtime.failures import named_failures
 try:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install --group interop') from error
+    raise SystemExit(f"{error}; pip install --group interop") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ try:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install --group clients') from error
+    raise SystemExit(f"{error}; pip install --group clients") from error
 
 import commgrid  # commgrid
 

@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 try:
     import deepspeed
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install --group clients') from error
+    raise SystemExit(f"{error}; pip install --group clients") from error
 
 import megatron_adapter.parallel_state as grid_mpu  # commgrid
 

@@ -27,7 +27,7 @@ try:
     import lightning
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install --group clients') from error
+    raise SystemExit(f"{error}; pip install --group clients") from error
 
 import commgrid  # commgrid
 

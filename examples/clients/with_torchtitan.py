@@ -30,7 +30,7 @@ try:
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 except ImportError as error:
-    raise SystemExit(f'{error}; pip install --group clients') from error
+    raise SystemExit(f"{error}; pip install --group clients") from error
 
 import commgrid  # commgrid
 
