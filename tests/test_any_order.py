@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import commgrid
 from commgrid import CommGridError, HyperCommGrid
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import pick
 
 Operation = tuple[Any, ...]
@@ -69,7 +69,7 @@ class Raises(Exception):
 
 @dataclass
 class Model:
-    """What must be, in dicts of plain values."""
+    """The expected state, in dicts of plain values."""
 
     rank: int
     world_size: int
@@ -79,7 +79,7 @@ class Model:
     kept: list[Grid] = field(default_factory=list)
 
     def step(self, operation: Operation) -> Any:
-        """What an operation gives: a value, or the name of the error that it raises."""
+        """Return an operation's value, or the name of the error that it raises."""
         kind, *given = operation
         try:
             return getattr(self, kind)(*given)
@@ -169,7 +169,7 @@ class Real:
     """The same operations of commgrid."""
 
     def __init__(self, model: Model) -> None:
-        self.model = model  # of what was before: it knows which operations would wait for ever
+        self.model = model  # before the operation; some would wait for ever
         self.kept: list[HyperCommGrid] = []
 
     def step(self, operation: Operation) -> Any:
@@ -242,7 +242,7 @@ class Both:
         self.real = Real(self.model)
 
     def step(self, operation: Operation) -> Any:
-        """What both of them give."""
+        """Return the value, or the error's name, that both agree on."""
         found = self.real.step(operation)
         expected = self.model.step(operation)
         assert found == expected, f"{operation}: {found}, expected {expected}"
@@ -331,7 +331,7 @@ def perform(sequences: list[list[Operation]], world_size: int, rank: int) -> set
 def test_on_ranks(world_size: int) -> None:
     found = run_on_ranks(
         perform, world_size, drawn(world_size, pick(3, 12), 40), world_size,
-        per_rank=[(rank,) for rank in range(world_size)], init=None, launcher="torchrun",
+        per_rank=[(rank,) for rank in range(world_size)], backend=None, launcher="torchrun",
     )  # fmt: skip
     # The sequences reach all of it.
     assert found == [{*operations(world_size), *ERRORS}] * world_size

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import commgrid
 from commgrid.failures import named_failures
+from commgrid.testing import run_on_ranks
 from commgrid.testing.leftovers import snapshot
-from tests.ranks import run_on_ranks
 
 ROWS, BATCH = 12, 2
 
@@ -33,7 +33,7 @@ class Rows(Dataset[Tensor]):
 
 
 def summed(grid: commgrid.HyperCommGrid, value: float) -> float:
-    """Sum over tp of what each rank gives; the grid's two ranks are its members."""
+    """Sum of a value over tp, which has both ranks."""
     tensor = torch.tensor([value])
     dist.all_reduce(tensor, group=grid.get_group("tp"))
     return tensor.item()
@@ -61,7 +61,7 @@ def test_workers_come_and_go_beside_a_grid(watch: bool) -> None:
 
 
 def losing_a_worker() -> tuple[str, bool, list[str]]:
-    """What rank 0 says whose worker is killed, while rank 1 waits for it in a collective."""
+    """Rank 0's error when its worker is killed, while rank 1 waits in a collective."""
     before = snapshot()
     grid = commgrid.initialize(tp=2, watch=True, connect="all")
     said = ""
@@ -99,7 +99,8 @@ def losing_a_worker_in_named_failures() -> str:
 
 def test_the_rank_of_a_killed_worker_is_named_with_the_loaders_error() -> None:
     """In named_failures the error ends the step: it is rank 0's own, and rank 1 is not to blame."""
-    own, told = run_on_ranks(losing_a_worker_in_named_failures, 2)
+    # A grid that has failed leaves its addresses in the store, which is gone with the job.
+    own, told = run_on_ranks(losing_a_worker_in_named_failures, 2, check=False)
     assert own.startswith("RuntimeError: DataLoader worker (pid")
     assert told.startswith(
         "PeerFailedError: rank 0 failed in step 3: RuntimeError: DataLoader worker (pid"

@@ -24,11 +24,11 @@ from commgrid.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from commgrid.testing import run_on_ranks
 from tests.checkpoint.models import formula
-from tests.ranks import run_on_ranks
 
 DATA = Path(__file__).parents[1] / "data"
-RELEASES = ("0.1.0",)
+RELEASES = ("0.2.0",)
 STEP, UPDATES, CALLS = 7, 5.0, 11
 EXTRA = {"tokens": 81_920, "order": [3, 1, 2], "state": {"name": "cosine", "rate": 0.25}}
 GRID = {"tp": 2, "dp": 2, "ep": 2}
@@ -59,7 +59,7 @@ def made(parts: tuple[str, ...] = PARTS) -> tuple[nn.ModuleDict, torch.optim.Opt
 def values(
     model: nn.ModuleDict, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Each tensor of the state, by name, with what the formula gives for this rank's part of it."""
+    """Each tensor of the state, by name, and this rank's part of the formula's tensor."""
     for placement in placements(model):
         state: dict[str, Any] = optimizer.state[placement.parameter]
         for kind, salt in ({"weight": 0.0} | STATES).items():

@@ -1,4 +1,4 @@
-"""A run that is resumed from a checkpoint goes on as if it had not been interrupted."""
+"""A run resumed from a checkpoint has the losses of an uninterrupted run."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from commgrid.tensor_parallel import (
     set_random_seed,
     sharded_rng,
 )
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 STEPS, HALF = 8, 4
 

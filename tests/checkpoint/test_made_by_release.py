@@ -9,6 +9,7 @@ import torch
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.testing import run_on_ranks
 from tests.checkpoint.made_by_release import (
     EXTRA,
     PARTS,
@@ -18,7 +19,6 @@ from tests.checkpoint.made_by_release import (
     made,
     values,
 )
-from tests.ranks import run_on_ranks
 
 GRIDS: list[tuple[int, dict[str, Any]]] = [
     (1, {"ep": 1, "etp": 1}),
