@@ -112,6 +112,10 @@ NOT_TORCHS = {
     "_replace",
     "_current_frames",
     "_getframe",
+    "_threads",  # an executor's
+    "_fixtureinfo",  # pytest's
+    "_clear",  # atexit's
+    "_run_exitfuncs",  # atexit's
     "_set_global_memory_buffer",
     "_commgrid_mark",
     "_C",

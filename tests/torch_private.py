@@ -86,7 +86,7 @@ ROWS = (
     ),
     Private(
         "c10d._world",
-        (_WORLD, _STANDBY, _GROUPS, _GLOO, _SUSPEND),
+        (_WORLD, _STANDBY, _GROUPS, _GLOO, _SUSPEND, "commgrid/testing/leftovers.py"),
         "keep backend, store and ranks of the groups we make ourselves; of others ask "
         "get_backend_config and get_process_group_ranks",
     ),
@@ -97,7 +97,7 @@ ROWS = (
     ),
     Private(
         "c10d._get_default_store",
-        (_WORLD,),
+        (_WORLD, "commgrid/testing/process.py"),
         "start torch.distributed on a store of ours, and ask a user who started it for one",
     ),
     Private(

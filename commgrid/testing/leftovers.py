@@ -1,4 +1,4 @@
-"""Leftovers of a test: what one process has at the end that it did not have at the start."""
+"""Leftovers of a test: resources and settings of a process that a test has not given back."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ _KEYS_KEPT = (
 """Keys that commgrid keeps in the store for as long as the job lives."""
 
 _PATCHING_ITSELF = ("torch", "commgrid.runtime.torch_suspend")
-"""Modules whose patches stay until the process ends: torch's own when `torch.compile` is first
-used, and those that let handles of a suspended group find the group of that name."""
+"""Modules whose patches stay until the process ends: torch's own at the first `torch.compile`, and
+the redirection of old handles after the first `suspend`."""
 
 _ENDING_SECONDS = 1.0  # that a thread which was told to end gets to do so
 _MOST_NAMES = 4  # of patched attributes in one sentence
 
 
 def snapshot(store: Any = None) -> Snapshot:
-    """Take note of what this process has now.
+    """Record the resources and settings of this process.
 
     Args:
         store: a `torch.distributed` store to look for commgrid's keys in; None looks at no store.
@@ -82,7 +82,7 @@ def snapshot(store: Any = None) -> Snapshot:
 
 
 class Snapshot:
-    """A note of what a process has; see `snapshot`.
+    """Resources and settings of one process at one time; see `snapshot`.
 
     It holds no grid, process group or file, so none of them lives longer because of it. torch is
     looked at only where the program has imported it. Open files are found through `/proc` and are
@@ -105,7 +105,7 @@ class Snapshot:
         self._keys = _keys(store)
 
     def left(self) -> list[str]:
-        """Return a sentence for each thing that is there now and was not then.
+        """Return a sentence for each leftover since the snapshot.
 
         Call it once all ranks have destroyed their grids: until then the store has keys of theirs.
         A thread that is about to end is given a second.
@@ -158,7 +158,7 @@ class Snapshot:
 
     def _files_left(self) -> list[str]:
         if self._opened():
-            gc.collect()  # a file that nobody can reach any more is closed by it
+            gc.collect()  # closes unreachable files
         return [f"file {path} is still open (fd {fd})" for fd, path in self._opened().items()]
 
     def _opened(self) -> dict[int, str]:
@@ -181,7 +181,7 @@ class Snapshot:
     def _attributes_left(self) -> list[str]:
         said = []
         traced = _recorder() is not None and _recorder() is not self._recorder
-        # Whoever asks for it by the environment wants it until the process ends.
+        # Asked for by the environment, it records until the process ends.
         if traced and os.environ.get("COMMGRID_TRACE", "0") in ("", "0"):
             said.append("commgrid.trace still records: call commgrid.trace.stop()")
         for owner, (held, before) in self._attributes.items():
@@ -231,7 +231,7 @@ def _groups_of_grids() -> set[int]:
 
 
 def _recorder() -> Any:
-    """What records collectives in this process, or None."""
+    """The recorder of this process's collectives, or None."""
     current: Callable[[], Any] | None = _loaded("commgrid.runtime.recorder.current")
     return current() if current else None
 
@@ -313,7 +313,7 @@ def _attributes() -> Attributes:
 def _is_own(value: Any, traced: bool) -> bool:
     """Whether a module that may do so has put this in place of a member of torch's."""
     function = getattr(value, "__func__", value)
-    # A wrapper has the name of what it wraps, but its own globals.
+    # functools.wraps copies the module's name, but not the globals.
     names = getattr(function, "__globals__", None)
     module: str = names.get("__name__", "") if names else getattr(function, "__module__", "") or ""
     if traced and module == "commgrid.runtime.torch_calls":  # the trace has a sentence of its own
