@@ -400,7 +400,7 @@ def test_communicators_do_not_grow_with_the_world(world: int) -> None:
 
 
 def test_a_plan_of_a_million_ranks_is_small_and_quick() -> None:
-    """Quick: no more calls than for a thousand. Whatever looks at every rank makes more, or takes
+    """Quick: no more calls than for a thousand. A walk over all ranks makes more, or takes
     memory for each."""
 
     def plan(world: int) -> GroupPlan:
@@ -503,7 +503,7 @@ def test_rows_that_list_ranks(share: str, ranks: tuple[int, ...] | None) -> None
     plan = GroupPlan.for_rank(spec, 2)
     assert plan.groups["some"] == plan.groups["twin"] == (4, 2, 1, 0)  # in the order of the list
     named = {name: c for c in plan.communicators for name in c.names}
-    assert named["some"].names == ("some", "alias")  # own, whatever else has these ranks
+    assert named["some"].names == ("some", "alias")  # its own, although twin has these ranks too
     assert {named[n].name for n in ("slow", "apart", "twin")} == {"slow", "apart", "twin"}
     assert named["slow"].options.timeout == 9.0
     assert named["some"].connect

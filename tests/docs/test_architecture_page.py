@@ -31,7 +31,7 @@ def test_every_name_is_in_its_file() -> None:
 
 
 def test_the_picture_has_every_room_in_the_order_of_its_imports() -> None:
-    from tests.test_layering import ROWS
+    from tests.test_layering import ROOMS
 
     rooms = {path.name + "/" for path in (ROOT / "commgrid").iterdir() if path.is_dir()}
     rooms |= {path.name for path in (ROOT / "commgrid").glob("*.py")}
@@ -39,8 +39,6 @@ def test_the_picture_has_every_room_in_the_order_of_its_imports() -> None:
     picture = TEXT[TEXT.index("errors.py, version.py") :]
     picture = picture[: picture.index("```")]
     assert {room for room in rooms if room not in picture} == set()
-    last = {name.partition(".")[0]: row for row, names in enumerate(ROWS) for name in names}
-    # What has torch comes in the order of the last row that has a file of the room.
     listed = re.findall(r"^  (\w+)(?:/|\.py)", picture[picture.index("torch\n  runtime") :], re.M)
-    rows = [last[room] for room in listed if room in last]
-    assert rows == sorted(rows)
+    places = [ROOMS.index(room) for room in listed if room in ROOMS]
+    assert places == sorted(places)
