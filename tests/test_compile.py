@@ -146,7 +146,7 @@ def layers() -> None:
             torch.testing.assert_close(function(*inputs), found[0][0], **CLOSE)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_compiled_layers_equal_themselves() -> None:
     run_on_ranks(layers, 2, timeout=600)
 

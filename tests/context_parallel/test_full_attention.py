@@ -223,7 +223,7 @@ def compiled(case: Case) -> None:
         assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_compiled_model_leaves_attention_as_it_is() -> None:
     # Spawned: a forked child hangs in what torch.compile has started in the parent.
     case = Case(SequenceSharding.packed([9, 5], 2))
