@@ -146,7 +146,7 @@ def layers() -> None:
             torch.testing.assert_close(function(*inputs), found[0][0], **CLOSE)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_compiled_layers_equal_themselves() -> None:
     run_on_ranks(layers, 2, timeout=600)
 
@@ -170,7 +170,7 @@ def experts() -> None:
             torch.testing.assert_close(fused, eager, **CLOSE)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_experts_whose_counts_break_the_graph_keep_their_gradients() -> None:
     run_on_ranks(experts, 2, timeout=300)
 
@@ -218,7 +218,8 @@ def trained(backend: str, overlap: bool, sequence_parallel: bool, tp: int) -> No
         assert train(run, *start(model, overlap)) == pytest.approx(eager, rel=1e-12, abs=0)
 
 
-@pytest.mark.full("*inductor-*", "2-1-aot_eager-True-False")
+@pytest.mark.nightly("*inductor-*")
+@pytest.mark.full("2-1-aot_eager-True-False")
 @pytest.mark.parametrize(
     ("world", "tp", "backend", "overlap", "sequence_parallel"),
     [  # each rank compiles for itself; inductor's 41 kernels take the C++ compiler half a minute

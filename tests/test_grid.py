@@ -25,7 +25,7 @@ from commgrid import (
 )
 from commgrid.runtime import registry, torch_groups
 from commgrid.testing import run_on_ranks
-from tests.sizes import full
+from tests.sizes import pick
 
 EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
 
@@ -340,7 +340,7 @@ def by_threads(cycles: int) -> None:
 
 
 def test_threads_start_grids_at_once() -> None:
-    cycles = 20 if full() else 5
+    cycles = pick(5, 5, 20)
     run_on_ranks(by_threads, 4, cycles, backend=None, launcher="torchrun", timeout=300)
 
 

@@ -1,7 +1,9 @@
-"""RankLayout against brute force: enumerate every rank's coordinate, then filter."""
+"""RankLayout against enumeration, over ranges and over lists in any order."""
 
 import itertools
+import math
 import random
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given
@@ -9,57 +11,111 @@ from hypothesis import strategies as st
 
 from commgrid.errors import NotInGridError, SpecError
 from commgrid.planning.layout import Axis, Mode, RankLayout, RankSet
+from commgrid.planning.ranks import RankTuple
+from tests.enumeration import coordinates, factorizations, groups_along, subsets
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(
     lambda n: {f"axis{i}": size for i, size in enumerate(n)}
 )
 
 
-def coordinates(shape: dict[str, int], offset: int, stride: int) -> dict[int, dict[str, int]]:
-    """Rank to coordinate by counting up, the first axis fastest."""
-    indices = itertools.product(*(range(size) for size in reversed(shape.values())))
-    return {
-        offset + position * stride: dict(zip(shape, reversed(index), strict=True))
-        for position, index in enumerate(indices)
-    }
+def check(shape: dict[str, int], ranks: Sequence[int], closely: Iterable[int]) -> None:
+    """Compare all coordinates and groups with enumeration, and every answer on some ranks."""
+    if isinstance(ranks, range):
+        layout = RankLayout.from_sizes(shape, offset=ranks.start, stride=ranks.step)
+    else:
+        layout = RankLayout.from_sizes(shape, ranks=ranks)
+    table = coordinates(shape, ranks)
+    assert (tuple(layout.ranks), layout.shape) == (tuple(ranks), shape)
+    assert {rank: layout.coordinate(rank) for rank in ranks} == table
+    assert [layout.rank(**at) for at in table.values()] == list(table)
+    for axes in subsets(list(shape), least=0):
+        groups = groups_along(table, axes)
+        assert list(map(tuple, layout.groups(*axes))) == list(dict.fromkeys(groups.values()))
+        for rank in closely:
+            check_group(layout, axes, rank, table[rank], groups[rank])
+    absent = next(rank for rank in itertools.count() if rank not in table)
+    with pytest.raises(NotInGridError, match=f"rank {absent} is not one of rank"):
+        layout.coordinate(absent)
 
 
-@given(sizes, st.integers(0, 3000), st.integers(1, 3), st.randoms())
-def test_ranks_and_groups_equal_enumeration(
-    shape: dict[str, int], offset: int, stride: int, pick: random.Random
+def check_group(
+    layout: RankLayout,
+    axes: tuple[str, ...],
+    rank: int,
+    at: dict[str, int],
+    members: tuple[int, ...],
 ) -> None:
-    layout = RankLayout.from_sizes(shape, offset=offset, stride=stride)
-    table = coordinates(shape, offset, stride)
-    assert tuple(layout.ranks) == tuple(table)
-    axes = pick.sample(list(shape), pick.randint(0, len(shape)))
-    for rank, coordinate in table.items():
-        assert layout.coordinate(rank) == coordinate
-        assert layout.rank(**coordinate) == rank
-        fixed = {a: i for a, i in coordinate.items() if a not in axes}
-        peers = tuple(r for r, c in table.items() if fixed.items() <= c.items())
-        group = layout.group(rank, *axes)
-        assert tuple(group) == peers
-        assert [group[i] for i in range(len(group))] == list(peers)
-        assert group.index(rank) == peers.index(rank)
-        assert tuple(layout.select(**fixed).ranks) == peers
-    groups = [tuple(group) for group in layout.groups(*axes)]
-    assert groups == sorted(groups)
-    assert sorted(rank for group in groups for rank in group) == sorted(table)
+    """One rank's group: by axes, by fixing the others, and by flattening and splitting back."""
+    group = layout.group(rank, *axes)
+    assert tuple(group) == members
+    assert [group[i] for i in range(len(group))] == list(members)
+    assert group.index(rank) == members.index(rank)
+    part = layout.select(**{axis: index for axis, index in at.items() if axis not in axes})
+    assert tuple(part.ranks) == members
+    assert part.coordinate(rank) == {axis: at[axis] for axis in axes}
+    if axes:
+        flat = layout.flatten(*axes, into="flat")
+        assert flat.group(rank, "flat") == group
+        assert flat.coordinate(rank)["flat"] == members.index(rank)
+        back = flat.split("flat", {axis: layout.shape[axis] for axis in axes})
+        moved = back.permute(*layout.shape)
+        assert moved.shape == layout.shape
+        assert moved.coordinate(rank) == at
+
+
+@given(sizes, st.integers(0, 3000), st.integers(1, 3), st.booleans(), st.randoms())
+def test_ranges_and_lists_equal_enumeration(
+    shape: dict[str, int], offset: int, stride: int, shuffle: bool, pick: random.Random
+) -> None:
+    count = math.prod(shape.values())
+    ranks: Sequence[int] = range(offset, offset + count * stride, stride)
+    check(shape, pick.sample(ranks, count) if shuffle else ranks, pick.sample(ranks, min(3, count)))
+
+
+CUTS = {
+    n: [dict(zip("abc", cut, strict=True)) for cut in factorizations(n, 3)] for n in range(1, 9)
+}
+
+
+@pytest.mark.nightly("[678]-1")
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [*((n, 1) for n in range(1, 9)), (6, 7), (7, 41), (8, 401)],
+)
+def test_every_list_of_up_to_8_ranks(number: int, step: int) -> None:
+    """So many of 8 ranks: every order of the first ones, every choice of the others."""
+    orders = itertools.islice(itertools.permutations(range(number)), 0, None, step)
+    chosen = (each[::-1] for each in itertools.combinations(range(8), number))
+    for at, ranks in enumerate(itertools.chain(orders, chosen)):
+        check(CUTS[number][at % len(CUTS[number])], ranks, ranks[:1])
+
+
+def test_lists_of_thousands_of_ranks() -> None:
+    pick = random.Random(15)
+    for cut in ((16, 16, 16), (3, 7, 8), (16, 1, 7), (2, 16, 8)):
+        total = math.prod(cut)
+        ranks = tuple(pick.sample(range(3 * total), total))
+        check(dict(zip("abc", cut, strict=True)), ranks, pick.sample(ranks, 3))
 
 
 @given(sizes, st.randoms())
-def test_flatten_and_permute_move_no_rank(shape: dict[str, int], pick: random.Random) -> None:
+def test_permute_moves_no_rank(shape: dict[str, int], pick: random.Random) -> None:
     layout = RankLayout.from_sizes(shape, offset=7)
-    axes = pick.sample(list(shape), pick.randint(1, len(shape)))
-    flat = layout.flatten(*axes, into="flat")
-    for rank in layout.ranks:
-        assert flat.group(rank, "flat") == layout.group(rank, *axes)
-        position = flat.coordinate(rank)["flat"]
-        assert layout.group(rank, *axes)[position] == rank
     shuffled = pick.sample(list(shape), len(shape))
     permuted = layout.permute(*shuffled)
     assert list(permuted.shape) == shuffled
     assert all(permuted.coordinate(r) == layout.coordinate(r) for r in layout.ranks)
+
+
+@given(sizes, st.randoms())
+def test_flatten_joins_axes_in_any_order(shape: dict[str, int], pick: random.Random) -> None:
+    layout = RankLayout.from_sizes(shape, offset=7)
+    axes = pick.sample(list(shape), pick.randint(1, len(shape)))
+    flat = layout.flatten(*axes, into="flat")
+    for rank in pick.sample(layout.ranks[:], min(3, len(layout))):
+        assert flat.group(rank, "flat") == layout.group(rank, *axes)
+        assert layout.group(rank, *axes)[flat.coordinate(rank)["flat"]] == rank
 
 
 def test_flatten_of_axes_that_are_not_adjacent_splits_back() -> None:
@@ -138,3 +194,21 @@ def test_misuse_is_named(call: object, said: str) -> None:
     assert callable(call)
     with pytest.raises(SpecError, match=said):
         call(RankLayout.from_sizes({"tp": 2, "dp": 2}))
+
+
+def test_overlap_of_lists() -> None:
+    pick = random.Random(3)
+    for _ in range(50):
+        one, other = (tuple(pick.sample(range(40), 12)) for _ in range(2))
+        layouts = [RankLayout.from_sizes({"dp": 12}, ranks=ranks) for ranks in (one, other)]
+        expected = tuple(rank for rank in range(40) if rank in one and rank in other)
+        assert layouts[0].overlap(layouts[1]) == expected
+        even = RankLayout.from_sizes({"dp": 12}, stride=3)
+        assert layouts[0].overlap(even) == tuple(r for r in range(0, 36, 3) if r in one)
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    with pytest.raises(SpecError, match="a=2 is not the 3 ranks listed"):
+        RankLayout.from_sizes({"a": 2}, ranks=[4, 1, 0])
+    with pytest.raises(SpecError, match="the axes reach place 3 of the 3 ranks listed"):
+        RankLayout(RankLayout.from_sizes({"a": 4}).axes, 0, RankTuple((4, 1, 0)))

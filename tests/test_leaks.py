@@ -14,9 +14,9 @@ import torch.distributed as dist
 import commgrid
 from commgrid.runtime import patient, torch_groups
 from commgrid.testing import run_on_ranks
-from tests.sizes import full
+from tests.sizes import pick
 
-CYCLES, SETTLING = (200, 20) if full() else (50, 10)
+CYCLES, SETTLING = pick((50, 10), (50, 10), (200, 20))
 EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
 
 
@@ -69,7 +69,7 @@ def test_cycles_over_a_world_that_is_up() -> None:
         check_flat(seen)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_200_cycles_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "cycles.py"
     script.write_text(

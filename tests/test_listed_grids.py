@@ -28,27 +28,27 @@ from commgrid.runtime.torch_groups import group_count
 from commgrid.sharding import ShardingSpec
 from commgrid.tensor_parallel import ColumnParallelLinear
 from commgrid.testing import run_on_ranks
+from tests.enumeration import coordinates, groups_along
 
 SIX = (0, 1, 2, 4, 5, 7)
 PERMUTED = (5, 2, 0, 7)
 
 
 def check_groups(grid: HyperCommGrid, sizes: dict[str, int], ranks: tuple[int, ...]) -> None:
-    """Names, places and neighbours against counting up; the first axis is the fastest."""
-    place, stride = ranks.index(grid.rank), 1
+    """Names, places and neighbours against enumeration."""
+    table = coordinates(sizes, ranks)
     assert grid.get_ranks() == ranks
-    assert grid.get_local_rank() == place
+    assert grid.get_local_rank() == ranks.index(grid.rank)
+    assert table[grid.rank].items() <= grid.coordinate.items()
     for axis, size in sizes.items():
-        index = place // stride % size
-        members = tuple(ranks[place + (i - index) * stride] for i in range(size))
-        assert grid.coordinate[axis] == grid.get_local_rank(axis) == index
-        assert grid.get_ranks(axis) == members
-        assert grid.size(axis) == size
+        index, groups = grid.get_local_rank(axis), groups_along(table, [axis])
+        members = groups[grid.rank]
+        assert (grid.size(axis), grid.get_ranks(axis)) == (size, members)
+        assert index == table[grid.rank][axis]
         assert grid.next_rank(axis) == members[(index + 1) % size]
-        assert grid.prev_rank(axis) == members[(index - 1) % size]
+        assert grid.prev_rank(axis) == members[index - 1]
         assert (grid.is_first(axis), grid.is_last(axis)) == (index == 0, index == size - 1)
-        assert members in grid.get_all_ranks(axis)
-        stride *= size
+        assert set(grid.get_all_ranks(axis)) == set(groups.values())
 
 
 def check_collectives(grid: HyperCommGrid) -> None:

@@ -3,123 +3,114 @@
 import functools
 import itertools
 import math
+import operator
 import random
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commgrid import GridSpec, GroupPlan, SpecError
+from commgrid import GridSpec, GroupPlan, RankLayout, SpecError
+from commgrid.planning.groups import GroupDef
 from commgrid.planning.spec import SHARE_CHOICES
-from commgrid.planning.spec import GridSpec as Spec
-from tests.sizes import full
+from tests.enumeration import (
+    coordinates,
+    factorizations,
+    groups_along,
+    part_of_split,
+    picked,
+    subsets,
+)
 
-Coordinates = dict[int, dict[str, int]]
-
-
-def enumerate_region(sizes: dict[str, int], ranks: Sequence[int]) -> Coordinates:
-    """Rank to coordinate, counting up with the first axis fastest."""
-    counted = itertools.product(*(range(n) for n in reversed(sizes.values())))
-    return {
-        rank: dict(zip(sizes, reversed(index), strict=True))
-        for rank, index in zip(ranks, counted, strict=True)
-    }
-
-
-def peers(table: Coordinates, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Ranks that differ from `rank` only along `axes`, by looking at every rank."""
-    fixed = [axis for axis in table[rank] if axis not in axes]
-    key = [table[rank][axis] for axis in fixed]
-    return tuple(r for r, c in table.items() if [c[axis] for axis in fixed] == key)
-
-
-def enumerate_groups(table: Coordinates, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
-    """Every rank's group along `axes`, by sorting ranks on their other coordinates."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    keys = {r: tuple(i for axis, i in c.items() if axis not in axes) for r, c in table.items()}
-    for rank, key in keys.items():
-        groups.setdefault(key, []).append(rank)
-    return {rank: tuple(groups[key]) for rank, key in keys.items()}
+Groups = dict[int, tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=4096)
-def expected_groups(
-    sizes: tuple[tuple[str, int], ...], ranks: tuple[int, ...], axes: tuple[str, ...]
-) -> dict[int, tuple[int, ...]]:
-    """`enumerate_groups` of a region, which many specs have in common."""
-    return enumerate_groups(enumerate_region(dict(sizes), ranks), axes)
+def along(
+    sizes: tuple[tuple[str, int], ...], ranks: Sequence[int], axes: tuple[str, ...]
+) -> Groups:
+    """`groups_along` of a region, which many specs have in common."""
+    return groups_along(coordinates(dict(sizes), ranks), axes)
 
 
-def check_ranks(spec: Spec, ranks: Iterable[int] | None = None) -> None:
-    """Every group of every rank (or of some) equals enumeration."""
-    plans = {rank: GroupPlan.for_rank(spec, rank) for rank in ranks or spec.grid_ranks}
+def enumerated(spec: GridSpec, definition: GroupDef) -> Groups:
+    """Group of each rank that a row of the groups table means."""
+    region = next(region for region in spec.regions if region.name == definition.region)
+    groups = along(region.numbers, spec.grid_ranks, definition.axes)
+    if definition.lists is not None:
+        groups = {rank: tuple(listed) for listed in definition.lists for rank in listed}
+    if definition.pick is not None:
+        kept = {members: picked(members, definition.pick) for members in set(groups.values())}
+        groups = {rank: kept[groups[rank]] for rank in groups if rank in kept[groups[rank]]}
+    if definition.part is not None:
+        groups = {
+            rank: part_of_split(members, rank, *definition.part) for rank, members in groups.items()
+        }
+    return groups
+
+
+def check_names(spec: GridSpec) -> None:
+    """Every set of axes of a region has a name, spelled slowest axis first."""
     for region in spec.regions:
-        for count in range(1, len(region.axes) + 1):
-            for axes in itertools.combinations(region.axes, count):
-                expected = expected_groups(
-                    tuple(dict(region.numbers).items()), tuple(spec.grid_ranks), axes
-                )
-                name = "_".join(reversed(axes))
-                for rank, plan in plans.items():
-                    assert plan.groups[name] == expected[rank], (spec, rank, name)
+        for axes in subsets(region.axes):
+            definition = spec.definitions["_".join(reversed(axes))]
+            assert set(definition.axes) == set(axes)
+            assert definition.pick is definition.part is definition.lists is None
 
 
-def check_whole(spec: Spec) -> None:
-    """Over all ranks: groups of a name partition the grid, members list their communicators in
-    one order, and none is created twice."""
-    plans = {rank: GroupPlan.for_rank(spec, rank) for rank in spec.grid_ranks}
-    whole = [name for name, d in spec.definitions.items() if d.pick is None]
-    for name in whole:
-        if name in spec.created_names:
-            found = {plan.groups[name] for plan in plans.values()}
-            assert sorted(r for group in found for r in group) == sorted(spec.grid_ranks)
-    listed = {
-        rank: [(c.names, c.ranks) for c in plan.communicators] for rank, plan in plans.items()
-    }
-    for rank, communicators in listed.items():
-        assert len(set(communicators)) == len(communicators)
-        for peer in {r for _, ranks in communicators for r in ranks}:
-            ours = [c for c in communicators if peer in c[1]]
-            theirs = [c for c in listed[peer] if rank in c[1]]
-            assert ours == theirs, (spec, rank, peer)
-    for plan in plans.values():
-        named = [name for c in plan.communicators for name in c.names]
-        assert sorted(named) == sorted(plan.groups)
-        for communicator in plan.communicators:
-            assert {plan.groups[name] for name in communicator.names} == {communicator.ranks}
+def check_groups(spec: GridSpec, names: Sequence[str], ranks: Sequence[int]) -> None:
+    """The groups with these names are those of enumeration, on these ranks."""
+    plans = {rank: GroupPlan.for_rank(spec, rank).groups for rank in ranks}
+    for name in names:
+        expected = enumerated(spec, spec.definitions[name])
+        for rank, groups in plans.items():
+            assert groups.get(name) == expected.get(rank), (spec, rank, name)
 
 
-def factorizations(total: int, count: int) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (total,)
-        return
-    for size in range(1, total + 1):
-        if total % size == 0:
-            for rest in factorizations(total // size, count - 1):
-                yield (size, *rest)
+def check_whole(spec: GridSpec) -> None:
+    """Over all ranks: all groups of a name; members list their communicators in one order; each
+    name has one communicator, with its ranks."""
+    ranks = spec.grid_ranks
+    check_names(spec)
+    check_groups(spec, list(spec.definitions), ranks)
+    layout = {region.name: spec.layout(region.name) for region in spec.regions}
+    for name, definition in spec.definitions.items():
+        every = sorted(set(enumerated(spec, definition).values()), key=lambda g: ranks.index(g[0]))
+        assert definition.all_ranks(layout[definition.region]) == every, (spec, name)
+    listed = {}
+    for rank in ranks:
+        plan = GroupPlan.for_rank(spec, rank)
+        listed[rank] = [(c.names, c.ranks) for c in plan.communicators]
+        assert len(set(listed[rank])) == len(listed[rank])
+        named = {name: members for names, members in listed[rank] for name in names}
+        assert named == dict(plan.groups)
+        assert sum(len(names) for names, _ in listed[rank]) == len(named)
+    for rank, peer in itertools.combinations(ranks, 2):
+        ours = [c for c in listed[rank] if peer in c[1]]
+        assert ours == [c for c in listed[peer] if rank in c[1]], (spec, rank, peer)
 
 
 DENSE = ("tp", "cp", "dp", "pp")
 
 
-def dense_specs(world: int) -> Iterator[Spec]:
+def dense_specs(world: int) -> Iterator[GridSpec]:
     """All sizes and all orders that differ (axes of size 1 do not)."""
     for sizes in factorizations(world, len(DENSE)):
-        given = dict(zip(DENSE, sizes, strict=True))
+        given: dict[str, Any] = dict(zip(DENSE, sizes, strict=True))
         real = [axis for axis in DENSE if given[axis] > 1]
         for order in itertools.permutations(real):
-            yield GridSpec.build(**given, order="-".join(order) or "dp").resolve(world)  # type: ignore[arg-type]
+            yield GridSpec.build(**given, order="-".join(order) or "dp").resolve(world)
 
 
-@pytest.mark.full("12", "14", "15", "16")
+@pytest.mark.full("8", "12", "14", "15", "16")
 @pytest.mark.parametrize("world", range(1, 17))
 def test_every_dense_spec_equals_enumeration(world: int) -> None:
     for spec in dense_specs(world):
-        check_ranks(spec)
         check_whole(spec)
 
 
@@ -131,22 +122,22 @@ def expert_orders(tp: int, pp: int, dp: int, ep: int, etp: int | None) -> Iterat
         yield "-".join([*order, *({"tp", "ep", "pp"} - set(real))])
 
 
-@pytest.mark.full("1?", "6", "8", "9")
+@pytest.mark.nightly("12", "16")
+@pytest.mark.full("1[01345]", "6", "8", "9")
 @pytest.mark.parametrize("world", range(1, 17))
 def test_every_spec_with_experts_equals_enumeration(world: int) -> None:
     checked = refused = 0
     for tp, pp, dp in factorizations(world, 3):
         for ep, etp in itertools.product(range(1, world + 1), (None, *range(1, world + 1))):
-            sizes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
+            sizes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
             if world % ((tp if etp is None else etp) * ep * pp):
                 with pytest.raises(SpecError, match="does not divide"):
-                    GridSpec.build(**sizes).resolve(world)  # type: ignore[arg-type]
+                    GridSpec.build(**sizes).resolve(world)
                 continue
-            for order in expert_orders(**sizes):  # type: ignore[arg-type]
-                spec = GridSpec.build(**sizes, order=order)  # type: ignore[arg-type]
+            for order in expert_orders(**sizes):
                 refusal = ""
                 try:
-                    spec = spec.resolve(world)
+                    spec = GridSpec.build(**sizes, order=order).resolve(world)
                 except SpecError as error:
                     refusal = str(error)
                 if refusal:
@@ -154,16 +145,18 @@ def test_every_spec_with_experts_equals_enumeration(world: int) -> None:
                     refused += 1
                     continue
                 checked += 1
-                some = None if world <= 8 else (0, world - 1, checked % world)
-                check_ranks(spec, some)
                 if checked % 7 == 0:
                     check_whole(spec)
+                else:
+                    check_names(spec)
+                    some = spec.grid_ranks if world <= 8 else (0, world - 1, checked % world)
+                    check_groups(spec, list(spec.definitions), some)
     assert checked > 0
     assert refused == 0 or world > 2
 
 
 @st.composite
-def random_specs(draw: st.DrawFn) -> Spec:
+def random_specs(draw: st.DrawFn) -> GridSpec:
     """Specs up to 4,096 ranks, sizes of any kind, with and without experts, tables, steps and lists
     of ranks."""
     sizes, room = {}, 4096
@@ -194,31 +187,10 @@ def random_specs(draw: st.DrawFn) -> Spec:
     ).resolve(ranks=ranks)  # fmt: skip
 
 
-@settings(
-    max_examples=300 if full() else 60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
-@given(random_specs(), st.integers(0, 2**31))
-def test_random_specs_equal_enumeration(spec: Spec, seed: int) -> None:
-    pick = random.Random(seed)
-    rank = pick.choice(spec.grid_ranks)
-    plan = GroupPlan.for_rank(spec, rank)
-    tables = {r.name: enumerate_region(dict(r.numbers), spec.grid_ranks) for r in spec.regions}
-    for name in pick.sample(sorted(plan.groups), 8):
-        definition = spec.definitions[name]
-        expected = peers(tables[definition.region], rank, definition.axes)
-        if definition.pick:
-            expected = tuple(dict.fromkeys((expected[0], expected[-1])))
-        if definition.part:
-            size, stride = definition.part
-            at = expected.index(rank)
-            low = [i for i in range(len(expected)) if i % stride == at % stride]
-            expected = tuple(
-                expected[i] for i in low if i // (size * stride) == at // (size * stride)
-            )
-        assert plan.groups[name] == expected, (spec, rank, name)
+@settings(suppress_health_check=list(HealthCheck))
+@given(random_specs(), st.randoms(use_true_random=False))
+def test_random_specs_equal_enumeration(spec: GridSpec, pick: random.Random) -> None:
+    check_groups(spec, pick.sample(list(spec.definitions), 8), [pick.choice(spec.grid_ranks)])
     if spec.world_size <= 24:
         check_whole(spec)
 
@@ -268,28 +240,27 @@ def test_every_group_megatron_names_agrees_with_its_rank_generator(
             assert sorted(map(list, ours)) == sorted(generator.get_ranks(token)), (token, order)
 
 
-def names_sharing(spec: Spec, rank: int = 0) -> set[frozenset[str]]:
+def names_sharing(spec: GridSpec, rank: int = 0) -> set[frozenset[str]]:
     return {frozenset(c.names) for c in GroupPlan.for_rank(spec, rank).communicators}
 
 
-def expected_sharing(spec: Spec, rank: int) -> set[frozenset[str]]:
+def expected_sharing(spec: GridSpec, rank: int) -> set[frozenset[str]]:
     """Who shares, from the table of ranks alone: combinations of axes without a groups table."""
     together: dict[object, set[str]] = {}
     seen = set()
     for region in spec.regions:
         sizes = dict(region.numbers)
-        table = enumerate_region(sizes, spec.grid_ranks)
-        for count in range(1, len(region.axes) + 1):
-            for axes in itertools.combinations(region.axes, count):
-                ranks, name = peers(table, rank, axes), "_".join(reversed(axes))
-                key: object = {
-                    "aliases": name,
-                    "region": (region.name, frozenset(a for a in axes if sizes[a] > 1)),
-                    "all": ranks,
-                }[spec.share]
-                if name not in seen:  # pp is of both regions
-                    seen.add(name)
-                    together.setdefault(ranks if len(ranks) == 1 else key, set()).add(name)
+        for axes in subsets(region.axes):
+            ranks = along(region.numbers, spec.grid_ranks, axes)[rank]
+            name = "_".join(reversed(axes))
+            key: object = {
+                "aliases": name,
+                "region": (region.name, frozenset(a for a in axes if sizes[a] > 1)),
+                "all": ranks,
+            }[spec.share]
+            if name not in seen:  # pp is of both regions
+                seen.add(name)
+                together.setdefault(ranks if len(ranks) == 1 else key, set()).add(name)
     return set(map(frozenset, together.values()))
 
 
@@ -429,7 +400,7 @@ def test_communicators_do_not_grow_with_the_world(world: int) -> None:
 
 
 def test_a_plan_of_a_million_ranks_is_small_and_quick() -> None:
-    """Quick: no more calls than for a thousand. Whatever looks at every rank makes more, or takes
+    """Quick: no more calls than for a thousand. A walk over all ranks makes more, or takes
     memory for each."""
 
     def plan(world: int) -> GroupPlan:
@@ -484,3 +455,89 @@ def test_a_spec_of_some_ranks_resolves_to_itself() -> None:
     spec = GridSpec.build(tp=2, ranks=range(4)).resolve(8)
     assert spec.resolve(8) == spec == GridSpec.from_dict(spec.to_dict())
     assert spec.grid_ranks == range(4)
+
+
+# -- over lists of ranks --------------------------------------------------------------------------
+
+TABLE: dict[str, Any] = {
+    "embedding": {"of": "pp", "pick": ["first", "last"]},
+    "levels": {"of": "dp", "split": {"outer": 2, "inner": -1}},
+    "fsdp": "dp_cp",
+}
+
+
+@pytest.mark.parametrize("share", SHARE_CHOICES)
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({"tp": 2, "pp": 3}, (0, 1, 2, 4, 5, 7)),
+        ({"tp": 2, "pp": 2}, (5, 2, 0, 7)),
+        ({"cp": 2, "dp": 4, "pp": 2}, tuple(random.Random(1).sample(range(40), 16))),
+        ({"tp": 2, "dp": 4, "ep": 4, "etp": 1}, tuple(random.Random(2).sample(range(9), 8))),
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, (7, 6, 5, 4, 3, 2, 1, 0)),
+    ],
+)
+def test_plans_over_lists_equal_enumeration(
+    sizes: dict[str, int], ranks: tuple[int, ...], share: str
+) -> None:
+    groups = {**TABLE}
+    if sizes.get("dp") != 4:
+        del groups["levels"]
+    spec = GridSpec.build(**sizes, ranks=ranks, groups=groups, share=share).resolve(64)  # type: ignore[arg-type]
+    assert spec.grid_ranks == ranks
+    check_whole(spec)
+
+
+@pytest.mark.parametrize("share", SHARE_CHOICES)
+@pytest.mark.parametrize("ranks", [None, (7, 6, 0, 1, 3, 2, 4, 5)])
+def test_rows_that_list_ranks(share: str, ranks: tuple[int, ...] | None) -> None:
+    groups = {
+        **TABLE, "some": {"ranks": [[4, 2, 1, 0], [3, 5]]}, "alias": "some",
+        "slow": {"of": "some", "timeout": 9}, "apart": {"of": "some", "own": True},
+        "ends": {"of": "some", "pick": ["first", "last"]},
+        "pair": {"ranks": [[0, 1]], "timeout": 5}, "alone": {"ranks": [[6]]},
+        "twin": {"ranks": [[4, 2, 1, 0], [3, 5]]},
+    }  # fmt: skip
+    spec = GridSpec.build(tp=2, dp=4, ranks=ranks, groups=groups, share=share).resolve(8)
+    check_whole(spec)
+    plan = GroupPlan.for_rank(spec, 2)
+    assert plan.groups["some"] == plan.groups["twin"] == (4, 2, 1, 0)  # in the order of the list
+    named = {name: c for c in plan.communicators for name in c.names}
+    assert named["some"].names == ("some", "alias")  # its own, although twin has these ranks too
+    assert {named[n].name for n in ("slow", "apart", "twin")} == {"slow", "apart", "twin"}
+    assert named["slow"].options.timeout == 9.0
+    assert named["some"].connect
+    assert "ends" not in plan.groups
+    assert GroupPlan.for_rank(spec, 0).groups["ends"] == (4, 0)
+    pair = {n: c for c in GroupPlan.for_rank(spec, 3).communicators for n in c.names}
+    assert pair["ends"].ranks == pair["some"].ranks == (3, 5)
+    assert (pair["ends"] is pair["some"]) == (share != "aliases")
+    assert "some" not in GroupPlan.for_rank(spec, 7).groups
+    assert GridSpec.from_dict(spec.to_dict()) == spec
+    assert spec.to_dict()["groups"]["some"] == {"ranks": [[4, 2, 1, 0], [3, 5]]}
+
+
+def test_get_all_ranks_does_not_look_at_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4.7 s at 4,096 ranks for four groups, when every rank's was made to find them."""
+    groups = {**TABLE, "some": {"ranks": [[1, 2, 3], [9, 8]]}}
+    spec = GridSpec.build(tp=8, dp=128, pp=4, groups=groups).resolve(4096)
+    layout, calls = spec.layout("dense"), [0]
+    group = RankLayout.group
+
+    def counted(self: RankLayout, rank: int, *axes: str) -> object:
+        calls[0] += 1
+        return group(self, rank, *axes)
+
+    monkeypatch.setattr(RankLayout, "group", counted)
+    found = {
+        n: spec.definitions[n].all_ranks(layout)
+        for n in ("dp_tp", *TABLE, "outer", "some")
+        if n != "levels"
+    }
+    assert calls == [0]
+    assert [len(found[n]) for n in ("dp_tp", "embedding", "fsdp", "outer", "some")] == [
+        4, 1024, 32, 2048, 2,
+    ]  # fmt: skip
+    assert found["dp_tp"] == [tuple(range(first, first + 1024)) for first in range(0, 4096, 1024)]
+    assert all(b == a + 3072 for a, b in found["embedding"])
+    assert sorted(map(operator.itemgetter(0), found["outer"])) == [g[0] for g in found["outer"]]

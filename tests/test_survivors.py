@@ -2,12 +2,13 @@
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from commgrid import GridSpec, SpecError
 from commgrid.planning.survivors import refit, shrinking
+from tests.enumeration import Coordinates, coordinates
 
 SPECS = [
     {"tp": 2},
@@ -21,14 +22,11 @@ SPECS = [
 ]
 
 
-def coordinates(spec: GridSpec) -> dict[int, dict[str, int]]:
-    layout = spec.layout("dense")
-    return {rank: layout.coordinate(rank) for rank in spec.grid_ranks}
+def seats(spec: GridSpec) -> Coordinates:
+    return coordinates(dict(spec.regions[0].numbers), spec.grid_ranks)
 
 
-def kept(
-    last: Mapping[int, Mapping[str, int]], new: Mapping[int, Mapping[str, int]], axes: Sequence[str]
-) -> int:
+def kept(last: Coordinates, new: Coordinates, axes: Sequence[str]) -> int:
     """How many ranks have the coordinate on these axes that they had."""
     return sum(
         rank in last and all(last[rank][axis] == at[axis] for axis in axes)
@@ -41,7 +39,7 @@ def test_no_other_choice_keeps_more_ranks_where_they_are(sizes: dict[str, int]) 
     """Brute force over all ways to seat the ranks that are left, for any two ranks gone."""
     given = GridSpec.build(**sizes)
     last = given.resolve(4 if len(sizes) < 2 or "dp" in sizes else 8 if "cp" in sizes else 4)
-    before = coordinates(last)
+    before = seats(last)
     draws = random.Random(0)
     for gone in (1, 2):
         for dead in itertools.combinations(last.grid_ranks, gone):
@@ -57,10 +55,10 @@ def test_no_other_choice_keeps_more_ranks_where_they_are(sizes: dict[str, int]) 
             model = [axis for axis in dense if new.shape[axis] == last.shape[axis]]
             if len(model) == len(dense):
                 model.remove(shrinking(given)[0])
-            found = coordinates(new)
+            found = seats(new)
             assert set(found) <= set(here)
             assert len(found) == len(new.grid_ranks)
-            places = list(coordinates(new).values())
+            places = list(found.values())
             if len(places) > 6:
                 continue
             best = max(

@@ -1,7 +1,7 @@
 """Starting and stopping torch.distributed, the store its ranks meet at, and what its errors mean.
 
 With its neighbours called `torch_*` this is the one door to torch.distributed: whatever of it is
-not public torch stands in these files (and `tests/torch_private.py` says what to do when it goes).
+not public torch stands in these files (and `docs/torch_versions.md` says what to do when it goes).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import commgrid
 from commgrid.context_parallel import SequenceSharding, attention
 from commgrid.testing import run_on_ranks
 from tests.context_parallel.plain import Case, allowed, inputs, plain
-from tests.sizes import full, some
+from tests.sizes import pick, some
 
 WAYS = ("ring", "allgather", "ulysses", "2d")
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -108,13 +108,15 @@ THIRDS = {1: 1, 2: 0, 3: 0, 4: 1, 6: 2, 8: 2}
 an even number, which all ways are for, and by another."""
 
 
-@pytest.mark.full("1", "2", "3", "6", "8")
+@pytest.mark.nightly("[1368]")
+@pytest.mark.full("2")
 @pytest.mark.parametrize("parts", THIRDS)
 def test_shards_attend_like_the_whole(parts: int) -> None:
     hold(parts, some(cases(parts)[THIRDS[parts] :: 3], 5))
 
 
-@pytest.mark.full
+@pytest.mark.nightly("4")
+@pytest.mark.full("2")
 @pytest.mark.parametrize("parts", [2, 4])
 def test_in_single_precision(parts: int) -> None:
     hold(parts, some(cases(parts)[::3], 2), torch.float32)
@@ -127,7 +129,7 @@ def packings(draw: st.DrawFn) -> list[int]:
     return draw(st.lists(length, min_size=1, max_size=8))
 
 
-@settings(max_examples=6 if full() else 1, deadline=None)
+@settings(max_examples=pick(1, 2, 6), deadline=None)
 @given(st.lists(packings(), min_size=4, max_size=4), st.sampled_from([2, 3, 4]), st.data())
 def test_documents_of_any_length(drawn: list[list[int]], parts: int, data: st.DataObject) -> None:
     masks = st.sampled_from([(True, None), (True, None), (False, None), (True, 3), (True, 40)])
@@ -221,7 +223,7 @@ def compiled(case: Case) -> None:
         assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_compiled_model_leaves_attention_as_it_is() -> None:
     # Spawned: a forked child hangs in what torch.compile has started in the parent.
     case = Case(SequenceSharding.packed([9, 5], 2))

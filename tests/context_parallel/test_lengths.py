@@ -1,5 +1,6 @@
 """Plans of who attends which documents on which group, run on paper and on real ranks."""
 
+import math
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -23,6 +24,7 @@ from commgrid.context_parallel import (
     plan_lengths,
 )
 from commgrid.testing import run_on_ranks
+from tests.enumeration import coordinates, groups_along
 from tests.sizes import full, some
 
 WORLDS = [
@@ -209,30 +211,15 @@ def test_a_part_that_leaves_ranks_out_keeps_them_busy() -> None:
     assert plan.of(4)[0].group == "cp_1"
 
 
-def brute_force_positions(sizes: dict[str, int], axis: str) -> list[list[int]]:
-    """The groups along one axis by looking at every rank's digits, tp fastest and pp slowest."""
-    order = [name for name in ("tp", "cp", "dp", "pp") if name in sizes]
-    world = 1
-    for name in order:
-        world *= sizes[name]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(world):
-        rest, digits = rank, []
-        for name in order:
-            digits.append(-1 if name == axis else rest % sizes[name])
-            rest //= sizes[name]
-        groups.setdefault(tuple(digits), []).append(rank)
-    return list(groups.values())
-
-
 @pytest.mark.parametrize("sizes", WORLDS, ids=str)
 @pytest.mark.parametrize("chosen", [(), (1, 2, 3), (4,), (1, 2, 3, 4)], ids=str)
 def test_rows_make_every_part_beside_the_other_axes(
     sizes: dict[str, int], chosen: tuple[int, ...]
 ) -> None:
     groups = LengthGroups(sizes["cp"], chosen)
-    wholes = brute_force_positions(sizes, "cp")
-    world = len(wholes) * sizes["cp"]
+    world = math.prod(sizes.values())
+    in_order = {axis: sizes[axis] for axis in ("tp", "cp", "dp", "pp") if axis in sizes}
+    wholes = set(groups_along(coordinates(in_order, range(world)), ["cp"]).values())
     rows = groups.rows(timeout=600)
     spec = GridSpec.build(**sizes, order="tp-cp-dp-pp", groups=rows).resolve(world)
     plans = [GroupPlan.for_rank(spec, rank) for rank in range(world)]

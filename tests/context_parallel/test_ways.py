@@ -291,7 +291,7 @@ def one_is_gone() -> str:
     return str(e.value)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_nobody_waits_for_ever_for_keys() -> None:
     assert "rank 2 or rank 1 is gone" in run_on_ranks(one_is_gone, 3)[0]
 
@@ -311,7 +311,8 @@ def one_does_not_come(way: str, where: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.full
+@pytest.mark.nightly("allgather-*", "ulysses-later")
+@pytest.mark.full("ulysses-backward")
 @pytest.mark.parametrize("where", ["later", "backward"])
 @pytest.mark.parametrize("way", ["ulysses", "allgather"])
 def test_who_does_not_come_to_an_exchange_is_named(way: str, where: str) -> None:

@@ -4,8 +4,8 @@ Each draw follows from its seed alone. A failure names it; one draw is run again
 
     RANDOM_MODELS=17 pytest tests/data_parallel/test_random_models.py
 
-and several with RANDOM_MODELS=17,23. `--full` runs all of them, a short run those that have
-every feature among them.
+and several with RANDOM_MODELS=17,23. A nightly run has all of them, a full run 30, and a short run
+ten that have every feature among them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from tests.data_parallel.random_draws import Draw, draw, features
 from tests.data_parallel.random_models import slice_of
 from tests.data_parallel.random_oracle import Expected, train_whole
 from tests.data_parallel.random_training import Found, train_all
+from tests.sizes import pick
 
 ALL = range(200)
 SHORT = (37, 49, 88, 92, 121, 135, 146, 165, 175, 197)
+FULL = sorted({*SHORT, *ALL[::10]})
 AT_ONCE = 20  # draws that the same ranks run one after the other
 
 # Everything that a draw may have, as `features` names it.
@@ -54,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The draws of each number of ranks, some at a time."""
     if "seeds" not in metafunc.fixturenames:
         return
-    chosen: Iterable[int] = ALL if metafunc.config.getoption("--full", default=False) else SHORT
+    chosen: Iterable[int] = pick(SHORT, FULL, ALL)
     if os.environ.get("RANDOM_MODELS"):
         chosen = [int(seed) for seed in os.environ["RANDOM_MODELS"].split(",")]
     by_world: dict[int, list[int]] = {}

@@ -27,7 +27,7 @@ from commgrid.tensor_parallel import (
     initialize_parameters,
 )
 from commgrid.testing import run_on_ranks
-from tests.sizes import full
+from tests.sizes import nightly
 
 WIDTH = 8
 
@@ -138,7 +138,7 @@ def every_way(tp: int) -> list[tuple[Way, dict[str, Any]]]:
 def test_steps_do_not_depend_on_how_they_are_cut() -> None:
     reference = run_on_ranks(steps, 1, Way())[0]
     assert reference["norms"][0] > 4  # so that clipping clips
-    for world, tp in ((1, 1), (2, 1), (4, 2), (8, 2)) if full() else ((2, 1), (4, 2)):
+    for world, tp in ((1, 1), (2, 1), (4, 2), (8, 2)) if nightly() else ((2, 1), (4, 2)):
         for found in run_on_ranks(every_way, world, tp, timeout=300):
             for way, ours in found:
                 same(ours, reference, (world, way))

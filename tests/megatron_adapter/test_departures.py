@@ -38,7 +38,7 @@ def test_every_departure_is_shown() -> None:
             assert f"def {test}(" in text
 
 
-@pytest.mark.full("0.15-*", "0.18-*", "0.19-*")
+@pytest.mark.nightly("0.15-*", "0.18-*", "0.19-*")
 @pytest.mark.parametrize(
     ("since", "name"),
     [

@@ -189,7 +189,7 @@ def is_departure(given: dict[str, Any], line: str) -> bool:
     return sharded and line.startswith("get_hybrid_data_context_parallel_groups(")
 
 
-@pytest.mark.full("8")
+@pytest.mark.nightly("8")
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_function_on_every_rank(world: int) -> None:
     def every() -> list[str]:
@@ -212,7 +212,8 @@ def every_rank(world: int, which: int) -> list[str]:
     return found
 
 
-@pytest.mark.full("16-*", "64-0", "64-1", "64-3")
+@pytest.mark.nightly("16-[1-9]*", "64-[013]")
+@pytest.mark.full("16-0")
 @pytest.mark.parametrize(
     ("world", "which"), [(w, i) for w in (16, 64) for i in range(len(CONFIGS[w]))]
 )

@@ -24,19 +24,19 @@ def unless_installed(version: str) -> None:
         pytest.skip(f"{version} is installed: tested by test_functions and test_gpt")
 
 
-@pytest.mark.full("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.20.0")
+@pytest.mark.nightly("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.20.0")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_table_is_what_the_release_has(version: str) -> None:
     assert on_release(version, HERE, "table") == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", VERSIONS)
 def test_hyper_comm_grids_enumerate_as_megatrons(version: str) -> None:
     on_release(version, HERE, "grids")
 
 
-@pytest.mark.full("0.15.3-*", "0.16.1-*", "0.17.1-*", "0.18.2-*", "0.19.2-8", "0.20.0-*")
+@pytest.mark.nightly("0.15.3-*", "0.16.1-*", "0.17.1-*", "0.18.2-*", "0.19.2-8", "0.20.0-*")
 @pytest.mark.parametrize("world", [2, 8])  # test_functions has 4 too
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_function_on_every_rank(version: str, world: int) -> None:
@@ -45,14 +45,14 @@ def test_every_function_on_every_rank(version: str, world: int) -> None:
     assert on_release(version, HERE, "functions", world, count, timeout=600) >= count
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(("version", "world"), [*((v, 16) for v in ENDS), (SHORT, 64)])
 def test_every_function_on_every_rank_of_a_large_world(version: str, world: int) -> None:
     unless_installed(version)
     assert on_release(version, HERE, "large_world", world, timeout=900) >= 3
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_what_an_older_release_has_no_variables_for() -> None:
     on_release("0.15.3", HERE, "newer_state")
 
@@ -69,7 +69,7 @@ IN_ANOTHER = ("--tp 2 --sequence-parallel", "--experts 4 --ep 2")
 """What the larger ones have too."""
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("version", "given"),
     [(v, c) for v in VERSIONS for c in CASES if v in ENDS or c not in IN_ANOTHER],

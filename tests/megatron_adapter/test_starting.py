@@ -12,7 +12,8 @@ from tests.peers import parallel_state  # noqa: F401  (skips where there is no m
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.full
+@pytest.mark.nightly("*0.1[78]*")
+@pytest.mark.full("*0.19*")
 @pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.2"])
 @pytest.mark.parametrize("name", ["training", "bridge", "decentralized"])
 def test_one_line_is_added(name: str, version: str) -> None:

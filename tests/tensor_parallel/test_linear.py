@@ -28,7 +28,7 @@ from commgrid.tensor_parallel import (
     initialize_parameters,
 )
 from commgrid.testing import run_on_ranks
-from tests.sizes import full
+from tests.sizes import nightly
 
 # Sums in another order: fp64 is good to some ulps of 64 terms, fp32 to the same in its ulps. bf16
 # has 8 bits: products are exact to 2^-9 each, and what n ranks round to bf16 before they are
@@ -296,7 +296,7 @@ def compiled() -> None:
     grid = commgrid.initialize(tp=2)
     for sequence_parallel in (False, True):
         # The other way inductor compiles it in a whole model, in test_compile.
-        backend = "inductor" if full() and not sequence_parallel else "aot_eager"
+        backend = "inductor" if nightly() and not sequence_parallel else "aot_eager"
         torch._dynamo.reset()
         column = ColumnParallelLinear(8, 16, sequence_parallel=sequence_parallel)
         row = RowParallelLinear(16, 8, sequence_parallel=sequence_parallel)

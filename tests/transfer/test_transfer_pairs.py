@@ -46,7 +46,8 @@ def test_what_a_checkpoint_would_have_loaded(tmp_path: Path) -> None:
     check(cases.SHORT, False, tmp_path)
 
 
-@pytest.mark.full("*")
+@pytest.mark.nightly("[123]")
+@pytest.mark.full("0")
 @pytest.mark.parametrize("part", range(4))
 def test_every_pair_of_cuts(part: int, tmp_path: Path) -> None:
     check(cases.LONG[part::4], False, tmp_path)
@@ -57,7 +58,7 @@ def test_experts_go_from_any_cut_to_any_other(tmp_path: Path) -> None:
     check(cases.EXPERTS_SHORT, True, tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_every_pair_of_cuts_of_experts(tmp_path: Path) -> None:
     check(cases.EXPERTS_LONG, True, tmp_path)
 
@@ -69,7 +70,7 @@ def test_optimizer_state_goes_too(tmp_path: Path) -> None:
         assert found == [[]] * len(cases.OPTIMIZERS_SHORT)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_optimizer_state_goes_from_any_cut_to_any_other(tmp_path: Path) -> None:
     for found in run_on_ranks(
         move_state, 8, cases.OPTIMIZERS_LONG, str(tmp_path), backend=None, launcher="torchrun"
