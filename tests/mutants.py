@@ -125,9 +125,9 @@ def _ending(code: int | None) -> str:
 
 
 def end_children() -> None:
-    """Kills all processes that descend from this one, in whatever session they are.
+    """Kill every process that descends from this one, in any session.
 
-    Those whose parent has ended are children of this process, since it adopts orphans.
+    A process whose parent has ended is a child of this one, which adopts orphans.
     """
     while children := _children():
         for child in children:

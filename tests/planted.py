@@ -166,7 +166,7 @@ MUTANTS = (
         ("tests/test_collectives.py::test_uneven_slices_lie_where_their_sizes_say",),
     ),
     Mutant(
-        "nobody waits for a collective under way",
+        "a collective under way is not waited for",
         "commgrid/collectives/asynchronous.py",
         "            self.work.wait()\n",
         "            pass\n",
@@ -365,7 +365,7 @@ MUTANTS = (
     ),
     # -- transfer ----------------------------------------------------------------------------
     Mutant(
-        "bytes that do not fit the level are sent by nobody",
+        "bytes left over after rounding have no sender",
         "commgrid/transfer/shares.py",
         "    shares[ordered[0]] += left\n",
         "",
@@ -424,7 +424,7 @@ MUTANTS = (
         ("tests/observe/test_order.py::test_a_known_bad_program_has_the_shortest_reason",),
     ),
     Mutant(
-        "the last rank is charged with all that ranks are apart",
+        "the last rank is charged with the time since the first",
         "commgrid/observe/slowness.py",
         "lost = calls[order[-1]].began - calls[order[-2]].began",
         "lost = calls[order[-1]].began - calls[order[0]].began",

@@ -33,5 +33,5 @@ def test_a_slow_rank_is_charged_with_what_the_next_to_last_waits() -> None:
 
 
 def test_two_ranks_that_come_late_together_are_not_slow() -> None:
-    """Whoever comes last keeps two ranks waiting for no more than 0.1 s."""
+    """The last rank keeps the others waiting for no more than 0.1 s."""
     assert not [*slow_ranks(ledger((0.0, 0.8, 0.9), (1.0, 1.8, 1.9)))]
