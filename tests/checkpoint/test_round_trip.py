@@ -424,6 +424,6 @@ def cut_along_one_dim(folder: str) -> Tensor:
 
 
 def test_slices_of_slices_lie_inside_them(tmp_path: Path) -> None:
-    whole = run_on_ranks(cut_along_one_dim, 4, str(tmp_path), init=None, launcher="torchrun")[0]
+    whole = run_on_ranks(cut_along_one_dim, 4, str(tmp_path), backend=None, launcher="torchrun")[0]
     dcp_to_torch_save(tmp_path / "step_00000001", tmp_path / "read.pt")
     assert torch.equal(torch.load(tmp_path / "read.pt")["model"]["0.weight"], whole)
