@@ -484,7 +484,7 @@ MUTANTS = (
         "commgrid/recovery.py",
         "if saved and saved[-1] > having[0].step:",
         "if saved and saved[-1] < having[0].step:",
-        ("tests/checkpoint/test_kept.py",),
+        ("tests/checkpoint/test_kept.py::test_a_newer_checkpoint_goes_first",),
     ),
     # -- sharding ----------------------------------------------------------------------------
     Mutant(
