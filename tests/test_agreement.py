@@ -365,6 +365,16 @@ def test_a_roll_says_who_is_here() -> None:
     assert roll.here(range(10)) == [1, 3, 6, 9]
 
 
+def test_a_roll_waits_for_the_last_of_every_thirty() -> None:
+    """Ranks 0 to 60 fill two counters and begin a third; each of them is late once."""
+    ranks = range(61)
+    for late in ranks:
+        roll = Roll(HashStore(), "roll", ranks)
+        others = [roll.come(rank).name for rank in ranks if rank != late]
+        assert others == ["EARLY"] * 60, late
+        assert roll.come(late).name == "LAST"
+
+
 def test_a_process_too_many_does_not_touch_its_neighbour() -> None:
     """Two of them come as rank 1 and as rank 2 while the first ones' marks are there."""
     store = HashStore()

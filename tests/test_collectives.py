@@ -116,6 +116,31 @@ def test_pairs_are_adjoint() -> None:
     run_on_ranks(adjoint, 8)
 
 
+def uneven() -> None:
+    """Slices of other sizes on each rank, one of them empty: forward, and the gradient."""
+    grid = commgrid.initialize(tp=4)
+    me, sizes = grid.get_local_rank("tp"), [3, 0, 1, 4]
+    whole = [of(rank, 2, 8) for rank in range(4)]
+    slices = [one.split(sizes, 1) for one in whole]
+    total = torch.stack(whole).sum(0)
+    for pair, given, made, upstream, gradient in (
+        (scatter_to_group, whole[0], slices[0][me], slices[1][me], whole[1]),
+        (gather_from_group, slices[0][me], whole[0], whole[1], slices[1][me]),
+        (reduce_scatter_to_group, whole[me], total.split(sizes, 1)[me], slices[0][me], whole[0]),
+        (all_gather_from_group, slices[0][me], whole[0], whole[me], total.split(sizes, 1)[me]),
+    ):
+        x = given.clone().requires_grad_()
+        out = pair(x, "tp", dim=1, sizes=sizes)
+        # Sums of four terms in another order.
+        torch.testing.assert_close(out, made, rtol=1e-14, atol=1e-14)
+        out.backward(upstream)
+        torch.testing.assert_close(x.grad, gradient, rtol=1e-14, atol=1e-14)
+
+
+def test_uneven_slices_lie_where_their_sizes_say() -> None:
+    run_on_ranks(uneven, 4)
+
+
 def finite_differences() -> None:
     """Each pair's gradient against central differences of a whole-group objective in fp64."""
     grid = commgrid.initialize(tp=2)

@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from dataclasses import replace
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -23,7 +24,9 @@ from commgrid import (
     SpecError,
     UnknownGroupError,
 )
+from commgrid.planning.ranks import RankTuple
 from commgrid.runtime import registry, torch_groups
+from commgrid.runtime.communicator import exchange_ranks
 from commgrid.testing import run_on_ranks
 from tests.sizes import pick
 
@@ -129,6 +132,21 @@ def contract() -> None:
 
 def test_the_contract() -> None:
     run_on_ranks(contract, 8)
+
+
+def other_members() -> str:
+    """A communicator whose plan has its members in another order than it answers with."""
+    grid = commgrid.initialize(tp=2)
+    live = next(c for c in grid.communicators if "tp" in c.names)
+    wrong = replace(live, planned=replace(live.planned, members=RankTuple((1, 0))))
+    with pytest.raises(commgrid.GridMismatchError) as caught:
+        exchange_ranks([wrong], lambda: 60.0)
+    return str(caught.value)
+
+
+def test_members_other_than_planned_are_an_error() -> None:
+    for said in run_on_ranks(other_members, 2):
+        assert "of ranks 1, 0 answered with ranks 0, 1" in said
 
 
 def test_get_before_initialize() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, PeerTimeoutError
+from commgrid.runtime.failures import _whole_hosts
 from commgrid.runtime.torch_world import as_peer_error, is_peer_failure
 from commgrid.testing import run_on_ranks
 from tests.flags import hear, tell
@@ -176,3 +177,18 @@ def test_what_only_sounds_like_it(error: Exception) -> None:
         made = as_peer_error("made", error)
         assert not isinstance(made, PeerTimeoutError)
         assert str(error).splitlines()[0] in str(made)
+
+
+@pytest.mark.parametrize(
+    ("gone", "missing", "hosts"),
+    [
+        ({5}, {4, 5, 6, 7}, {4, 5, 6, 7}),
+        ({5}, {5, 6, 7}, set()),
+        ({1, 9}, {8, 9, 10, 11}, {8, 9, 10, 11}),
+    ],
+)
+def test_a_host_of_which_nothing_is_heard_is_gone_as_a_whole(
+    gone: set[int], missing: set[int], hosts: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _whole_hosts(gone, missing) == hosts

@@ -357,6 +357,14 @@ def test_own_and_options_keep_communicators_apart() -> None:
         assert (frozenset({"emb"}) in shared) == (share != "all")
 
 
+def test_a_row_overrides_options_of_the_group_it_is_made_of() -> None:
+    base = {"of": "dp", "backend": "gloo", "timeout": 9, "nccl": {"max_ctas": 2, "min_ctas": 1}}
+    groups = {"base": base, "more": {"of": "base", "backend": "nccl", "nccl": {"max_ctas": 4}}}
+    made = GridSpec.build(groups=groups).resolve(4).definitions["more"].options
+    assert (made.backend, made.timeout) == ("nccl", 9.0)
+    assert dict(made.nccl) == {"max_ctas": 4, "min_ctas": 1}
+
+
 def test_an_embedding_group_leaves_out_the_middle_stages() -> None:
     spec = GridSpec.build(pp=4, groups={"emb": {"of": "pp", "pick": ["first", "last"]}}).resolve(8)
     assert GroupPlan.for_rank(spec, 1).groups["emb"] == (1, 7)

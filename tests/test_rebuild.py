@@ -1,5 +1,6 @@
 """Ranks are killed, and the others make the same named grid over whoever is left."""
 
+import json
 import os
 import threading
 import time
@@ -11,8 +12,10 @@ import torch
 import commgrid
 from commgrid import PeerFailedError, PeerTimeoutError
 from commgrid.collectives import all_reduce
-from commgrid.runtime import registry, torch_gloo
+from commgrid.planning.spec import GridSpec
+from commgrid.runtime import registry, torch_gloo, torch_world
 from commgrid.runtime.failures import named_failures
+from commgrid.runtime.rebuild import States, _Rebuild
 from commgrid.runtime.torch_gloo import break_connections
 from commgrid.runtime.torch_world import world_store
 from tests.killing import KILLED, kill_me, run_killable
@@ -208,6 +211,28 @@ def test_what_is_refused() -> None:
         assert each["fits"].startswith("SpecError: rebuild of grid 'default': no grid fits")
     assert first["two"] == "rebuilt"
     assert third["late"].startswith("LateError: rebuild of grid 'default': rank 2 came too")
+
+
+@pytest.mark.parametrize(
+    ("here", "unsure", "needed"), [(2, False, None), (1, False, 2), (2, True, 3), (3, True, None)]
+)
+def test_half_go_on_only_where_the_others_cannot(
+    here: int, unsure: bool, needed: int | None
+) -> None:
+    """Of 4 ranks; where the store was out of reach, the other half may be going on as well."""
+    given = GridSpec.build()
+    last = given.resolve(4)
+    made = registry.Made(given, last.shape, last, "", None, None)
+    call = _Rebuild("default", None, 1.0, None, None, 1.0, States(lambda: False, lambda *_: None))
+    said = {"address": "", "server": None, "unsure": False, "states": False}
+    texts = [json.dumps({**said, "unsure": unsure and rank == 0}) for rank in range(here)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_world, "world_size", lambda: 4)
+        verdict = call._conclude(made, list(range(here)), texts)
+    if needed is None:
+        assert verdict["spec"]["axes"]["dp"] == here
+    else:
+        assert f"of its 4 ranks came, and {needed} are needed" in verdict["refused"]
 
 
 def nothing_is_left() -> dict[str, tuple[int, int]]:

@@ -188,7 +188,7 @@ class _Exchange:
                 raise self.failure(device, error) from error
             if ranks != communicator.ranks:
                 raise GridMismatchError(
-                    f"{communicator.describe()} answered with ranks {_short(ranks)}; two groups "
+                    f"{communicator.describe()} answered with {_short(ranks)}; two groups "
                     "have met under one name, or a rank runs another version of commgrid"
                 )
         seconds = time.perf_counter() - self.started

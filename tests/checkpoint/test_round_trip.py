@@ -19,8 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.collectives import all_gather
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.parameters import placements
+from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
 from commgrid.testing import run_on_ranks
 from tests.checkpoint.models import batch, differences, fill, made
 
@@ -407,3 +409,21 @@ def test_dtensors_that_fsdp_has_cut_again(world: int, tmp_path: Path) -> None:
     assert whole.keys() == read["model"].keys()
     for name, tensor in whole.items():
         assert torch.equal(read["model"][name], tensor), name
+
+
+def cut_along_one_dim(folder: str) -> Tensor:
+    """Rows that tensor parallelism has cut, and FSDP2 again; the whole weight before it did."""
+    grid = commgrid.initialize(tp=2)
+    model = nn.Sequential(ColumnParallelLinear(3, 12, bias=False))
+    initialize_parameters(model, seed=1)
+    whole = all_gather(model[0].weight.detach(), "tp")
+    fully_shard(model, mesh=grid.device_mesh("dp"))
+    checkpoint.save(folder, 1, model, progress=False)
+    commgrid.shutdown()
+    return whole
+
+
+def test_slices_of_slices_lie_inside_them(tmp_path: Path) -> None:
+    whole = run_on_ranks(cut_along_one_dim, 4, str(tmp_path), backend=None, launcher="torchrun")[0]
+    dcp_to_torch_save(tmp_path / "step_00000001", tmp_path / "read.pt")
+    assert torch.equal(torch.load(tmp_path / "read.pt")["model"]["0.weight"], whole)

@@ -213,6 +213,41 @@ def test_average_is_right_with_uneven_microbatches() -> None:
     run_on_ranks(uneven, 3)
 
 
+def marked() -> None:
+    commgrid.initialize()
+    module = mark_parameters(nn.Linear(2, 2), region="expert")
+    mark_parameters(module, partial="tp")
+    for placement in placements(module):
+        assert placement.region == "expert"
+        assert placement.partial is not None
+
+
+def test_a_second_mark_keeps_what_the_first_one_says() -> None:
+    run_on_ranks(marked, 1)
+
+
+def idle() -> None:
+    """Rank 1 takes part in the first step only; a parameter in the first step only, on both."""
+    grid = commgrid.initialize()
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "once": nn.Linear(2, 1)}).double()
+    reducer = GradientReducer(model)
+    x = torch.ones(1, 2, dtype=torch.float64)
+    (model["used"](x) + model["once"](x)).sum().backward()
+    reducer.finish(count=1)
+    if grid.rank == 0:
+        (3 * model["used"](x)).sum().backward()
+    reducer.finish(count=1 - grid.rank)
+    assert torch.equal(model["used"].weight.grad, 3 * x)
+    assert model["once"].weight.grad is None
+    # Weight and bias: what is left of the first step would add 3 to it.
+    assert reducer.gradient_norm().square().item() == pytest.approx(27.0, rel=1e-12)
+    reducer.close()
+
+
+def test_nothing_of_the_step_before_is_added_where_there_is_no_gradient() -> None:
+    run_on_ranks(idle, 2)
+
+
 def lopsided() -> str:
     grid = commgrid.initialize()
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "sometimes": nn.Linear(2, 3)})

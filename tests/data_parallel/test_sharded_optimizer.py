@@ -121,6 +121,31 @@ def test_state_is_taken_up_where_it_was_left() -> None:
     run_on_ranks(resumed, 2)
 
 
+def rounded() -> None:
+    """bf16 weights are their fp32 copies, rounded; it is the copies that take the steps."""
+    commgrid.initialize()
+    for shard in (True, False):
+        ours, exact = make(torch.bfloat16), make(torch.bfloat16).float()
+        reducer = GradientReducer(ours, shard=shard)
+        sharded = ShardedOptimizer(reducer, torch.optim.SGD, lr=2.0**-10)
+        whole = torch.optim.SGD(exact.parameters(), lr=2.0**-10)
+        for _ in range(3):
+            for model, optimizer in ((ours, sharded), (exact, whole)):
+                optimizer.zero_grad()
+                sum(parameter.sum() for parameter in model.parameters()).backward()
+                if model is ours:
+                    reducer.finish()
+                optimizer.step()
+        sharded.wait()
+        for parameter, copied in zip(ours.parameters(), exact.parameters(), strict=True):
+            assert torch.equal(parameter, copied.bfloat16())
+        reducer.close()
+
+
+def test_half_precision_weights_follow_their_fp32_copies() -> None:
+    run_on_ranks(rounded, 2)
+
+
 def scheduled() -> None:
     """A step and its schedule's, then saved; and again in a new optimizer that loads it."""
     commgrid.initialize()

@@ -146,6 +146,21 @@ def test_starting_again_forgets_and_two_starts_are_one(grid: Any) -> None:
     assert commgrid.trace.recorded().calls == ()
 
 
+def test_a_new_grid_counts_its_calls_from_the_start() -> None:
+    """Ranks have issued other numbers of calls on the last one, which has failed, of that name."""
+    try:
+        for calls in (2, 1):
+            grid = commgrid.initialize(trace=True)
+            for _ in range(calls):
+                dist.broadcast(torch.ones(1), 0, grid.get_group("dp"))
+            commgrid.shutdown()
+        calls_of_all = commgrid.trace.recorded().calls
+        found = [call for call in calls_of_all if call.operation == "broadcast"]
+        assert [(call.number, call.turn) for call in found] == [(0, 0), (1, 1), (0, 0)]
+    finally:
+        commgrid.trace.stop()
+
+
 def test_a_listener_that_raises_keeps_the_call_from_being_made(grid: Any) -> None:
     class Refuses:
         def begins(self, *_: Any) -> None:

@@ -290,6 +290,19 @@ def test_layouts_come_back_as_they_were() -> None:
     assert unpack(pack(entries)) == entries
 
 
+def test_a_layout_with_other_names_in_its_places_is_another_one() -> None:
+    """All of these have the same boxes, of tensors that are called or ordered otherwise."""
+    alike = form((2,), "float32", [((0,), (2,))])
+
+    def packed(*names: str) -> bytes:
+        return pack([Entry(name, alike) for name in names])
+
+    side = Side.of({0: packed("a", "b")})
+    assert side.is_still(0, packed("a", "b"))
+    for names in (("b", "a"), ("a", "c"), ("a",)):
+        assert not side.is_still(0, packed(*names))
+
+
 def test_ranks_with_other_rows_of_the_same_tensors_share_one_list_of_names() -> None:
     """As FSDP2 cuts a model: what is told of 64 ranks is little more than what is told of one."""
 

@@ -1,0 +1,512 @@
+"""Planted faults: mistakes that the tests of each room must catch, for `tests.mutants`.
+
+A person who rewrites the code could make each of them: a wrong group, a missing sum, a swapped
+order, a dropped wait, an offset by one, a stale value, a lost error. When code moves, `file`, `old`
+and `new` move with it; the fault stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault in one file.
+
+    Args:
+        name: says the fault.
+        file: from the root of the repository.
+        old: the text that is replaced; it stands exactly once in the file.
+        new: the text that is planted.
+        tests: files or node ids, of which one test at least must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def room(self) -> str:
+        """The folder of the file, or the module beside the folders."""
+        package, room, *_ = PurePath(self.file).with_suffix("").parts
+        return room if package == "commgrid" else package
+
+
+MUTANTS = (
+    # -- planning ----------------------------------------------------------------------------
+    Mutant(
+        "the row's options lose to those of the group it is made of",
+        "commgrid/planning/groups.py",
+        "backend=self.backend or base.backend",
+        "backend=base.backend or self.backend",
+        ("tests/test_plan.py::test_a_row_overrides_options_of_the_group_it_is_made_of",),
+    ),
+    Mutant(
+        "an axis of several modes weighs its digits by a sum",
+        "commgrid/planning/layout.py",
+        "weight *= mode.size",
+        "weight += mode.size",
+        ("tests/test_layout.py",),
+    ),
+    Mutant(
+        "dp_replicate varies faster than dp_shard",
+        "commgrid/planning/region.py",
+        'parts = [a for a in ("dp_shard", "dp_replicate") if',
+        'parts = [a for a in ("dp_replicate", "dp_shard") if',
+        ("tests/test_spec.py",),
+    ),
+    Mutant(
+        "an all-reduce costs one pass of the ring",
+        "commgrid/planning/cost.py",
+        "return 2 * _ring_pass(size, spread, levels)",
+        "return _ring_pass(size, spread, levels)",
+        ("tests/test_costs.py",),
+    ),
+    Mutant(
+        "the emptiest replicas stay after a failure",
+        "commgrid/planning/survivors.py",
+        "key=lambda at: (-len(rows[at]), at)",
+        "key=lambda at: (len(rows[at]), at)",
+        ("tests/test_survivors.py",),
+    ),
+    # -- runtime -----------------------------------------------------------------------------
+    Mutant(
+        "the last rank of a block of arrivals is not asked for",
+        "commgrid/runtime/roll.py",
+        "near = range(block * _BLOCK, (block + 1) * _BLOCK)",
+        "near = range(block * _BLOCK, (block + 1) * _BLOCK - 1)",
+        ("tests/test_agreement.py::test_a_roll_waits_for_the_last_of_every_thirty",),
+    ),
+    Mutant(
+        "a second process as one rank leaves its mark on the roll",
+        "commgrid/runtime/roll.py",
+        '            self._store.add(f"{self._key}/{block}", -bit)\n',
+        "",
+        (
+            "tests/test_agreement.py::test_a_process_too_many_does_not_touch_its_neighbour",
+            "tests/test_agreement.py::test_two_processes_as_one_rank",
+        ),
+    ),
+    Mutant(
+        "the ranks that answered are compared with the plan by their number",
+        "commgrid/runtime/communicator.py",
+        "if ranks != communicator.ranks:",
+        "if len(ranks) != len(communicator.ranks):",
+        ("tests/test_grid.py::test_members_other_than_planned_are_an_error",),
+    ),
+    Mutant(
+        "a rank whose document differs does not say so",
+        "commgrid/runtime/agreement.py",
+        "            self._examiner.differs(self._base)\n",
+        "            pass\n",
+        ("tests/test_agreement.py::test_many_differences_are_named_once_each",),
+    ),
+    Mutant(
+        "half of the ranks go on although the others may be alive",
+        "commgrid/runtime/rebuild.py",
+        "(len(were) // 2 + 1 if unsure else -(-len(were) // 2))",
+        "-(-len(were) // 2)",
+        ("tests/test_rebuild.py::test_half_go_on_only_where_the_others_cannot",),
+    ),
+    Mutant(
+        "only the first name of a shared communicator suspends it",
+        "commgrid/runtime/suspension.py",
+        "if wanted & {*c.names}]",
+        "if c.names[0] in wanted]",
+        ("tests/test_suspend.py::test_names_that_share_a_communicator_go_together",),
+    ),
+    Mutant(
+        "look-ups that were kept outlive the grid",
+        "commgrid/runtime/named_groups.py",
+        "        self._ranks.clear()\n",
+        "",
+        (
+            "tests/test_grid.py::test_the_contract",
+            "tests/test_grid.py::test_several_grids_live_side_by_side",
+        ),
+    ),
+    Mutant(
+        "calls on a new communicator are counted on from the old one",
+        "commgrid/runtime/recorder.py",
+        "in self._turns.items() if key[0] not in members}",
+        "in self._turns.items()}",
+        ("tests/observe/test_trace.py::test_a_new_grid_counts_its_calls_from_the_start",),
+    ),
+    Mutant(
+        "a host's ranks begin at the host's number",
+        "commgrid/runtime/failures.py",
+        "for first in {rank // size * size for rank in gone}]",
+        "for first in {rank // size for rank in gone}]",
+        ("tests/test_peer_errors.py::test_a_host_of_which_nothing_is_heard_is_gone_as_a_whole",),
+    ),
+    # -- collectives -------------------------------------------------------------------------
+    Mutant(
+        "the gradient of an all-gather is sliced, not summed",
+        "commgrid/collectives/pairs.py",
+        "return _apply(tensor, _gather, _reduce_scatter, group, grid, dim, sizes)",
+        "return _apply(tensor, _gather, _slice, group, grid, dim, sizes)",
+        ("tests/test_collectives.py",),
+    ),
+    Mutant(
+        "forward and backward of copy_to_group are swapped",
+        "commgrid/collectives/pairs.py",
+        "return _apply(tensor, _same, _sum, group, grid)",
+        "return _apply(tensor, _sum, _same, group, grid)",
+        ("tests/test_collectives.py",),
+    ),
+    Mutant(
+        "an uneven slice begins after itself",
+        "commgrid/collectives/pairs.py",
+        "start, size = sum(sizes[: group.rank()]), sizes[group.rank()]",
+        "start, size = sum(sizes[: group.rank() + 1]) - sizes[0], sizes[group.rank()]",
+        ("tests/test_collectives.py::test_uneven_slices_lie_where_their_sizes_say",),
+    ),
+    Mutant(
+        "a collective under way is not waited for",
+        "commgrid/collectives/asynchronous.py",
+        "            self.work.wait()\n",
+        "            pass\n",
+        ("tests/test_collectives.py",),
+    ),
+    # -- tensor_parallel ---------------------------------------------------------------------
+    Mutant(
+        "a vocabulary slice starts at the rank, not at its first column",
+        "commgrid/tensor_parallel/cross_entropy.py",
+        "start = group.rank * columns",
+        "start = group.rank * vocabulary // group.size",
+        (
+            "tests/tensor_parallel/test_vocabulary.py::test_embedding_and_head_equal_the_unsharded_ones[2]",
+        ),
+    ),
+    Mutant(
+        "a row layer's bias is not marked as partial under sequence parallelism",
+        "commgrid/tensor_parallel/linear.py",
+        'self.partial = ("bias",) if sequence_parallel else ()',
+        "self.partial = ()",
+        (
+            "tests/tensor_parallel/test_linear.py::test_a_block_equals_the_unsharded_one[2]",
+            "tests/tensor_parallel/test_linear.py::test_layers_copy_pickle_and_outlive_a_grid",
+        ),
+    ),
+    Mutant(
+        "a row layer's bias is added on every rank",
+        "commgrid/tensor_parallel/matmul.py",
+        "        y = F.linear(x, weight)\n        if sequence_dim is None:",
+        "        y, bias = F.linear(x, weight, bias), None\n        if sequence_dim is None:",
+        ("tests/tensor_parallel/test_linear.py::test_a_block_equals_the_unsharded_one[2]",),
+    ),
+    Mutant(
+        "main_grad keeps the gradient of the step before",
+        "commgrid/tensor_parallel/matmul.py",
+        "beta=0 if overwrite else 1",
+        "beta=1",
+        ("tests/tensor_parallel/test_linear.py::test_weight_gradients_go_to_main_grad",),
+    ),
+    # -- data_parallel -----------------------------------------------------------------------
+    Mutant(
+        "partial gradients are summed over the data axes alone",
+        "commgrid/data_parallel/reducer.py",
+        "axis for part in (name, partial.name)",
+        "axis for part in (name, name)",
+        ("tests/data_parallel/test_reducer.py::test_steps_do_not_depend_on_how_they_are_cut",),
+    ),
+    Mutant(
+        "copies on other stages are not summed",
+        "commgrid/data_parallel/reducer.py",
+        "adding = start_all_reduce_(bucket.gradient, sharers)",
+        "adding = Pending(None, lambda: bucket.gradient)",
+        ("tests/pipeline/test_runner.py::test_tied_embeddings_with_data_parallelism",),
+    ),
+    Mutant(
+        "gradients are divided by this rank's count",
+        "commgrid/data_parallel/verdict.py",
+        "        if total > 0:\n            return total, None\n",
+        "        if total > 0:\n            return float(count or total), None\n",
+        ("tests/data_parallel/test_reducer.py::test_average_is_right_with_uneven_microbatches",),
+    ),
+    Mutant(
+        "the buffer of a parameter without gradient keeps the step before",
+        "commgrid/data_parallel/reducer.py",
+        "            zero(slot for slot in bucket.slots if not slot.arrived)\n",
+        "",
+        (
+            "tests/data_parallel/test_reducer.py::test_nothing_of_the_step_before_is_added_where_there_is_no_gradient",
+        ),
+    ),
+    Mutant(
+        "each rank decides about an overflow by itself",
+        "commgrid/data_parallel/scaler.py",
+        "        if self._whole is not None:\n"
+        "            start_all_reduce_(worst, self._whole, dist.ReduceOp.MAX).wait()\n",
+        "",
+        (
+            "tests/data_parallel/test_right_or_refused.py::test_all_ranks_skip_a_step_that_overflows_on_one",
+        ),
+    ),
+    Mutant(
+        "half-precision weights are not written back after a step",
+        "commgrid/data_parallel/sharded_optimizer.py",
+        "torch._foreach_copy_([weight for weight, _ in self._half], [m for _, m in self._half])",
+        "self._loaded.clear()",
+        (
+            "tests/data_parallel/test_sharded_optimizer.py::test_half_precision_weights_follow_their_fp32_copies",
+        ),
+    ),
+    # -- context_parallel --------------------------------------------------------------------
+    Mutant(
+        "gradients of the last ring step are lost",
+        "commgrid/context_parallel/ring.py",
+        "            _give(returning.wait(), steps[-1].send, dk, dv)\n",
+        "            returning.wait()\n",
+        ("tests/context_parallel/test_full_attention.py::test_shards_attend_like_the_whole[4]",),
+    ),
+    Mutant(
+        "partial outputs are joined with their weights swapped",
+        "commgrid/context_parallel/merge.py",
+        "own.mul_((own_lse - base).exp_().unsqueeze(-1))",
+        "own.mul_((lse - base).exp_().unsqueeze(-1))",
+        ("tests/context_parallel/test_full_attention.py::test_shards_attend_like_the_whole[4]",),
+    ),
+    Mutant(
+        "heads go back to positions in the order they came in",
+        "commgrid/context_parallel/ulysses.py",
+        "rows = take_runs(x.permute(2, 0, 1, 3), inverse(exchange.order))",
+        "rows = take_runs(x.permute(2, 0, 1, 3), exchange.order)",
+        ("tests/context_parallel/test_full_attention.py::test_shards_attend_like_the_whole[4]",),
+    ),
+    Mutant(
+        "a ring across nodes takes the rank's place inside",
+        "commgrid/context_parallel/two_level.py",
+        "ring_steps(merged.ranges, merged.documents, rank // inner, mask)",
+        "ring_steps(merged.ranges, merged.documents, rank % inner, mask)",
+        ("tests/context_parallel/test_full_attention.py::test_shards_attend_like_the_whole[4]",),
+    ),
+    # -- expert ------------------------------------------------------------------------------
+    Mutant(
+        "rows come back from the experts as if from the first rank of etp",
+        "commgrid/expert/dispatch.py",
+        "parts = exchange(parts, self.ep, traffic.receive(self.etp.rank), traffic.send)",
+        "parts = exchange(parts, self.ep, traffic.receive(0), traffic.send)",
+        ("tests/expert/test_dispatch.py::test_combine_is_the_exact_inverse_of_dispatch",),
+    ),
+    Mutant(
+        "rows are sorted by expert on the way back too",
+        "commgrid/expert/dispatch.py",
+        "order = [e * n + s for s in range(n) for e in range(m)]",
+        "order = [s * m + e for s in range(n) for e in range(m)]",
+        ("tests/expert/test_dispatch.py::test_combine_is_the_exact_inverse_of_dispatch",),
+    ),
+    # -- pipeline ----------------------------------------------------------------------------
+    Mutant(
+        "deferred weight gradients of the last microbatches are dropped",
+        "commgrid/pipeline/run.py",
+        "                weights()\n",
+        "                pass\n",
+        ("tests/pipeline/test_runner.py::test_losses_and_gradients_are_the_unsplit_models[2]",),
+    ),
+    Mutant(
+        "a shared parameter loses the gradients of earlier steps",
+        "commgrid/pipeline/shared.py",
+        "parameter.grad = found if earlier is None else earlier.add_(found)",
+        "parameter.grad = found",
+        ("tests/pipeline/test_runner.py::test_shared_gradients_add_up_over_steps",),
+    ),
+    Mutant(
+        "a stage receives from itself",
+        "commgrid/pipeline/exchange.py",
+        "recv = Recv(stage, chunk, action.microbatch, action.stage, message)",
+        "recv = Recv(stage, chunk, action.microbatch, stage, message)",
+        (
+            "tests/pipeline/test_schedule.py::test_every_dependency_is_met_and_every_send_matched",
+            "tests/pipeline/test_schedule.py::test_the_bubble_is_the_closed_form",
+        ),
+    ),
+    # -- checkpoint --------------------------------------------------------------------------
+    Mutant(
+        "a slice of a slice begins where the outer one does",
+        "commgrid/checkpoint/boxes.py",
+        "offset[dim] += group.rank * slice_shape[dim]",
+        "offset[dim] = group.rank * slice_shape[dim]",
+        ("tests/checkpoint/test_round_trip.py::test_slices_of_slices_lie_inside_them",),
+    ),
+    Mutant(
+        "the first holder writes all copies",
+        "commgrid/checkpoint/boxes.py",
+        "        loads[chosen] += amount\n",
+        "",
+        ("tests/checkpoint/test_boxes.py",),
+    ),
+    Mutant(
+        "an error of a save in the background is lost",
+        "commgrid/checkpoint/background.py",
+        "        if self._error is not None:\n            raise self._error\n",
+        "",
+        (
+            "tests/checkpoint/test_background.py::test_a_full_disk_is_told_on_all_ranks_at_the_next_call",
+        ),
+    ),
+    Mutant(
+        "one checkpoint more than asked is kept",
+        "commgrid/checkpoint/folder.py",
+        "max(len(older) - (keep - 1), 0)",
+        "max(len(older) - keep, 0)",
+        ("tests/checkpoint/test_odd_models.py::test_links_and_earlier_steps",),
+    ),
+    Mutant(
+        "loading weights alone leaves the optimizer's copies",
+        "commgrid/checkpoint/loading.py",
+        "            self._model.tell_loaded()\n",
+        "            pass\n",
+        ("tests/checkpoint/test_round_trip.py::test_weights_alone_renew_the_optimizers_copies",),
+    ),
+    # -- transfer ----------------------------------------------------------------------------
+    Mutant(
+        "bytes left over after rounding have no sender",
+        "commgrid/transfer/shares.py",
+        "    shares[ordered[0]] += left\n",
+        "",
+        ("tests/transfer/test_transfer_plan.py",),
+    ),
+    Mutant(
+        "tensors that changed places pass for the planned ones",
+        "commgrid/transfer/layouts.py",
+        "return _split(now) == (forms, self.lists[number])",
+        "return _split(now)[0] == forms",
+        (
+            "tests/transfer/test_transfer_plan.py::test_a_layout_with_other_names_in_its_places_is_another_one",
+        ),
+    ),
+    Mutant(
+        "a transfer that has ended in the middle runs again",
+        "commgrid/transfer/live.py",
+        '        self._broken = f"{error} (in transfer {self._name!r}); {consequence}"\n',
+        '        self._broken = ""\n',
+        (
+            "tests/transfer/test_transfer_errors.py::test_all_ranks_say_what_is_wrong_and_nothing_moves",
+            "tests/transfer/test_transfer_errors.py::test_a_rank_that_fails_in_the_middle_is_named_by_all[raised]",
+        ),
+    ),
+    # -- bridge ------------------------------------------------------------------------------
+    Mutant(
+        "parts of a gradient overwrite each other",
+        "commgrid/bridge/plan.py",
+        "adds=part > 0",
+        "adds=False",
+        ("tests/bridge/test_bridge.py",),
+    ),
+    Mutant(
+        "the first copy sends to every receiver",
+        "commgrid/bridge/plan.py",
+        "copies[number % len(copies)]",
+        "copies[0]",
+        ("tests/bridge/test_bridge_plan.py",),
+    ),
+    # -- observe -----------------------------------------------------------------------------
+    Mutant(
+        "a rank one call behind counts as there",
+        "commgrid/observe/ledger.py",
+        "if self.entered(channel, m) <= turn)",
+        "if self.entered(channel, m) < turn)",
+        (
+            "tests/observe/test_planted_causes.py::test_a_few_planted_causes_are_named",
+            "tests/observe/test_diagnosis.py",
+        ),
+    ),
+    Mutant(
+        "calls that differ are taken as one",
+        "commgrid/observe/order.py",
+        "if event.begun == len(event.needs) and event.is_alike:",
+        "if event.begun == len(event.needs):",
+        ("tests/observe/test_order.py::test_a_known_bad_program_has_the_shortest_reason",),
+    ),
+    Mutant(
+        "the last rank is charged with the time since the first",
+        "commgrid/observe/slowness.py",
+        "lost = calls[order[-1]].began - calls[order[-2]].began",
+        "lost = calls[order[-1]].began - calls[order[0]].began",
+        ("tests/observe/test_slow_ranks.py",),
+    ),
+    Mutant(
+        "every box of an audited tensor lies at its beginning",
+        "commgrid/observe/audit/joined.py",
+        "slice(b, b + n) for b, n",
+        "slice(0, n) for b, n",
+        (
+            "tests/observe/test_audit.py::test_boxes_make_a_full_tensor_and_copies_that_differ_are_named",
+        ),
+    ),
+    # -- viz ---------------------------------------------------------------------------------
+    Mutant(
+        "measured spans begin at the clock's zero",
+        "commgrid/viz/schedule_picture.py",
+        "spans = {a: (start - begin, end - begin)",
+        "spans = {a: (start, end)",
+        ("tests/viz/test_pictures.py",),
+    ),
+    Mutant(
+        "a block of ranks is drawn with the bytes of its last",
+        "commgrid/viz/transfer_picture.py",
+        "found[row_of[sender]][column_of[receiver]] += size",
+        "found[row_of[sender]][column_of[receiver]] = size",
+        ("tests/viz/test_transfer_picture.py",),
+    ),
+    # -- cli ---------------------------------------------------------------------------------
+    Mutant(
+        "documents that are counted stand there once",
+        "commgrid/cli/show_sharding.py",
+        "found += [int(length)] * int(times)",
+        "found += [int(length)]",
+        ("tests/viz/test_sharding_picture.py",),
+    ),
+    # -- copies ------------------------------------------------------------------------------
+    Mutant(
+        "blocks that changed places have one digest",
+        "commgrid/copies.py",
+        "total = total * _ODD + each",
+        "total = total + each",
+        ("tests/test_copies.py",),
+    ),
+    # -- parameters --------------------------------------------------------------------------
+    Mutant(
+        "a second mark takes the first one's region away",
+        "commgrid/parameters.py",
+        'region if region != "dense" else mark.region,',
+        "region,",
+        ("tests/data_parallel/test_reducer.py::test_a_second_mark_keeps_what_the_first_one_says",),
+    ),
+    # -- recovery ----------------------------------------------------------------------------
+    Mutant(
+        "an older state in memory is taken before a newer checkpoint",
+        "commgrid/recovery.py",
+        "if saved and saved[-1] > having[0].step:",
+        "if saved and saved[-1] < having[0].step:",
+        ("tests/checkpoint/test_kept.py::test_a_newer_checkpoint_goes_first",),
+    ),
+    # -- sharding ----------------------------------------------------------------------------
+    Mutant(
+        "a part of a part begins where the tensor does",
+        "commgrid/sharding.py",
+        "spans[placement.dim] = start + begin, min(piece, size - begin)",
+        "spans[placement.dim] = begin, min(piece, size - begin)",
+        ("tests/test_sharding.py",),
+    ),
+    # -- megatron_adapter --------------------------------------------------------------------
+    Mutant(
+        "a grid that is gone is still asked",
+        "megatron_adapter/state.py",
+        "    def _forget_alone(self) -> None:\n        self._alone = None\n",
+        "    def _forget_alone(self) -> None:\n        pass\n",
+        ("tests/megatron_adapter/test_lone_grid.py",),
+    ),
+    Mutant(
+        "ranks of an embedding lose the order of the function that named them",
+        "megatron_adapter/lifecycle.py",
+        '[grid.get_ranks("pp")[i] for i in positions]',
+        '[grid.get_ranks("pp")[i] for i in sorted(positions)]',
+        ("tests/megatron_adapter/test_functions.py::test_every_function_on_every_rank[4]",),
+    ),
+)
