@@ -75,10 +75,9 @@ def test_torchrun_does_not_end_the_first_before_it_has_spoken(
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     slept: list[float] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "sleep", slept.append)
-        with pytest.raises(SystemExit):
-            load().parse(["--tpp", "2"])
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(SystemExit):
+        load().parse(["--tpp", "2"])
     assert slept == [alike._AGENT_SECONDS]  # in which torchrun ends it, if the first has it too
     assert "unknown flag --tpp" in capsys.readouterr().err  # it is alone with it
     failed, flags = alike.SpecError("axes: tp=3"), load("gpt_flags")
