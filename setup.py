@@ -93,5 +93,8 @@ setup(
             SETUPTOOLS,
         ],
     },
-    entry_points={"console_scripts": ["commgrid = commgrid.cli:main"]},
+    entry_points={
+        "console_scripts": ["commgrid = commgrid.cli:main"],
+        "pytest11": ["commgrid = commgrid.testing.plugin"],
+    },
 )

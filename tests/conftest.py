@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # optimizers import it at their first step: here once, not once a rank
 from hypothesis import settings
 
 from tests.sizes import SIZES, VARIABLE, full, size, size_of, unmatched

@@ -12,7 +12,7 @@ import commgrid
 from commgrid.errors import CommGridError
 from commgrid.runtime import torch_nccl
 from commgrid.runtime.torch_world import world_store
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.test_grid import check_sums
 from tests.waiting import until
 
@@ -29,7 +29,7 @@ def test_a_world_that_was_given_no_backend() -> None:
     """It was called 'undefined', and its groups were taken for connected."""
     if torch.version.cuda and not torch.cuda.is_available() and torch.__version__ < "2.15":
         pytest.skip("torch itself takes NCCL then, which fails without a GPU")
-    for (backend,) in run_on_ranks(without_a_backend, 4, init=None, launcher="torchrun"):
+    for (backend,) in run_on_ranks(without_a_backend, 4, backend=None, launcher="torchrun"):
         assert ("nccl" if torch.cuda.is_available() else "gloo") in backend
         assert "undefined" not in backend
 
@@ -53,7 +53,7 @@ def timeouts(debug: bool) -> None:
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_group_keeps_its_timeout(debug: bool) -> None:
     """torch's change of it left out its wrapper for debugging, and then got another name."""
-    run_on_ranks(timeouts, 4, debug, init=None, launcher="torchrun")
+    run_on_ranks(timeouts, 4, debug, backend=None, launcher="torchrun")
 
 
 def recorded() -> int:
@@ -76,7 +76,7 @@ def refused() -> None:
 
 
 def test_a_backend_that_makes_no_group() -> None:
-    run_on_ranks(refused, 2, init=None, launcher="torchrun")
+    run_on_ranks(refused, 2, backend=None, launcher="torchrun")
 
 
 def beside_torchcomms() -> list[str]:
@@ -133,7 +133,7 @@ def test_nccl_groups_of_the_real_torch_without_a_gpu() -> None:
     """Given no device, 2.15's were on LOCAL_RANK's, WORLD bound to it; and all were connected."""
     if not torch_nccl.is_bound(["nccl"]) or torch.cuda.is_available():
         pytest.skip("from torch 2.15 on, in a CUDA build, without a GPU")
-    for found in run_on_ranks(over_nccl, 4, init=None, launcher="torchrun"):
+    for found in run_on_ranks(over_nccl, 4, backend=None, launcher="torchrun"):
         kinds = {name: backend for name, backend, *_ in found}
         assert (kinds["world"], kinds["tp"], kinds["dp"]) == ("nccl", "nccl", "nccl-lazy")
         assert len(found) > 5

@@ -24,7 +24,7 @@ from commgrid.observe.bench import Effort, bench
 from commgrid.planning.cluster import CLUSTERS, find_cluster
 from commgrid.planning.cost import COLLECTIVES, collective_time
 from commgrid.planning.fitting import Measured
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 BOX = CLUSTERS["h100"]
 QUICK = Effort(iters=2, warmup=1, repeats=3)
@@ -144,7 +144,7 @@ def written(folder: str) -> tuple[int, str, str]:
 
 
 def test_the_command_prints_json_and_writes_a_cluster(tmp_path: Path) -> None:
-    first, *others = run_on_ranks(written, 4, str(tmp_path), init=None, launcher="torchrun")
+    first, *others = run_on_ranks(written, 4, str(tmp_path), backend=None, launcher="torchrun")
     assert others == [(0, "", "")] * 3  # one rank prints, also progress
     status, out, progress = first
     assert status == 0
@@ -225,7 +225,7 @@ def spare() -> tuple[int, str]:
 
 def test_a_rank_that_the_grid_leaves_out_ends_without_a_word() -> None:
     """The grid's first rank prints, here 2."""
-    found = run_on_ranks(spare, 3, init=None, launcher="torchrun")
+    found = run_on_ranks(spare, 3, backend=None, launcher="torchrun")
     assert [status for status, _ in found] == [0, 0, 0]
     assert found[0][1] == found[1][1] == ""
     assert "one group of 2 ranks" in found[2][1]

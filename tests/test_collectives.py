@@ -24,7 +24,7 @@ from commgrid.collectives import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def of(rank: int, *shape: int) -> Tensor:
@@ -187,7 +187,7 @@ def test_a_group_of_one_returns_its_input() -> None:
         for pair in REPLICATED:
             assert pair(x, "tp") is x
 
-    run_on_ranks(alone, 1, init=None)
+    run_on_ranks(alone, 1, backend=None)
 
 
 def test_half_precision_travels() -> None:

@@ -24,7 +24,7 @@ from commgrid.tensor_parallel import (
     initialize_parameters,
     vocab_parallel_cross_entropy,
 )
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 # Only forked ranks compile: a child hangs if its parent has.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # fp64, and sums of some 100 numbers around 1

@@ -26,7 +26,7 @@ from commgrid.planning.redistribution import (
     redistribution_bytes,
     redistribution_time,
 )
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 ALPHA, BETA = 2e-6, 1e-10  # seconds a hop, seconds a byte
 BOX = Cluster("box", Device("any", 1, 1, 1), (Level("node", None, 1 / BETA, ALPHA),), "")

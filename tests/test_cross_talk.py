@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import commgrid
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.test_grid import EMBEDDING, check_sums
 
 
@@ -100,7 +100,7 @@ def test_the_same_after_commgrid_started_torch_distributed() -> None:
             check_sums(grid)
             commgrid.shutdown()
 
-    run_on_ranks(restarted, 4, init=None, launcher="torchrun")
+    run_on_ranks(restarted, 4, backend=None, launcher="torchrun")
 
 
 def test_names_carry_grid_incarnation_group_and_ranks() -> None:

@@ -16,7 +16,7 @@ import commgrid
 from commgrid import SpecError, UnknownGroupError
 from commgrid.runtime.torch_groups import group_count
 from commgrid.tensor_parallel import ColumnParallelLinear
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import some
 
 GRIDS: dict[int, list[dict[str, Any]]] = {
@@ -118,7 +118,7 @@ def as_each_rank(grids: list[dict[str, Any]], world: int) -> int:
 @pytest.mark.full
 def test_meshes_of_eight_ranks() -> None:
     grids = some(GRIDS[8], 4)
-    (found,) = run_on_ranks(as_each_rank, 1, grids, 8, init=None)
+    (found,) = run_on_ranks(as_each_rank, 1, grids, 8, backend=None)
     assert found >= 8 * 10 * len(grids)
 
 

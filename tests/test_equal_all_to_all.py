@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.runtime import torch_all_to_all
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def exchanged() -> tuple[list[float], list[Any]]:
@@ -37,6 +37,6 @@ def exchanged() -> tuple[list[float], list[Any]]:
 
 
 def test_sizes_are_filled_in_on_such_a_group_alone() -> None:
-    (first, seen), (second, _) = run_on_ranks(exchanged, 2, init=None, launcher="torchrun")
+    (first, seen), (second, _) = run_on_ranks(exchanged, 2, backend=None, launcher="torchrun")
     assert (first, second) == ([0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0])
     assert seen == [([], []), ([2, 2], [2, 2]), ([1, 1], [1, 1])]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import commgrid
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_groups, torch_world
-from tests.ranks import hear, run_on_ranks, tell
+from commgrid.testing import run_on_ranks
+from tests.flags import hear, tell
 from tests.waiting import comes, until_waits
 
 LIMIT = 2.0
@@ -161,7 +162,7 @@ def keys() -> list[int]:
 
 def test_addresses_leave_the_store_with_their_group() -> None:
     """A rank left a key for every group of every grid it had made."""
-    for counts in run_on_ranks(keys, 4, init=None, launcher="torchrun"):
+    for counts in run_on_ranks(keys, 4, backend=None, launcher="torchrun"):
         assert counts[2] - counts[1] < 8, counts  # the meeting's own; 40 addresses a cycle
 
 

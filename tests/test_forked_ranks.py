@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RanksFailed, run_on_ranks
+from commgrid.testing import RanksFailed, run_on_ranks
 from tests.waiting import until, until_waiting
 
 
@@ -26,13 +26,13 @@ def parent_with_garbage() -> list[bool]:
     cycle.append(cycle)
     dist.destroy_process_group()
     del group, cycle
-    return run_on_ranks(collects, 2, init=None, timeout=300)
+    return run_on_ranks(collects, 2, backend=None, timeout=300)
 
 
 def test_a_rank_does_not_collect_its_parents_process_groups() -> None:
     """Seen as a rank that hung at whatever point its garbage collector ran: it waited for the
     threads of a group that a doctest had made in the parent."""
-    assert run_on_ranks(parent_with_garbage, 1, init=None) == [[True, True]]
+    assert run_on_ranks(parent_with_garbage, 1, backend=None) == [[True, True]]
 
 
 def returns_at_once(folder: str, dies: bool) -> None:

@@ -17,8 +17,8 @@ import commgrid
 from commgrid.cli import main
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.parameters import own_slice
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import load
-from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -94,7 +94,7 @@ def test_both_sides_of_a_diff_train_alike(pair: str) -> None:
     if pair == "megatron":
         pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra test)")
     before, after = (
-        run_on_ranks(losses, 4, f"{pair}_{side}", init=None, launcher="torchrun")
+        run_on_ranks(losses, 4, f"{pair}_{side}", backend=None, launcher="torchrun")
         for side in ("before", "after")
     )
     assert len(before[0]) == 10
@@ -121,11 +121,11 @@ def say_hello(tp: dict[int, int]) -> str:
 def test_what_4_ranks_print() -> None:
     expected = next(block for block in blocks("console") if "hello.py" in block).splitlines()
     assert expected[0] == "$ torchrun --standalone --nproc-per-node 4 hello.py"
-    assert run_on_ranks(say_hello, 4, {}, init=None, launcher="torchrun") == expected[1:]
+    assert run_on_ranks(say_hello, 4, {}, backend=None, launcher="torchrun") == expected[1:]
 
 
 def test_what_a_rank_that_differs_prints() -> None:
-    said = run_on_ranks(say_hello, 4, {3: 4}, init=None, launcher="torchrun")
+    said = run_on_ranks(say_hello, 4, {3: 4}, backend=None, launcher="torchrun")
     assert set(said) == {blocks("text")[0].strip()}
 
 

@@ -24,7 +24,7 @@ from commgrid import (
     UnknownGroupError,
 )
 from commgrid.runtime import registry, torch_groups
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import full
 
 EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
@@ -180,7 +180,7 @@ def started(world: int) -> str:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_started_by_a_launcher(launcher: str) -> None:
-    assert run_on_ranks(started, 4, 4, init=None, launcher=launcher) == ["done"] * 4
+    assert run_on_ranks(started, 4, 4, backend=None, launcher=launcher) == ["done"] * 4
 
 
 def test_bare_process_is_a_world_of_one() -> None:
@@ -190,7 +190,7 @@ def test_bare_process_is_a_world_of_one() -> None:
         assert grid.next_rank("pp") == grid.prev_rank("pp") == 0
         assert grid.check().rows
 
-    run_on_ranks(alone, 1, init=None)
+    run_on_ranks(alone, 1, backend=None)
 
 
 def test_user_started_world_of_its_own_backend() -> None:
@@ -201,7 +201,7 @@ def test_user_started_world_of_its_own_backend() -> None:
         assert dist.is_initialized()  # the user's, not ours to end
 
     for backend in ("cpu:gloo", "undefined"):  # the latter is what no backend= at all becomes
-        run_on_ranks(on_top, 4, init=backend)
+        run_on_ranks(on_top, 4, backend=backend)
 
 
 def fake_world(world: int, rank: int) -> int:
@@ -222,7 +222,7 @@ def fake_world(world: int, rank: int) -> int:
 
 
 def test_one_process_stands_for_a_large_world() -> None:
-    assert run_on_ranks(fake_world, 1, 1024, 777, init=None) == [29]
+    assert run_on_ranks(fake_world, 1, 1024, 777, backend=None) == [29]
 
 
 # -- several grids ----------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_grids_on_separate_ranks_may_share_a_name() -> None:
 
 
 def test_two_grids_that_together_start_torch_distributed() -> None:
-    run_on_ranks(same_name, 8, init=None, launcher="torchrun")
+    run_on_ranks(same_name, 8, backend=None, launcher="torchrun")
 
 
 def test_a_rank_outside_the_grid_is_told() -> None:
@@ -306,7 +306,7 @@ def test_spare_ranks_get_none_and_may_make_grids_of_their_own() -> None:
         assert own.get_ranks() == (3,)
 
     ranks = [(rank,) for rank in range(5)]
-    run_on_ranks(spare, 5, per_rank=ranks, init=None, launcher="torchrun")
+    run_on_ranks(spare, 5, per_rank=ranks, backend=None, launcher="torchrun")
 
 
 def by_threads(cycles: int) -> None:
@@ -341,7 +341,7 @@ def by_threads(cycles: int) -> None:
 
 def test_threads_start_grids_at_once() -> None:
     cycles = 20 if full() else 5
-    run_on_ranks(by_threads, 4, cycles, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(by_threads, 4, cycles, backend=None, launcher="torchrun", timeout=300)
 
 
 def test_two_threads_and_one_name() -> None:

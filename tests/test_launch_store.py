@@ -1,17 +1,16 @@
 """Coming to the store that all ranks meet at: who serves it, how long it takes, how it ends."""
 
-import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +26,8 @@ from commgrid.runtime.torch_world import (
     is_store_gone,
     world_store,
 )
-from tests.ranks import free_port, run_on_ranks
-from tests.waiting import until_waiting
+from commgrid.testing import Ranks, free_port, run_on_ranks
+from tests.waiting import until, until_waiting
 
 FOREVER = 1000.0
 
@@ -114,7 +113,7 @@ def with_no_time() -> str:
 
 
 def test_initialize_with_no_time_left_blames_nobody() -> None:
-    for rank, said in enumerate(run_on_ranks(with_no_time, 2, init=None, launcher="torchrun")):
+    for rank, said in enumerate(run_on_ranks(with_no_time, 2, backend=None, launcher="torchrun")):
         assert f"before rank {rank} came to ask" in said
 
 
@@ -133,7 +132,7 @@ def waits_at_the_store(timeouts: list[Any]) -> list[float]:
 def test_the_stores_timeout_is_that_of_collectives() -> None:
     """The second initialize finds the store connected."""
     timeouts = [2.0, timedelta(seconds=1)]
-    for limits in run_on_ranks(waits_at_the_store, 2, timeouts, init=None, launcher="torchrun"):
+    for limits in run_on_ranks(waits_at_the_store, 2, timeouts, backend=None, launcher="torchrun"):
         assert limits == [2.0, 1.0]
 
 
@@ -172,31 +171,23 @@ def test_it_can_be_stopped_while_it_waits(how: int, listens: bool, silent: int) 
         os.killpg(waiting.pid, 0)  # it has left no process of its session
 
 
-def serve(port: int, ready: Any) -> None:
+def serve(port: int, ready: str) -> None:
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     ready.set()
     signal.pause()  # until it is killed
     del store
 
 
-def test_only_a_server_that_has_ended_is_gone() -> None:
-    context, port = multiprocessing.get_context("fork"), free_port()
-    ready = context.Event()
-    server = context.Process(target=serve, args=(port, ready))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
-        server.start()
-    try:
-        assert ready.wait(30)
+def test_only_a_server_that_has_ended_is_gone(tmp_path: Path) -> None:
+    port, ready = free_port(), tmp_path / "ready"
+    with Ranks(serve, 1, port, str(ready), backend=None) as server:
+        until(lambda: server.living() and ready.exists(), "the store is served")
         patience = timedelta(seconds=2)
         store = TCPStore("127.0.0.1", port, timeout=patience, wait_for_workers=False)
         with pytest.raises(RuntimeError) as slow:
             store.get("what nobody writes")
         with pytest.raises(RuntimeError) as taken:
             TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    finally:
-        server.kill()
-        server.join()
     with pytest.raises(RuntimeError) as first:
         store.add("key", 1)
     with pytest.raises(RuntimeError) as second:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.runtime import patient, torch_groups
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import full
 
 CYCLES, SETTLING = (200, 20) if full() else (50, 10)
@@ -100,7 +100,7 @@ def test_shutdown_and_start_again() -> None:
                 seen.append(usage())
         return seen
 
-    for seen in run_on_ranks(restarts, 4, init=None, launcher="torchrun", timeout=300):
+    for seen in run_on_ranks(restarts, 4, backend=None, launcher="torchrun", timeout=300):
         check_flat(seen)
 
 

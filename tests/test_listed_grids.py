@@ -27,7 +27,7 @@ from commgrid.planning.groups import GroupDef
 from commgrid.runtime.torch_groups import group_count
 from commgrid.sharding import ShardingSpec
 from commgrid.tensor_parallel import ColumnParallelLinear
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 SIX = (0, 1, 2, 4, 5, 7)
 PERMUTED = (5, 2, 0, 7)

@@ -23,8 +23,9 @@ import commgrid
 from commgrid.errors import PeerFailedError, PeerTimeoutError
 from commgrid.runtime import grid as grids
 from commgrid.runtime import torch_gloo
-from tests.mortal import KILLED, kill_me, run_mortal
-from tests.ranks import hear, run_on_ranks, tell
+from commgrid.testing import run_on_ranks
+from tests.flags import hear, tell
+from tests.killing import KILLED, kill_me, run_killable
 from tests.waiting import comes, until_waits
 
 LISTENS = "0A"  # a socket's state in /proc/net/tcp
@@ -132,7 +133,7 @@ def is_killed_while_it_connects(watch: bool) -> str:
 def test_who_died_meanwhile_is_named(watch: bool) -> None:
     """By who did not come to the second try, or by the watch."""
     what = "rank 3 is gone: its process has ended" if watch else "rank 3 did not arrive within 10 s"
-    *others, died = run_mortal(is_killed_while_it_connects, 4, watch)
+    *others, died = run_killable(is_killed_while_it_connects, 4, watch)
     assert died == KILLED
     for told in others:  # startup_timeout is longer than this test may last
         assert what in told, told

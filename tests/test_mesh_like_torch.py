@@ -32,7 +32,7 @@ from torch.distributed.tensor import (
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 -- the backend "fake"
 
 import commgrid
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import some
 
 MESHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

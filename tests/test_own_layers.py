@@ -17,7 +17,7 @@ from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupEr
 from commgrid.parameters import ShardedModule, placements
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.tensor_parallel.init import draw
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def ddp_over(group: str | None) -> str:
@@ -39,7 +39,7 @@ def ddp_over(group: str | None) -> str:
 
 
 def test_ddp_would_copy_a_slice_over_another() -> None:
-    said = run_on_ranks(ddp_over, 4, None, init=None, launcher="torchrun")
+    said = run_on_ranks(ddp_over, 4, None, backend=None, launcher="torchrun")
     assert [line[:90] for line in said] == [
         "DistributedDataParallel over ranks 0-3 would make 0.weight of shape (4, 4) equal on ranks "
     ] * 4
@@ -47,7 +47,7 @@ def test_ddp_would_copy_a_slice_over_another() -> None:
         "0-1", "0-1", "2-3", "2-3"
     ]  # fmt: skip
     assert "process_group=commgrid.get_group('dp_cp')" in said[0]
-    assert run_on_ranks(ddp_over, 4, "dp", init=None, launcher="torchrun") == ["taken"] * 4
+    assert run_on_ranks(ddp_over, 4, "dp", backend=None, launcher="torchrun") == ["taken"] * 4
 
 
 class Gain(ShardedModule):
@@ -119,7 +119,7 @@ def slices() -> list[str]:
 
 def test_what_is_drawn_is_a_slice() -> None:
     """Other shapes were drawn without a word, or failed deep inside torch."""
-    for said in run_on_ranks(slices, 2, init=None, launcher="torchrun"):
+    for said in run_on_ranks(slices, 2, backend=None, launcher="torchrun"):
         assert said == [
             "init='other_tensor' returned another tensor; expected a function that fills the one "
             "it is given, such as torch.nn.init.normal_",

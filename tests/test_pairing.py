@@ -20,8 +20,8 @@ from commgrid.runtime.board import BOARD, find
 from commgrid.runtime.pairing import Card
 from commgrid.runtime.roll import Line
 from commgrid.runtime.torch_world import world_store
+from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
-from tests.ranks import run_on_ranks
 from tests.test_agreement import CountingStore, Killed, MortalLine, MortalStore
 from tests.waiting import comes, until, until_threads_wait, until_waits
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import commgrid
 from commgrid import CommGridError, PeerTimeoutError
 from commgrid.runtime.torch_world import as_peer_error, is_peer_failure
-from tests.ranks import hear, run_on_ranks, tell
+from commgrid.testing import run_on_ranks
+from tests.flags import hear, tell
 from tests.waiting import comes, until_waits
 
 Verdict = tuple[str, bool, bool]

@@ -23,7 +23,7 @@ from commgrid.runtime.hosts import conclude
 from commgrid.runtime.torch_groups import group_count
 from commgrid.runtime.torch_world import world_store
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 IN_ORDER, SCATTERED = "aaaabbbb", "abababab"
 """The host of each of eight ranks: two hosts of four."""

@@ -24,7 +24,7 @@ from commgrid.cli import main
 from commgrid.planning.group_table import find_name
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.presets import PRESETS
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 Groups = set[tuple[int, ...]]
 
@@ -106,7 +106,7 @@ def of_meshes() -> dict[str, dict[str, Groups]]:
 
 
 def test_groups_are_those_of_torchs_meshes() -> None:
-    theirs = run_on_ranks(of_meshes, 1, init=None)[0]
+    theirs = run_on_ranks(of_meshes, 1, backend=None)[0]
     for preset, (sizes, _, names) in MESHES.items():
         spec = GridSpec.from_preset(preset, **sizes).resolve(16)
         for name in names:
@@ -215,7 +215,7 @@ def test_torchtitans_own_parallel_dims(sizes: dict[str, int], tmp_path: Path) ->
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         file = packed.extract("torchtitan/distributed/parallel_dims.py", tmp_path)
-    theirs = run_on_ranks(of_torchtitan, 1, file, sizes, init=None)[0]
+    theirs = run_on_ranks(of_torchtitan, 1, file, sizes, backend=None)[0]
     spec = GridSpec.from_preset("torchtitan", **sizes).resolve(16)
     assert set(theirs) == {
         "fsdp", "batch", "loss", "cp", "tp", "pp", "ep", "efsdp", "dp_shard", "dp_replicate",
@@ -259,7 +259,7 @@ def on_a_preset() -> None:
 
 
 def test_a_grid_is_started_from_a_preset() -> None:
-    run_on_ranks(on_a_preset, 4, init=None, launcher="torchrun")
+    run_on_ranks(on_a_preset, 4, backend=None, launcher="torchrun")
 
 
 def test_values_of_a_file_are_changed_without_copying_it(

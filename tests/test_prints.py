@@ -8,7 +8,7 @@ import commgrid
 from commgrid import GridSpec, GroupPlan, HyperCommGrid
 from commgrid.pipeline.schedule import make_schedule
 from commgrid.pipeline.simulator import simulate
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 ROWS = {"odd": {"ranks": [[i, i + 1] for i in range(0, 4096, 2)]}}
 
@@ -48,7 +48,7 @@ def printed() -> tuple[str, str, str, str]:
 
 
 def test_a_grid_is_a_short_table() -> None:
-    text, html, destroyed, pulled = run_on_ranks(printed, 4, init=None, launcher="torchrun")[3]
+    text, html, destroyed, pulled = run_on_ranks(printed, 4, backend=None, launcher="torchrun")[3]
     assert text.splitlines() == [
         "HyperCommGrid('default', tp=2 cp=1 dp=1 pp=2, rank 3)",
         "  axis    tp  cp  dp  pp",
@@ -79,7 +79,7 @@ def large(world: int) -> tuple[str, str, str]:
 
 
 def test_a_large_grid_is_as_short() -> None:
-    line, text, html = run_on_ranks(large, 1, 16384, init=None)[0]
+    line, text, html = run_on_ranks(large, 1, 16384, backend=None)[0]
     assert "\n" not in line
     lines = text.splitlines()
     assert lines[0] == line

@@ -14,8 +14,8 @@ from commgrid.runtime import registry, torch_gloo
 from commgrid.runtime.failures import named_failures
 from commgrid.runtime.torch_gloo import break_connections
 from commgrid.runtime.torch_world import world_store
-from tests.mortal import KILLED, kill_me, run_mortal
-from tests.ranks import hear, tell
+from tests.flags import hear, tell
+from tests.killing import KILLED, kill_me, run_killable
 from tests.sizes import full
 from tests.waiting import comes, until_waits
 
@@ -65,7 +65,7 @@ def survive(victims: list[list[int]], sizes: dict[str, Any], **how: Any) -> list
 @pytest.mark.parametrize("victim", [0, 1, 3] if full() else [0])
 def test_one_of_four_is_killed(victim: int) -> None:
     """The first serves the store, which the others find elsewhere."""
-    results = run_mortal(survive, 4, [[victim]], {"tp": 2})
+    results = run_killable(survive, 4, [[victim]], {"tp": 2})
     assert results[victim] == KILLED
     partner = victim ^ 1
     left = tuple(sorted({0, 1, 2, 3} - {victim, partner}))
@@ -78,7 +78,7 @@ def test_one_of_four_is_killed(victim: int) -> None:
 @pytest.mark.full
 def test_the_store_goes_twice() -> None:
     """Rank 0 serves the first store, rank 1 the one after it; both are killed, one by one."""
-    results = run_mortal(survive, 4, [[0], [1]], {})
+    results = run_killable(survive, 4, [[0], [1]], {})
     assert results[:2] == [KILLED, KILLED]
     for found in results[2:]:
         assert [each[:2] for each in found] == [((1, 2, 3), (0,)), ((2, 3), (0, 1))]
@@ -90,7 +90,7 @@ def watched(victims: list[list[int]]) -> list[Any]:
 
 def test_who_is_seen_to_end_is_not_waited_for() -> None:
     """The second rebuild knows of the first one's, too; the grace is longer than a test lasts."""
-    results = run_mortal(watched, 5, [[3], [0]])
+    results = run_killable(watched, 5, [[3], [0]])
     assert (results[0], results[3]) == (KILLED, KILLED)
     for rank in (1, 2, 4):
         assert [each[:2] for each in results[rank]] == [((0, 1, 2, 4), (3,)), ((1, 2, 4), (0, 3))]
@@ -113,7 +113,7 @@ def of_three_and_a_spare(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["ranks", "join"] if full() else ["join"])
 def test_a_spare_takes_the_place(kind: str) -> None:
-    results = run_mortal(of_three_and_a_spare, 4, kind)
+    results = run_killable(of_three_and_a_spare, 4, kind)
     assert results == [[(0, 3, 2)], KILLED, [(0, 3, 2)], [(0, 3, 2)]]
 
 
@@ -129,7 +129,7 @@ def spare_until_the_end() -> object:
 
 
 def test_a_spare_that_nobody_needs_learns_of_the_end() -> None:
-    assert run_mortal(spare_until_the_end, 3) == ["done", "done", None]
+    assert run_killable(spare_until_the_end, 3) == ["done", "done", None]
 
 
 def aborts_slowly() -> tuple[int, ...]:
@@ -154,7 +154,7 @@ def aborts_slowly() -> tuple[int, ...]:
 
 
 def test_a_rank_may_abort_later_than_others_call() -> None:
-    assert run_mortal(aborts_slowly, 2) == [(0, 1), (0, 1)]
+    assert run_killable(aborts_slowly, 2) == [(0, 1), (0, 1)]
 
 
 def everything_at_once() -> dict[str, Any]:
@@ -189,7 +189,7 @@ def everything_at_once() -> dict[str, Any]:
 
 @pytest.mark.full
 def test_what_is_refused() -> None:
-    first, _, third, last = run_mortal(everything_at_once, 4)
+    first, _, third, last = run_killable(everything_at_once, 4)
     assert first["absent"].startswith(
         "PeerTimeoutError: rebuild of grid 'default': rank 3 did not come within timeout (ranks 0-2"
     )
@@ -221,7 +221,7 @@ def nothing_is_left() -> dict[str, tuple[int, int]]:
 
 
 def test_nothing_is_left_behind() -> None:
-    for each in run_mortal(nothing_is_left, 4):
+    for each in run_killable(nothing_is_left, 4):
         (_, *_, before), (_, *_, after) = each["found"][2], each["found"][5]
         assert after <= before + 3, each
         for what in (0, 1):
@@ -268,4 +268,4 @@ def hear_of_death(group: torch.distributed.ProcessGroup, dead: int) -> None:
 @pytest.mark.full
 def test_a_dead_neighbour_keeps_no_connection_open() -> None:
     """gloo closed nothing where the rank that was asked first was the one that is gone."""
-    assert run_mortal(waits_for_the_first, 4, 1) == [None, KILLED, None, None]
+    assert run_killable(waits_for_the_first, 4, 1) == [None, KILLED, None, None]

@@ -27,7 +27,7 @@ import commgrid
 from commgrid import ShapeError, SpecError, UnknownGroupError
 from commgrid.runtime.torch_groups import group_count
 from commgrid.sharding import ShardingSpec
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -64,7 +64,7 @@ def arithmetic() -> int:
 
 
 def test_shapes_and_offsets_of_any_rank() -> None:
-    assert run_on_ranks(arithmetic, 1, init=None)[0] >= 24 * 100
+    assert run_on_ranks(arithmetic, 1, backend=None)[0] >= 24 * 100
 
 
 def distributed() -> None:

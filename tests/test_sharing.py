@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 PAIRS: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
     "cp 1": (("tp", "cp_tp"), {"tp": 2}),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import size_of, unmatched
 
 ROOT = Path(__file__).parents[1]
@@ -51,11 +51,11 @@ def test_a_marker_gives_each_case_its_size(pytester: pytest.Pytester) -> None:
 
 def test_a_smaller_run_says_what_it_left_out() -> None:
     cases = "tests/test_plan.py::test_every_dense_spec_equals_enumeration"
-    (said,) = run_on_ranks(collected, 1, cases, init=None)
+    (said,) = run_on_ranks(collected, 1, cases, backend=None)
     assert "4 of the selected tests run only with --full" in said
     assert f"{cases}[1]\n" in said
     assert f"{cases}[16]\n" not in said
-    (said,) = run_on_ranks(collected, 1, cases, "--full", "-m", "full", init=None)
+    (said,) = run_on_ranks(collected, 1, cases, "--full", "-m", "full", backend=None)
     assert f"{cases}[16]\n" in said
     assert "run only with --full" not in said
 
@@ -68,7 +68,7 @@ PURE = [
 
 def without_megatron(*given: str) -> tuple[int, str]:
     """pytest where importing megatron fails, as where only commgrid is installed."""
-    kept = ("tests.conftest", "tests.sizes", "tests.ranks", __name__)
+    kept = ("tests.conftest", "tests.sizes", __name__)
     for name in list(sys.modules):
         if name.startswith(("megatron", "tests.", "examples")) and name not in kept:
             del sys.modules[name]
@@ -87,7 +87,7 @@ def test_only_what_is_about_megatron_needs_it() -> None:
     """Everything is collected without it, and what is pure runs."""
     pure = [*PURE, "-k", "not enumeration"]  # which takes long, and is counting
     for given in (["--collect-only", "-q", "tests"], pure):
-        ((code, told),) = run_on_ranks(without_megatron, 1, *given, init=None, timeout=300)
+        ((code, told),) = run_on_ranks(without_megatron, 1, *given, backend=None, timeout=300)
         assert code == 0, told
     # In a process of its own: pytest keeps what it has imported of a file that it has run before.
     about = "import sys, pytest; sys.modules['megatron'] = None; pytest.main(sys.argv[1:])"

@@ -15,7 +15,7 @@ from commgrid.planning.plan import GroupPlan
 from commgrid.planning.sockets import Need, check_limits, needs, of_world, total
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import patient
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
 
@@ -65,7 +65,7 @@ def counted(connect: str) -> tuple[Need, Need, Need]:
 @pytest.mark.parametrize("connect", ["axes", "none"])
 def test_real_gloo_ranks_need_what_the_plan_says(connect: str) -> None:
     spec = GridSpec.build(**SIZES, connect=connect).resolve(8)  # type: ignore[arg-type]
-    found = run_on_ranks(counted, 8, connect, init=None, launcher="torchrun")
+    found = run_on_ranks(counted, 8, connect, backend=None, launcher="torchrun")
     for rank, (world, start, most) in enumerate(found):
         planned = total(needs(GroupPlan.for_rank(spec, rank), "gloo"))
         if rank == 0:  # serves the store, where others come and go

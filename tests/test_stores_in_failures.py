@@ -17,8 +17,9 @@ from commgrid.collectives import all_reduce
 from commgrid.runtime import failures, inquiry, registry, torch_standby, torch_world
 from commgrid.runtime.roll import connection_of
 from commgrid.runtime.torch_standby import Answer
-from tests.mortal import run_mortal
-from tests.ranks import free_port, hear, run_on_ranks, tell
+from commgrid.testing import free_port, run_on_ranks
+from tests.flags import hear, tell
+from tests.killing import run_killable
 
 GENEROUS = timedelta(seconds=100)  # tells a hang
 
@@ -56,7 +57,7 @@ def a_server_that_is_late() -> str:
 
 def test_a_late_rank_waits_where_the_others_are() -> None:
     """It waited at the store that they had left, and never heard of their end."""
-    assert run_mortal(a_server_that_is_late, 3) == ["told: None", "done", "done"]
+    assert run_killable(a_server_that_is_late, 3) == ["told: None", "done", "done"]
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def order_after_a_rebuild() -> str:
 
 
 def test_order_is_compared_after_a_rebuild_too() -> None:
-    for said in run_on_ranks(order_after_a_rebuild, 2, init=None, launcher="torchrun"):
+    for said in run_on_ranks(order_after_a_rebuild, 2, backend=None, launcher="torchrun"):
         assert "all_reduce" in said
 
 
@@ -201,5 +202,7 @@ def other_host_is_silent() -> str:
 
 def test_a_host_that_is_silent_is_named_with_all_its_ranks() -> None:
     two_a_host = {"LOCAL_WORLD_SIZE": "2"}
-    said = run_on_ranks(other_host_is_silent, 4, init=None, launcher="torchrun", environ=two_a_host)
+    said = run_on_ranks(
+        other_host_is_silent, 4, backend=None, launcher="torchrun", environ=two_a_host
+    )
     assert all(each.startswith("ranks 2-3 are gone or do not answer") for each in said[:2]), said

@@ -32,7 +32,8 @@ from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.pipeline import Pipeline
 from commgrid.runtime import torch_groups, torch_nccl, torch_suspend
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.ranks import RanksFailed, hear, run_on_ranks, tell
+from commgrid.testing import RanksFailed, run_on_ranks
+from tests.flags import hear, tell
 from tests.sizes import full
 from tests.test_leaks import usage
 from tests.waiting import until
@@ -539,7 +540,7 @@ def shut_down() -> None:
 
 @pytest.mark.full
 def test_shutdown_while_it_is_suspended() -> None:
-    run_on_ranks(shut_down, 2, init=None, launcher="torchrun")
+    run_on_ranks(shut_down, 2, backend=None, launcher="torchrun")
 
 
 # -- where NCCL does it itself --------------------------------------------------------------
@@ -619,4 +620,4 @@ def in_a_fake_world() -> None:
 
 
 def test_in_torchs_fake_world() -> None:
-    run_on_ranks(in_a_fake_world, 1, init=None)
+    run_on_ranks(in_a_fake_world, 1, backend=None)

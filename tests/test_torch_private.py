@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.torch_private import CHECKED, ROWS, as_markdown, live
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import commgrid
 from commgrid import GridNotInitializedError, HyperCommGrid
 from commgrid.collectives import all_reduce
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def mlp() -> nn.Sequential:

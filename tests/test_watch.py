@@ -15,8 +15,9 @@ import torch.distributed as dist
 import commgrid
 from commgrid.runtime.links import Links, neighbours_of
 from commgrid.runtime.watch import Watch
-from tests.mortal import KILLED, kill_me, run_mortal
-from tests.ranks import meet, run_on_ranks
+from commgrid.testing import run_on_ranks
+from tests.flags import meet
+from tests.killing import KILLED, kill_me, run_killable
 from tests.waiting import comes, until, until_threads_wait, until_waits
 from tests.watched import CASES, check
 
@@ -59,7 +60,7 @@ def cycles() -> tuple[list[str], int]:
 
 
 def test_nothing_is_left_and_leaving_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
-    for left, threads in run_on_ranks(cycles, 4, init=None, launcher="torchrun"):
+    for left, threads in run_on_ranks(cycles, 4, backend=None, launcher="torchrun"):
         assert (left, threads) == ([], 0)
     assert "gone" not in capfd.readouterr().err
 
@@ -106,14 +107,14 @@ def waits_for_one_that_never_connected() -> tuple[int, int]:
 
 
 def test_who_waits_for_a_dead_rank_to_connect_is_woken() -> None:
-    found, killed = run_mortal(waits_for_one_that_never_connected, 2)
+    found, killed = run_killable(waits_for_one_that_never_connected, 2)
     assert killed == KILLED
     assert found[0] == found[1] > 5
 
 
 def test_a_grid_that_is_rebuilt_is_watched_as_before() -> None:
     per_rank = [(rank,) for rank in range(3)]
-    assert all(run_on_ranks(rebuilt, 3, init=None, launcher="torchrun", per_rank=per_rank))
+    assert all(run_on_ranks(rebuilt, 3, backend=None, launcher="torchrun", per_rank=per_rank))
 
 
 def different(rank: int) -> str:
@@ -126,7 +127,7 @@ def different(rank: int) -> str:
 
 
 def test_all_are_watched_or_none() -> None:
-    ranks = run_on_ranks(different, 2, init=None, launcher="torchrun", per_rank=[(0,), (1,)])
+    ranks = run_on_ranks(different, 2, backend=None, launcher="torchrun", per_rank=[(0,), (1,)])
     assert all("watch" in said for said in ranks), ranks
 
 

@@ -19,9 +19,10 @@ import commgrid
 from commgrid.bridge import Bridge
 from commgrid.failures import named_failures
 from commgrid.runtime import agreement, torch_groups
+from commgrid.testing import RanksFailed, run_on_ranks
 from commgrid.transfer import Transfer, carry
 from commgrid.transfer.gate import Gates
-from tests.ranks import RanksFailed, run_on_ranks, tell
+from tests.flags import tell
 
 VICTIM = 2
 SIDES = {"source": range(2, 4), "target": range(2)}  # the victim is the source's first rank
@@ -184,7 +185,7 @@ def what_survivors_see(how: str, where: str, folder: Path, cuda: bool) -> list[d
     with pytest.raises(RanksFailed):  # none of them returns
         run_on_ranks(
             fails, 4, how, where, str(folder), cuda, per_rank=[(rank,) for rank in range(4)],
-            init=None, launcher="torchrun", timeout=400, method="spawn" if cuda else "fork",
+            backend=None, launcher="torchrun", timeout=400, method="spawn" if cuda else "fork",
         )  # fmt: skip
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1, 3)]
 

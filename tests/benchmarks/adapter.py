@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import megatron_adapter
 from commgrid.planning.spec import SHARE_CHOICES
+from commgrid.testing import run_on_ranks
 from tests.benchmarks.report import Row, compare, main
 from tests.peers import parallel_state as theirs
-from tests.ranks import run_on_ranks
 
 GB_EACH = 0.6
 CASES: dict[int, dict[str, dict[str, Any]]] = {
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     for world in args.worlds:
         for case in CASES.get(world, LARGE):
             found = {
-                name: run_on_ranks(one, 1, world, case, name, init=None, timeout=900)[0]
+                name: run_on_ranks(one, 1, world, case, name, backend=None, timeout=900)[0]
                 for name in CONTESTANTS
             }
             calls, held, on_gpu = found["megatron-core"]

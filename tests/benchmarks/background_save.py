@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid
 from commgrid import checkpoint
 from commgrid.checkpoint import background
+from commgrid.testing import run_on_ranks
 from tests.benchmarks.checkpoint import Case, torch_states, trained
 from tests.benchmarks.race import meet
 from tests.benchmarks.report import Row, compare, main
-from tests.ranks import run_on_ranks
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     case = Case(args.ranks, args.layers, args.width)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         ranks = run_on_ranks(
-            on_a_rank, case.ranks, case, args.repeats, args.rows, folder, init=None,
+            on_a_rank, case.ranks, case, args.repeats, args.rows, folder, backend=None,
             launcher="torchrun", timeout=900,
         )  # fmt: skip
     mean = {

@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid
 from commgrid import checkpoint
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from commgrid.testing import run_on_ranks
 from tests.benchmarks.race import meet
 from tests.benchmarks.report import Row, compare, main
-from tests.ranks import run_on_ranks
 
 PEER = "torch.distributed.checkpoint"
 FLAT = torch_state.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -146,8 +146,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
             continue
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             ranks = run_on_ranks(
-                on_a_rank, case.ranks, case, args.repeats, folder, init=None, launcher="torchrun",
-                timeout=900,
+                on_a_rank, case.ranks, case, args.repeats, folder, backend=None,
+                launcher="torchrun", timeout=900,
             )  # fmt: skip
         for what in ("save", "load"):
             mine, theirs = (

@@ -53,9 +53,9 @@ from commgrid.context_parallel import (
     choose,
     plan_lengths,
 )
+from commgrid.testing import run_on_ranks
 from tests.benchmarks.race import Build, race
 from tests.benchmarks.report import Row, compare, main
-from tests.ranks import run_on_ranks
 
 RANKS, HEADS, SIZE = 4, 8, 32
 TORCHS = {"ring": "alltoall", "allgather": "allgather"}
@@ -202,7 +202,7 @@ def batches(tokens: int, repeats: int) -> dict[str, list[float]]:
 
 def lengths_of(tokens: int, repeats: int) -> Iterator[Row]:
     found: Any = run_on_ranks(
-        batches, RANKS, tokens, repeats, init=None, launcher="torchrun", timeout=1800
+        batches, RANKS, tokens, repeats, backend=None, launcher="torchrun", timeout=1800
     )
     each = {name: [1e3 * ms / tokens for ms in spent] for name, spent in found[0].items()}
     case = f"lengths, {tokens:,} tokens"
@@ -217,7 +217,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
                 yield from lengths_of(tokens, args.repeats)
                 continue
             found: Any = run_on_ranks(
-                contest, RANKS, case, tokens, args.repeats, init=None, launcher="torchrun",
+                contest, RANKS, case, tokens, args.repeats, backend=None, launcher="torchrun",
                 timeout=1800,
             )  # fmt: skip
             spent, taken = found[0]

@@ -33,10 +33,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import commgrid
 from commgrid import GridSpec, GroupPlan
+from commgrid.testing import run_on_ranks
 from megatron_adapter import MegatronSizes
 from tests.benchmarks.report import Row, compare, main
 from tests.peers import parallel_state as mpu
-from tests.ranks import run_on_ranks
 
 FAKE = {"tp": 8, "pp": 4, "cp": 2, "ep": 8, "etp": 1}
 GLOO = {
@@ -190,7 +190,7 @@ def real_rows(world: int, repeats: int) -> Iterator[Row]:
     for _ in range(repeats):
         for name in STARTS:
             ranks = run_on_ranks(
-                real, world, GLOO[world], name, init=None, launcher="torchrun", timeout=300
+                real, world, GLOO[world], name, backend=None, launcher="torchrun", timeout=300
             )
             found[name].append(tuple(max(column) for column in zip(*ranks, strict=True)))  # type: ignore[arg-type]
     for ours, peer in (

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid
 from commgrid.runtime import recorder, torch_calls
 from commgrid.runtime.order import OrderCheck
+from commgrid.testing import run_on_ranks
 from tests.benchmarks.report import Row, compare, main
 from tests.examples.curves import load
-from tests.ranks import run_on_ranks
 
 STATES = ("off", "trace", "order")
 Spent = dict[str, dict[str, list[float]]]
@@ -113,7 +113,7 @@ def alone(count: int) -> Spent:
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     flags = ["--tp", "2", "--pp", "2", "--steps", str(args.steps), "--log-every", "1000"]
-    found = run_on_ranks(steps, 4, flags, init=None, launcher="torchrun", timeout=600)
+    found = run_on_ranks(steps, 4, flags, backend=None, launcher="torchrun", timeout=600)
     for kind in ("clock", "processor"):
         mean = {
             name: [
@@ -127,10 +127,10 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
                 f"{name}: step of train_gpt, tp 2, pp 2", kind, "ms", "neither",
                 mean[name][:least], mean["off"][:least],
             )  # fmt: skip
-    found = run_on_ranks(alone, 1, 2000, init=None, launcher="torchrun", timeout=600)
+    found = run_on_ranks(alone, 1, 2000, backend=None, launcher="torchrun", timeout=600)
     mine, off = (found[0]["processor"][name] for name in ("trace", "off"))
     yield compare("trace: all-reduce of one rank", "processor", "us", "neither", mine, off)
-    found = run_on_ranks(calls, 2, 300, init=None, launcher="torchrun", timeout=600)
+    found = run_on_ranks(calls, 2, 300, backend=None, launcher="torchrun", timeout=600)
     for kind in ("clock", "processor"):
         for name in STATES[1:]:
             mine, off = found[0][kind][name], found[0][kind]["off"]

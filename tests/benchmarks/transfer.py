@@ -50,13 +50,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid
 from commgrid import checkpoint
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer, TransferPlan
 from commgrid.transfer.carry import most_of
 from commgrid.transfer.layouts import Entry, Form, Side, pack
 from tests.benchmarks.race import meet
 from tests.benchmarks.report import Row, compare, main
 from tests.megatron_adapter.wheels import on_release
-from tests.ranks import run_on_ranks
 from tests.transfer.cuts import Cut
 from tests.transfer.pairs import on
 
@@ -348,7 +348,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         if wanted(case):
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                 ranks = run_on_ranks(
-                    on_a_rank, RANKS, pair, layers, args.repeats, folder, init=None,
+                    on_a_rank, RANKS, pair, layers, args.repeats, folder, backend=None,
                     launcher="torchrun", timeout=900,
                 )  # fmt: skip
             yield from rows_of(case, ranks)

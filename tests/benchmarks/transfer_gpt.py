@@ -11,9 +11,9 @@ from megatron.core.resharding.refit import reshard_model_weights
 from torch import nn
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from tests.benchmarks.transfer import in_turn, runs_of
 from tests.megatron_adapter.modules import gpt, run_on_gloo
-from tests.ranks import run_on_ranks
 
 
 def on_ranks(world: int, *given: Any) -> list[dict[str, list[float]]]:

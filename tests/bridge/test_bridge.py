@@ -15,7 +15,7 @@ import commgrid
 from commgrid.bridge import Bridge, Cut
 from commgrid.context_parallel import SequenceSharding
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import some
 
 BATCH, LENGTH, WIDTH, INNER = 11, 8, 6, 12

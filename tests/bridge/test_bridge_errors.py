@@ -20,7 +20,8 @@ from commgrid.context_parallel import SequenceSharding
 from commgrid.failures import named_failures
 from commgrid.runtime.pairing import Pairing
 from commgrid.runtime.torch_world import world_store
-from tests.ranks import hear, run_on_ranks, tell
+from commgrid.testing import run_on_ranks
+from tests.flags import hear, tell
 from tests.waiting import comes, until_waits
 
 SOURCE, TARGET = (0, 1), (2, 3)

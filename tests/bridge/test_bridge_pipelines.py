@@ -15,8 +15,8 @@ from commgrid.bridge import Bridge, split_schedule
 from commgrid.pipeline import Pipeline, make_schedule
 from commgrid.pipeline.exchange import Exchange, programs
 from commgrid.pipeline.schedule import Backward, BackwardInput, Forward, Schedule
+from commgrid.testing import run_on_ranks
 from tests.bridge.test_bridge import BOUND, INNER, WIDTH, Mlp, drawn, off
-from tests.ranks import run_on_ranks
 
 MICROBATCHES, ROWS = 6, 3  # of a microbatch: 2 on the encoder's first data rank, 1 on its second
 

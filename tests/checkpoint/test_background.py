@@ -21,7 +21,8 @@ from commgrid.checkpoint import background
 from commgrid.checkpoint.items import Item
 from commgrid.checkpoint.saving import _items, copies_of
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.ranks import RanksFailed, hear, run_on_ranks, tell
+from commgrid.testing import RanksFailed, run_on_ranks
+from tests.flags import hear, tell
 from tests.sizes import full
 
 
@@ -92,7 +93,7 @@ def changed_meanwhile(folder: str) -> list[Tensor]:
 
 def test_it_is_the_state_of_the_step_that_began_it(tmp_path: Path) -> None:
     """Equal to the last bit to what a save that waits has written."""
-    run_on_ranks(changed_meanwhile, 4, str(tmp_path), init=None, launcher="torchrun")
+    run_on_ranks(changed_meanwhile, 4, str(tmp_path), backend=None, launcher="torchrun")
 
 
 def staged_sizes(folder: str) -> tuple[int, int]:
@@ -117,7 +118,7 @@ def staged_sizes(folder: str) -> tuple[int, int]:
 
 
 def test_memory_is_one_copy_or_this_ranks_part(tmp_path: Path) -> None:
-    found = run_on_ranks(staged_sizes, 2, str(tmp_path), init=None, launcher="torchrun")
+    found = run_on_ranks(staged_sizes, 2, str(tmp_path), backend=None, launcher="torchrun")
     assert [one for one, _ in found] == [32 * 32 * 4] * 2
     assert sum(first for _, first in found) == 32 * 32 * 4  # of two ranks one writes it
 
@@ -154,7 +155,9 @@ def copied_again(folder: str) -> tuple[bool, int]:
 
 
 def test_the_next_copy_takes_the_memory_of_the_last(tmp_path: Path) -> None:
-    for again, left in run_on_ranks(copied_again, 2, str(tmp_path), init=None, launcher="torchrun"):
+    for again, left in run_on_ranks(
+        copied_again, 2, str(tmp_path), backend=None, launcher="torchrun"
+    ):
         assert again
         assert left == 0
 
@@ -187,7 +190,7 @@ def disk_full(folder: str, who: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_full_disk_is_told_on_all_ranks_at_the_next_call(who: int, tmp_path: Path) -> None:
-    for told in run_on_ranks(disk_full, 3, str(tmp_path), who, init=None, launcher="torchrun"):
+    for told in run_on_ranks(disk_full, 3, str(tmp_path), who, backend=None, launcher="torchrun"):
         for text in told.values():
             assert text.startswith("CheckpointError: ")
             assert f"rank {who}: step 3 was not saved to {tmp_path} in the background: " in text
@@ -209,7 +212,7 @@ def copies_differ(folder: str) -> tuple[str, list[int]]:
 
 def test_copies_that_differ_are_refused_in_the_background_too(tmp_path: Path) -> None:
     for told, steps in run_on_ranks(
-        copies_differ, 3, str(tmp_path), init=None, launcher="torchrun"
+        copies_differ, 3, str(tmp_path), backend=None, launcher="torchrun"
     ):
         assert "model.weight differs between rank 0 and rank 2" in told
         assert steps == [1]
@@ -230,7 +233,7 @@ def one_after_the_other(folder: str) -> list[int]:
 
 def test_at_most_one_is_under_way_and_the_last_is_not_lost(tmp_path: Path) -> None:
     for steps in run_on_ranks(
-        one_after_the_other, 2, str(tmp_path), init=None, launcher="torchrun"
+        one_after_the_other, 2, str(tmp_path), backend=None, launcher="torchrun"
     ):
         assert steps[:3] in ([2, 3, 4], [3, 4, 5])
     assert checkpoint.steps(tmp_path) == [3, 4, 5]
@@ -255,7 +258,7 @@ def lonely(folder: str) -> str:
 @pytest.mark.full
 def test_a_rank_that_never_writes_is_named_within_the_grids_timeout(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(lonely, 2, str(tmp_path), init=None, launcher="torchrun")
+        run_on_ranks(lonely, 2, str(tmp_path), backend=None, launcher="torchrun")
     assert "1 of 2 ranks failed" in str(failed.value)  # that one, which ended
     assert checkpoint.steps(tmp_path) == []
 
@@ -287,7 +290,7 @@ def test_killed_at_any_moment_the_last_complete_one_loads(tmp_path: Path) -> Non
         delay = moments.uniform(0.05, 0.3)
         with contextlib.suppress(RanksFailed):
             run_on_ranks(
-                saves_until_killed, 2, str(tmp_path), delay, init=None, launcher="torchrun"
+                saves_until_killed, 2, str(tmp_path), delay, backend=None, launcher="torchrun"
             )
             pytest.fail("the ranks were to be killed")
         found = checkpoint.steps(tmp_path)

@@ -13,8 +13,8 @@ from commgrid import checkpoint
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.parameters import mark_parameters
 from commgrid.tensor_parallel import ColumnParallelLinear
+from commgrid.testing import run_on_ranks
 from tests.checkpoint.models import HIDDEN, Stage, fill, made
-from tests.ranks import run_on_ranks
 
 
 def raised(action: Any, *given: Any, **options: Any) -> str:
@@ -93,7 +93,7 @@ DAMAGES = {
 
 
 def test_half_a_checkpoint_loads_nothing(tmp_path: Path) -> None:
-    told = run_on_ranks(loads, 4, str(tmp_path), *DAMAGES, init=None, launcher="torchrun")
+    told = run_on_ranks(loads, 4, str(tmp_path), *DAMAGES, backend=None, launcher="torchrun")
     for damage, pattern in DAMAGES.items():
         for text in (found[damage] for found in told):
             assert text.startswith("CheckpointError: nothing was loaded"), text
@@ -165,7 +165,7 @@ OTHERS = {
 
 
 def test_another_model_or_optimizer(tmp_path: Path) -> None:
-    for told in run_on_ranks(other_models, 2, str(tmp_path), init=None, launcher="torchrun"):
+    for told in run_on_ranks(other_models, 2, str(tmp_path), backend=None, launcher="torchrun"):
         for case, text in OTHERS.items():
             assert text in told[case], case
 
@@ -232,7 +232,7 @@ SAVES = {
 
 def test_what_cannot_be_saved_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path / "runs")
-    for told in run_on_ranks(saves, 4, folder, init=None, launcher="torchrun"):
+    for told in run_on_ranks(saves, 4, folder, backend=None, launcher="torchrun"):
         for case, text in SAVES.items():
             assert text.format(folder=folder) in told[case], (case, told[case])
 
@@ -252,7 +252,7 @@ def different_calls(folder: str) -> list[str]:
 
 
 def test_ranks_that_call_for_different_things(tmp_path: Path) -> None:
-    for told in run_on_ranks(different_calls, 2, str(tmp_path), init=None, launcher="torchrun"):
+    for told in run_on_ranks(different_calls, 2, str(tmp_path), backend=None, launcher="torchrun"):
         no_state, other_step, not_loaded = told
         assert "optimizer=AdamW on the grid's rank 0, and optimizer=None on its rank 1" in no_state
         assert "step=1 on the grid's rank 0, and step=2 on its rank 1" in other_step
@@ -275,10 +275,10 @@ def experts_without_numbers(folder: str) -> str:
 
 
 def test_groups_and_names_that_a_checkpoint_needs(tmp_path: Path) -> None:
-    for told in run_on_ranks(few_groups, 4, str(tmp_path), init=None, launcher="torchrun"):
+    for told in run_on_ranks(few_groups, 4, str(tmp_path), backend=None, launcher="torchrun"):
         assert "meet in the group of all of them, 'dp_tp'; leave create= out" in told
     for told in run_on_ranks(
-        experts_without_numbers, 2, str(tmp_path), init=None, launcher="torchrun"
+        experts_without_numbers, 2, str(tmp_path), backend=None, launcher="torchrun"
     ):
         assert "weight is marked as of the expert region" in told
         assert "but not as sliced over ep, so that all have one name" in told
@@ -298,4 +298,4 @@ def marked(folder: str) -> list[int]:
 
 
 def test_copies_on_stages_are_one_parameter(tmp_path: Path) -> None:
-    assert run_on_ranks(marked, 2, str(tmp_path), init=None, launcher="torchrun") == [[1], [1]]
+    assert run_on_ranks(marked, 2, str(tmp_path), backend=None, launcher="torchrun") == [[1], [1]]

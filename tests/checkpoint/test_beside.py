@@ -26,7 +26,7 @@ from commgrid.checkpoint.boxes import Chunk
 from commgrid.checkpoint.hand import Hand
 from commgrid.checkpoint.items import Item, Value
 from commgrid.runtime.torch_archive import envelope
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.waiting import until
 
 TENSORS = {
@@ -176,7 +176,7 @@ def beside_busy_cores(folder: str) -> list[int]:
 
 
 def test_a_save_ends_where_all_cores_are_busy_for_ever(tmp_path: Path) -> None:
-    (found,) = run_on_ranks(beside_busy_cores, 1, str(tmp_path), init=None, launcher="torchrun")
+    (found,) = run_on_ranks(beside_busy_cores, 1, str(tmp_path), backend=None, launcher="torchrun")
     assert found == [1]
 
 
@@ -191,4 +191,4 @@ def ended_hands(folder: str) -> list[str]:
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
-    assert run_on_ranks(ended_hands, 1, str(tmp_path), init=None, launcher="torchrun") == [[]]
+    assert run_on_ranks(ended_hands, 1, str(tmp_path), backend=None, launcher="torchrun") == [[]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import commgrid
 from commgrid.checkpoint.boxes import HeldBox, Turns
 from commgrid.planning.boxes import boxes_of_range
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -72,7 +72,7 @@ def shared_out() -> list[list[bool]]:
 
 
 def test_copies_are_written_once_and_evenly() -> None:
-    ranks = run_on_ranks(shared_out, 4, init=None, launcher="torchrun")
+    ranks = run_on_ranks(shared_out, 4, backend=None, launcher="torchrun")
     sizes = [5, 3, 3, 1, 7, 2, 2, 6]
     both = [found[0] for found in ranks]
     assert [sum(column) for column in zip(*both, strict=True)] == [1] * len(sizes)

@@ -13,7 +13,7 @@ from torch import nn
 
 import commgrid
 from commgrid import checkpoint
-from tests.ranks import RanksFailed, run_on_ranks
+from commgrid.testing import RanksFailed, run_on_ranks
 from tests.sizes import full
 
 
@@ -73,7 +73,12 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     for _ in range(20 if full() else 8):
         with contextlib.suppress(RanksFailed):
             run_on_ranks(
-                go_on, 2, str(tmp_path), moments.uniform(0.0, 0.3), init=None, launcher="torchrun"
+                go_on,
+                2,
+                str(tmp_path),
+                moments.uniform(0.0, 0.3),
+                backend=None,
+                launcher="torchrun",
             )
             pytest.fail("the ranks were to be killed")
         found = checkpoint.steps(tmp_path)
@@ -82,7 +87,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         last = found[-1]
         halves += any(path.name.startswith(".step") for path in tmp_path.iterdir())
     assert halves  # some moments were in the middle of a save
-    (step, _) = run_on_ranks(go_on, 2, str(tmp_path), None, init=None, launcher="torchrun")
+    (step, _) = run_on_ranks(go_on, 2, str(tmp_path), None, backend=None, launcher="torchrun")
     assert step == last + 1
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [f"step_{n:08}" for n in checkpoint.steps(tmp_path)]  # halves are cleared away
@@ -105,4 +110,4 @@ def between_renames(folder: str) -> list[int]:
 
 
 def test_a_crash_between_two_renames(tmp_path: Path) -> None:
-    assert run_on_ranks(between_renames, 1, str(tmp_path), init=None) == [[7, 7]]
+    assert run_on_ranks(between_renames, 1, str(tmp_path), backend=None) == [[7, 7]]

@@ -14,8 +14,8 @@ from commgrid.checkpoint.memory import Inventory, kept_states, missing
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.tensor_parallel import initialize_parameters
-from tests.mortal import KILLED, kill_me, run_mortal
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
+from tests.killing import KILLED, kill_me, run_killable
 
 HALVES = {"weight": ((4,), "float32")}
 LOW, HIGH = ((0,), (2,)), ((2,), (2,))
@@ -101,9 +101,9 @@ def alone() -> torch.Tensor:
 
 
 def test_a_rank_left_out_hands_over_and_leaves() -> None:
-    *others, gone, left_out = run_on_ranks(halved, 4, None, init=None, launcher="torchrun")
+    *others, gone, left_out = run_on_ranks(halved, 4, None, backend=None, launcher="torchrun")
     assert (gone, left_out) == ("gone", "left out")
-    (reference,) = run_on_ranks(alone, 1, init=None, launcher="torchrun")
+    (reference,) = run_on_ranks(alone, 1, backend=None, launcher="torchrun")
     for step, source, extra, weight in others:
         assert (step, source, extra) == (1, "memory of ranks left out", {"tokens": 64})
         torch.testing.assert_close(weight, reference, rtol=1e-12, atol=0)
@@ -133,6 +133,6 @@ def dies_while_handing_over() -> Any:
 @pytest.mark.full
 def test_one_that_dies_meanwhile_holds_nobody_up() -> None:
     """The others go on, from a checkpoint if there is one."""
-    results = run_mortal(dies_while_handing_over, 4)
+    results = run_killable(dies_while_handing_over, 4)
     assert results[0] == results[1]
     assert results[2:] == [KILLED, KILLED]

@@ -17,8 +17,8 @@ import commgrid
 from commgrid import checkpoint
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.parameters import mark_parameters
+from commgrid.testing import run_on_ranks
 from tests.checkpoint.models import HIDDEN, batch, differences, fill, made
-from tests.ranks import run_on_ranks
 
 
 def raised(action: Any, *given: Any, **options: Any) -> str:
@@ -67,7 +67,7 @@ def formula_of(model: nn.Module, name: str) -> Tensor:
 
 
 def test_wrappers_are_not_in_the_names(tmp_path: Path) -> None:
-    for found in run_on_ranks(wrapped, 4, str(tmp_path), init=None, launcher="torchrun"):
+    for found in run_on_ranks(wrapped, 4, str(tmp_path), backend=None, launcher="torchrun"):
         assert len(found) == 7
         assert all(found.values()), found
 
@@ -86,7 +86,7 @@ def padded(folder: str) -> bool:
 
 
 def test_padding_of_fp32_copies_stays_zero(tmp_path: Path) -> None:
-    ranks = run_on_ranks(padded, 3, str(tmp_path), init=None, launcher="torchrun")
+    ranks = run_on_ranks(padded, 3, str(tmp_path), backend=None, launcher="torchrun")
     assert ranks == [True] * 3
 
 
@@ -126,7 +126,7 @@ def states(folder: str) -> list[Any]:
 
 def test_extra_states_and_buffers_of_every_chunk(tmp_path: Path) -> None:
     for first, second, told in run_on_ranks(
-        states, 2, str(tmp_path), init=None, launcher="torchrun"
+        states, 2, str(tmp_path), backend=None, launcher="torchrun"
     ):
         assert first == second == ([7.0, 7.0, 7.0], 7)
         assert "the model is not to be used" in told
@@ -179,7 +179,7 @@ REFUSED = {
 
 
 def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
-    for told in run_on_ranks(refused, 4, str(tmp_path), init=None, launcher="torchrun"):
+    for told in run_on_ranks(refused, 4, str(tmp_path), backend=None, launcher="torchrun"):
         for case, text in REFUSED.items():
             assert text in told[case], (case, told[case])
 
@@ -214,9 +214,9 @@ def both_stages(folder: str) -> list[str]:
 
 
 def test_named_parameters_and_frozen_stages(tmp_path: Path) -> None:
-    run_on_ranks(named_and_frozen, 2, str(tmp_path), init=None, launcher="torchrun")
+    run_on_ranks(named_and_frozen, 2, str(tmp_path), backend=None, launcher="torchrun")
     names = [f"layer{stage}.{key}" for stage in range(2) for key in ("weight", "bias")]
-    assert run_on_ranks(both_stages, 1, str(tmp_path), init=None) == [names]
+    assert run_on_ranks(both_stages, 1, str(tmp_path), backend=None) == [names]
 
 
 def replicated_buffer(folder: str) -> bool:
@@ -232,7 +232,7 @@ def replicated_buffer(folder: str) -> bool:
 
 
 def test_a_buffer_that_is_a_dtensor(tmp_path: Path) -> None:
-    ranks = run_on_ranks(replicated_buffer, 2, str(tmp_path), init=None, launcher="torchrun")
+    ranks = run_on_ranks(replicated_buffer, 2, str(tmp_path), backend=None, launcher="torchrun")
     assert ranks == [True, True]
 
 
@@ -260,7 +260,7 @@ def folders(folder: str) -> dict[str, Any]:
 
 
 def test_links_and_earlier_steps(tmp_path: Path) -> None:
-    (found,) = run_on_ranks(folders, 1, str(tmp_path), init=None)
+    (found,) = run_on_ranks(folders, 1, str(tmp_path), backend=None)
     assert "is a checkpoint, and not of step 40" in found.pop("other step")
     assert found == {
         "link": 40, "own name": 60, "kept": [30, 40, 60], "at last": [70], "best": 60,
@@ -281,5 +281,5 @@ def trains_on(folder: str) -> bool:
 
 
 def test_a_reducer_does_not_mind(tmp_path: Path) -> None:
-    ranks = run_on_ranks(trains_on, 2, str(tmp_path), init=None, launcher="torchrun")
+    ranks = run_on_ranks(trains_on, 2, str(tmp_path), backend=None, launcher="torchrun")
     assert ranks == [True, True]

@@ -10,8 +10,8 @@ import torch
 import commgrid
 from commgrid import checkpoint
 from commgrid.checkpoint import progress
+from commgrid.testing import run_on_ranks
 from tests.checkpoint.models import made
-from tests.ranks import run_on_ranks
 
 
 class Terminal(io.StringIO):
@@ -46,7 +46,7 @@ def counted(folder: str) -> list[list[tuple[int, int]]]:
 
 def test_a_callable_hears_of_its_own_ranks_bytes(tmp_path: Path) -> None:
     size = sum(tensor.nbytes for tensor in made_alone().state_dict().values())
-    ranks = run_on_ranks(counted, 2, str(tmp_path), init=None, launcher="torchrun")
+    ranks = run_on_ranks(counted, 2, str(tmp_path), backend=None, launcher="torchrun")
     assert sum(written[-1][1] for written, _ in ranks) == size  # each number is written once
     for written, read in ranks:
         assert len({total for _, total in written}) == 1

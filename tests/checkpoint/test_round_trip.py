@@ -21,8 +21,8 @@ import commgrid
 from commgrid import checkpoint
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.parameters import placements
+from commgrid.testing import run_on_ranks
 from tests.checkpoint.models import batch, differences, fill, made
-from tests.ranks import run_on_ranks
 
 SHAPES = [{"tp": 4}, {"dp": 4}, {"tp": 2, "dp": 2}, {"tp": 3}, {}]
 
@@ -76,7 +76,7 @@ def test_every_number_is_where_it_belongs(shape: dict[str, int], tmp_path: Path)
     def world(sizes: dict[str, int]) -> int:
         return torch.Size(sizes.values()).numel()
 
-    torchrun: dict[str, Any] = {"init": None, "launcher": "torchrun"}
+    torchrun: dict[str, Any] = {"backend": None, "launcher": "torchrun"}
     run_on_ranks(save_filled, world(shape), str(tmp_path), shape, **torchrun)
     for other in SHAPES:
         for wrong in run_on_ranks(load_filled, world(other), str(tmp_path), other, **torchrun):
@@ -123,10 +123,12 @@ def read_by_torch_alone(folder: str, file: str, more: int) -> list[float]:
 
 def test_torch_alone_reads_it_and_goes_on(tmp_path: Path) -> None:
     """An unsharded torch model and optimizer continue what tp 2 · dp 2 · ZeRO-1 began."""
-    saved = run_on_ranks(save_trained, 4, str(tmp_path / "runs"), 5, init=None, launcher="torchrun")
+    saved = run_on_ranks(
+        save_trained, 4, str(tmp_path / "runs"), 5, backend=None, launcher="torchrun"
+    )
     folder = tmp_path / "runs" / "step_00000005"
     (read,) = run_on_ranks(
-        read_by_torch_alone, 1, str(folder), str(tmp_path / "file.pt"), 5, init=None
+        read_by_torch_alone, 1, str(folder), str(tmp_path / "file.pt"), 5, backend=None
     )
     mean = [(saved[0][i] + saved[2][i]) / 2 for i in range(5)]  # ranks 0 and 2 have other data
     # Sums over tp and dp in another order: some ulps, which ten steps of Adam amplify.
@@ -145,7 +147,7 @@ def written_once(folder: str) -> tuple[int, int]:
 
 def test_copies_are_written_once_and_every_rank_writes(tmp_path: Path) -> None:
     ((held, _), *_) = run_on_ranks(
-        written_once, 4, str(tmp_path), init=None, launcher="torchrun"
+        written_once, 4, str(tmp_path), backend=None, launcher="torchrun"
     )  # fmt: skip
     metadata = dcp.FileSystemReader(tmp_path / "step_00000001").read_metadata()
     sizes: dict[str, int] = {}
@@ -192,7 +194,7 @@ def mixed_precision(folder: str) -> dict[str, Any]:
 
 
 def test_precisions(tmp_path: Path) -> None:
-    for found in run_on_ranks(mixed_precision, 2, str(tmp_path), init=None, launcher="torchrun"):
+    for found in run_on_ranks(mixed_precision, 2, str(tmp_path), backend=None, launcher="torchrun"):
         assert len(found) == 3
         assert all(found.values()), found
 
@@ -216,7 +218,7 @@ def fp32_into_bf16(folder: str) -> bool:
 
 
 def test_fp32_copies_begin_as_weights_where_none_were_saved(tmp_path: Path) -> None:
-    assert run_on_ranks(fp32_into_bf16, 1, str(tmp_path), init=None) == [True]
+    assert run_on_ranks(fp32_into_bf16, 1, str(tmp_path), backend=None) == [True]
 
 
 class Remembering(nn.Module):
@@ -285,7 +287,7 @@ def each_optimizer(folder: str) -> list[str]:
 
 
 def test_every_elementwise_optimizer_goes_on(tmp_path: Path) -> None:
-    assert run_on_ranks(each_optimizer, 1, str(tmp_path), init=None) == [[]]
+    assert run_on_ranks(each_optimizer, 1, str(tmp_path), backend=None) == [[]]
 
 
 def names_of(folder: str) -> list[str]:
@@ -299,7 +301,7 @@ def names_of(folder: str) -> list[str]:
 
 
 def test_a_shared_parameter_has_its_first_name(tmp_path: Path) -> None:
-    (names,) = run_on_ranks(names_of, 1, str(tmp_path), init=None)
+    (names,) = run_on_ranks(names_of, 1, str(tmp_path), backend=None)
     metadata = dcp.FileSystemReader(tmp_path / "step_00000001").read_metadata()
     stored = {key for key in metadata.state_dict_metadata if key.startswith("model.")}
     buffers = {f"model.blocks.{index}.count" for index in range(2)}
@@ -335,12 +337,12 @@ def later_rate(folder: str) -> list[float]:
 
 
 def test_learning_rates_of_every_group_on_every_rank(tmp_path: Path) -> None:
-    for rates in run_on_ranks(later_rate, 4, str(tmp_path), init=None, launcher="torchrun"):
+    for rates in run_on_ranks(later_rate, 4, str(tmp_path), backend=None, launcher="torchrun"):
         assert rates == [0.05, 0.0005, 0.05, 0.0005]
 
 
 def test_a_rate_is_written_once_for_all_parameters(tmp_path: Path) -> None:
-    run_on_ranks(later_rate, 4, str(tmp_path), init=None, launcher="torchrun")
+    run_on_ranks(later_rate, 4, str(tmp_path), backend=None, launcher="torchrun")
     metadata = dcp.FileSystemReader(tmp_path / "step_00000001").read_metadata()
     rates = [key for key in metadata.state_dict_metadata if key.endswith(".lr")]
     names = [key for key in metadata.state_dict_metadata if key.endswith(".exp_avg")]
@@ -369,7 +371,7 @@ def weights_alone(folder: str) -> bool:
 
 
 def test_weights_alone_renew_the_optimizers_copies(tmp_path: Path) -> None:
-    assert run_on_ranks(weights_alone, 1, str(tmp_path), init=None) == [True]
+    assert run_on_ranks(weights_alone, 1, str(tmp_path), backend=None) == [True]
 
 
 def native(folder: str, file: str) -> None:
@@ -399,7 +401,7 @@ def native(folder: str, file: str) -> None:
 def test_dtensors_that_fsdp_has_cut_again(world: int, tmp_path: Path) -> None:
     """On 8 ranks FSDP cuts tp's 6 rows into 2, 2, 2 and none."""
     file = tmp_path / "whole.pt"
-    run_on_ranks(native, world, str(tmp_path), str(file), init=None, launcher="torchrun")
+    run_on_ranks(native, world, str(tmp_path), str(file), backend=None, launcher="torchrun")
     dcp_to_torch_save(tmp_path / "step_00000001", tmp_path / "read.pt")
     whole, read = (torch.load(path) for path in (file, tmp_path / "read.pt"))
     assert whole.keys() == read["model"].keys()

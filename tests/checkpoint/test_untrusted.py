@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import commgrid
 from commgrid import CheckpointError, checkpoint
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 class Runs:
@@ -89,7 +89,7 @@ WHERE = {
 
 @pytest.mark.parametrize("where", WHERE)
 def test_a_pickle_that_would_run_code_is_refused_by_its_key(where: str, tmp_path: Path) -> None:
-    for told in run_on_ranks(refused, 2, str(tmp_path), where, init=None, launcher="torchrun"):
+    for told in run_on_ranks(refused, 2, str(tmp_path), where, backend=None, launcher="torchrun"):
         assert told.startswith("nothing was loaded"), told
         with pytest.raises(AssertionError, match=WHERE[where]):
             raise AssertionError(told)

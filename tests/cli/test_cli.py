@@ -12,7 +12,7 @@ import pytest
 from commgrid import GridSpec, GroupPlan
 from commgrid.cli import main
 from commgrid.planning.spec import SHARE_CHOICES
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -231,7 +231,7 @@ def checked() -> str:
 
 
 def test_check_tells_of_every_communicator_once() -> None:
-    first, *others = run_on_ranks(checked, 4, init=None, launcher="torchrun")
+    first, *others = run_on_ranks(checked, 4, backend=None, launcher="torchrun")
     found = json.loads(first)
     assert found["ok"]
     # tp, cp of one rank, dp, and their combinations with cp and pp, which are none's aliases

@@ -10,7 +10,7 @@ import pytest
 
 from commgrid.cli import main
 from commgrid.cli.output import JSON_VERSION
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 GRID = ["--tp", "2", "--pp", "2", "--world-size", "8"]
 SCHEDULE = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "4"]
@@ -46,7 +46,7 @@ def test_every_command_says_its_version_first(tmp_path: Path) -> None:
     found = {
         "plan": said("plan", *GRID),
         "explain": said("explain", *GRID, "--rank", "5"),
-        "check": run_on_ranks(checked, 2, init=None, launcher="torchrun")[0],
+        "check": run_on_ranks(checked, 2, backend=None, launcher="torchrun")[0],
         "show": said("show", *GRID),
         "show schedule": said("show", *SCHEDULE),
         "show metrics": said("show", "--metrics", str(losses)),

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.context_parallel import SequenceSharding
+from commgrid.testing import run_on_ranks
 from tests.peers import parallel_state
-from tests.ranks import run_on_ranks
 
 
 def zigzag() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import commgrid
 from commgrid.context_parallel import SequenceSharding, attention
+from commgrid.testing import run_on_ranks
 from tests.context_parallel.plain import Case, allowed, inputs, plain
-from tests.ranks import run_on_ranks
 from tests.sizes import full, some
 
 WAYS = ("ring", "allgather", "ulysses", "2d")

@@ -16,8 +16,8 @@ from commgrid.context_parallel import (
     attention,
     plan_lengths,
 )
+from commgrid.testing import run_on_ranks
 from tests.context_parallel.plain import Case, inputs, plain
-from tests.ranks import run_on_ranks
 
 LENGTHS = [70, 9, 24, 1, 33, 5, 48, 2, 17, 12]
 RANKS, ROOM = 4, 30

@@ -22,7 +22,7 @@ from commgrid.context_parallel import (
     fixed_lengths,
     plan_lengths,
 )
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import full, some
 
 WORLDS = [

@@ -24,9 +24,9 @@ from commgrid.context_parallel.volume import (
     sent_two_level,
 )
 from commgrid.runtime.failures import GoneError
+from commgrid.testing import run_on_ranks
 from tests.context_parallel.plain import Case, inputs
 from tests.memory import peak_bytes
-from tests.ranks import run_on_ranks
 
 LEVELS = {"cp_levels": {"of": "cp", "split": {"cp_ring": -1, "cp_a2a": 2}}}
 

@@ -15,7 +15,7 @@ from commgrid.data_parallel import (
     reduce_partial_gradients,
 )
 from commgrid.parameters import mark_parameters
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def model_of(*, sharded: bool, grid: commgrid.HyperCommGrid) -> nn.Sequential:
@@ -60,7 +60,7 @@ def summed(sharded: bool) -> tuple[list[bool], float, float]:
 def test_sums_over_tp_and_norms_of_the_whole(sharded: bool) -> None:
     """On 2 ranks of dp FSDP cuts 5 rows into 3 and 2; the norm is that of the full gradients."""
     expected = (2 * (6 + 4) * 9.0 + (5 * 6 + 5) * 1.0) ** 0.5
-    for right, norm, clipped in run_on_ranks(summed, 4, sharded, init=None, launcher="torchrun"):
+    for right, norm, clipped in run_on_ranks(summed, 4, sharded, backend=None, launcher="torchrun"):
         assert right == [True] * 6
         assert norm == pytest.approx(expected, rel=1e-6)  # one layer's are in fp32
         assert clipped == pytest.approx(2.0, rel=1e-6)
@@ -85,6 +85,6 @@ def refused() -> list[str]:
 
 
 def test_what_reduces_already_is_left_alone() -> None:
-    for sharded, reduced in run_on_ranks(refused, 2, init=None, launcher="torchrun"):
+    for sharded, reduced in run_on_ranks(refused, 2, backend=None, launcher="torchrun"):
         assert "is a DTensor, whose gradients FSDP2 averages itself" in sharded
         assert "its GradientReducer has added it up over 'tp' (2 ranks) already" in reduced

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from commgrid.testing import run_on_ranks
 from tests.data_parallel.random_draws import Draw, draw, features
 from tests.data_parallel.random_models import slice_of
 from tests.data_parallel.random_oracle import Expected, train_whole
 from tests.data_parallel.random_training import Found, train_all
-from tests.ranks import run_on_ranks
 
 ALL = range(200)
 SHORT = (37, 49, 88, 92, 121, 135, 146, 165, 175, 197)

@@ -26,7 +26,7 @@ from commgrid.tensor_parallel import (
     VocabParallelEmbedding,
     initialize_parameters,
 )
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import full
 
 WIDTH = 8
@@ -284,7 +284,7 @@ def wrong() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    run_on_ranks(wrong, 1, init=None)
+    run_on_ranks(wrong, 1, backend=None)
 
 
 def changed() -> None:
@@ -330,7 +330,7 @@ def changed() -> None:
 
 
 def test_what_would_go_unnoticed_is_an_error() -> None:
-    run_on_ranks(changed, 1, init=None)
+    run_on_ranks(changed, 1, backend=None)
 
 
 def marks() -> None:

@@ -14,7 +14,7 @@ from commgrid.data_parallel import GradientReducer, GradScaler, ShardedOptimizer
 from commgrid.parameters import mark_parameters
 from commgrid.pipeline import Pipeline
 from commgrid.tensor_parallel import initialize_parameters
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 ONES = torch.ones(1, 2)
 

@@ -34,7 +34,7 @@ from commgrid.tensor_parallel import (
     VocabParallelEmbedding,
     initialize_parameters,
 )
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 WIDTH = 8
 

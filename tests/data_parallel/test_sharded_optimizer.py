@@ -16,7 +16,7 @@ import commgrid
 from commgrid import CommGridError, ShapeError
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 1e-2}),

@@ -29,7 +29,7 @@ from unittest import mock
 import yaml
 
 from commgrid.runtime.registry import _registry
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -140,7 +140,7 @@ def run_python(page: Path, folder: Path) -> int:
         script = folder / f"{page.stem}_{number}.py"
         script.write_text(program.source, encoding="utf-8")
         launcher = "torchrun" if program.ranks else None
-        run_on_ranks(_run, program.ranks or 1, script, init=None, launcher=launcher)
+        run_on_ranks(_run, program.ranks or 1, script, backend=None, launcher=launcher)
     return len(found)
 
 

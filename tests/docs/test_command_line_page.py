@@ -18,9 +18,9 @@ from commgrid.cli.output import JSON_VERSION, as_json
 from commgrid.observe.audit.auditing import Audit
 from commgrid.observe.audit.dry import Dry
 from commgrid.observe.audit.findings import Comparison, Finding
+from commgrid.testing import run_on_ranks
 from commgrid.transfer.traffic import Traffic
 from tests.docs.pages import DOCS, ROOT
-from tests.ranks import run_on_ranks
 
 TEXT = (DOCS / "command_line.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^##+ (.+?)\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
@@ -166,7 +166,7 @@ def test_json_of_check_is_as_the_page_says(tmp_path: Path) -> None:
             assert cli.main(["check", "--tp", "2", "--json"]) == 0
         return out.getvalue()
 
-    first, second = run_on_ranks(on_rank, 2, init=None, launcher="torchrun")
+    first, second = run_on_ranks(on_rank, 2, backend=None, launcher="torchrun")
     assert second == ""
     holds("check", json.loads(first.splitlines()[-1]))
 
@@ -179,7 +179,7 @@ def test_json_of_bench_is_as_the_page_says() -> None:
             assert cli.main(argv) == 0
         return out.getvalue()
 
-    holds("bench", json.loads(run_on_ranks(on_rank, 2, init=None, launcher="torchrun")[0]))
+    holds("bench", json.loads(run_on_ranks(on_rank, 2, backend=None, launcher="torchrun")[0]))
 
 
 def holds(which: str, found: Any) -> None:

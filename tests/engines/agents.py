@@ -14,21 +14,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.ranks import forking, free_port
+from commgrid.testing import Ranks, free_port
 
 MARK = "COMMGRID_TEST_JOB"
 WORKER = Path(__file__).with_name("worker.py")
@@ -59,30 +57,30 @@ class Host:
 
 
 class Forked:
-    """A forked process, asked as a Popen is asked."""
+    """A forked process with the methods of a Popen."""
 
     def __init__(self, *call: Any) -> None:
         function, *args = call
-        context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=function, args=args, daemon=False)
-        with forking():
-            self.process.start()
-        assert self.process.pid is not None
-        self.pid = self.process.pid
+        self.ranks = Ranks(function, 1, *args, backend=None, check=False).start()
+        self.pid = self.ranks.pid(0)
 
     @property
     def returncode(self) -> int | None:
-        return self.process.exitcode
+        return None if self.ranks.living() else self.ranks.outcomes[0].exitcode
 
     def poll(self) -> int | None:
-        return self.process.exitcode
+        return self.returncode
 
     def wait(self, timeout: float) -> int:
         """Raises subprocess.TimeoutExpired as Popen's."""
-        self.process.join(timeout)
-        if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked agent", timeout)
-        return self.process.exitcode
+        until = time.monotonic() + timeout
+        while self.ranks.living():
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a forked agent", timeout)
+            time.sleep(0.01)  # between two looks
+        self.ranks.close()
+        assert self.returncode is not None
+        return self.returncode
 
 
 def _agent(
@@ -92,18 +90,20 @@ def _agent(
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
-    os.setsid()
     with log.open("wb") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    torch.set_num_threads(1)  # a forked child hangs in a parent's OpenMP threads otherwise
     os.environ.update(variables)
     host.move_here()
     config, _, _ = run.config_from_args(run.parse_args([*flags, str(WORKER)]))
     config.start_method = "fork"
     main = importlib.import_module("tests.engines.worker").forked
-    elastic_launch(config=config, entrypoint=main)(*worker)
+    try:
+        elastic_launch(config=config, entrypoint=main)(*worker)
+    except BaseException:
+        traceback.print_exc()  # into the log, as torchrun does
+        raise
 
 
 LOOPBACK = (Host(), Host())

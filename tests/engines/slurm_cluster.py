@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from commgrid.testing import free_port
 from tests.engines.said import killed_after
-from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 DAEMONS = ("munged", "slurmctld", "slurmd")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from commgrid.runtime import alike
+from commgrid.testing import free_port
 from tests.engines.said import LONG, killed_after, tracebacks, wait_for_step
 from tests.examples.curves import ROOT, load
-from tests.ranks import free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OWN = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,7 @@ import pytest
 
 import commgrid
 from commgrid.runtime.torch_groups import group_count
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +47,7 @@ def undisturbed(flags: list[str], metrics: Path) -> list[dict[str, float]]:
         flags: of train_gpt.
         metrics: the file to keep it in.
     """
-    run_on_ranks(run, 1, [*flags, "--metrics", str(metrics)], init=None, launcher="torchrun")
+    run_on_ranks(run, 1, [*flags, "--metrics", str(metrics)], backend=None, launcher="torchrun")
     return curve(metrics)
 
 
@@ -114,9 +114,9 @@ def same_curve(ours: list[dict[str, float]], theirs: list[dict[str, float]], dty
 WITHOUT_NUMPY = """
 import pkgutil, sys
 sys.modules["numpy"] = None  # importing it fails, as where only commgrid is installed
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 run_on_ranks(
-    pkgutil.resolve_name(sys.argv[1]), int(sys.argv[2]), sys.argv[3:], init=None,
+    pkgutil.resolve_name(sys.argv[1]), int(sys.argv[2]), sys.argv[3:], backend=None,
     launcher="torchrun",
 )
 """

@@ -14,8 +14,8 @@ import pytest
 
 import commgrid
 from commgrid.runtime.torch_groups import group_count
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import ROOT, load
-from tests.ranks import run_on_ranks
 
 LAYOUTS: dict[str, list[list[str]]] = {
     "accelerate": [["--dp-shard", "4"], ["--dp-replicate", "2", "--dp-shard", "2"]],
@@ -64,7 +64,7 @@ def test_losses_are_those_without_commgrid(client: str, layout: list[str], tmp_p
         path = tmp_path / kind
         arguments = [*layout, "--metrics", str(path), *(["--plain"] if kind == "plain" else [])]
         made = run_on_ranks(
-            run, 4, client, arguments, init=None, launcher="torchrun", timeout=300,
+            run, 4, client, arguments, backend=None, launcher="torchrun", timeout=300,
             environ={"TORCHELASTIC_RUN_ID": "tests"},
         )  # fmt: skip
         assert made == [0 if kind == "ours" else None] * 4

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import ROOT, load, without_numpy
-from tests.ranks import run_on_ranks
 from tests.sizes import some
 
 SMALL = ["--layers", "1", "--hidden", "8", "--batch-size", "11", "--dtype", "fp64"]
@@ -45,7 +45,7 @@ def run(*jobs: list[str]) -> None:
 def losses(world: int, jobs: list[list[str]], folder: Path) -> list[list[float]]:
     paths = [folder / f"{world}-{index}" for index in range(len(jobs))]
     given = [[*SMALL, *job, "--metrics", str(path)] for job, path in zip(jobs, paths, strict=True)]
-    run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(run, world, *given, backend=None, launcher="torchrun", timeout=300)
     return [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in paths]
 
 

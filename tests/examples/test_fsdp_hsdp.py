@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import ROOT, load, run_example
-from tests.ranks import run_on_ranks
 from tests.sizes import some
 
 SMALL = ["--layers", "2", "--hidden", "16", "--steps", "10", "--dtype", "fp64"]
@@ -31,7 +31,7 @@ def run(*jobs: list[str]) -> list[int]:
 def losses(world: int, jobs: list[list[str]], folder: Path) -> list[list[float]]:
     paths = [folder / f"{world}-{index}" for index in range(len(jobs))]
     given = [[*SMALL, *job, "--metrics", str(path)] for job, path in zip(jobs, paths, strict=True)]
-    for made in run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=300):
+    for made in run_on_ranks(run, world, *given, backend=None, launcher="torchrun", timeout=300):
         assert made == [0] * len(jobs)
     return [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in paths]
 
@@ -64,6 +64,6 @@ def refused() -> str:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    (said,) = run_on_ranks(refused, 1, init=None)
+    (said,) = run_on_ranks(refused, 1, backend=None)
     assert "tp=2" in said
     assert "does not divide 1 ranks" in said

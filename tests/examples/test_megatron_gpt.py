@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 pytest.importorskip("megatron.core")
 from examples import megatron_gpt
@@ -44,7 +44,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert "step   3  loss" in done.stdout
     ours = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
     assert len(ours) == 3
-    for theirs in run_on_ranks(megatrons, 2, job, init=None, launcher="torchrun"):
+    for theirs in run_on_ranks(megatrons, 2, job, backend=None, launcher="torchrun"):
         assert ours == theirs
 
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import load, without_numpy
-from tests.ranks import run_on_ranks
 from tests.sizes import full
 
 TINY = [
@@ -40,10 +40,17 @@ def test_samples_are_those_of_one_process(name: str) -> None:
     world, flags = JOBS[name]
     batch = [flag for flag in ("--batch-size", "9") if flag in flags]
     alone = [*TINY, *batch, *(EXPERTS if name == "experts" else [])]
-    (expected,) = run_on_ranks(written, 1, [*alone, "--every", "2"], init=None, launcher="torchrun")
+    (expected,) = run_on_ranks(
+        written, 1, [*alone, "--every", "2"], backend=None, launcher="torchrun"
+    )
     assert len(samples(expected)) == 2
     ranks = run_on_ranks(
-        written, world, [*TINY, *flags, "--every", "2"], init=None, launcher="torchrun", timeout=300
+        written,
+        world,
+        [*TINY, *flags, "--every", "2"],
+        backend=None,
+        launcher="torchrun",
+        timeout=300,
     )
     said = [line for lines in ranks for line in lines]
     assert samples(said) == samples(expected)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import load
-from tests.ranks import run_on_ranks
 
 
 def run(jobs: list[list[str]]) -> list[list[float]]:
@@ -39,7 +39,7 @@ def whole_model() -> list[float]:
 def test_torchs_schedules_on_our_groups(pp: int, dp: int) -> None:
     alone = whole_model()
     jobs = [["--pp", str(pp), "--schedule", name] for name in load("torch_pipelining").SCHEDULES]
-    for found in run_on_ranks(run, pp * dp, jobs, init=None, launcher="torchrun"):
+    for found in run_on_ranks(run, pp * dp, jobs, backend=None, launcher="torchrun"):
         for job, losses in zip(jobs, found, strict=True):
             # The same products; sums over microbatches and ranks in another order.
             assert losses == pytest.approx(alone, rel=1e-12), job

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import ROOT, curve, load, run, same_curve, same_start, steps_of
-from tests.ranks import run_on_ranks
 from tests.sizes import full
 
 SMALL = ["--layers", "2", "--hidden", "64", "--batch-size", "8", "--seq-len", "16"]
@@ -40,7 +40,7 @@ def curves(tp: int, dp: int, jobs: dict[str, list[str]], folder: Path) -> dict[s
         [*job, "--tp", str(tp), "--dp", str(dp), "--metrics", str(folder / name)]
         for name, job in jobs.items()
     ]
-    run_on_ranks(run, tp * dp, *given, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(run, tp * dp, *given, backend=None, launcher="torchrun", timeout=300)
     return {name: curve(folder / name) for name in jobs}
 
 
@@ -83,7 +83,7 @@ def test_two_jobs_on_ranks_of_one_world(tmp_path: Path) -> None:
     }
     per_rank = [(rank,) for rank in range(8)]
     run_on_ranks(
-        on_own_ranks, 8, jobs, per_rank=per_rank, init=None, launcher="torchrun", timeout=300
+        on_own_ranks, 8, jobs, per_rank=per_rank, backend=None, launcher="torchrun", timeout=300
     )
     for ranks in jobs:
         same_curve(curve(tmp_path / ranks), reference, "fp64")
@@ -95,7 +95,7 @@ def test_ranks_that_are_not_listed_end_at_once(tmp_path: Path) -> None:
     jobs = {"0,1,2": job}
     per_rank = [(rank,) for rank in range(3)]
     run_on_ranks(
-        on_own_ranks, 3, jobs, per_rank=per_rank, init=None, launcher="torchrun", timeout=300
+        on_own_ranks, 3, jobs, per_rank=per_rank, backend=None, launcher="torchrun", timeout=300
     )
     assert [row["step"] for row in curve(metrics)] == [1, 2]
 
@@ -208,7 +208,7 @@ def test_bare_python_is_a_world_of_one(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_flags_are_named(arguments: list[str], said: str) -> None:
-    assert said in run_on_ranks(refusal, 1, [*arguments, "--steps", "1"], init=None)[0]
+    assert said in run_on_ranks(refusal, 1, [*arguments, "--steps", "1"], backend=None)[0]
 
 
 def refusal(arguments: list[str]) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import commgrid
 from commgrid.tensor_parallel import vocab_parallel_cross_entropy
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import PROMISED, SOME, curve, load, run, same_curve
-from tests.ranks import run_on_ranks
 from tests.sizes import full, some
 
 STEPS = PROMISED if full() else 4
@@ -104,7 +104,7 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     folder = tmp_path_factory.mktemp("alone")
     kinds = list(KINDS) if full() else ["plain", "packed"]
     given = [job(kind, text, "--metrics", str(folder / kind)) for kind in kinds]
-    run_on_ranks(cut_by_masks, 1, *given, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(cut_by_masks, 1, *given, backend=None, launcher="torchrun", timeout=300)
     found = {kind: curve(folder / kind) for kind in kinds}
     assert found["plain"][-1]["loss"] < found["plain"][0]["loss"]
     assert any(row["grad_norm"] > 1.5 for row in found["plain"])  # so that clipping clips
@@ -125,7 +125,7 @@ def test_same_curve_however_sequences_are_shared(
          "--steps", str(steps[index])]
         for index, (kind, flags) in enumerate(cuts)
     ]  # fmt: skip
-    for made in run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=400):
+    for made in run_on_ranks(run, world, *given, backend=None, launcher="torchrun", timeout=400):
         assert made == [0] * len(cuts)
     for index, (kind, flags) in enumerate(cuts):
         rows = curve(tmp_path / str(index))
@@ -141,7 +141,7 @@ def test_packed_alone_as_with_masks(text: Path, alone: dict[str, Any], tmp_path:
     """One process, and a pipeline that cuts the batch into microbatches: longer packs, or fewer."""
     metrics = str(tmp_path / "metrics")
     given = job("packed", text, "--metrics", metrics, "--microbatches", "2")
-    run_on_ranks(run, 1, given, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(run, 1, given, backend=None, launcher="torchrun", timeout=300)
     same_curve(curve(tmp_path / "metrics"), alone["packed"], "fp64")
 
 
@@ -150,7 +150,7 @@ def test_a_run_goes_on_with_another_cp(text: Path, alone: dict[str, Any], tmp_pa
     folder, metrics = str(tmp_path / "saved"), tmp_path / "metrics"
     half = [*job("packed", text, "--cp", "4", "--save", folder), "--steps", str(STEPS // 2)]
     rest = job("packed", text, "--cp", "2", "--resume", folder, "--metrics", str(metrics))
-    run_on_ranks(run, 4, half, rest, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(run, 4, half, rest, backend=None, launcher="torchrun", timeout=300)
     same_curve(curve(metrics), alone["packed"][STEPS // 2 :], "fp64")
 
 
@@ -178,9 +178,9 @@ def test_evaluation_and_sample_do_not_depend_on_cp(text: Path) -> None:
     # The model looks at no more than the last 24 bytes.
     more += ["--sample", "aaa\nheading\n===\nab cd", "--sample-tokens", "6"]
     jobs = [[*job(kind, text), *more] for kind in ("plain", "packed")]
-    expected = run_on_ranks(looks, 1, *jobs, init=None, launcher="torchrun")[0]
+    expected = run_on_ranks(looks, 1, *jobs, backend=None, launcher="torchrun")[0]
     shared = [[*one, "--cp", "2", "--pp", "2"] for one in jobs]
-    for found in run_on_ranks(looks, 4, *shared, init=None, launcher="torchrun", timeout=300):
+    for found in run_on_ranks(looks, 4, *shared, backend=None, launcher="torchrun", timeout=300):
         for (loss, sample), (reference, said) in zip(found, expected, strict=True):
             assert loss == pytest.approx(reference, rel=1e-12)
             assert sample == said
@@ -207,7 +207,7 @@ def one_by_one(text: Path) -> tuple[float, float]:
 
 @pytest.mark.full
 def test_a_pack_has_the_loss_of_its_documents(text: Path) -> None:
-    found, expected = run_on_ranks(one_by_one, 1, text, init=None, launcher="torchrun")[0]
+    found, expected = run_on_ranks(one_by_one, 1, text, backend=None, launcher="torchrun")[0]
     assert found == pytest.approx(expected, rel=1e-13)
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import curve, load, run, run_example, same_curve
-from tests.ranks import run_on_ranks
 from tests.sizes import full
 
 TINY = [
@@ -66,7 +66,7 @@ def alone() -> dict[str, dict[str, Any]]:
     """Each model in one process."""
     models = list(MODELS) if full() else [model for _, model, _ in CUTS[:2]]
     jobs = [MODELS[model] for model in models]
-    found = run_on_ranks(watched, 1, *jobs, init=None, launcher="torchrun", timeout=300)
+    found = run_on_ranks(watched, 1, *jobs, backend=None, launcher="torchrun", timeout=300)
     return dict(zip(models, found[0], strict=True))
 
 
@@ -77,7 +77,7 @@ def test_the_same_on_any_grid(world: int, alone: dict[str, Any]) -> None:
         (model, flags) for size, model, flags in (CUTS if full() else CUTS[:2]) if size == world
     ]
     jobs = [[*MODELS[model], *flags] for model, flags in cuts]
-    ranks = run_on_ranks(watched, world, *jobs, init=None, launcher="torchrun", timeout=300)
+    ranks = run_on_ranks(watched, world, *jobs, backend=None, launcher="torchrun", timeout=300)
     for told in ranks:
         for (model, flags), ours in zip(cuts, told, strict=True):
             theirs = alone[model]
@@ -124,7 +124,7 @@ def by_hand(job: list[str]) -> tuple[float, float, str, str, int, int]:
 
 def test_evaluation_and_sample_are_what_the_modules_say() -> None:
     loss, expected, sampled, written, counted, there = run_on_ranks(
-        by_hand, 1, SAMPLED, init=None, launcher="torchrun"
+        by_hand, 1, SAMPLED, backend=None, launcher="torchrun"
     )[0]
     assert loss == pytest.approx(expected, rel=1e-12)
     assert sampled == written
@@ -140,7 +140,7 @@ def test_evaluation_looks_at_other_text_and_changes_nothing(tmp_path: Path) -> N
         [*dropped, "--eval-every", every, "--metrics", str(path)]
         for every, path in zip(("1", "6"), paths, strict=True)
     ]
-    run_on_ranks(run, 1, *jobs, init=None, launcher="torchrun")
+    run_on_ranks(run, 1, *jobs, backend=None, launcher="torchrun")
     often, once = (curve(path) for path in paths)
     assert [row["loss"] for row in often] == [row["loss"] for row in once]
     train_gpt = load()
@@ -192,13 +192,13 @@ def test_a_falling_rate_goes_on_on_another_grid(tmp_path: Path) -> None:
     job, saved = [*falling, "--eval-every", "2", "--eval-batches", "1"], str(tmp_path / "saved")
     paths = [tmp_path / name for name in ("through", "first", "then")]
     one = [*job, "--steps", "8", "--metrics", str(paths[0])]
-    run_on_ranks(run, 1, one, init=None, launcher="torchrun")
+    run_on_ranks(run, 1, one, backend=None, launcher="torchrun")
     run_on_ranks(
         run, 2,
         [*job, "--steps", "4", "--fsdp", "--save", saved, "--save-every", "2",
          "--metrics", str(paths[1])],
         [*job, "--steps", "8", "--pp", "2", "--resume", saved, "--metrics", str(paths[2])],
-        init=None, launcher="torchrun",
+        backend=None, launcher="torchrun",
     )  # fmt: skip
     through, first, then = (curve(path) for path in paths)
     same_curve([*first, *then], through, "fp64")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import curve, run, same_start, steps_of
-from tests.ranks import run_on_ranks
 from tests.sizes import some
 
 TINY = [
@@ -40,7 +40,7 @@ GRIDS: dict[int, list[tuple[int, int, int, int, int, list[str]]]] = {
 
 def curves(world: int, jobs: dict[str, list[str]], folder: Path) -> dict[str, Any]:
     given = [[*job, "--metrics", str(folder / name)] for name, job in jobs.items()]
-    run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(run, world, *given, backend=None, launcher="torchrun", timeout=300)
     return {name: curve(folder / name) for name in jobs}
 
 

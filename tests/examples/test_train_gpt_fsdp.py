@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import curve, load, run, same_start, steps_of
-from tests.ranks import run_on_ranks
 from tests.sizes import some
 
 TINY = [
@@ -41,7 +41,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "tied": [*DENSE, "--tie-embeddings"],
     }  # fmt: skip
     given = [[*job, "--metrics", str(folder / name)] for name, job in jobs.items()]
-    run_on_ranks(run, 1, *given, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(run, 1, *given, backend=None, launcher="torchrun", timeout=300)
     return {name: curve(folder / name) for name in jobs}
 
 
@@ -53,7 +53,7 @@ def test_same_curve_as_one_process(world: int, alone: dict[str, Any], tmp_path: 
         [*job, "--fsdp", *steps_of(index), "--metrics", str(tmp_path / str(index))]
         for index, job in enumerate(jobs)
     ]
-    for made in run_on_ranks(run, world, *given, init=None, launcher="torchrun", timeout=300):
+    for made in run_on_ranks(run, world, *given, backend=None, launcher="torchrun", timeout=300):
         assert made == [0] * len(jobs)
     for index, job in enumerate(jobs):
         dtype = "fp32" if "fp32" in job else "fp64"

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from commgrid import checkpoint
+from commgrid.testing import run_on_ranks
 from tests.engines.said import killed_after, wait_for_step
 from tests.examples.curves import ROOT, curve, load
-from tests.ranks import run_on_ranks
 
 TINY = [
     "--layers", "1", "--hidden", "16", "--heads", "4", "--batch-size", "4", "--seq-len", "4",
@@ -45,7 +45,7 @@ def test_lines_of_a_run(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     job = [*TINY, "--steps", "7", "--log-every", "3", "--save", saved, "--tie-embeddings"]
     job += ["--save-every", "2", "--save-in-background"]
-    first, second = run_on_ranks(heard, 2, job, init=None, launcher="torchrun")
+    first, second = run_on_ranks(heard, 2, job, backend=None, launcher="torchrun")
     assert second == []
     assert first[0] == "grid   dp 2 on 2 ranks (cpu)"
     assert first[1].startswith("model  7,")
@@ -65,7 +65,7 @@ def test_lines_of_a_run(tmp_path: Path) -> None:
     assert checkpoint.steps(saved) == [2, 4, 6, 7]
     changed = [*job, "--resume", saved, "--steps", "8", "--seed", "3"]
     again, told = run_on_ranks(
-        heard_of_all, 1, [*job, "--resume", saved], changed, init=None, launcher="torchrun"
+        heard_of_all, 1, [*job, "--resume", saved], changed, backend=None, launcher="torchrun"
     )[0]
     assert again[3:] == ["goes on after step 7", "trained nothing: step 7 of --steps 7 is done"]
     assert told[4] == "with other flags, so not as one run would: --seed 3 (was 0)"
@@ -75,7 +75,7 @@ def test_lines_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_parameters_of_a_rank_are_said() -> None:
     lines = run_on_ranks(
-        heard, 2, [*TINY, "--steps", "0", "--fsdp"], init=None, launcher="torchrun"
+        heard, 2, [*TINY, "--steps", "0", "--fsdp"], backend=None, launcher="torchrun"
     )
     whole, own = map(int, re.findall(r"[\d,]+", lines[0][1].replace(",", ""))[:2])
     assert whole / 2 <= own < whole
@@ -86,7 +86,7 @@ def test_parameters_of_a_rank_are_said() -> None:
 def test_what_cannot_be_written_is_said_at_the_start_by_one_rank(flag: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     path = str(tmp_path / "file" / "run")
-    told = run_on_ranks(heard_with_board, 2, [*TINY, flag, path], init=None, launcher="torchrun")
+    told = run_on_ranks(heard_with_board, 2, [*TINY, flag, path], backend=None, launcher="torchrun")
     (line,) = told[0]
     assert re.fullmatch(
         rf"{flag} {path}: cannot be written \({tmp_path}/file.* is no folder\); .*", line
@@ -126,7 +126,7 @@ def test_tensorboard_is_given_all_figures_by_one_rank(tmp_path: Path) -> None:
     folder, metrics = str(tmp_path / "board"), tmp_path / "metrics"
     job = [*TINY, "--steps", "3", "--eval-every", "2", "--tensorboard", folder]
     job += ["--metrics", str(metrics)]
-    first, second = run_on_ranks(board_of, 2, job, init=None, launcher="torchrun")
+    first, second = run_on_ranks(board_of, 2, job, backend=None, launcher="torchrun")
     assert second == []
     assert first[0] == (folder, 1)
     assert first[-1] == ("close",)
@@ -144,7 +144,7 @@ def test_tensorboard_itself_reads_what_is_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     job = [*TINY, "--steps", "3", "--tensorboard", str(tmp_path)]
-    run_on_ranks(heard, 1, job, init=None, launcher="torchrun")
+    run_on_ranks(heard, 1, job, backend=None, launcher="torchrun")
     found = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in found.Scalars("loss")] == [1, 2, 3]
 
@@ -156,7 +156,7 @@ def without_board(job: list[str]) -> list[str]:
 
 def test_tensorboard_that_is_not_there_is_said(tmp_path: Path) -> None:
     job = [*TINY, "--tensorboard", str(tmp_path)]
-    (told,) = run_on_ranks(without_board, 1, job, init=None, launcher="torchrun")[0]
+    (told,) = run_on_ranks(without_board, 1, job, backend=None, launcher="torchrun")[0]
     assert told.startswith(f"--tensorboard {tmp_path}: TensorBoard is not installed here (")
     assert told.endswith("; pip install tensorboard, or leave the flag out")
 
@@ -259,14 +259,14 @@ def fails_at(step: int, job: list[str]) -> list[str]:
 def test_an_error_is_followed_by_how_to_go_on(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     job = [*TINY, "--steps", "9", "--save", saved, "--save-every", "2"]
-    lines = run_on_ranks(fails_at, 1, 4, job, init=None, launcher="torchrun")[0]
+    lines = run_on_ranks(fails_at, 1, 4, job, backend=None, launcher="torchrun")[0]
     assert lines[-1].startswith("stopped by ValueError: 3 steps in ")
     assert lines[-1].endswith(f"; step 2 is saved in {saved}; to go on: --resume {saved}")
 
 
 def test_who_saves_is_not_told_to(tmp_path: Path) -> None:
     job = [*TINY, "--steps", "9", "--save", str(tmp_path), "--save-every", "4"]
-    lines = run_on_ranks(fails_at, 1, 3, job, init=None, launcher="torchrun")[0]
+    lines = run_on_ranks(fails_at, 1, 3, job, backend=None, launcher="torchrun")[0]
     assert lines[-1].endswith("; nothing was saved")
 
 
@@ -306,7 +306,7 @@ def test_metrics_have_no_other_rows(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics"
     job = [*TINY, "--steps", "4", "--log-every", "3", "--eval-every", "2", "--sample"]
     job += ["--sample-tokens", "2", "--metrics", str(metrics)]
-    run_on_ranks(heard, 1, job, init=None, launcher="torchrun")
+    run_on_ranks(heard, 1, job, backend=None, launcher="torchrun")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert {tuple(row) for row in rows} == {("step", "loss", "grad_norm", "tokens_per_s")}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import curve, run, same_start, steps_of, without_numpy
-from tests.ranks import run_on_ranks
 from tests.sizes import full
 
 TINY = [
@@ -25,7 +25,7 @@ def train(pp: int, tp: int, dp: int, jobs: dict[str, list[str]], folder: Path) -
     """What each job's metrics say, all run one after the other on the same ranks."""
     sizes = ["--pp", str(pp), "--tp", str(tp), "--dp", str(dp)]
     given = [[*job, *sizes, "--metrics", str(folder / name)] for name, job in jobs.items()]
-    run_on_ranks(run, pp * tp * dp, *given, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(run, pp * tp * dp, *given, backend=None, launcher="torchrun", timeout=300)
     return {name: curve(folder / name) for name in jobs}
 
 

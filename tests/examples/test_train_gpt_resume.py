@@ -7,8 +7,8 @@ import pytest
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import curve, run, same_curve
-from tests.ranks import run_on_ranks
 from tests.sizes import full, some
 
 TINY = [
@@ -26,7 +26,7 @@ def cut(tp: int, pp: int, dp: int, *more: str) -> list[str]:
 
 
 def train(world: int, *jobs: list[str]) -> None:
-    made = run_on_ranks(run, world, *jobs, init=None, launcher="torchrun", timeout=300)
+    made = run_on_ranks(run, world, *jobs, backend=None, launcher="torchrun", timeout=300)
     assert made == [[0] * len(jobs)] * world
 
 
@@ -155,6 +155,6 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         ("--resume", saved, "--layers", "5"): "of another model: it has no model.blocks.4",
     }
     given = [[*TINY, "--steps", "2", *flags] for flags in jobs]
-    (told,) = run_on_ranks(refused, 1, *given, init=None, launcher="torchrun", timeout=300)
+    (told,) = run_on_ranks(refused, 1, *given, backend=None, launcher="torchrun", timeout=300)
     for text, expected in zip(told, jobs.values(), strict=True):
         assert expected in text

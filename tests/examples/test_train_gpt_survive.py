@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import curve, load, run, same_curve
-from tests.mortal import KILLED, kill_me, run_mortal
-from tests.ranks import run_on_ranks
+from tests.killing import KILLED, kill_me, run_killable
 from tests.sizes import full
 
 TINY = [
@@ -105,7 +105,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[dict[str,
     """One process that nobody kills, by whether the model is the deep one."""
     paths = {deep: tmp_path_factory.mktemp("alone") / "metrics" for deep in (False, True)}
     jobs = [[*TINY, *deep * DEEP, "--metrics", str(path)] for deep, path in paths.items()]
-    run_on_ranks(run, 1, *jobs, init=None, launcher="torchrun")
+    run_on_ranks(run, 1, *jobs, backend=None, launcher="torchrun")
     return {deep: curve(path) for deep, path in paths.items()}
 
 
@@ -121,7 +121,7 @@ def test_the_curve_of_a_run_without_failure(
     saves = ["--save", str(tmp_path / "saved")] if "--save-every" in flags else []
     job = [*TINY, *flags, *saves, "--survive", "3", "--metrics", str(metrics)]
     started = time.monotonic()
-    results = run_mortal(mortal, world, job, deaths)
+    results = run_killable(mortal, world, job, deaths)
     said = capfd.readouterr().out
     print(said, f"\n{name}: {time.monotonic() - started:.1f} s in all")
     assert [rank for rank, found in enumerate(results) if found == KILLED] == sorted(deaths)
@@ -161,7 +161,7 @@ def test_a_rank_that_raises_takes_part_again(
 ) -> None:
     metrics = tmp_path / "metrics"
     job = [*TINY, "--survive", "3", "--metrics", str(metrics)]
-    run_on_ranks(raises_once, 2, job, init=None, launcher="torchrun")
+    run_on_ranks(raises_once, 2, job, backend=None, launcher="torchrun")
     said, wrong = capfd.readouterr()
     same_curve(curve(metrics), alone[False], "fp64")
     assert "rank 1 failed in step 10, and takes part again: ValueError: no such token\n" in wrong

@@ -7,8 +7,8 @@ import pytest
 
 import commgrid
 from commgrid.runtime.registry import live_grids
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import curve, load, run, same_curve
-from tests.ranks import run_on_ranks
 from tests.sizes import full
 
 TINY = [
@@ -41,9 +41,11 @@ def test_the_curve_of_a_run_that_never_changed(name: str, tmp_path: Path) -> Non
     world, given, after = JOBS[name]
     alone = EXPERTS if name == "experts" else TINY
     files = {each: tmp_path / each for each in ("alone", "switched")}
-    run_on_ranks(run, 1, [*alone, "--metrics", str(files["alone"])], init=None, launcher="torchrun")
+    run_on_ranks(
+        run, 1, [*alone, "--metrics", str(files["alone"])], backend=None, launcher="torchrun"
+    )
     job = [*given, *switches(after), "--metrics", str(files["switched"])]
-    run_on_ranks(switched, world, job, init=None, launcher="torchrun", timeout=300)
+    run_on_ranks(switched, world, job, backend=None, launcher="torchrun", timeout=300)
     same_curve(curve(files["switched"]), curve(files["alone"]), "fp64")
 
 
@@ -62,11 +64,11 @@ def switched(job: list[str]) -> None:
 def test_a_resumed_job_is_on_the_grid_of_its_step(tmp_path: Path) -> None:
     made: Any = run_on_ranks(
         saved_and_resumed, 4, str(tmp_path / "saved"), str(tmp_path / "metrics"),
-        init=None, launcher="torchrun", timeout=300,
+        backend=None, launcher="torchrun", timeout=300,
     )  # fmt: skip
     assert made == [{"dp": 1, "tp": 4}] * 4
     alone = tmp_path / "alone"
-    run_on_ranks(run, 1, [*TINY, "--metrics", str(alone)], init=None, launcher="torchrun")
+    run_on_ranks(run, 1, [*TINY, "--metrics", str(alone)], backend=None, launcher="torchrun")
     same_curve(curve(tmp_path / "metrics"), curve(alone)[10:], "fp64")
 
 
@@ -121,4 +123,4 @@ def does_not_fit() -> str:
 
 
 def test_a_grid_that_does_not_fit_is_refused_before_the_first_step() -> None:
-    run_on_ranks(does_not_fit, 2, init=None, launcher="torchrun")
+    run_on_ranks(does_not_fit, 2, backend=None, launcher="torchrun")

@@ -8,8 +8,8 @@ import pytest
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import load, run_example
-from tests.ranks import run_on_ranks
 from tests.sizes import full
 
 pytest.importorskip("transformers")
@@ -27,7 +27,7 @@ def test_logits_are_the_whole_models_and_the_loss_falls(tmp_path: Path) -> None:
         jobs = [
             ["--tp", str(tp), "--metrics", str(path)] for tp, path in zip(cuts, paths, strict=True)
         ]
-        for made in run_on_ranks(run, world, *jobs, init=None, launcher="torchrun", timeout=300):
+        for made in run_on_ranks(run, world, *jobs, backend=None, launcher="torchrun", timeout=300):
             assert made == [0] * len(jobs)
         for path in paths:
             first, *rows = (json.loads(line) for line in path.read_text().splitlines())
@@ -53,7 +53,7 @@ def refused(folder: str) -> str:
 
 
 def test_a_checkpoint_does_not_take_its_slices_for_whole_parameters(tmp_path: Path) -> None:
-    for told in run_on_ranks(refused, 2, str(tmp_path), init=None, launcher="torchrun"):
+    for told in run_on_ranks(refused, 2, str(tmp_path), backend=None, launcher="torchrun"):
         assert "self_attn.q_proj.weight of shape (32, 64) is a slice of Transformers'" in told
         assert "save_pretrained" in told
 
@@ -67,7 +67,7 @@ def batch_of_three() -> str:
 
 
 def test_a_batch_that_cannot_be_shared() -> None:
-    for told in run_on_ranks(batch_of_three, 2, init=None, launcher="torchrun"):
+    for told in run_on_ranks(batch_of_three, 2, backend=None, launcher="torchrun"):
         assert "--batch-size 3 cannot be shared equally by the 2 ranks of dp" in told
 
 

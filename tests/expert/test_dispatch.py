@@ -18,7 +18,7 @@ from commgrid import ShapeError, SpecError, UnknownGroupError
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.expert import GroupedExperts, MoELayer, Router, Routing, make_dispatcher
 from commgrid.expert.permutation import arrange, permute, permute_weights, unpermute
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import some
 
 

@@ -17,7 +17,7 @@ from commgrid import SpecError
 from commgrid.expert import GroupedExperts, MoELayer, SharedExpert, experts
 from commgrid.parameters import placements
 from commgrid.tensor_parallel import initialize_parameters
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def alone(function: Any, *args: Any) -> Any:

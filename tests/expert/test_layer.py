@@ -14,8 +14,8 @@ import commgrid
 from commgrid.data_parallel import GradientReducer
 from commgrid.expert import MoELayer
 from commgrid.parameters import placements
+from commgrid.testing import run_on_ranks
 from tests.expert.dense import Case, balance, mixture
-from tests.ranks import run_on_ranks
 from tests.sizes import some
 
 # Sums of some 10 products of numbers around 1, in another order than the loop's: 1e-12 leaves

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import commgrid
 from commgrid.expert import MoELayer
+from commgrid.testing import run_on_ranks
 from tests import megatron_moe, peers  # noqa: F401  (imports megatron with its warnings off)
-from tests.ranks import run_on_ranks
 from tests.sizes import some
 
 # Megatron takes the softmax of the chosen logits in fp32: 2^-24 of weights up to 1 and outputs and

@@ -13,7 +13,7 @@ from torch import Tensor
 import commgrid
 from commgrid import CommGridError, ShapeError, SpecError
 from commgrid.expert import Router, Routing
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 
+from commgrid.testing import run_on_ranks
 from tests.faults.expected import line, table, wrong
 from tests.faults.jobs import AT_ONCE, ROWS, run
-from tests.ranks import run_on_ranks
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
 def _soak() -> int:
     from tests.faults.soak import grown, soak
 
-    ranks = run_on_ranks(soak, 4, 1000, 10_000, init=None, launcher="torchrun", timeout=3000)
+    ranks = run_on_ranks(soak, 4, 1000, 10_000, backend=None, launcher="torchrun", timeout=3000)
     problems = []
     for rank, found in enumerate(ranks):
         for what, seen in found.items():
@@ -59,7 +59,9 @@ def _fuzz(cases: int) -> int:
 
     each = 1000
     seeds = [(seed, min(each, cases - each * seed)) for seed in range(-(-cases // each))]
-    found = [one for job in seeds for one in run_on_ranks(fuzz, 1, *job, init=None, timeout=900)[0]]
+    found = [
+        one for job in seeds for one in run_on_ranks(fuzz, 1, *job, backend=None, timeout=900)[0]
+    ]
     print(*found, f"{cases} cases, {len(found)} problems", sep="\n")
     return 1 if found else 0
 

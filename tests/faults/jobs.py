@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
+from commgrid.testing import free_port
+from commgrid.testing.ranks import forking
+from commgrid.testing.variables import launcher_variables
 from tests.faults.moments import MOMENTS, Limits, now
-from tests.ranks import _launcher_variables, forking, free_port
 from tests.waiting import until, until_waiting
 
 RANKS = 8
@@ -161,7 +163,7 @@ class Job:
         port, context = free_port(), multiprocessing.get_context("fork")
         self.children = {}
         for rank in range(RANKS):
-            variables = _launcher_variables("torchrun", rank, RANKS, port)
+            variables = launcher_variables("torchrun", rank, RANKS, port)
             call = (row, rank, rank == self.victim, variables, self.folder)
             self.children[rank] = context.Process(target=_rank, args=call)
             with forking():

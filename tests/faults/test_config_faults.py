@@ -19,7 +19,8 @@ import torch.distributed as dist
 import commgrid
 from commgrid import CommGridError, PeerTimeoutError
 from commgrid.runtime import registry, torch_world
-from tests.ranks import free_port, hear, meet, run_on_ranks, tell
+from commgrid.testing import free_port, run_on_ranks
+from tests.flags import hear, meet, tell
 from tests.waiting import comes, until_waits
 
 WORLD = 4
@@ -72,7 +73,7 @@ def all_differ(folder: str, rank: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "how", [{"init": "gloo"}, {"init": None, "launcher": "torchrun"}], ids=["up", "down"]
+    "how", [{"backend": "gloo"}, {"backend": None, "launcher": "torchrun"}], ids=["up", "down"]
 )
 def test_all_ranks_say_who_was_given_something_else(how: dict[str, Any], tmp_path: Path) -> None:
     """Whether torch.distributed is up before or not."""
@@ -116,7 +117,7 @@ def launched(before: Callable[[], object], startup: float, rank: int) -> tuple[s
 
 
 def launch(before: Callable[[], object], startup: float, **how: Any) -> list[tuple[str, str]]:
-    given = {"per_rank": RANKS, "init": None, "launcher": "torchrun", **how}
+    given = {"per_rank": RANKS, "backend": None, "launcher": "torchrun", **how}
     return run_on_ranks(launched, WORLD, before, startup, **given)
 
 

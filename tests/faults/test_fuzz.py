@@ -10,16 +10,16 @@ import pytest
 
 from commgrid import GridSpec, SpecError
 from commgrid.cli import _parsers
+from commgrid.testing import run_on_ranks
 from tests.faults.fuzz import fuzz
 from tests.faults.mutations import Mutator
-from tests.ranks import run_on_ranks
 from tests.sizes import full
 
 CASES = 1500 if full() else 250
 
 
 def test_nothing_but_plans_and_messages() -> None:
-    (found,) = run_on_ranks(fuzz, 1, 0, CASES, init=None, timeout=600)
+    (found,) = run_on_ranks(fuzz, 1, 0, CASES, backend=None, timeout=600)
     assert not found, "\n\n".join(found)
 
 

@@ -5,8 +5,8 @@
 
 import pytest
 
+from commgrid.testing import run_on_ranks
 from tests.faults.soak import grown, soak
-from tests.ranks import run_on_ranks
 from tests.sizes import full
 
 CYCLES, STEPS = (100, 1000) if full() else (20, 100)
@@ -14,7 +14,7 @@ CYCLES, STEPS = (100, 1000) if full() else (20, 100)
 
 @pytest.mark.full
 def test_nothing_grows() -> None:
-    ranks = run_on_ranks(soak, 4, CYCLES, STEPS, init=None, launcher="torchrun", timeout=300)
+    ranks = run_on_ranks(soak, 4, CYCLES, STEPS, backend=None, launcher="torchrun", timeout=300)
     for rank, found in enumerate(ranks):
         for what, seen in found.items():
             assert len(seen) == 6

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def on_gpus(
@@ -25,7 +25,7 @@ def on_gpus(
     """
     ranks = [(rank,) for rank in range(world)]
     return run_on_ranks(
-        _with_world, world, function, bound, args, per_rank=ranks, init=None,
+        _with_world, world, function, bound, args, per_rank=ranks, backend=None,
         launcher="torchrun", method="spawn", timeout=timeout,
     )  # fmt: skip
 

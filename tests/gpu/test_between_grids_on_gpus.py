@@ -10,9 +10,9 @@ from torch import Tensor
 import commgrid
 from commgrid import TransferError
 from commgrid.bridge import Bridge
+from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
 from tests.gpu.on_gpus import take_device
-from tests.ranks import run_on_ranks
 from tests.transfer.pairs import BF16, HSDP, move, on
 
 PAIRS = [
@@ -31,7 +31,7 @@ def moved(rank: int) -> list[Any]:
 
 def test_weights_go_from_cut_to_cut() -> None:
     ranks = run_on_ranks(
-        moved, 4, per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
+        moved, 4, per_rank=[(rank,) for rank in range(4)], backend=None, launcher="torchrun",
         method="spawn", timeout=300,
     )  # fmt: skip
     for number, (source, target) in enumerate(PAIRS):
@@ -74,7 +74,7 @@ def large(equal: bool, rank: int) -> list[int] | str:
 
 def run_large(equal: bool) -> list[Any]:
     return run_on_ranks(
-        large, 4, equal, per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
+        large, 4, equal, per_rank=[(rank,) for rank in range(4)], backend=None, launcher="torchrun",
         method="spawn", timeout=300,
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def bridged(rank: int) -> float:
 
 def test_gradients_go_back_over_a_bridge() -> None:
     found = run_on_ranks(
-        bridged, 4, per_rank=[(rank,) for rank in range(4)], init=None, launcher="torchrun",
+        bridged, 4, per_rank=[(rank,) for rank in range(4)], backend=None, launcher="torchrun",
         method="spawn", timeout=300,
     )  # fmt: skip
     assert max(found) <= 1e-12

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import HyperCommGrid
+from commgrid.testing import run_on_ranks
 from tests.examples.curves import run
 from tests.examples.test_train_gpt import SMALL
 from tests.gpu.on_gpus import on_gpus, take_device
-from tests.ranks import run_on_ranks
 
 MIB = 2**20
 
@@ -94,7 +94,7 @@ def trained(path: str, rank: int) -> None:
 def test_train_gpt_in_bf16(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run_on_ranks(
-        trained, 4, str(path), per_rank=[(rank,) for rank in range(4)], init=None,
+        trained, 4, str(path), per_rank=[(rank,) for rank in range(4)], backend=None,
         launcher="torchrun", method="spawn", timeout=400,
     )  # fmt: skip
     losses = [json.loads(line)["loss"] for line in path.read_text().splitlines()]

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import GridMismatchError
+from commgrid.testing import run_on_ranks
+from tests.flags import meet
 from tests.gpu.on_gpus import take_device
-from tests.ranks import meet, run_on_ranks
 
 
 def swapped(grid: Any) -> None:
@@ -69,7 +70,7 @@ def checked(case: str, rank: int) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_what_members_issue_is_compared(case: str) -> None:
     found = run_on_ranks(
-        checked, 4, case, per_rank=[(rank,) for rank in range(4)], init=None,
+        checked, 4, case, per_rank=[(rank,) for rank in range(4)], backend=None,
         launcher="torchrun", method="spawn", timeout=120,
     )  # fmt: skip
     if case == "alike":

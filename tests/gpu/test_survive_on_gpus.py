@@ -10,7 +10,7 @@ import pytest
 from tests.examples.curves import curve, same_curve
 from tests.examples.test_train_gpt_survive import TINY, mortal
 from tests.gpu.on_gpus import take_device
-from tests.mortal import KILLED, run_mortal
+from tests.killing import KILLED, run_killable
 
 
 def trains(job: list[str], deaths: dict[int, tuple[int, str]], rank: int) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def test_the_curve_of_a_run_without_failure_over_nccl(
         more = [] if ranks == 1 else [*flags, "--survive", "3"]
         job = [*TINY, *more, "--metrics", str(path)]
         per_rank = [(rank,) for rank in range(ranks)]
-        found = run_mortal(trains, ranks, job, deaths, per_rank=per_rank, method="spawn")
+        found = run_killable(trains, ranks, job, deaths, per_rank=per_rank, method="spawn")
         assert [rank for rank, each in enumerate(found) if each == KILLED] == [*deaths]
     said = capfd.readouterr().out
     print(said)

@@ -10,9 +10,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commgrid
 import megatron_adapter
+from commgrid.testing import run_on_ranks
 from tests.megatron_adapter.test_functions import config
 from tests.peers import parallel_state as theirs
-from tests.ranks import run_on_ranks
 
 ranks = dist.get_process_group_ranks
 

@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 import commgrid
 import megatron_adapter
+from commgrid.testing import run_on_ranks
 from examples import megatron_gpt
 from megatron_adapter import HyperCommGrid as Ours
-from tests.ranks import run_on_ranks
 
 Kind = Callable[..., Any]
 DIMS = ["tp", "cp", "pp", "dp"]

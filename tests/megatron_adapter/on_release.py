@@ -17,11 +17,11 @@ from megatron.core.hyper_comm_grid import HyperCommGrid as TheirGrid
 
 import megatron_adapter
 import megatron_adapter.parallel_state as mpu
+from commgrid.testing import run_on_ranks
 from megatron_adapter.installation import differences
 from megatron_adapter.releases import release_of
 from tests.megatron_adapter import test_functions, test_gpt, test_hyper_comm_grid
 from tests.peers import parallel_state as theirs
-from tests.ranks import run_on_ranks
 from tests.sizes import some
 
 
@@ -94,7 +94,9 @@ def large_world(world: int) -> int:
     """The same on every rank of a world that there is only the fake backend for."""
     count = len(test_functions.configs_here(world))
     for which in range(count):
-        (found,) = run_on_ranks(test_functions.every_rank, 1, world, which, init=None, timeout=400)
+        (found,) = run_on_ranks(
+            test_functions.every_rank, 1, world, which, backend=None, timeout=400
+        )
         assert not found, "\n".join(found[:20])
     return count
 

@@ -22,12 +22,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 import commgrid
 import megatron_adapter
+from commgrid.testing import run_on_ranks
 from examples import megatron_gpt
 from tests.megatron_adapter.answers import answers, differences, plain
 from tests.megatron_adapter.modules import run_on_gloo
 from tests.megatron_adapter.test_functions import UNUSED
 from tests.peers import parallel_state as theirs
-from tests.ranks import run_on_ranks
 
 SIZES = {
     "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import commgrid
 import megatron_adapter
 from commgrid import NotInGroupError, SpecError, UnknownGroupError
+from commgrid.testing import run_on_ranks
 from tests.megatron_adapter.answers import plain
 from tests.peers import parallel_state as theirs
-from tests.ranks import run_on_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

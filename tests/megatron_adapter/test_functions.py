@@ -14,9 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import commgrid
 import megatron_adapter
 import megatron_adapter.parallel_state as mpu
+from commgrid.testing import run_on_ranks
 from tests.megatron_adapter.answers import answers, differences, public_functions
 from tests.peers import parallel_state as theirs
-from tests.ranks import run_on_ranks
 from tests.sizes import some
 
 PP_INSIDE = "tp-cp-pp-ep-dp"
@@ -219,7 +219,7 @@ def every_rank(world: int, which: int) -> list[str]:
 def test_every_function_on_every_rank_of_a_large_world(world: int, which: int) -> None:
     if which >= len(configs_here(world)):
         pytest.skip("this megatron-core has no such argument")
-    (found,) = run_on_ranks(every_rank, 1, world, which, init=None, timeout=300)
+    (found,) = run_on_ranks(every_rank, 1, world, which, backend=None, timeout=300)
     assert not found, "\n".join(found[:20])
 
 

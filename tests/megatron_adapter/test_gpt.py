@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch.distributed as dist
 
+from commgrid.testing import run_on_ranks
 from tests.peers import parallel_state
-from tests.ranks import run_on_ranks
 
 pytest.importorskip("megatron.core")
 from examples import megatron_gpt

@@ -20,8 +20,8 @@ from commgrid import (
     SpecError,
 )
 from commgrid.runtime import torch_groups
+from commgrid.testing import run_on_ranks
 from megatron_adapter import HyperCommGrid, MegatronSizeError
-from tests.ranks import run_on_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

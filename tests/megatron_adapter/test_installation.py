@@ -17,6 +17,7 @@ import commgrid
 import megatron_adapter
 import megatron_adapter.parallel_state as mpu
 from commgrid import CommGridError, GridMismatchError, SpecError
+from commgrid.testing import run_on_ranks
 from megatron_adapter import (
     AmbiguousGridError,
     MegatronSizeError,
@@ -27,7 +28,6 @@ from megatron_adapter.installation import differences, load_megatron
 from megatron_adapter.releases import release_here
 from tests.peers import parallel_state as theirs
 from tests.peers import parallel_state as user  # stands for a module that imported names earlier
-from tests.ranks import run_on_ranks
 
 initialize = user.initialize_model_parallel
 world_size = user.get_tensor_model_parallel_world_size

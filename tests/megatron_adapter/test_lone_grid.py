@@ -17,11 +17,11 @@ import commgrid
 import megatron_adapter
 import megatron_adapter.parallel_state as mpu
 from commgrid import SpecError
+from commgrid.testing import run_on_ranks
 from megatron_adapter import AmbiguousGridError, MegatronSizeError, MegatronStateError, releases
 from megatron_adapter.facade import shape
 from megatron_adapter.releases import RELEASES
 from tests.peers import parallel_state as theirs
-from tests.ranks import run_on_ranks
 from tests.waiting import comes, until_waits
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from commgrid import PeerTimeoutError
 from megatron_adapter.parallel_state.rank_groups import create_group
-from tests.mortal import kill_me, run_mortal
+from tests.killing import kill_me, run_killable
 from tests.waiting import until
 
 
@@ -34,6 +34,6 @@ def makes_a_group_without_the_store() -> str:
 
 
 def test_the_store_is_named() -> None:
-    _, said = run_mortal(makes_a_group_without_the_store, 2)
+    _, said = run_killable(makes_a_group_without_the_store, 2)
     assert said.startswith("rank 1: group 'EXTRA' of ranks 0-1 cannot be created: the store at ")
     assert "has ended or does not answer" in said

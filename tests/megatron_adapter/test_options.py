@@ -13,10 +13,10 @@ import commgrid
 import megatron_adapter
 from commgrid import GroupPlan, SpecError
 from commgrid.planning.spec import SHARE_CHOICES
+from commgrid.testing import run_on_ranks
 from megatron_adapter import MEGATRON_GROUPS, MegatronSizes
 from megatron_adapter.spec import read_nccl_config
 from tests.peers import parallel_state as theirs
-from tests.ranks import run_on_ranks
 
 
 def options(**given: Any) -> dict[str, dict[str, Any]]:
@@ -125,7 +125,7 @@ def rest(rank: int, world: int) -> tuple[dict[int, list[int]], dict[int, list[in
 def test_hybrid_groups_have_the_size_they_are_asked_by() -> None:
     """Of 10 ranks, 8 and 9 are the rest that groups of 4 leave; Megatron says 4 and means 2."""
     for rank in (0, 5, 9):
-        ((wrong, right),) = run_on_ranks(rest, 1, rank, 10, init=None)
+        ((wrong, right),) = run_on_ranks(rest, 1, rank, 10, backend=None)
         assert all(len(ranks) == size for size, ranks in right.items())
         assert right == {size: ranks for size, ranks in wrong.items() if len(ranks) == size}
         assert (4 in right) == (rank < 8)

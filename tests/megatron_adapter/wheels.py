@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RanksFailed, forking, run_on_ranks
+from commgrid.testing import Ranks, RanksFailed, run_on_ranks
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commgrid/megatron-core"
 
@@ -103,20 +103,16 @@ def on_release(version: str, module: str, function: str, *args: Any, timeout: fl
 @functools.cache
 def _imported(place: Path) -> Connection:
     """The pipe to a process that has imported the release in a folder; it ends with this one."""
-    context = multiprocessing.get_context("fork")
-    mine, its = context.Pipe()
-    process = context.Process(target=_serve, args=(place, mine, its), daemon=False)
-    with forking():
-        process.start()
+    mine, its = multiprocessing.Pipe()
+    server = Ranks(_serve, 1, place, mine, its, backend=None, check=False).start()
     its.close()
-    atexit.register(mine.close)  # before multiprocessing waits for its children
+    atexit.register(server.close)
     return mine
 
 
 def _serve(place: Path, theirs: Connection, pipe: Connection) -> None:
     """Answers what is asked through the pipe, each in a child of its own, until it is closed."""
     theirs.close()
-    torch.set_num_threads(1)  # a forked child hangs in a parent's OpenMP threads otherwise
     warnings.simplefilter("ignore")  # of Megatron, which has many
     use(place)
     while True:
@@ -126,7 +122,7 @@ def _serve(place: Path, theirs: Connection, pipe: Connection) -> None:
             return
         try:
             call = getattr(importlib.import_module(module), function)
-            pipe.send((False, run_on_ranks(call, 1, *args, init=None, timeout=timeout)[0]))
+            pipe.send((False, run_on_ranks(call, 1, *args, backend=None, timeout=timeout)[0]))
         except Exception:
             pipe.send((True, traceback.format_exc()))
 

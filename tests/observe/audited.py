@@ -12,7 +12,7 @@ from commgrid.observe.audit import child
 from commgrid.observe.audit.compare import Seen, compare
 from commgrid.observe.audit.findings import Comparison
 from commgrid.planning.audited import VARIABLE, AuditedGrid
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = "--layers 2 --hidden 16 --heads 4 --seq-len 16 --batch-size 4 --lr 1e-2 --dtype fp64 --data"
@@ -29,7 +29,7 @@ def seen_on(
     argv = [str(folder), str(steps), str(beginning or ""), str(script), *flags]
     argv += ["--steps", str(steps), *grid.flags]
     run_on_ranks(
-        _rank, grid.world_size, argv, init=None, launcher="torchrun",
+        _rank, grid.world_size, argv, backend=None, launcher="torchrun",
         environ={VARIABLE: grid.variable}, timeout=120,
     )  # fmt: skip
     return Seen(text, folder)

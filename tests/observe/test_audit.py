@@ -21,9 +21,9 @@ from commgrid.observe.audit.findings import KINDS, Comparison, Finding
 from commgrid.observe.audit.joined import Ranks, join, ratio, relative
 from commgrid.observe.audit.records import LARGEST, About, thin_shape, thinned
 from commgrid.planning.audited import VARIABLE, AuditedGrid, spec_over
+from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TRAIN, part, seen_on, with_bug
 from tests.observe.test_audit_bugs import TRAIN_GPT, audited
-from tests.ranks import run_on_ranks
 from tests.waiting import until
 
 # -- what it is told ---------------------------------------------------------------------

@@ -14,8 +14,8 @@ from commgrid.observe import trace_files
 from commgrid.observe.audit import child
 from commgrid.planning.audited import VARIABLE
 from commgrid.runtime import recorder
+from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TRAIN
-from tests.ranks import run_on_ranks
 from tests.waiting import until
 
 SCRIPT = EXAMPLES / "train_gpt.py"
@@ -26,7 +26,7 @@ def dry(folder: Path, grid: str, world_size: int, *more: str, flags: str = FLAGS
     """In a process of its own, since it forks where this one may have threads."""
     argv = ["audit", "--dry", str(SCRIPT), "--grid", grid, "--world-size", str(world_size)]
     argv += ["-o", str(folder), *more, "--json", "--", *flags.split()]
-    (status,) = run_on_ranks(cli.main, 1, argv, init=None, timeout=200)
+    (status,) = run_on_ranks(cli.main, 1, argv, backend=None, timeout=200)
     return int(status)
 
 
@@ -49,7 +49,7 @@ def real(folder: Path, grid: str, world_size: int) -> None:
     argv = [str(seen), "1", "", str(SCRIPT), *FLAGS.split(), "--steps", "1"]
     environ = {VARIABLE: grid, "COMMGRID_TRACE": "1"}
     run_on_ranks(
-        _traced, world_size, argv, str(folder), init=None, launcher="torchrun", environ=environ
+        _traced, world_size, argv, str(folder), backend=None, launcher="torchrun", environ=environ
     )
 
 

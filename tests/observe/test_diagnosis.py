@@ -17,7 +17,7 @@ import commgrid
 from commgrid import SpecError
 from commgrid.cli import main
 from commgrid.observe import diagnosis
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def saved(folder: Path, rank: int, *calls: list[Any], **rest: Any) -> None:
@@ -120,7 +120,7 @@ def torch_dumps(folder: str, text: bool) -> None:
 
 @pytest.mark.parametrize("text", [False, True], ids=["pickle", "json"])
 def test_torchs_own_dumps_are_read(text: bool, tmp_path: Path) -> None:
-    run_on_ranks(torch_dumps, 4, str(tmp_path), text, init=None, launcher="torchrun")
+    run_on_ranks(torch_dumps, 4, str(tmp_path), text, backend=None, launcher="torchrun")
     found = diagnosis.diagnose(diagnosis.read(tmp_path))
     first = found.causes[0]
     assert first.ranks == (2,)

@@ -17,7 +17,8 @@ from commgrid import CommGridError
 from commgrid.failures import named_failures
 from commgrid.observe import diagnosis
 from commgrid.runtime import inquiry, recorder, torch_world
-from tests.ranks import hear, meet, run_on_ranks, tell
+from commgrid.testing import run_on_ranks
+from tests.flags import hear, meet, tell
 from tests.waiting import comes, until, until_waits
 
 
@@ -48,7 +49,7 @@ def one_asks() -> str:
 
 
 def test_one_rank_asks_while_the_others_hang() -> None:
-    found = run_on_ranks(one_asks, 4, init=None, launcher="torchrun")[3]
+    found = run_on_ranks(one_asks, 4, backend=None, launcher="torchrun")[3]
     assert found.startswith("rank 3 has not entered dp_tp all_reduce 0, for which ranks 0-2 have")
     assert "test_inquiry.py" in found
     assert "one_asks" in found
@@ -76,7 +77,7 @@ def signalled(folder: str) -> list[str]:
 
 
 def test_a_signal_has_a_rank_write_down_where_it_hangs(tmp_path: Path) -> None:
-    first, second = run_on_ranks(signalled, 2, str(tmp_path), init=None, launcher="torchrun")
+    first, second = run_on_ranks(signalled, 2, str(tmp_path), backend=None, launcher="torchrun")
     names = [f"rank_0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "stacks")]
     assert first == second == names
     folder = tmp_path / "commgrid_trace"
@@ -103,7 +104,7 @@ def times_out() -> str:
 
 
 def test_an_error_by_timeout_says_what_is_wrong() -> None:
-    said = run_on_ranks(times_out, 4, init=None, launcher="torchrun")
+    said = run_on_ranks(times_out, 4, backend=None, launcher="torchrun")
     assert said[2] == ""
     others = [said[rank] for rank in (0, 1, 3)]
     assert any(each.startswith("PeerTimeoutError") for each in others)

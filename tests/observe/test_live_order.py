@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, GridMismatchError, SpecError
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.waiting import until
 
 FOREVER = 1000.0
@@ -73,7 +73,7 @@ LINES = [
 @pytest.mark.parametrize("share", ["aliases", "all"])
 def test_two_names_in_opposite_order(share: str, blocking: bool) -> None:
     """Right on communicators of their own where nobody waits; otherwise both are told."""
-    found = run_on_ranks(reproduction, 4, share, blocking, True, init=None, launcher="torchrun")
+    found = run_on_ranks(reproduction, 4, share, blocking, True, backend=None, launcher="torchrun")
     if share == "aliases" and not blocking:
         assert found == [[4.0, 400.0], [6.0, 600.0]] * 2
         return
@@ -86,7 +86,7 @@ def test_two_names_in_opposite_order(share: str, blocking: bool) -> None:
 @pytest.mark.full("*")
 @pytest.mark.parametrize("share", ["aliases", "all"])
 def test_two_names_in_one_order(share: str) -> None:
-    found = run_on_ranks(reproduction, 4, share, True, False, init=None, launcher="torchrun")
+    found = run_on_ranks(reproduction, 4, share, True, False, backend=None, launcher="torchrun")
     assert found == [[4.0, 400.0], [6.0, 600.0]] * 2
 
 
@@ -132,7 +132,7 @@ def different(index: int) -> str:
 @pytest.mark.full("dtypes", "roots", "operations")
 @pytest.mark.parametrize("index", range(len(DIFFERENT)), ids=[each.__name__ for each in DIFFERENT])
 def test_every_member_is_told_at_the_first_difference(index: int) -> None:
-    for text in run_on_ranks(different, 4, index, init=None, launcher="torchrun"):
+    for text in run_on_ranks(different, 4, index, backend=None, launcher="torchrun"):
         assert "rank 1" in text
         assert "of mine" in text or f"{DIFFERENT[index].__name__}" in text
 
@@ -170,7 +170,7 @@ def allowed() -> list[float]:
 
 
 def test_what_need_not_be_alike_is_not_compared() -> None:
-    assert run_on_ranks(allowed, 4, init=None, launcher="torchrun") == [[0.0, 1.0, 2.0, 3.0]] * 4
+    assert run_on_ranks(allowed, 4, backend=None, launcher="torchrun") == [[0.0, 1.0, 2.0, 3.0]] * 4
 
 
 def half_asked() -> str:
@@ -188,7 +188,7 @@ def half_asked() -> str:
 
 @pytest.mark.full
 def test_a_rank_that_does_not_compare_is_named() -> None:
-    first, _ = run_on_ranks(half_asked, 2, init=None, launcher="torchrun")
+    first, _ = run_on_ranks(half_asked, 2, backend=None, launcher="torchrun")
     assert first.startswith("rank 1 does not compare its calls with others'; give initialize(")
 
 
@@ -206,7 +206,7 @@ def restarted() -> int:
 
 
 def test_it_ends_with_the_grid_and_knows_groups_that_were_resumed() -> None:
-    assert run_on_ranks(restarted, 4, init=None, launcher="torchrun") == [0] * 4
+    assert run_on_ranks(restarted, 4, backend=None, launcher="torchrun") == [0] * 4
 
 
 def test_an_unknown_word_is_refused() -> None:

@@ -23,8 +23,9 @@ import commgrid
 from commgrid.observe import diagnosis, trace_files
 from commgrid.observe.findings import Diagnosis
 from commgrid.runtime import recorder, torch_calls
+from commgrid.testing import run_on_ranks
+from tests.flags import meet
 from tests.observe import simulated
-from tests.ranks import meet, run_on_ranks
 
 TIMEOUT = 1.0  # of collectives
 
@@ -418,7 +419,7 @@ def run_causes(names: list[str], rank: int) -> list[dict[str, Any]]:
 def check_recorded(names: list[str]) -> None:
     """Causes on real ranks."""
     per_rank = [(rank,) for rank in range(4)]
-    ranks = run_on_ranks(run_causes, 4, names, per_rank=per_rank, init=None, launcher="torchrun")
+    ranks = run_on_ranks(run_causes, 4, names, per_rank=per_rank, backend=None, launcher="torchrun")
     for name, *traces in zip(names, *ranks, strict=True):
         check(name, traces)
 
@@ -516,7 +517,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert str(found).startswith("nothing is wrong")
     assert not found
     assert found.missing == ()
-    ranks = run_on_ranks(run_sane, 4, init=None, launcher="torchrun")
+    ranks = run_on_ranks(run_sane, 4, backend=None, launcher="torchrun")
     found = diagnosed(ranks, patience=60.0)
     # A machine with other work may keep a rank back, which is late then, and no more.
     assert {each.kind for each in found.causes} <= {"slow rank"}, found

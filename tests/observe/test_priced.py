@@ -18,9 +18,9 @@ from commgrid.planning.cost import collective_time
 from commgrid.planning.model import Model
 from commgrid.planning.step_cost import step_cost
 from commgrid.planning.step_traffic import traffic
+from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES
 from tests.observe.test_trace_files import saved
-from tests.ranks import run_on_ranks
 
 LAYERS, HIDDEN, SEQUENCE, BATCH, MICROBATCHES = 3, 64, 32, 8, 2
 H100 = replace(CLUSTERS["h100"], source="measured")  # no share of a datasheet's
@@ -69,7 +69,7 @@ def test_a_dry_step_costs_what_the_model_says(tmp_path: Path) -> None:
         "audit", "--dry", str(EXAMPLES / "train_gpt.py"), "--grid", "tp=2 dp=2 pp=2", "--ranks",
         "0", "-o", str(tmp_path), "--", *flags.split(),
     ]  # fmt: skip
-    assert run_on_ranks(cli.main, 1, argv, init=None, timeout=200) == [0]
+    assert run_on_ranks(cli.main, 1, argv, backend=None, timeout=200) == [0]
     (trace,) = trace_files.read(tmp_path)
     model = Model(
         "gpt", layers=2 * LAYERS, hidden=HIDDEN, heads=4, vocabulary=256, sequence=SEQUENCE,

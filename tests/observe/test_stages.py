@@ -29,8 +29,8 @@ from commgrid.pipeline import (
     simulate,
 )
 from commgrid.pipeline.schedule import SCHEDULES
+from commgrid.testing import run_on_ranks
 from tests.observe.proved_schedules import prove_all, schedules
-from tests.ranks import run_on_ranks
 from tests.sizes import full
 
 

@@ -21,7 +21,7 @@ from commgrid.cli import main
 from commgrid.collectives import all_reduce
 from commgrid.observe import trace_files
 from commgrid.runtime import recorder, torch_calls
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def methods() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,7 +83,7 @@ def all_calls(folder: str) -> list[tuple[Any, ...]]:
 
 
 def test_each_of_torchs_collectives_is_seen_by_name(tmp_path: Path) -> None:
-    ranks = run_on_ranks(all_calls, 4, str(tmp_path), init=None, launcher="torchrun")
+    ranks = run_on_ranks(all_calls, 4, str(tmp_path), backend=None, launcher="torchrun")
     read = trace_files.read(tmp_path)
     assert [trace.rank for trace in read] == [0, 1, 2, 3]
     for held, trace in zip(ranks, read, strict=True):
@@ -103,7 +103,7 @@ def late(folder: str) -> tuple[Any, ...]:
 
 def test_a_call_that_never_returns_is_the_last_and_has_no_end(tmp_path: Path) -> None:
     """A failed wait has an end too: nobody waits any more. What counts is that it is there."""
-    first, other = run_on_ranks(late, 2, str(tmp_path), init=None, launcher="torchrun")
+    first, other = run_on_ranks(late, 2, str(tmp_path), backend=None, launcher="torchrun")
     assert first[0] == (5,)
     assert other[0] == (2,)
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import commgrid
 from commgrid.pipeline.backward import backward_input
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 class Tied(nn.Module):

@@ -14,7 +14,8 @@ from commgrid.collectives import all_reduce
 from commgrid.pipeline import Pipeline
 from commgrid.runtime.failures import named_failures
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.ranks import RanksFailed, hear, run_on_ranks, tell
+from commgrid.testing import RanksFailed, run_on_ranks
+from tests.flags import hear, tell
 
 TIMEOUT = 240.0
 MICROBATCHES = 6

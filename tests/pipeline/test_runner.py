@@ -22,7 +22,7 @@ from commgrid.pipeline import (
     make_schedule,
     simulate,
 )
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 # Sums of the same products in the same order; only sums over microbatches and ranks may differ.
 TOLERANCE = 1e-12
@@ -463,7 +463,7 @@ def same_module_twice() -> None:
 
 
 def test_one_module_as_two_chunks() -> None:
-    run_on_ranks(same_module_twice, 1, init=None)
+    run_on_ranks(same_module_twice, 1, backend=None)
 
 
 def rebuilt() -> str:

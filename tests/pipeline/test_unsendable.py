@@ -10,7 +10,7 @@ import commgrid
 from commgrid import PeerFailedError, SpecError
 from commgrid.pipeline import Pipeline
 from commgrid.runtime import torch_transfers
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 class Halves(nn.Module):

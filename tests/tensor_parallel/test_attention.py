@@ -10,7 +10,7 @@ from commgrid import ShapeError
 from commgrid.collectives import all_gather
 from commgrid.parameters import placements
 from commgrid.tensor_parallel import QKVParallelLinear, RowParallelLinear, initialize_parameters
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def attention(tp: int, kv_heads: int, sequence_parallel: bool) -> dict[str, Tensor]:

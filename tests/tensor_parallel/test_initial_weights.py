@@ -19,7 +19,7 @@ from commgrid.parameters import placements
 from commgrid.tensor_parallel import ColumnParallelLinear, QKVParallelLinear, initialize_parameters
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.known_init import law_of
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 KNOWN: dict[str, Init] = {
     "normal": nn.init.normal_,

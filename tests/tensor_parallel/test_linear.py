@@ -27,7 +27,7 @@ from commgrid.tensor_parallel import (
     VocabParallelHead,
     initialize_parameters,
 )
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.sizes import full
 
 # Sums in another order: fp64 is good to some ulps of 64 terms, fp32 to the same in its ulps. bf16

@@ -15,8 +15,8 @@ from commgrid.tensor_parallel import (
     initialize_parameters,
     vocab_parallel_cross_entropy,
 )
+from commgrid.testing import run_on_ranks
 from tests import megatron_layers
-from tests.ranks import run_on_ranks
 
 # fp32 on both sides, the same matmuls and sums of the same parts: a few ulps of the largest.
 RELATIVE = 1e-6

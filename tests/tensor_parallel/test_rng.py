@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import commgrid
 from commgrid.collectives import all_gather
 from commgrid.tensor_parallel import set_random_seed, sharded_rng
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:

@@ -14,8 +14,8 @@ from commgrid.tensor_parallel import (
     initialize_parameters,
     vocab_parallel_cross_entropy,
 )
+from commgrid.testing import run_on_ranks
 from tests.memory import peak_bytes
-from tests.ranks import run_on_ranks
 
 # Sums of at most some hundred terms in another order, each good to the dtype's ulp.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

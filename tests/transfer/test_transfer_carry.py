@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from commgrid.transfer import Part, Transfer, carry, ring
-from tests.ranks import run_on_ranks
 from tests.test_leaks import check_flat, usage
 
 ROWS, COLUMNS = 512, 256  # of which half are more than a large box's least bytes
@@ -64,7 +64,7 @@ def straight(found: Any) -> list[bool]:
 
 def test_a_box_in_one_piece_travels_from_where_it_is_to_where_it_goes() -> None:
     sender, receiver = run_on_ranks(
-        in_place, 2, False, torch.float32, init=None, launcher="torchrun"
+        in_place, 2, False, torch.float32, backend=None, launcher="torchrun"
     )
     assert sorted(straight(sender)) == sorted(straight(receiver)) == [False, True]
     assert sender[2] == receiver[2] == ring.aligned(12 + 16)  # the small ones'
@@ -72,12 +72,12 @@ def test_a_box_in_one_piece_travels_from_where_it_is_to_where_it_goes() -> None:
 
 def test_other_boxes_are_packed_where_they_are_not_in_one_piece() -> None:
     sender, receiver = run_on_ranks(
-        in_place, 2, True, torch.float32, init=None, launcher="torchrun"
+        in_place, 2, True, torch.float32, backend=None, launcher="torchrun"
     )
     assert sorted(straight(receiver)) == [False, True]
     assert not any(straight(sender))
     sender, receiver = run_on_ranks(
-        in_place, 2, False, torch.float64, init=None, launcher="torchrun"
+        in_place, 2, False, torch.float64, backend=None, launcher="torchrun"
     )
     assert sorted(straight(sender)) == [False, True]
     assert not any(straight(receiver))
@@ -103,6 +103,6 @@ def cycles() -> list[tuple[int, int, float]]:
 @pytest.mark.full
 def test_transfer_after_transfer_leaves_nothing_behind() -> None:
     """A tensor of theirs is 1 MiB: 60, were one kept each time. Of a group torch keeps some KiB."""
-    for found in run_on_ranks(cycles, 3, init=None, launcher="torchrun"):
+    for found in run_on_ranks(cycles, 3, backend=None, launcher="torchrun"):
         assert len(found) == CYCLES // 15 + 1
         check_flat(found)

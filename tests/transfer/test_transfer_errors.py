@@ -12,8 +12,9 @@ from torch import nn
 
 import commgrid
 from commgrid import CommGridError
+from commgrid.testing import RanksFailed, run_on_ranks
 from commgrid.transfer import Part, Transfer, carry
-from tests.ranks import RanksFailed, hear, run_on_ranks, tell
+from tests.flags import hear, tell
 from tests.waiting import until
 
 TARGET = (2, 3, 4)
@@ -144,7 +145,7 @@ class sides_moved:
 
 
 def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
-    ranks = run_on_ranks(refused, 5, init=None, launcher="torchrun")
+    ranks = run_on_ranks(refused, 5, backend=None, launcher="torchrun")
     expected = {
         "shapes": "TransferError: nothing was moved: .*up.weight has shape (6, 4) on ranks "
         "0-2 of the source and (8, 4) on ranks 2-4 of the target",
@@ -208,7 +209,7 @@ def fails_in_the_middle(how: str, folder: str) -> None:
 @pytest.mark.parametrize("how", ["raised", "killed"])
 def test_a_rank_that_fails_in_the_middle_is_named_by_all(how: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):  # they end without a result
-        run_on_ranks(fails_in_the_middle, 5, how, str(tmp_path), init=None, launcher="torchrun")
+        run_on_ranks(fails_in_the_middle, 5, how, str(tmp_path), backend=None, launcher="torchrun")
     for rank in range(5) if how == "raised" else (0, 1, 2, 4):
         said, again = Path(tmp_path, str(rank)).read_text().split("\n")
         assert "rank 3" in said, said
@@ -242,7 +243,7 @@ def comes_late(rank: int) -> list[float]:
 
 @pytest.mark.full
 def test_a_rank_is_waited_for_as_long_as_timeout_says() -> None:
-    ranks = run_on_ranks(comes_late, 2, per_rank=[(0,), (1,)], init=None, launcher="torchrun")
+    ranks = run_on_ranks(comes_late, 2, per_rank=[(0,), (1,)], backend=None, launcher="torchrun")
     assert ranks == [[2.0] * 4, [1.0] * 4]
 
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import commgrid
 from commgrid import CommGridError
+from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
 from tests import megatron_layers
-from tests.ranks import run_on_ranks
 
 FULL = torch.arange(96, dtype=torch.float32)
 
@@ -71,7 +71,7 @@ def megatrons(stride: int) -> dict[str, bool]:
 @pytest.mark.full("1")
 @pytest.mark.parametrize("stride", [1, 2])
 def test_megatrons_slices_go_there_and_back(stride: int) -> None:
-    for found in run_on_ranks(megatrons, 4, stride, init=None, launcher="torchrun"):
+    for found in run_on_ranks(megatrons, 4, stride, backend=None, launcher="torchrun"):
         assert len(found) >= 5
         assert all(found.values()), found
 
@@ -107,6 +107,6 @@ def planned() -> dict[str, Any]:
 
 
 def test_transformers_slices_are_where_their_plan_says() -> None:
-    for found in run_on_ranks(planned, 2, init=None, launcher="torchrun"):
+    for found in run_on_ranks(planned, 2, backend=None, launcher="torchrun"):
         assert len(found) == 6
         assert all(found.values()), found

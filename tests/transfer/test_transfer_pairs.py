@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
+from commgrid.testing import run_on_ranks
 from tests.transfer import pairs as cases
 from tests.transfer.pairs import Pair, move, move_state
 
@@ -30,7 +30,7 @@ def lacking(source: dict[str, Any], target: dict[str, Any], dtypes: dict[str, An
 
 def check(pairs: list[Pair], experts: bool, folder: Path | None) -> None:
     ranks = run_on_ranks(
-        move, 8, pairs, experts, str(folder or ""), init=None, launcher="torchrun", timeout=400
+        move, 8, pairs, experts, str(folder or ""), backend=None, launcher="torchrun", timeout=400
     )
     for number, (source_cut, target_cut) in enumerate(pairs):
         found, what = [rank[number] for rank in ranks], f"{source_cut} → {target_cut}"
@@ -64,7 +64,7 @@ def test_every_pair_of_cuts_of_experts(tmp_path: Path) -> None:
 
 def test_optimizer_state_goes_too(tmp_path: Path) -> None:
     for found in run_on_ranks(
-        move_state, 8, cases.OPTIMIZERS_SHORT, str(tmp_path), init=None, launcher="torchrun"
+        move_state, 8, cases.OPTIMIZERS_SHORT, str(tmp_path), backend=None, launcher="torchrun"
     ):
         assert found == [[]] * len(cases.OPTIMIZERS_SHORT)
 
@@ -72,7 +72,7 @@ def test_optimizer_state_goes_too(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_optimizer_state_goes_from_any_cut_to_any_other(tmp_path: Path) -> None:
     for found in run_on_ranks(
-        move_state, 8, cases.OPTIMIZERS_LONG, str(tmp_path), init=None, launcher="torchrun"
+        move_state, 8, cases.OPTIMIZERS_LONG, str(tmp_path), backend=None, launcher="torchrun"
     ):
         assert found == [[]] * len(cases.OPTIMIZERS_LONG)
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import commgrid
 from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
+from commgrid.testing import run_on_ranks
 from commgrid.transfer import Part, Transfer
-from tests.ranks import run_on_ranks
 
 
 def moved(source: Any, target: Any, **options: Any) -> str:

@@ -1,0 +1,30 @@
+"""Tests on several ranks: a pytest plugin, and the same for scripts.
+
+`@pytest.mark.ranks(4)` runs a test's body on four ranks; `run_on_ranks(function, 4)` runs a
+function on them and returns each rank's result. Both start processes of this machine, end all of
+them after a timeout, show every rank's traceback, and check that a rank leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from commgrid.on_demand import on_demand
+
+if TYPE_CHECKING:
+    from commgrid.testing.leftovers import Snapshot
+    from commgrid.testing.ranks import Outcome, Ranks, RanksFailed, run_on_ranks
+    from commgrid.testing.variables import free_port
+
+__all__ = ["Outcome", "Ranks", "RanksFailed", "Snapshot", "free_port", "run_on_ranks"]
+
+_WHERE = {
+    "Outcome": "commgrid.testing.ranks",
+    "Ranks": "commgrid.testing.ranks",
+    "RanksFailed": "commgrid.testing.ranks",
+    "Snapshot": "commgrid.testing.leftovers",
+    "free_port": "commgrid.testing.variables",
+    "run_on_ranks": "commgrid.testing.ranks",
+}
+
+__getattr__, __dir__ = on_demand(globals(), _WHERE)

@@ -1,0 +1,169 @@
+"""The process of one rank: starts torch.distributed, runs a function, and ends as a program does.
+
+Its result is a file in the folder of the run, so that a rank which is killed has none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RETURNED, RAISED = "returned", "raised"
+MAY_END = "may-end"  # a file: all ranks have returned, or one has failed
+
+_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work of one rank.
+
+    Args:
+        function, args: what is called.
+        rank, world_size: of this process.
+        started: number of ranks that were started; others are absent.
+        folder: where all ranks of the run leave their files.
+        backend: of WORLD, which is started over a file; None: not started.
+        environ: variables set before anything else.
+        check: whether leftovers are an error.
+        parent: process id of the process that started the rank.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    started: int
+    folder: str
+    backend: str | None
+    environ: Mapping[str, str]
+    check: bool
+    parent: int
+
+    def path(self, kind: str) -> Path:
+        """File of this rank: its "result", or its "stacks"."""
+        return Path(self.folder) / f"{self.rank}.{kind}"
+
+
+def run_rank(task: Task) -> None:
+    """Run a task in this process, which must be fresh: forked or spawned for it."""
+    import torch
+
+    atexit._clear()  # functions that the parent registered for its own end
+    torch.set_num_threads(1)  # a forked child hangs in the parent's OpenMP threads otherwise
+    _lead_a_session(task.parent)
+    stacks = task.path("stacks").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ.update(task.environ)
+    try:
+        _start_world(task)
+        result = pickle.dumps((RETURNED, _call(task)))
+        failed = False
+    except BaseException as error:
+        result = pickle.dumps((RAISED, _told(error)))
+        failed = True
+    partial = task.path("partial")
+    partial.write_bytes(result)
+    partial.rename(task.path("result"))
+    _end_together(task, failed)
+    atexit._run_exitfuncs()
+    if failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _lead_a_session(parent: int) -> None:
+    """Make this process end with its parent, and lead a session: its children end with it."""
+    with contextlib.suppress(PermissionError):  # leads one already
+        os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _start_world(task: Task) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if task.backend is None:
+        return
+    backend = task.backend
+    if backend == "nccl":
+        torch.cuda.set_device(task.rank)
+        backend = "cpu:gloo,cuda:nccl"  # objects and barriers of the CPU go over gloo
+    store = dist.FileStore(f"{task.folder}/store", task.world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.world_size)
+    if backend == "gloo":  # a rank that is done at once would leave while others connect
+        dist.barrier()
+
+
+def _call(task: Task) -> Any:
+    import torch.distributed as dist
+
+    from commgrid.testing.leftovers import snapshot
+
+    if not task.check:
+        return task.function(*task.args)
+    store = None
+    if task.rank == 0 and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    before = snapshot(store)
+    value = task.function(*task.args)
+    if "commgrid.runtime.registry" in sys.modules:
+        sys.modules["commgrid.runtime.registry"].shutdown()  # as at the end of a program
+    if task.rank != 0:
+        task.path("done").touch()
+    if store is not None and not _all_are_done(task):
+        return value  # another rank has failed, and this one's leftovers follow from that
+    if left := before.left():
+        raise AssertionError("this rank has left behind:\n" + "\n".join(f"- {one}" for one in left))
+    return value
+
+
+def _all_are_done(task: Task) -> bool:
+    """Wait until every rank's function has returned; False if one has failed instead."""
+    may_end = Path(task.folder) / MAY_END
+    while len(list(may_end.parent.glob("*.done"))) < task.started - 1:
+        if may_end.exists():
+            return False
+        time.sleep(0.005)  # between two looks at the folder
+    return True
+
+
+def _told(error: BaseException) -> str:
+    """The traceback below this file."""
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_code.co_filename == __file__:
+        place = place.tb_next
+    return "".join(traceback.format_exception(type(error), error, place))
+
+
+def _end_together(task: Task, failed: bool) -> None:
+    """Stay until all ranks have returned or one has failed, then leave WORLD.
+
+    gloo may still be connecting other ranks of the group that was made last.
+    """
+    import torch.distributed as dist
+
+    may_end = Path(task.folder) / MAY_END
+    if failed or len(list(may_end.parent.glob("*.result"))) == task.started:
+        may_end.touch()
+    if failed or task.backend is None or not dist.is_initialized():
+        return
+    while not may_end.exists():
+        time.sleep(0.005)  # between two looks at the file
+    dist.destroy_process_group()

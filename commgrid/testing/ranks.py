@@ -1,0 +1,301 @@
+"""Ranks as processes of this machine: started together, watched, and ended together.
+
+Ranks are forked from a process that has imported torch, which takes a fraction of the time that
+spawning takes. CUDA does not survive a fork, so ranks that use it are spawned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from commgrid.testing.process import MAY_END, RETURNED, Task, run_rank
+from commgrid.testing.variables import free_port, launcher_variables
+
+TIMEOUT = 240.0
+GRACE = 30.0
+"""Seconds that the other ranks have to end by themselves after one has failed."""
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised, died or did not end in time. The message has each one's traceback."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of one rank.
+
+    Args:
+        rank: which.
+        returned: whether the function returned.
+        value: its result.
+        error: traceback of what it raised.
+        exitcode: of the process; negative: the signal that ended it.
+        late: whether it had to be killed.
+        stacks: of its threads when it was killed.
+    """
+
+    rank: int
+    returned: bool = False
+    value: Any = None
+    error: str = ""
+    exitcode: int | None = None
+    late: bool = False
+    stacks: str = ""
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended the process, unless this harness sent it."""
+        if self.late or self.exitcode is None or self.exitcode >= 0:
+            return None
+        return signal.Signals(-self.exitcode)
+
+    def __str__(self) -> str:
+        if self.late:
+            end = "killed, since it had not ended"
+        elif self.signal is not None:
+            end = f"ended by {self.signal.name}"
+        else:
+            end = f"exit code {self.exitcode}"
+        return f"--- rank {self.rank} ({end})\n{self.error}{self.stacks}"
+
+
+class Ranks:
+    """Processes that each run a function as one rank.
+
+    As a context manager it starts them and ends all that are left::
+
+        with Ranks(train, 4, backend=None, launcher="torchrun") as ranks:
+            os.kill(ranks.pid(3), signal.SIGKILL)
+            ranks.wait()
+        print(ranks.outcomes[0].error)
+
+    Args:
+        function: takes `args`, and after them the rank's entry of `per_rank`.
+        world_size: number of ranks.
+        backend: WORLD is started with it, over a file; None: not started. "nccl" gives each rank
+            the device of its number.
+        launcher: "torchrun" or "slurm" sets the variables that these set, with a free port.
+        per_rank: further arguments, by rank.
+        environ: further variables, for every rank.
+        absent: ranks that are never started.
+        timeout: seconds until all are killed, in `wait`.
+        method: "fork", or "spawn" where the function uses CUDA.
+        killable: whether a rank that a signal ends is no failure; the others run on.
+        check: whether leftovers of a rank are an error (see `commgrid.testing.leftovers`); by
+            default unless `killable`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        backend: str | None = "gloo",
+        launcher: str | None = None,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        environ: Mapping[str, str] | None = None,
+        absent: Sequence[int] = (),
+        timeout: float = TIMEOUT,
+        method: str = "fork",
+        killable: bool = False,
+        check: bool | None = None,
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; expected at least 1")
+        if per_rank is not None and len(per_rank) != world_size:
+            raise ValueError(f"per_rank has {len(per_rank)} entries for {world_size} ranks")
+        self.world_size, self.timeout, self.killable = world_size, timeout, killable
+        self.outcomes: dict[int, Outcome] = {}
+        """By rank, in the order in which they ended."""
+        self._context: Any = multiprocessing.get_context(method)
+        self._processes: dict[int, BaseProcess] = {}
+        port = free_port()
+        present = [rank for rank in range(world_size) if rank not in absent]
+        launched = {rank: launcher_variables(launcher, rank, world_size, port) for rank in present}
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._tasks = {
+            rank: Task(
+                function=function,
+                args=(*args, *(per_rank[rank] if per_rank is not None else ())),
+                rank=rank,
+                world_size=world_size,
+                started=len(present),
+                folder=self._folder.name,
+                backend=backend,
+                environ={**launched[rank], **(environ or {})},
+                check=not killable if check is None else check,
+                parent=os.getpid(),
+            )
+            for rank in present
+        }
+
+    def start(self) -> Ranks:
+        """Start all processes."""
+        import torch.distributed  # noqa: F401 -- once here, and not once in each forked rank
+
+        for rank, task in self._tasks.items():
+            process = self._context.Process(target=run_rank, args=(task,), daemon=False)
+            with forking():
+                process.start()
+            self._processes[rank] = process
+        return self
+
+    def pid(self, rank: int) -> int:
+        """Process id of a rank."""
+        pid = self._processes[rank].pid
+        assert pid is not None  # it was started
+        return pid
+
+    def living(self) -> list[int]:
+        """Ranks whose processes have not ended."""
+        self._look()
+        return [rank for rank in self._processes if rank not in self.outcomes]
+
+    def wait(self) -> dict[int, Outcome]:
+        """Wait until all have ended, and return their outcomes in the order of their ends.
+
+        After `timeout` all are killed; after the first failure, in `GRACE` seconds.
+        """
+        until = time.monotonic() + self.timeout
+        failed = False
+        while (living := self.living()) and time.monotonic() < until:
+            if not failed and any(self._failed(outcome) for outcome in self.outcomes.values()):
+                failed = True
+                (Path(self._folder.name) / MAY_END).touch()
+                until = min(until, time.monotonic() + GRACE)
+            # Briefly: a process that a rank has started keeps the rank's sentinel open.
+            wait_for_any([self._processes[rank].sentinel for rank in living], timeout=0.05)
+        self.end()
+        return self.outcomes
+
+    def results(self) -> list[Any]:
+        """Wait, and return each rank's result by rank; None for absent ranks.
+
+        Of a rank that a signal ended, if that is allowed, the `signal.Signals`.
+
+        Raises:
+            RanksFailed: with the traceback of every rank that failed, the first failure first.
+        """
+        outcomes = self.wait()
+        failures = [outcome for outcome in outcomes.values() if self._failed(outcome)]
+        if failures:
+            head = f"{len(failures)} of {len(outcomes)} ranks failed"
+            if any(outcome.late for outcome in failures):
+                head += f" (timeout {self.timeout:g} s)"
+            raise RanksFailed("\n".join([head, *map(str, failures)]))
+        values: list[Any] = [None] * self.world_size
+        for rank, outcome in outcomes.items():
+            values[rank] = outcome.value if outcome.returned else outcome.signal
+        return values
+
+    def end(self) -> None:
+        """Kill ranks that have not ended, with processes they started; they print stacks first."""
+        late = self.living()
+        for rank in late:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid(rank), signal.SIGCONT)
+                os.kill(self.pid(rank), signal.SIGUSR1)
+        if late:
+            time.sleep(0.3)  # a rank cannot say when it has written its stacks
+        for rank in late:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid(rank), signal.SIGKILL)
+            self._processes[rank].kill()  # if it has not yet led its session
+            self._processes[rank].join()
+            self.outcomes[rank] = self._outcome(rank, late=True)
+
+    def close(self) -> None:
+        """Kill what has not ended, and remove the files of the run. Can be called twice."""
+        self.end()
+        self._folder.cleanup()
+
+    def _look(self) -> None:
+        for rank, process in self._processes.items():
+            if rank not in self.outcomes and not process.is_alive():
+                self.outcomes[rank] = self._outcome(rank, late=False)
+
+    def _outcome(self, rank: int, late: bool) -> Outcome:
+        task, exitcode = self._tasks[rank], self._processes[rank].exitcode
+        result, stacks = task.path("result"), task.path("stacks")
+        kind, value = pickle.loads(result.read_bytes()) if result.exists() else ("", "")
+        return Outcome(
+            rank,
+            returned=kind == RETURNED,
+            value=value if kind == RETURNED else None,
+            error="" if kind == RETURNED else value,
+            exitcode=exitcode,
+            late=late,
+            stacks=_without_the_parents_frames(stacks.read_text()) if stacks.exists() else "",
+        )
+
+    def _failed(self, outcome: Outcome) -> bool:
+        if self.killable and outcome.signal is not None:
+            return False
+        return outcome.late or not outcome.returned or outcome.exitcode != 0
+
+    def __enter__(self) -> Ranks:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        place: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def run_on_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, **how: Any
+) -> list[Any]:
+    """Call `function(*args)` on every rank and return each rank's result, by rank.
+
+    Args:
+        function, world_size, args, how: of `Ranks`.
+
+    Raises:
+        RanksFailed: with the traceback of every rank that did not return.
+
+    Example:
+        >>> run_on_ranks(pow, 2, 3, per_rank=[(1,), (2,)], backend=None)
+        [3, 9]
+    """
+    with Ranks(function, world_size, *args, **how) as ranks:
+        return ranks.results()
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Within it, a forked child leaves the parent's objects to the parent.
+
+    A child that collects a process group which its parent has dropped would wait for that group's
+    threads, which a forked process does not have.
+    """
+    gc.freeze()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
+            yield
+    finally:
+        gc.unfreeze()
+
+
+def _without_the_parents_frames(stacks: str) -> str:
+    """Stacks of a forked rank without what its parent was doing when it forked."""
+    return re.sub(r"(, line \d+ in run_rank\n)(  File .*\n)*", r"\1", stacks)
