@@ -366,7 +366,7 @@ def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
 
 def _store_address() -> str:
     """Where WORLD's store is served, as ` at host:port`; empty where that is not known."""
-    store = world_store() if is_initialized() else None
+    store: Any = world_store() if is_initialized() else None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
