@@ -1,6 +1,5 @@
 """What torch's versions do differently while a group is made; a grid is the same on all."""
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +14,7 @@ from commgrid.runtime import torch_nccl
 from commgrid.runtime.torch_world import world_store
 from commgrid.testing import run_on_ranks
 from tests.test_grid import check_sums
+from tests.waiting import until
 
 
 def without_a_backend() -> list[str]:
@@ -123,10 +123,9 @@ def over_nccl() -> list[tuple[str, Any, Any, bool]]:
         KEPT.append(each.group)
         found.append((each.names[0], each.backend, each.group.bound_device_id, each.connected))
     dist.distributed_c10d._world.pg_names.clear()  # nobody shuts them down
-    done = world_store().add("done", 1)
-    while dist.get_rank() == 0 and done < 4:  # it serves the store
-        time.sleep(0.01)
-        done = world_store().add("done", 0)
+    world_store().add("done", 1)
+    if dist.get_rank() == 0:  # it serves the store
+        until(lambda: world_store().add("done", 0) == 4, "the others")
     return found
 
 

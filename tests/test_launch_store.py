@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +27,9 @@ from commgrid.runtime.torch_world import (
     world_store,
 )
 from commgrid.testing import Ranks, free_port, run_on_ranks
+from tests.waiting import until, until_waiting
+
+FOREVER = 1000.0
 
 
 @pytest.fixture
@@ -43,17 +45,15 @@ def launch(rank: int, port: int) -> Launch:
     return Launch(rank, 2, address="127.0.0.1", port=port, hosts_store=rank == 0)
 
 
-def failure(rank: int, port: int, left: float) -> tuple[CommGridError, float]:
-    started = time.monotonic()
+def failure(rank: int, port: int, left: float) -> CommGridError:
     with pytest.raises(CommGridError) as raised:
         connect_store(launch(rank, port), left)
-    return raised.value, time.monotonic() - started
+    return raised.value
 
 
 def test_a_port_in_use_is_said_at_once(silent: int) -> None:
-    error, took = failure(0, silent, 60)
+    error = failure(0, silent, FOREVER)
     assert not isinstance(error, PeerTimeoutError)
-    assert took < 30  # of 60
     assert f"rank 0 on {socket.gethostname()} cannot serve the store at 127.0.0.1" in str(error)
     assert f"another process there listens on port {silent} already" in str(error)
     assert "set MASTER_PORT to a free port" in str(error)
@@ -61,16 +61,14 @@ def test_a_port_in_use_is_said_at_once(silent: int) -> None:
 
 def test_a_listener_that_never_answers_is_an_error_in_time(silent: int) -> None:
     """torch's client waits for it for ever, whatever its timeout."""
-    error, took = failure(1, silent, 1.5)
+    error = failure(1, silent, 1.5)
     assert isinstance(error, PeerTimeoutError)
-    assert took < 30
     assert f"what listens at 127.0.0.1:{silent} did not answer as a store" in str(error)
 
 
 def test_nobody_there() -> None:
-    error, took = failure(1, free_port(), 1)
+    error = failure(1, free_port(), 1)
     assert isinstance(error, PeerTimeoutError)
-    assert took < 30
     assert "nobody serves the store at" in str(error)
     assert "Connection refused" in str(error)
 
@@ -81,23 +79,29 @@ def test_who_serves_the_store_serves_it_until_it_has_connected_too() -> None:
 
     def serve_in_vain() -> None:
         with suppress(PeerTimeoutError):
-            connect_store(elsewhere, 7)
+            connect_store(elsewhere, 4)
 
     serving = threading.Thread(target=serve_in_vain)
     serving.start()
     try:
         store = connect_store(launch(1, elsewhere.port), 60)
-        for count in range(1, 6):  # for longer than a try took
-            assert store.add("key", 1) == count
-            time.sleep(0.5)
+        count = 0
+        while serving.is_alive():  # for longer than a try took
+            count += 1
+            try:
+                assert store.add("key", 1) == count
+            except dist.DistNetworkError:
+                serving.join(2.0)  # the store goes with its server's last try
+                assert not serving.is_alive()
+            serving.join(0.1)
+        assert count > 5
     finally:
         serving.join()
 
 
 def test_no_time_left_is_about_this_rank() -> None:
-    error, took = failure(1, free_port(), -2.5)
+    error = failure(1, free_port(), -2.5)
     assert isinstance(error, PeerTimeoutError)
-    assert took < 30
     assert "startup_timeout was over 2.5 s before rank 1 came to ask" in str(error)
     assert "no peer did" in str(error)
 
@@ -113,25 +117,23 @@ def test_initialize_with_no_time_left_blames_nobody() -> None:
         assert f"before rank {rank} came to ask" in said
 
 
-def waits_at_the_store(timeouts: list[Any]) -> list[tuple[float, float]]:
-    """How long a wait at the store took, and how long one may take, with each timeout."""
-    took = []
+def waits_at_the_store(timeouts: list[Any]) -> list[float]:
+    """How long a wait at the store may take, with each timeout; one is waited for in vain."""
+    found = []
     for timeout in timeouts:
         commgrid.initialize(timeout=timeout)
-        started = time.monotonic()
         with pytest.raises(dist.DistStoreError):
             world_store().get("what nobody writes")
-        took.append((time.monotonic() - started, world_store().timeout.total_seconds()))
+        found.append(world_store().timeout.total_seconds())
         commgrid.shutdown()
-    return took
+    return found
 
 
 def test_the_stores_timeout_is_that_of_collectives() -> None:
     """The second initialize finds the store connected."""
     timeouts = [2.0, timedelta(seconds=1)]
-    for took in run_on_ranks(waits_at_the_store, 2, timeouts, backend=None, launcher="torchrun"):
-        assert [limit for _, limit in took] == [2.0, 1.0]
-        assert all(limit - 0.1 < seconds < 60 for seconds, limit in took)
+    for limits in run_on_ranks(waits_at_the_store, 2, timeouts, backend=None, launcher="torchrun"):
+        assert limits == [2.0, 1.0]
 
 
 INITIALIZE = """
@@ -158,14 +160,11 @@ def test_it_can_be_stopped_while_it_waits(how: int, listens: bool, silent: int) 
         try:
             assert waiting.stdout is not None
             assert waiting.stdout.readline() == "ready\n"
-            time.sleep(1)
-            started = time.monotonic()
+            until_waiting([waiting.pid])
             waiting.send_signal(how)
             _, said = waiting.communicate(timeout=300)
-            took = time.monotonic() - started
         finally:
             waiting.kill()
-    assert took < 60
     assert waiting.returncode == -how, said
     assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)
     with pytest.raises(ProcessLookupError):
@@ -182,9 +181,7 @@ def serve(port: int, ready: str) -> None:
 def test_only_a_server_that_has_ended_is_gone(tmp_path: Path) -> None:
     port, ready = free_port(), tmp_path / "ready"
     with Ranks(serve, 1, port, str(ready), backend=None) as server:
-        while not ready.exists():
-            assert server.living()
-            time.sleep(0.01)  # between two looks
+        until(lambda: server.living() and ready.exists(), "the store is served")
         patience = timedelta(seconds=2)
         store = TCPStore("127.0.0.1", port, timeout=patience, wait_for_workers=False)
         with pytest.raises(RuntimeError) as slow:

@@ -26,6 +26,7 @@ from commgrid.runtime import torch_gloo
 from commgrid.testing import run_on_ranks
 from tests.flags import hear, tell
 from tests.killing import KILLED, kill_me, run_killable
+from tests.waiting import comes, until_waits
 
 LISTENS = "0A"  # a socket's state in /proc/net/tcp
 
@@ -54,8 +55,8 @@ def foreign_connections(ranks: int) -> None:
         for rank in range(ranks):
             with socket.create_connection(address, 5) as stranger:
                 stranger.sendall(struct.pack("=q", rank))
-                time.sleep(0.005)
-    time.sleep(0.3)
+                time.sleep(0.005)  # gloo shows nobody whom it has taken
+    time.sleep(0.3)  # nor that it has seen them leave
 
 
 def tries(hit: Sequence[int], times: int, **options: Any) -> tuple[str, int]:
@@ -106,34 +107,33 @@ def test_it_is_tried_twice_at_most_and_where_there_is_time(
         assert number == tried
 
 
-def is_killed_while_it_connects(watch: bool) -> tuple[str, float]:
+def is_killed_while_it_connects(watch: bool) -> str:
     exchange: Callable[..., Any] = grids.exchange_ranks
 
     def exchange_and_die(communicators: list[Any], *args: Any) -> Any:
         if os.environ["RANK"] == "3":
             exchange(communicators[:-1], *args)
             connecting = torch_gloo.connect_all(communicators[-1].group)
-            time.sleep(1)  # the others are connected with it, and wait for what it has to say
+            until_waits("rank 0", "rank 1", "rank 2")  # for what it has to say
             assert connecting
             kill_me()
+        comes(f"rank {os.environ['RANK']}")
         return exchange(communicators, *args)
 
     grids.exchange_ranks = exchange_and_die
-    start = time.monotonic()
     try:
         commgrid.initialize(tp=2, pp=2, connect="all", watch=watch)
     except (PeerTimeoutError, PeerFailedError) as error:
-        return str(error), time.monotonic() - start
+        return str(error)
     raise AssertionError("started without rank 3")
 
 
-@pytest.mark.full("False")
+@pytest.mark.nightly("False")
 @pytest.mark.parametrize("watch", [False, True])
 def test_who_died_meanwhile_is_named(watch: bool) -> None:
     """By who did not come to the second try, or by the watch."""
     what = "rank 3 is gone: its process has ended" if watch else "rank 3 did not arrive within 10 s"
     *others, died = run_killable(is_killed_while_it_connects, 4, watch)
     assert died == KILLED
-    for told, seconds in others:
+    for told in others:  # startup_timeout is longer than this test may last
         assert what in told, told
-        assert seconds < 60  # 12 s and 2 s; startup_timeout is 600

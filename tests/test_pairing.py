@@ -23,6 +23,7 @@ from commgrid.runtime.torch_world import world_store
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
 from tests.test_agreement import CountingStore, Killed, MortalLine, MortalStore
+from tests.waiting import comes, until, until_threads_wait, until_waits
 
 Caller = tuple[Sequence[str], Sequence[str | None], str]
 
@@ -39,8 +40,8 @@ class Finding:
     def __init__(self, store: Any, one: Caller, seconds: float = 100.0, among: int = 2) -> None:
         self.store, self.found = CountingStore(store), ""
         self._given = one, seconds, among
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
 
     def _run(self) -> None:
         one, seconds, among = self._given
@@ -49,8 +50,8 @@ class Finding:
         line.close()
 
     def end(self) -> str:
-        self._thread.join(120)
-        assert not self._thread.is_alive()
+        self.thread.join(120)
+        assert not self.thread.is_alive()
         return self.found
 
 
@@ -62,10 +63,7 @@ def waiting(store: Any) -> list[str]:
 
 
 def await_waiting(store: Any, *who: str) -> None:
-    until = time.monotonic() + 60
-    while waiting(store) != list(who):
-        assert time.monotonic() < until, waiting(store)
-        time.sleep(0.002)
+    until(lambda: waiting(store) == list(who), f"{who} on the board")
 
 
 def test_the_nth_of_one_side_meets_the_nth_of_the_other() -> None:
@@ -102,9 +100,9 @@ def test_who_waits_does_not_ask_again_and_again() -> None:
     store = HashStore()
     long = Finding(store, caller("source", "s0"), among=1000)
     await_waiting(store, "s0")
-    time.sleep(1.0)
+    until_threads_wait([long.thread])
     before = sum(long.store.calls.values())
-    time.sleep(0.4)
+    time.sleep(0.4)  # in which it does nothing
     assert sum(long.store.calls.values()) == before <= 4
     assert Finding(store, caller("target", "t0")).end() == "card of s0"
     assert long.end() == "card of t0"
@@ -208,7 +206,10 @@ def engines() -> dict[str, Any]:
         if rank == 0:
             pairing.find = find
     if rank < 2:  # rank 1 gives up before the first of its grid, which came later, can tell it
-        time.sleep(1.5 * (1 - rank))
+        if rank == 0:
+            until_waits("rank 1")
+        else:
+            comes("rank 1")
         how = {"source_grid": trainer, "timeout": 3}
         found["alone"] = said(lambda: Transfer(mine, None, name="alone", **how))
     return found

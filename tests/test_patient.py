@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from commgrid.runtime import patient
 from commgrid.runtime.patient import PatientStore, SilentStoreError
+from tests.waiting import until
 
 
 class Store:
@@ -35,9 +35,7 @@ class Store:
 @pytest.fixture(autouse=True)
 def none_idle() -> None:
     """Threads of the test before have ended."""
-    until = time.monotonic() + 30
-    while patient._IDLE and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: not patient._IDLE, "the end of idle threads")
 
 
 def asked(store: Any, patience: float = 60.0) -> PatientStore:
@@ -60,10 +58,7 @@ def test_calls_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_thread_ends_where_there_are_no_more_calls() -> None:
     store = asked(Store())
     mine = f"/proc/self/task/{store.get('a').decode()}"
-    until = time.monotonic() + 30
-    while os.path.exists(mine) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not os.path.exists(mine)
+    until(lambda: not os.path.exists(mine), "the end of the thread")
     assert patient._IDLE == []
     assert store.get("b")  # on another
 
@@ -79,13 +74,15 @@ def test_a_thread_that_hangs_is_left_alone_with_its_call() -> None:
     with pytest.raises(SilentStoreError):  # the client is held
         hung.get("d")
     raw.may.set()
-    until = time.monotonic() + 30
-    while raw in patient._OWED and time.monotonic() < until:
+
+    def answers() -> bool:
         try:
             hung.get("e")
         except SilentStoreError:
-            continue
-    assert raw not in patient._OWED
+            return False
+        return raw not in patient._OWED
+
+    until(answers, "an answer")
     assert len(patient._IDLE) <= 2
 
 
@@ -107,10 +104,7 @@ def test_an_idle_thread_keeps_no_store() -> None:
     asked(raw).get("a")
     seen = weakref.ref(raw)
     del raw
-    until = time.monotonic() + 30
-    while seen() is not None and time.monotonic() < until:
-        gc.collect()
-    assert seen() is None
+    until(lambda: gc.collect() >= 0 and seen() is None, "the store is collected")
 
 
 def test_a_forked_process_asks_on_threads_of_its_own() -> None:
@@ -142,7 +136,7 @@ from commgrid.runtime.patient import PatientStore, SilentStoreError
 class Store:
     def get(self, key):
         if key == "hangs":
-            time.sleep(600)
+            time.sleep(600)  # for ever
         return b"answer"
 
 store = PatientStore(Store(), lambda: 0.2)

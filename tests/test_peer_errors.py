@@ -1,7 +1,6 @@
 """Which of torch's errors mean that a peer is gone: provoked here, and others that look like it."""
 
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ from commgrid.runtime.failures import _whole_hosts
 from commgrid.runtime.torch_world import as_peer_error, is_peer_failure
 from commgrid.testing import run_on_ranks
 from tests.flags import hear, tell
+from tests.waiting import comes, until_waits
 
 Verdict = tuple[str, bool, bool]
 
@@ -44,11 +44,15 @@ def new_group(seconds: float) -> Any:
 def peer_has_ended(rank: int) -> list[Verdict]:
     group, numbers = new_group(30), torch.ones(4_000_000)
     if rank == 1:
+        until_waits("rank 0")
         dist.destroy_process_group()
         return []
     if rank == 0:
-        return [verdict(lambda: dist.recv(numbers, 1, group=group))]
-    time.sleep(1)
+        comes("rank 0")
+        found = [verdict(lambda: dist.recv(numbers, 1, group=group))]
+        tell("rank 1 has ended")
+        return found
+    hear("rank 1 has ended")
     return [verdict(lambda: dist.send(numbers, 1, group=group))]
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ from commgrid.runtime.failures import named_failures
 from commgrid.runtime.rebuild import States, _Rebuild
 from commgrid.runtime.torch_gloo import break_connections
 from commgrid.runtime.torch_world import world_store
+from tests.flags import hear, tell
 from tests.killing import KILLED, kill_me, run_killable
 from tests.sizes import full
-
-GENEROUS = 60.0  # tells a hang; what it took is printed
+from tests.waiting import comes, until_waits
 
 
 def use(grid: commgrid.HyperCommGrid) -> None:
@@ -33,9 +32,8 @@ def use(grid: commgrid.HyperCommGrid) -> None:
 
 def fail_and_rebuild(
     grid: commgrid.HyperCommGrid, victims: list[int], **how: Any
-) -> tuple[commgrid.HyperCommGrid | None, float]:
+) -> commgrid.HyperCommGrid | None:
     """The victims are killed between two sums; the others rebuild."""
-    started = time.monotonic()
     try:
         with named_failures(grid):
             for _ in range(20):
@@ -45,8 +43,7 @@ def fail_and_rebuild(
             raise AssertionError("nobody noticed")
     except (PeerFailedError, PeerTimeoutError):
         pass
-    rebuilt = commgrid.rebuild(**{"grace": 3.0, **how})
-    return rebuilt, time.monotonic() - started
+    return commgrid.rebuild(**{"grace": 3.0, **how})
 
 
 def survive(victims: list[list[int]], sizes: dict[str, Any], **how: Any) -> list[Any]:
@@ -54,10 +51,8 @@ def survive(victims: list[list[int]], sizes: dict[str, Any], **how: Any) -> list
     grid: commgrid.HyperCommGrid | None = commgrid.initialize(**sizes)
     found = []
     for who in victims:
-        if grid is None:  # a spare rank
-            grid, took = commgrid.rebuild(), 0.0
-        else:
-            grid, took = fail_and_rebuild(grid, who, **how)
+        # Without a grid it is a spare rank.
+        grid = commgrid.rebuild() if grid is None else fail_and_rebuild(grid, who, **how)
         if grid is None:
             found.append(None)
             break
@@ -65,8 +60,7 @@ def survive(victims: list[list[int]], sizes: dict[str, Any], **how: Any) -> list
         use(grid)
         grid.check()
         assert grid.rebuilt is not None
-        found.append((tuple(grid.spec.grid_ranks), grid.rebuilt.gone, grid.rebuilt.spares, took))
-        assert took < GENEROUS
+        found.append((tuple(grid.spec.grid_ranks), grid.rebuilt.gone, grid.rebuilt.spares))
     commgrid.shutdown()
     return found
 
@@ -80,9 +74,7 @@ def test_one_of_four_is_killed(victim: int) -> None:
     left = tuple(sorted({0, 1, 2, 3} - {victim, partner}))
     for rank, found in enumerate(results):
         if rank in left:
-            ((ranks, gone, spares, took),) = found
-            assert (ranks, gone, spares) == (left, (victim,), (partner,))
-            print(f"rank {rank} went on {took:.1f} s after the failure began")
+            assert found == [(left, (victim,), (partner,))]
     assert results[partner] == [None]  # it waited for a place until the others had ended
 
 
@@ -96,16 +88,15 @@ def test_the_store_goes_twice() -> None:
 
 
 def watched(victims: list[list[int]]) -> list[Any]:
-    return survive(victims, {"watch": True}, grace=150.0, timeout=300.0)
+    return survive(victims, {"watch": True}, grace=1000.0, timeout=2000.0)
 
 
 def test_who_is_seen_to_end_is_not_waited_for() -> None:
-    """The second rebuild knows of the first one's, too; `survive` says that it takes no minute."""
+    """The second rebuild knows of the first one's, too; the grace is longer than a test lasts."""
     results = run_killable(watched, 5, [[3], [0]])
     assert (results[0], results[3]) == (KILLED, KILLED)
     for rank in (1, 2, 4):
         assert [each[:2] for each in results[rank]] == [((0, 1, 2, 4), (3,)), ((1, 2, 4), (0, 3))]
-        print(f"rank {rank} went on {[f'{each[3]:.1f} s' for each in results[rank]]} later")
 
 
 def of_three_and_a_spare(kind: str) -> list[Any]:
@@ -115,10 +106,7 @@ def of_three_and_a_spare(kind: str) -> list[Any]:
         grid = None
     else:
         grid = commgrid.initialize(ranks=[0, 1, 2])
-    if grid is None:
-        grid = commgrid.rebuild()
-    else:
-        grid, _ = fail_and_rebuild(grid, [1])
+    grid = commgrid.rebuild() if grid is None else fail_and_rebuild(grid, [1])
     assert grid is not None
     use(grid)
     ranks = tuple(grid.spec.grid_ranks)
@@ -135,9 +123,10 @@ def test_a_spare_takes_the_place(kind: str) -> None:
 def spare_until_the_end() -> object:
     grid = commgrid.initialize(ranks=[0, 1])
     if grid is None:
+        comes("the spare")
         return commgrid.rebuild()
     use(grid)
-    time.sleep(0.5)
+    until_waits("the spare")
     commgrid.shutdown()
     return "done"
 
@@ -152,11 +141,13 @@ def aborts_slowly() -> tuple[int, ...]:
     connect_all = torch_gloo.connect_all
 
     def slowly(group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
-        time.sleep(1.0)
+        until_waits("rank 0")
         return connect_all(group)
 
     if grid.rank == 1:
         torch_gloo.connect_all = slowly
+    else:
+        comes("rank 0")
     again = commgrid.rebuild()
     assert again is not None
     use(again)
@@ -271,25 +262,35 @@ def test_a_bad_argument() -> None:
         commgrid.rebuild(grace=0)
 
 
-def waits_for_the_first(dead: int) -> float | None:
-    """Rank 0 breaks its connections while the next rank is dead; the others wait for it."""
+def waits_for_the_first(dead: int) -> None:
+    """Rank 0 breaks its connections while the next rank is dead; the others wait for it.
+
+    They learn of it while rank 0 lives, which ends only when they have told.
+    """
     grid = commgrid.initialize(connect="all")
     group = grid.get_group("dp")
+    others = [f"rank {rank}" for rank in (2, 3)]
     if grid.rank == dead:
+        until_waits(*others)
         kill_me()
-    time.sleep(0.3)
     if grid.rank == 0:
+        until_waits(*others)
+        hear_of_death(group, dead)
         break_connections(group)
-        time.sleep(3.0)
-        return None
-    started = time.monotonic()
+        hear(*others)
+        return
+    comes(f"rank {grid.rank}")
     with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
         torch.distributed.recv(torch.ones(1), 0, group=group)
-    return time.monotonic() - started
+    tell(f"rank {grid.rank}")
+
+
+def hear_of_death(group: torch.distributed.ProcessGroup, dead: int) -> None:
+    with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
+        torch.distributed.recv(torch.ones(1), dead, group=group)
 
 
 @pytest.mark.full
 def test_a_dead_neighbour_keeps_no_connection_open() -> None:
     """gloo closed nothing where the rank that was asked first was the one that is gone."""
-    _, _, second, third = run_killable(waits_for_the_first, 4, 1)
-    assert max(second, third) < 2.5  # and not when rank 0 ends
+    assert run_killable(waits_for_the_first, 4, 1) == [None, KILLED, None, None]

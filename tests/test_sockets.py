@@ -25,7 +25,7 @@ def usage() -> Need:
     before = -1
     while patient._IDLE or before != (now := len(os.listdir("/proc/self/task"))):
         before = len(os.listdir("/proc/self/task"))
-        time.sleep(0.3)  # one that asks the store stays for half a second
+        time.sleep(0.3)  # a poll; a thread that asks the store stays for half a second
     names = os.listdir("/proc/self/fd")  # the listing's own among them, each time
     connected = 0
     for name in names:

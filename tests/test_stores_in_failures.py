@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -111,7 +110,6 @@ def test_a_store_is_gone_only_where_nobody_listens(
     assert torch_standby.ask_world() is Answer.HERE
     for each in ends if listens else [listener, *ends]:
         end(each)
-    time.sleep(0.2)
     assert torch_standby.ask_world() is (Answer.SILENT if listens else Answer.GONE)
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 from collections.abc import Callable
 
 import pytest
@@ -37,6 +36,7 @@ from commgrid.testing import RanksFailed, run_on_ranks
 from tests.flags import hear, tell
 from tests.sizes import pick
 from tests.test_leaks import usage
+from tests.waiting import until
 
 CYCLES, SETTLING = pick((20, 2), (20, 2), (200, 10))
 LIMIT = 2.0  # seconds for one that does not come
@@ -240,10 +240,8 @@ def with_ddp() -> None:
     KEPT.append(model)
     grid.suspend()
     grid.resume()
-    started = time.monotonic()
     with pytest.raises((RuntimeError, GroupSuspendedError)):
         model(torch.ones(2, 4)).sum().backward()
-    assert time.monotonic() - started < 60
 
 
 def test_ddp_which_keeps_them_in_cpp_is_told() -> None:
@@ -394,8 +392,7 @@ def busy() -> list[str]:
     # Done, though nobody has waited for it: a handle that is ready keeps nothing.
     done = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     dist.barrier()
-    while not done.is_completed():
-        time.sleep(0.01)
+    until(done.is_completed, "the end of an all-reduce")
     grid.suspend()
     grid.resume()
     check_sums(grid)
@@ -417,10 +414,8 @@ def late(call: str) -> str:
     if grid.rank == 1:
         hear("0 is through", "2 is through", "3 is through")
         return ""
-    start = time.monotonic()
     said = message(lambda: getattr(grid, call)(timeout=LIMIT), PeerTimeoutError)
     tell(f"{grid.rank} is through")
-    assert time.monotonic() - start < LIMIT + 60
     # Nothing has changed.
     assert {c.state == "suspended" for c in grid.communicators} == {call == "resume"}
     return said
@@ -496,10 +491,8 @@ def dying(when: str) -> None:
 @pytest.mark.full("idle")
 @pytest.mark.parametrize("when", ["idle", "created"])
 def test_a_rank_that_dies_in_the_middle_is_named(when: str) -> None:
-    started = time.monotonic()
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(dying, 4, when)
-    assert time.monotonic() - started < LIMIT + 100
     said = f"PeerTimeoutError: grid 'default': rank 3 did not get as far as '{when}' within timeout"
     assert str(failed.value).count(said) == 3
     told = "commgrid: the grid was destroyed on this rank"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,18 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.runtime.links import Links, neighbours_of
-from commgrid.runtime.torch_world import world_store
 from commgrid.runtime.watch import Watch
 from commgrid.testing import run_on_ranks
 from tests.flags import meet
 from tests.killing import KILLED, kill_me, run_killable
-from tests.watched import EXPECTED, check, what_survivors_see
+from tests.waiting import comes, until, until_threads_wait, until_waits
+from tests.watched import CASES, check
 
 
-@pytest.mark.parametrize("how", EXPECTED)
-def test_a_rank_that_fails_is_named_by_all_who_go_on(how: str, tmp_path: Path) -> None:
-    timeout = 4.0 if how == "stopped" else 100.0
-    check(how, what_survivors_see(how, timeout, tmp_path, cuda=False))
+@pytest.mark.full("left-*", "raised-in a step", "killed-in a bridge", "*others*", "stopped-in a t*")
+@pytest.mark.parametrize(("how", "where"), CASES)
+def test_a_rank_that_fails_is_named_by_all_others(how: str, where: str, tmp_path: Path) -> None:
+    check(how, where, tmp_path)
 
 
 def test_every_rank_is_reached_in_few_steps() -> None:
@@ -83,10 +82,8 @@ def waits_for_one_that_never_connected() -> tuple[int, int]:
     Of two ranks that never talked one waits for the other to connect, by chance either.
     """
     grid = commgrid.initialize(watch=True, connect="none", timeout=3000)
-    world_store().set(f"here/{grid.rank}", "")
-    world_store().wait(["here/0", "here/1"])
     if grid.rank == 1:
-        time.sleep(0.3)  # until the others look
+        until_waits("rank 0")
         kill_me()
     ended: list[str] = []
 
@@ -100,9 +97,10 @@ def waits_for_one_that_never_connected() -> tuple[int, int]:
     waiting = [threading.Thread(target=waits, args=(group,), daemon=True) for group in pairs]
     for each in waiting:
         each.start()
-    until = time.monotonic() + 100.0  # a fifth of the timeout is 600 s
+    until_threads_wait(waiting)
+    comes("rank 0")
     for each in waiting:
-        each.join(max(until - time.monotonic(), 0.0))
+        each.join(100.0)  # a fifth of the timeout is 600 s
     found = len(pairs), len(ended)
     grid.abort()
     return found
@@ -256,10 +254,7 @@ class Two:
         self.lost.append((me, rank, closed))
 
     def until(self, found: Any) -> None:
-        end = time.monotonic() + 30
-        while not found():
-            assert time.monotonic() < end, (self.heard, self.lost)
-            time.sleep(0.01)
+        until(found, f"{self.heard}, {self.lost}")
 
 
 def test_what_one_tells_the_other_hears_once() -> None:
@@ -267,8 +262,9 @@ def test_what_one_tells_the_other_hears_once() -> None:
     two.links[0].tell({"kind": "failed", "text": "ä" * 10_000})
     two.links[0].tell({"kind": "failed", "text": "second"})
     two.until(lambda: len(two.heard) == 2)
-    time.sleep(0.1)  # both of their two connections carry it
-    assert two.heard == [(1, "ä" * 10_000), (1, "second")]
+    two.links[1].tell({"kind": "failed", "text": "back"})  # behind what came twice
+    two.until(lambda: (0, "back") in two.heard)
+    assert two.heard == [(1, "ä" * 10_000), (1, "second"), (0, "back")]
     for each in two.links:
         each.close()
         each.close()

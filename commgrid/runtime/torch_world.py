@@ -354,9 +354,22 @@ def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
     if isinstance(error, CommGridError):
         return error
     text = first_line(error)
+    if is_store_gone(error):
+        return PeerTimeoutError(
+            f"{what}: the store{_store_address()} has ended or does not answer ({text}); is the "
+            "process that serves it, rank 0's or the launcher's, still running?"
+        )
     if is_peer_failure(error):
         return PeerTimeoutError(f"{what}: a member is gone, or did not answer in time ({text})")
     return CommGridError(f"{what}: {text}")
+
+
+def _store_address() -> str:
+    """Where WORLD's store is served, as ` at host:port`; empty where that is not known."""
+    store: Any = world_store() if is_initialized() else None
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
 
 
 def is_peer_failure(error: BaseException) -> bool:

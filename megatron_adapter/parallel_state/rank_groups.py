@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from commgrid.errors import GridNotInitializedError
 from commgrid.planning.layout import RankLayout
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_world
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.parallel_state.access import peek, write
@@ -145,11 +146,21 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """`torch.distributed.new_group`; `update_pg_timeout` knows the group from then on."""
+    """`torch.distributed.new_group`; `update_pg_timeout` knows the group from then on.
+
+    Raises:
+        PeerTimeoutError: the store is gone, or a member is gone or did not answer in time.
+        CommGridError: any other error of torch's.
+    """
     known = peek("_global_process_group_list") or [None]
-    group = dist.new_group(
-        ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
-    )
+    try:
+        group = dist.new_group(
+            ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
+        )
+    except RuntimeError as error:
+        of = "all ranks" if ranks is None else describe_ranks(sorted(ranks))
+        what = f"rank {dist.get_rank()}: group {group_desc or ''!r} of {of} cannot be created"
+        raise torch_world.as_peer_error(what, error) from error
     if ranks is None or dist.get_rank() in ranks:
         write("_global_process_group_list", [*known, group])
     return group

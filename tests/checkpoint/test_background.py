@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from commgrid.checkpoint.items import Item
 from commgrid.checkpoint.saving import _items, copies_of
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks
+from tests.flags import hear, tell
 from tests.sizes import full
 
 
@@ -247,10 +247,11 @@ def lonely(folder: str) -> str:
         held()  # for a minute
     checkpoint.save(folder, 1, model, background=True, progress=False)
     if grid.rank == 1:
-        time.sleep(6)
+        hear("rank 0 was told")
         os._exit(0)
     with pytest.raises(CheckpointError) as told:
         background.finish()
+    tell("rank 0 was told")
     return str(told.value)
 
 

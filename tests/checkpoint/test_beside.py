@@ -27,6 +27,7 @@ from commgrid.checkpoint.hand import Hand
 from commgrid.checkpoint.items import Item, Value
 from commgrid.runtime.torch_archive import envelope
 from commgrid.testing import run_on_ranks
+from tests.waiting import until
 
 TENSORS = {
     "weights": torch.randn(300, 1000),
@@ -136,7 +137,7 @@ def test_a_hand_takes_what_is_left_and_gives_it_back_in_a_hurry() -> None:
         assert hand.do(where) == where()
     with a_hand(patience=0.2) as hand:
         assert hand.do(where) != where()
-        time.sleep(0.3)
+        time.sleep(0.3)  # its patience
         assert hand.do(where) == where()
 
 
@@ -161,9 +162,7 @@ def beside_busy_cores(folder: str) -> list[int]:
         commgrid.initialize()
         model = nn.Linear(1000, 3000)
         checkpoint.save(folder, 1, model, background=True, progress=False)
-        until = time.monotonic() + 60
-        while background.is_under_way() and time.monotonic() < until:
-            time.sleep(0.05)
+        until(lambda: not background.is_under_way(), "the end of the save")
         alone = checkpoint.steps(folder)  # nobody has waited for it
         checkpoint.save(folder, 2, model, background=True, progress=False)
         checkpoint.wait()

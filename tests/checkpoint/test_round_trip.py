@@ -78,7 +78,7 @@ def test_every_number_is_where_it_belongs(shape: dict[str, int], tmp_path: Path)
     def world(sizes: dict[str, int]) -> int:
         return torch.Size(sizes.values()).numel()
 
-    torchrun: dict[str, Any] = {"init": None, "launcher": "torchrun"}
+    torchrun: dict[str, Any] = {"backend": None, "launcher": "torchrun"}
     run_on_ranks(save_filled, world(shape), str(tmp_path), shape, **torchrun)
     for other in SHAPES:
         for wrong in run_on_ranks(load_filled, world(other), str(tmp_path), other, **torchrun):

@@ -71,7 +71,7 @@ def test_sigterm_ends_what_a_command_has_started() -> None:
     def run() -> int:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
+            time.sleep(60)  # until the signal ends it
         finally:
             os.kill(os.getpid(), signal.SIGTERM)  # once is enough
             ended.append("all")

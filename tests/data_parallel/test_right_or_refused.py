@@ -74,7 +74,7 @@ def step_of(model: nn.Module, reducer: GradientReducer, optimizer: Any, step: in
     start = sharded_optimizer.start_all_gather_
 
     def late(*given: Any) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.02)  # the lateness that is meant
         return start(*given)
 
     if commgrid.get_grid().rank == 1:
@@ -99,9 +99,12 @@ def saved_at_once(folder: str) -> None:
     model, reducer, optimizer = pair(overlap=True)
     start, sender = sharded_optimizer.start_all_gather_, ThreadPoolExecutor(max_workers=1)
 
+    def slow() -> None:
+        time.sleep(0.1)  # as large weights do
+
     class Slow:
         def __init__(self, buffer: Tensor, group: Any) -> None:
-            self.sent = sender.submit(lambda: (time.sleep(0.1), start(buffer, group).wait()))
+            self.sent = sender.submit(lambda: (slow(), start(buffer, group).wait()))
 
         def wait(self) -> None:
             self.sent.result()

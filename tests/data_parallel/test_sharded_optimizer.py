@@ -179,7 +179,7 @@ def late() -> None:
     model(torch.ones(1, 5)).sum().backward()
     reducer.finish()
     if grid.rank == 1:
-        time.sleep(0.3)
+        time.sleep(0.3)  # late
     optimizer.step()
     model.load_state_dict({name: torch.full_like(p, 5.0) for name, p in model.named_parameters()})
     optimizer.wait()

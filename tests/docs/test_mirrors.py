@@ -124,7 +124,7 @@ def test_names_in_the_files_of_the_architecture() -> None:
 
 
 def test_rooms_of_the_picture_in_the_order_of_their_imports() -> None:
-    from tests.test_layering import ROWS
+    from tests.test_layering import ROOMS
 
     rooms = {path.name + "/" for path in (ROOT / "commgrid").iterdir() if path.is_dir()}
     rooms |= {path.name for path in (ROOT / "commgrid").glob("*.py")}
@@ -132,8 +132,6 @@ def test_rooms_of_the_picture_in_the_order_of_their_imports() -> None:
     text = ARCHITECTURE.read_text(encoding="utf-8")
     picture = text[text.index("errors.py, version.py") :].partition("```")[0]
     assert {room for room in rooms if room not in picture} == set()
-    last = {name.partition(".")[0]: row for row, names in enumerate(ROWS) for name in names}
-    # What has torch comes in the order of the last row that has a file of the room.
     listed = re.findall(r"^  (\w+)(?:/|\.py)", picture[picture.index("torch\n  runtime") :], re.M)
-    rows = [last[room] for room in listed if room in last]
-    assert rows == sorted(rows)
+    places = [ROOMS.index(room) for room in listed if room in ROOMS]
+    assert places == sorted(places)

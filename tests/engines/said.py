@@ -22,7 +22,7 @@ def wait_until(true: Callable[[], object], what: str, seconds: float = 120) -> N
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, f"not in {seconds:g} s: {what}"
-        time.sleep(0.01)
+        time.sleep(0.01)  # a poll
 
 
 @contextlib.contextmanager
@@ -53,9 +53,9 @@ def wait_for_step(running: subprocess.Popen[str], step: int) -> None:
     )
 
 
-def row(fault: str, moment: str, seen: str, seconds: float, left: int) -> None:
-    """Prints a fault's row: fault × moment × what is seen × seconds × processes left."""
-    line = f"{fault} | {moment} | {seen} | {seconds:.1f} s | {left} left"
+def row(fault: str, moment: str, seen: str, left: int) -> None:
+    """Prints a fault's row: fault × moment × what is seen × processes left."""
+    line = f"{fault} | {moment} | {seen} | {left} left"
     print(line, file=sys.__stderr__)
 
 

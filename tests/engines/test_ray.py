@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def workers(said: str) -> list[int]:
     return [int(pid) for pid in re.findall(r"\d+: pid (\d+) on", line)]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @NO_RAY
 def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
     saved, metrics = tmp_path / "saved", tmp_path / "metrics"
@@ -77,10 +76,8 @@ def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
         victim = workers(log.read_text())[3]
         wait_until((saved / "step_00000004").exists, "the checkpoint of step 4")
         os.kill(victim, signal.SIGKILL)
-        killed = time.monotonic()
         again = "start 1 of 4 has failed"
         wait_until(lambda: again in log.read_text(), again)
-        seconds = time.monotonic() - killed
         assert running.wait(200) == 0, log.read_text()
         wait_until(lambda: not left(tmp_path), "the end of Ray", 20)
         said = log.read_text()
@@ -92,11 +89,10 @@ def test_a_killed_worker_and_the_job_goes_on(tmp_path: Path) -> None:
     rows = curve(metrics)
     assert [each["step"] for each in rows] == list(range(1, 21))
     same_curve(rows, reference, "fp64")
-    row("Ray: kill -9 of rank 3 of 4", "a step", f"{dead}; {others}", seconds, len(left(tmp_path)))
-    assert seconds < 60
+    row("Ray: kill -9 of rank 3 of 4", "a step", f"{dead}; {others}", len(left(tmp_path)))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @NO_RAY
 def test_a_killed_worker_and_the_others_go_on(tmp_path: Path) -> None:
     """In their actors, from memory: nothing is saved, and nothing starts again."""
@@ -106,9 +102,7 @@ def test_a_killed_worker_and_the_others_go_on(tmp_path: Path) -> None:
     with started(tmp_path, "--workers", "4", *JOB, "--log-every", "1", *flags) as (running, log):
         wait_until(lambda: metrics.exists() and len(curve(metrics)) >= 5, "step 5", 300)
         os.kill(workers(log.read_text())[3], signal.SIGKILL)
-        killed = time.monotonic()
         wait_until(lambda: "goes on without rank 3" in log.read_text(), "the others")
-        seconds = time.monotonic() - killed
         assert running.wait(200) == 0, log.read_text()
         wait_until(lambda: not left(tmp_path), "the end of Ray", 20)
         said = log.read_text()
@@ -121,27 +115,24 @@ def test_a_killed_worker_and_the_others_go_on(tmp_path: Path) -> None:
     rows = curve(metrics)
     assert [each["step"] for each in rows] == list(range(1, 21))
     same_curve(rows, reference, "fp64")
-    row("Ray --survive: kill -9 of rank 3 of 4", "a step", line, seconds, len(left(tmp_path)))
+    row("Ray --survive: kill -9 of rank 3 of 4", "a step", line, len(left(tmp_path)))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @NO_RAY
 def test_a_stop_is_one_line(tmp_path: Path) -> None:
     with started(tmp_path, "--workers", "2", *LONG) as (running, log):
         wait_until(lambda: "step    3" in log.read_text(), "three steps")
         running.send_signal(signal.SIGTERM)
-        stopped = time.monotonic()
         assert running.wait(60) == 128 + signal.SIGTERM
         wait_until(lambda: not left(tmp_path), "the end of Ray", 20)
-        seconds = time.monotonic() - stopped
         said = log.read_text()
     assert said.splitlines()[-1] == "stopped by SIGTERM; nothing was saved"
     assert tracebacks(said) == 0, said
-    row("Ray: SIGTERM to the driver", "a step", said.splitlines()[-1], seconds, 0)
-    assert seconds < 20
+    row("Ray: SIGTERM to the driver", "a step", said.splitlines()[-1], 0)
 
 
-@pytest.mark.full("flag", "no_ray", "workers")
+@pytest.mark.nightly("flag", "no_ray", "workers")
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

@@ -62,7 +62,7 @@ def check_up(running: Job, nodes: list[int], world: int) -> None:
     assert [(row["rank"], row["world"]) for row in came] == [(r, world) for r in range(world)]
 
 
-@pytest.mark.full(
+@pytest.mark.nightly(
     "loopback-both",
     "loopback-first_node_once",
     "loopback-first_node_twice",
@@ -90,7 +90,7 @@ def test_two_nodes(killed: str, hosts: tuple[Host, Host]) -> None:
     assert not running.processes()
 
 
-@pytest.mark.full("second_node_once", "first_node_once", "second_node_twice")
+@pytest.mark.nightly("second_node_once", "first_node_once", "second_node_twice")
 @pytest.mark.parametrize("killed", ["first_node_once", "second_node_once", "second_node_twice"])
 def test_survivors_that_notice_nothing(killed: str) -> None:
     """Their agent stops them, which it does not count as a restart: TORCHELASTIC_RESTART_COUNT
@@ -101,7 +101,7 @@ def test_survivors_that_notice_nothing(killed: str) -> None:
     assert not running.processes()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_plain_torch_comes_up_too() -> None:
     with job(LOOPBACK, timeout=300) as running:
         running.start(TWO_NODES, ["torch", json.dumps(DEATHS["none"])])
@@ -109,7 +109,7 @@ def test_plain_torch_comes_up_too() -> None:
     assert not running.processes()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_fewer_nodes(hosts: tuple[Host, Host]) -> None:
     """The second agent is killed with its worker, and the first goes on by itself."""
     with job(hosts, timeout=300) as running:
@@ -130,7 +130,7 @@ def wait_for(path: Path, seconds: float = 200) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_static_rendezvous_keeps_the_store() -> None:
     """One agent, whose store still holds the keys of the attempt before."""
     with job(LOOPBACK[:1], timeout=300) as running:
@@ -152,7 +152,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, fl
     return undisturbed(TINY, tmp_path_factory.mktemp("alone") / "metrics")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hosts", "nodes"), [("loopback", "2"), ("namespaces", "1:2")], indirect=["hosts"]
 )

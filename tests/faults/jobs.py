@@ -23,13 +23,13 @@ import torch
 from commgrid.testing import free_port
 from commgrid.testing.ranks import forking
 from commgrid.testing.variables import launcher_variables
-from tests.faults.moments import MOMENTS, now
+from tests.faults.moments import MOMENTS, Limits, now
+from tests.waiting import until, until_waiting
 
 RANKS = 8
 VICTIMS = {"first": 0, "middle": 3, "last": 7}
 AT_ONCE = 4  # jobs; most of their time they wait for something
-MOST_STARTS = 3
-LONGEST = 40.0  # seconds until what has not ended by itself is killed, and counted as left
+LONGEST = 180.0  # seconds until what has not ended by itself is killed, and counted as left
 
 
 def killed() -> None:
@@ -77,6 +77,23 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.fault} × {self.moment} × {self.victim}"
+
+
+STARTING = ("before initialize", "while agreeing", "while creating groups")
+SILENT = ("kill -9", "SIGSTOP")
+"""Faults whose victim tells nobody."""
+
+
+def limits_of(row: Row) -> Limits:
+    """Short where the fault is only noticed once a time is over, else longer than the job lasts.
+
+    So a survivor of the others that ends has learned of the fault by itself.
+    """
+    starting = row.moment == "before initialize" or row.fault in SILENT
+    return Limits(
+        timeout=4.0 if row.fault == "SIGSTOP" else 2 * LONGEST,
+        startup=20.0 if row.moment in STARTING and starting else 2 * LONGEST,
+    )
 
 
 ROWS = [
@@ -129,12 +146,6 @@ class Outcome:
         return max((seen.raised for seen in self.survivors.values()), default=LONGEST)
 
     @property
-    def counts(self) -> bool:
-        """Whether it is about the fault, and not about a connection that was lost meanwhile."""
-        lost = any("client socket has timed out" in s.message for s in self.survivors.values())
-        return self.began and not lost
-
-    @property
     def kinds(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for seen in self.survivors.values():
@@ -181,7 +192,7 @@ class Job:
             os.kill(self.children[rank].pid, signal.SIGCONT)
             os.kill(self.children[rank].pid, signal.SIGUSR1)
         if late:
-            time.sleep(0.3)
+            time.sleep(0.3)  # faulthandler tells nobody when it has written
         for child in self.children.values():
             child.kill()
             child.join()
@@ -207,27 +218,18 @@ class Job:
 
 
 def run(rows: Sequence[Row], at_once: int = AT_ONCE) -> Iterator[Outcome]:
-    """Runs a job for each row, some of them beside each other; outcomes as they come.
-
-    Where torch did not start, so that the victim never came to its moment, or a rank could not
-    connect to the store, the row is run again: on a busy machine loopback loses connections.
-    """
-    waiting, running = [(row, 1) for row in rows], list[tuple[Job, int]]()
+    """Runs a job for each row, some of them beside each other; outcomes as they come."""
+    waiting, running = list(rows), list[Job]()
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
-                row, start = waiting.pop(0)
-                running.append((Job(row), start))
-            for job, start in [each for each in running if each[0].is_over()]:
-                running.remove((job, start))
-                outcome = job.outcome()
-                if outcome.counts or outcome.left or start == MOST_STARTS:
-                    yield outcome
-                else:
-                    waiting.append((job.row, start + 1))
-            time.sleep(0.01)
+                running.append(Job(waiting.pop(0)))
+            for job in [each for each in running if each.is_over()]:
+                running.remove(job)
+                yield job.outcome()
+            time.sleep(0.01)  # a poll
     finally:
-        for job, _ in running:
+        for job in running:
             job.outcome()
 
 
@@ -241,14 +243,21 @@ def _rank(row: Row, rank: int, is_victim: bool, variables: dict[str, str], folde
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.environ.update(variables)
 
+    own = folder / f"{rank}.process"
+    own.with_suffix(".partial").write_text(str(os.getpid()))
+    own.with_suffix(".partial").rename(own)
+    limits = limits_of(row)
+
     def act() -> None:
-        time.sleep(0.3)  # until the others wait
+        others = [folder / f"{each}.process" for each in range(RANKS) if each != rank]
+        until(lambda: all(each.exists() for each in others), "all ranks have started")
+        until_waiting(int(each.read_text()) for each in others)
         (folder / "acted").write_text(str(now()))
         FAULTS[row.fault]()
 
     told: Any = ["", ""]
     try:
-        MOMENTS[row.moment](act if is_victim else lambda: None, folder)
+        MOMENTS[row.moment](act if is_victim else lambda: None, folder, limits)
     except BaseException as error:
         told = [type(error).__name__, str(error)]
     raised = now()
@@ -257,7 +266,7 @@ def _rank(row: Row, rank: int, is_victim: bool, variables: dict[str, str], folde
     if row.fault == "full disk":
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    partial = folder / f"{rank}.partial"
+    partial = folder / f"{rank}.partial-json"
     partial.write_text(json.dumps([*told, raised, now()]))
     partial.rename(folder / f"{rank}.json")
     os._exit(1 if told[0] else 0)

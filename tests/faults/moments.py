@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,22 @@ from commgrid.failures import named_failures
 from commgrid.pipeline import Pipeline
 from commgrid.transfer import Transfer
 
-LIMIT = 4.0
-"""Seconds that a collective may take, and a transfer wait."""
-STARTUP = 8.0
-"""Seconds that `initialize` may take."""
-SIZES = {"tp": 2, "pp": 2, "timeout": LIMIT, "startup_timeout": STARTUP}
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a collective and a transfer, and that `initialize` may take."""
+
+    timeout: float
+    startup: float
+
 
 Act = Callable[[], object]
-Program = Callable[[Act, Path], object]
+Program = Callable[[Act, Path, Limits], object]
 
 
-def started(**more: Any) -> commgrid.HyperCommGrid:
-    return commgrid.initialize(**{**SIZES, **more})
+def started(limits: Limits, **more: Any) -> commgrid.HyperCommGrid:
+    given = {"tp": 2, "pp": 2, "timeout": limits.timeout, "startup_timeout": limits.startup}
+    return commgrid.initialize(**{**given, **more})
 
 
 def replaced(owner: object, name: str, act: Act, at: int) -> None:
@@ -48,12 +53,12 @@ def replaced(owner: object, name: str, act: Act, at: int) -> None:
     setattr(owner, name, acting)
 
 
-def before_initialize(act: Act, folder: Path) -> None:
+def before_initialize(act: Act, folder: Path, limits: Limits) -> None:
     act()
-    started()
+    started(limits)
 
 
-def while_agreeing(act: Act, folder: Path) -> None:
+def while_agreeing(act: Act, folder: Path, limits: Limits) -> None:
     """The victim has torch.distributed up and has come to compare what it was given."""
     from commgrid.runtime.agreement import Meeting
 
@@ -70,24 +75,24 @@ def while_agreeing(act: Act, folder: Path) -> None:
 
     Meeting._conclude = acting(Meeting._conclude)  # type: ignore[method-assign]
     Meeting._await_verdict = acting(Meeting._await_verdict)  # type: ignore[method-assign]
-    started()
+    started(limits)
 
 
-def while_creating_groups(act: Act, folder: Path) -> None:
+def while_creating_groups(act: Act, folder: Path, limits: Limits) -> None:
     from commgrid.runtime import torch_groups
 
     replaced(torch_groups, "create_group", act, 3)
-    started()
+    started(limits)
 
 
-def in_an_all_reduce(act: Act, folder: Path) -> None:
+def in_an_all_reduce(act: Act, folder: Path, limits: Limits) -> None:
     """Over all axes in turn, so that everyone waits for somebody who waits for the victim."""
-    with named_failures(started()):
+    with named_failures(started(limits)):
         looping(act, lambda x: [all_reduce(x, axis) for axis in ("tp", "dp", "pp")])
 
 
-def in_an_all_to_all(act: Act, folder: Path) -> None:
-    with named_failures(started(tp=1, pp=1, ep=4)):
+def in_an_all_to_all(act: Act, folder: Path, limits: Limits) -> None:
+    with named_failures(started(limits, tp=1, pp=1, ep=4)):
         looping(act, lambda x: [all_to_all(x, axis) for axis in ("ep", "edp")])
 
 
@@ -115,8 +120,8 @@ class Stage(nn.Module):
         return all_reduce(x @ self.weight, "tp", op="avg").detach() + x @ self.weight
 
 
-def in_a_pipeline(act: Act, folder: Path) -> None:
-    grid = started()
+def in_a_pipeline(act: Act, folder: Path, limits: Limits) -> None:
+    grid = started(limits)
     module = Stage(act)
     pipeline = Pipeline(module, num_microbatches=4, loss=lambda y, target: y.square().sum())
     inputs = [torch.ones(4, 8)] * 4
@@ -127,28 +132,28 @@ def in_a_pipeline(act: Act, folder: Path) -> None:
             module.zero_grad()
 
 
-def in_a_transfer(act: Act, folder: Path) -> None:
+def in_a_transfer(act: Act, folder: Path, limits: Limits) -> None:
     """From all ranks to all ranks, in another order, so that everybody sends and receives."""
     from commgrid.transfer import carry
 
-    source = started()
-    target = started(name="serving", tp=1, pp=1, ranks=[7, 6, 5, 4, 3, 2, 1, 0])
+    source = started(limits)
+    target = started(limits, name="serving", tp=1, pp=1, ranks=[7, 6, 5, 4, 3, 2, 1, 0])
     models = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))) for _ in range(2)]
     torch.manual_seed(0)
     for parameter in models[0].parameters():
         nn.init.normal_(parameter)
     transfer = Transfer(
-        *models, source_grid=source, target_grid=target, max_bytes=1 << 14, timeout=LIMIT
+        *models, source_grid=source, target_grid=target, max_bytes=1 << 14, timeout=limits.timeout
     )
     transfer.run()
     replaced(carry.Carrier, "carry", act, 1)
     transfer.run()
 
 
-def in_a_save(act: Act, folder: Path) -> None:
+def in_a_save(act: Act, folder: Path, limits: Limits) -> None:
     from commgrid.checkpoint import saving
 
-    grid = started(tp=1, pp=1)
+    grid = started(limits, tp=1, pp=1)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -157,10 +162,10 @@ def in_a_save(act: Act, folder: Path) -> None:
         checkpoint.save(folder / "checkpoints", step, model, progress=False, grid=grid)
 
 
-def in_destroy(act: Act, folder: Path) -> None:
+def in_destroy(act: Act, folder: Path, limits: Limits) -> None:
     from commgrid.runtime import torch_groups
 
-    started()
+    started(limits)
     replaced(torch_groups, "destroy_group", act, 3)
     commgrid.destroy()
     commgrid.shutdown()

@@ -35,11 +35,12 @@ def check(rows: Sequence[Row]) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.full
 def test_ten_rows() -> None:
     check(FEW)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_whole_matrix() -> None:
     """All but the ten."""
     check([row for row in ROWS if row not in FEW])

@@ -6,7 +6,6 @@ import gc
 import inspect
 import subprocess
 import sys
-import time
 import weakref
 from datetime import timedelta
 
@@ -23,6 +22,7 @@ from megatron_adapter import AmbiguousGridError, MegatronSizeError, MegatronStat
 from megatron_adapter.facade import shape
 from megatron_adapter.releases import RELEASES
 from tests.peers import parallel_state as theirs
+from tests.waiting import comes, until_waits
 
 
 def lone() -> None:
@@ -158,28 +158,32 @@ def test_a_part_of_the_world() -> None:
     run_on_ranks(part, 8)
 
 
-def late() -> tuple[float, float] | None:
-    """When this rank calls `update_pg_timeout`, and when it is through; rank 3 calls it last."""
+def late() -> bool:
+    """Whether this rank is a member; rank 3 calls `update_pg_timeout` when all others wait in it,
+    and nobody is through before."""
     rank = dist.get_rank()
     grid = inspect.unwrap(megatron_adapter.initialize_model_parallel)(
         num_distributed_optimizer_instances=2, rank_offset=1, local_world_size=4
     )
     if grid is None:
-        return None
+        return False
     instance = mpu.get_intra_distributed_optimizer_instance_group()
     assert dist.get_process_group_ranks(instance) == [[1, 2], [3, 4]][rank // 3]
     grid.check()
-    time.sleep(0.4 * (rank == 3))
-    called = time.monotonic()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 3:
+        until_waits("rank 1", "rank 2", "rank 4")
+        store.set("rank 3 calls", "")
+    else:
+        comes(f"rank {rank}")
     mpu.update_pg_timeout(timedelta(seconds=44))
-    return called, time.monotonic()
+    assert store.check(["rank 3 calls"])
+    return True
 
 
 def test_another_timeout_waits_for_every_optimizer_instance() -> None:
     """Of a part of the world, it waited for the rank's own instance alone."""
-    times = [one for one in run_on_ranks(late, 5) if one is not None]
-    assert len(times) == 4
-    assert max(called for called, _ in times) <= min(through for _, through in times)
+    assert run_on_ranks(late, 5) == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)

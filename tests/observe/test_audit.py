@@ -7,7 +7,6 @@ import io
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 
 import commgrid
 from commgrid import GridSpec, SpecError, cli
+from commgrid.observe.audit import launching
 from commgrid.observe.audit.auditing import Audit
 from commgrid.observe.audit.compare import compare
 from commgrid.observe.audit.findings import KINDS, Comparison, Finding
@@ -24,6 +24,7 @@ from commgrid.planning.audited import VARIABLE, AuditedGrid, spec_over
 from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TEXT, TRAIN, part, seen_on, with_bug
 from tests.observe.test_audit_bugs import TRAIN_GPT, audited
+from tests.waiting import until
 
 # -- what it is told ---------------------------------------------------------------------
 
@@ -253,7 +254,8 @@ if "--fail" in sys.argv and grid.world_size > 1:
     raise ValueError("the third wheel")
 if "--hang" in sys.argv:
     print("a last line", flush=True)
-    time.sleep(1000)
+    open(f"{__file__}.{grid.rank}", "w").close()
+    time.sleep(1000)  # until it is killed
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1).double()
 reducer = GradientReducer(model) if "--reduce" in sys.argv else None
@@ -296,16 +298,28 @@ def test_a_program_that_fails_is_2_with_its_last_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_program_that_hangs_is_killed_with_all_its_ranks(tmp_path: Path) -> None:
+def test_a_program_that_hangs_is_killed_with_all_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is over when both ranks hang."""
     script = tmp_path / f"hangs_{os.getpid()}.py"
     script.write_text(PLAIN)
-    started = time.monotonic()
-    argv = [str(script), "--grids", "dp=2", "--timeout", "45", "--", "--hang"]
+    marks = [Path(f"{script}.{rank}") for rank in (0, 1)]
+
+    class Launcher(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != 1000:
+                return super().wait(timeout)
+            until(lambda: all(mark.exists() for mark in marks), "both ranks hang")
+            raise subprocess.TimeoutExpired("audit", timeout)
+
+    monkeypatch.setattr(launching.subprocess, "Popen", Launcher)
+    argv = [str(script), "--grids", "dp=2", "--timeout", "1000", "--", "--hang"]
     status, _, err = command(*argv)
     assert status == 2
     assert "was killed; give it fewer or smaller steps, or a longer --timeout" in err
     assert "a last line" in err
-    assert time.monotonic() - started < 120
+    monkeypatch.undo()
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert script.name not in left
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from commgrid.planning.audited import VARIABLE
 from commgrid.runtime import recorder
 from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TEXT, TRAIN
+from tests.waiting import until
 
 SCRIPT = EXAMPLES / "train_gpt.py"
 FLAGS = f"{TRAIN} {TEXT} --microbatches 2".replace("size 4", "size 8")
@@ -121,16 +121,13 @@ def test_sigterm_leaves_no_rank_behind(tmp_path: Path) -> None:
         "import os, pathlib, time\n"
         "here = pathlib.Path(__file__).with_name('pid_' + os.environ['RANK'])\n"
         "here.write_text(str(os.getpid()))\n"
-        "time.sleep(1000)\n"
+        "time.sleep(1000)  # until it is ended\n"
     )
     argv = ["audit", "--dry", str(script), "--grid", "dp=1", "-o", str(tmp_path / "dry")]
     audit = subprocess.Popen([sys.executable, "-m", "commgrid", *argv])
     try:
-        until = time.monotonic() + 300
-        while not ((pid := tmp_path / "pid_0").exists() and pid.read_text()):
-            assert audit.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        pid = tmp_path / "pid_0"
+        until(lambda: audit.poll() is None and pid.exists() and pid.read_text(), "a rank")
         audit.terminate()
         assert audit.wait(60) == 143
         assert not Path(f"/proc/{pid.read_text()}").exists()

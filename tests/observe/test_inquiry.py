@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,27 @@ from commgrid.observe import diagnosis
 from commgrid.runtime import inquiry, recorder, torch_world
 from commgrid.testing import run_on_ranks
 from tests.flags import hear, meet, tell
+from tests.waiting import comes, until, until_waits
 
 
 def one_asks() -> str:
     """Ranks 0 to 2 hang in C++; rank 3, which they wait for, asks."""
-    grid = commgrid.initialize(tp=2, timeout=20.0, trace=True)
+    take_back, looked = inquiry.Answering._take_back, threading.Event()
+
+    def looking(self: inquiry.Answering, store: object) -> None:
+        looked.set()
+        take_back(self, store)
+
+    inquiry.Answering._take_back = looking  # type: ignore[method-assign]
+    grid = commgrid.initialize(tp=2, timeout=1000.0, trace=True)
+    assert looked.wait(100)  # what was asked before is not for this rank
     group, found = grid.get_group("dp_tp"), ""
     if grid.rank == 3:
-        time.sleep(2.0)
-        found = str(commgrid.diagnose(timeout=20.0))
+        until_waits("rank 0", "rank 1", "rank 2")
+        found = str(commgrid.diagnose(timeout=100.0, patience=0.0))
         store = torch_world.world_store()
         assert not store.check(["commgrid/diagnose/1/0"])
+    comes(f"rank {grid.rank}")
     dist.all_reduce(torch.ones(3), group=group)  # here
     meet(grid.rank, 4)
     commgrid.trace.stop()
@@ -51,21 +60,16 @@ def signalled(folder: str) -> list[str]:
     faults = inquiry.faulthandler
     faults.unregister(signal.SIGUSR1)
     os.chdir(folder)
-    grid = commgrid.initialize(tp=2, timeout=30.0, trace=True)
+    grid = commgrid.initialize(tp=2, timeout=1000.0, trace=True)
     store = torch_world.world_store()
     if grid.rank == 1:
-        store.set("pid", str(os.getpid()))
+        comes("rank 1")
         dist.all_reduce(torch.ones(3), group=grid.get_group("tp"))
     else:
-        pid = int(store.get("pid"))
-        time.sleep(1.0)
-        os.kill(pid, signal.SIGUSR1)
-        until = time.monotonic() + 30
-        while not Path("commgrid_trace/rank_00001.stacks").exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while not Path("commgrid_trace/rank_00000.stacks").exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        until_waits("rank 1")
+        for rank, pid in ((1, int(store.get("comes: rank 1"))), (0, os.getpid())):
+            os.kill(pid, signal.SIGUSR1)
+            until(Path(f"commgrid_trace/rank_0000{rank}.stacks").exists, "the stacks")
         dist.all_reduce(torch.ones(3), group=grid.get_group("tp"))
     commgrid.trace.stop()
     commgrid.shutdown()
@@ -78,7 +82,7 @@ def test_a_signal_has_a_rank_write_down_where_it_hangs(tmp_path: Path) -> None:
     assert first == second == names
     folder = tmp_path / "commgrid_trace"
     assert "signalled" in (folder / "rank_00001.stacks").read_text()
-    found = diagnosis.diagnose(diagnosis.read(folder), patience=0.5)
+    found = diagnosis.diagnose(diagnosis.read(folder), patience=0.0)
     assert str(found).startswith("rank 0 has not entered tp all_reduce 0, for which rank 1 has")
 
 

@@ -18,6 +18,10 @@ import torch.distributed as dist
 import commgrid
 from commgrid import CommGridError, GridMismatchError, SpecError
 from commgrid.testing import run_on_ranks
+from tests.waiting import until
+
+FOREVER = 1000.0
+"""Seconds that a collective may take: no test lasts so long, and an error did not wait."""
 
 
 def two_names(grid: Any, swapped: bool, blocking: bool) -> list[float]:
@@ -40,15 +44,13 @@ def two_names(grid: Any, swapped: bool, blocking: bool) -> list[float]:
 
 def reproduction(share: str, blocking: bool, swap: bool) -> Any:
     """Two ranks of a dp group; the other two do the same."""
-    grid = commgrid.initialize(tp=2, share=share, verify="order", timeout=60.0)
+    grid = commgrid.initialize(tp=2, share=share, verify="order", timeout=FOREVER)
     shared = grid.get_group("dp") is grid.get_group("pp_dp")
     assert shared == (share != "aliases")
-    began = time.monotonic()
     try:
         found: Any = two_names(grid, swap and grid.get_local_rank("dp") == 1, blocking)
     except GridMismatchError as error:
         found = str(error)
-    assert time.monotonic() - began < 30
     ended(grid)
     return found
 
@@ -57,9 +59,7 @@ def ended(grid: Any) -> None:
     """Once all have come here, so that an error is not that of a rank which has left."""
     store = dist.distributed_c10d._get_default_store()
     store.add("ended", 1)
-    until = time.monotonic() + 60
-    while store.add("ended", 0) < grid.world_size and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: store.add("ended", 0) == grid.world_size, "all have come")
     grid.abort()
 
 
@@ -118,24 +118,22 @@ def transfers(group: Any, rank: int) -> None:
 DIFFERENT = [shapes, dtypes, operations, roots, transfers]
 
 
-def different(index: int) -> tuple[str, float]:
-    grid = commgrid.initialize(tp=2, verify="order", timeout=60.0)
-    began, text = time.monotonic(), ""
+def different(index: int) -> str:
+    grid = commgrid.initialize(tp=2, verify="order", timeout=FOREVER)
+    text = ""
     try:
         DIFFERENT[index](grid.get_group("dp_tp"), grid.rank)
     except CommGridError as error:
         text = str(error)
-    took = time.monotonic() - began
     ended(grid)
-    return text, took
+    return text
 
 
 @pytest.mark.full("dtypes", "roots", "operations")
 @pytest.mark.parametrize("index", range(len(DIFFERENT)), ids=[each.__name__ for each in DIFFERENT])
 def test_every_member_is_told_at_the_first_difference(index: int) -> None:
-    for text, took in run_on_ranks(different, 4, index, backend=None, launcher="torchrun"):
+    for text in run_on_ranks(different, 4, index, backend=None, launcher="torchrun"):
         assert "rank 1" in text
-        assert took < 30
         assert "of mine" in text or f"{DIFFERENT[index].__name__}" in text
 
 
@@ -165,7 +163,7 @@ def allowed() -> list[float]:
         dist.all_reduce(x, group=grid.get_group("tp"))
         x /= 2
     if rank == 0:
-        time.sleep(2.5)  # others look, and find that it does not wait
+        time.sleep(2.5)  # longer than the others wait before they look, and find it computing
     dist.all_reduce(x, group=group)
     commgrid.shutdown()
     return [float(each[0]) for each in lists]

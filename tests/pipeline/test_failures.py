@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 
 import pytest
@@ -58,7 +57,7 @@ def training(
     act: Callable[[], object], odd: int, backward: bool, sizes: dict[str, int], schedule: str
 ) -> None:
     """Four steps; one rank acts in the middle of the second."""
-    grid = commgrid.initialize(**sizes)
+    grid = commgrid.initialize(**sizes, timeout=10 * TIMEOUT)  # an error does not wait for it
     module = Failing(act if grid.rank == odd else None, MICROBATCHES + 2, backward)
     pipeline = Pipeline(
         module, schedule, num_microbatches=MICROBATCHES, loss=lambda y, target: y.square().sum()
@@ -69,7 +68,6 @@ def training(
             pipeline.step(inputs, inputs)
             all_reduce(module.weight.grad, "dp")
             module.zero_grad()
-            time.sleep(0.1)
 
 
 def outcomes(
@@ -78,12 +76,10 @@ def outcomes(
     """The last line that each rank printed; every one of them has failed."""
     sizes = {"pp": 4} if world == 4 else {"pp": 2, "tp": 2}
     given = (act, odd, job.get("backward", False), sizes, job.get("schedule", "1f1b"))
-    started = time.monotonic()
     init = None if launcher else "gloo"
     with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(training, world, *given, backend=init, launcher=launcher, timeout=TIMEOUT)
-    assert time.monotonic() - started < TIMEOUT / 2
-    parts = re.split(r"--- rank (\d+) \(exit code (-?\d+)\)\n", str(failed.value))[1:]
+        run_on_ranks(training, world, *given, init=init, launcher=launcher, timeout=TIMEOUT)
+    parts = re.split(r"--- rank (\d+) \(exit code (-?\d+), timeout .*\)\n", str(failed.value))[1:]
     found = {}
     for rank, code, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         assert int(code) != 0
@@ -93,7 +89,9 @@ def outcomes(
     return found
 
 
-@pytest.mark.full("0-*", "3-*")
+@pytest.mark.full("0-False-zb-h1", "3-True-gpipe")
+@pytest.mark.nightly("0-True-*", "3-False-*", "0-*-gpipe", "0-*-1f1b", "3-*-1f1b", "3-*-zb-h1",
+                     "1-*-gpipe", "1-False-zb-h1", "1-True-1f1b")  # fmt: skip
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("odd", [0, 1, 3])

@@ -15,6 +15,7 @@ from commgrid import CommGridError
 from commgrid.testing import RanksFailed, run_on_ranks
 from commgrid.transfer import Part, Transfer, carry
 from tests.flags import hear, tell
+from tests.waiting import until
 
 TARGET = (2, 3, 4)
 
@@ -181,7 +182,7 @@ def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
 def fails_in_the_middle(how: str, folder: str) -> None:
     sides = Sides()
     source, target = sides.models()
-    transfer = sides.made(source, target, max_bytes=64, timeout=30)
+    transfer = sides.made(source, target, max_bytes=64, timeout=1000)  # no test lasts so long
     transfer.run()
     finish, calls = carry.Carrier._finish, []
 
@@ -194,16 +195,13 @@ def fails_in_the_middle(how: str, folder: str) -> None:
         finish(self, *given)
 
     carry.Carrier._finish = failing  # type: ignore[method-assign]
-    started = time.monotonic()
     said = told(transfer.run)
-    took = time.monotonic() - started
     again = told(transfer.run) if how == "raised" else ""
-    Path(folder, str(sides.rank)).write_text(f"{took}\n{said}\n{again}")
-    torch.distributed.distributed_c10d._get_default_store().add("done", 1)
-    while sides.rank == 0:  # whose process is the store's
-        if torch.distributed.distributed_c10d._get_default_store().add("done", 0) >= 4:
-            break
-        time.sleep(0.02)
+    Path(folder, str(sides.rank)).write_text(f"{said}\n{again}")
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.add("done", 1)
+    if sides.rank == 0:  # whose process is the store's
+        until(lambda: store.add("done", 0) >= 4, "the end of the others")
     os._exit(0)
 
 
@@ -213,8 +211,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_by_all(how: str, tmp_path: Pat
     with pytest.raises(RanksFailed):  # they end without a result
         run_on_ranks(fails_in_the_middle, 5, how, str(tmp_path), backend=None, launcher="torchrun")
     for rank in range(5) if how == "raised" else (0, 1, 2, 4):
-        took, said, again = Path(tmp_path, str(rank)).read_text().split("\n")
-        assert float(took) < 60  # a hang would be longer
+        said, again = Path(tmp_path, str(rank)).read_text().split("\n")
         assert "rank 3" in said, said
         assert "the target is not to be used" in said, said
         if how == "killed":
@@ -236,7 +233,7 @@ def comes_late(rank: int) -> list[float]:
     carried = carry.Carrier.carry
 
     def carrying(self: carry.Carrier) -> None:
-        time.sleep(3.5 * rank)
+        time.sleep(3.5 * rank)  # longer than a fifth of the timeout
         carried(self)
 
     carry.Carrier.carry = carrying  # type: ignore[method-assign]
@@ -264,12 +261,12 @@ def passes_it_on(rank: int) -> str:
         if rank == 1:
             hear("0 is through", "2 is through", "3 is through")
         else:
-            time.sleep(1.0 if rank else 0.0)  # so that rank 0 is the first to have waited enough
+            time.sleep(1.0 if rank else 0.0)  # its time is over later than rank 0's
         carried(self)
 
     def slowly(self: Transfer, gate: str, error: BaseException) -> BaseException:
         if rank == 0:
-            time.sleep(1.0)  # a busy machine: the others know of its end before it has said why
+            time.sleep(1.0)  # the others know of its end before it has said why
         return fail(self, gate, error)
 
     carry.Carrier.carry = carrying  # type: ignore[method-assign]
