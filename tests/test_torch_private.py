@@ -165,9 +165,9 @@ NOT_TORCHS = {
     "_current_frames",
     "_getframe",
     "_threads",  # an executor's
-    "_fixtureinfo",  # pytest's
-    "_clear",  # atexit's
-    "_run_exitfuncs",  # atexit's
+    # pytest's
+    # atexit's
+    # atexit's
     "_set_global_memory_buffer",
     "_commgrid_mark",
     "_C",
