@@ -86,7 +86,7 @@ def late_messages() -> None:
 
 def test_messages_on_a_connected_group_get_the_groups_whole_timeout() -> None:
     """They got what the first meeting was given, however long the group's timeout was."""
-    run_on_ranks(late_messages, 2)
+    run_on_ranks(late_messages, 2, check=False)  # it makes a group of its own
 
 
 # -- what works -------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def uses() -> None:
 
 
 def test_every_kind_of_use_beside_torchs_own_groups() -> None:
-    run_on_ranks(uses, 4)
+    run_on_ranks(uses, 4, check=False)  # torch's own groups stay
 
 
 def test_with_torchs_debugging_wrapper() -> None:
@@ -142,7 +142,7 @@ def test_with_torchs_debugging_wrapper() -> None:
         assert backend.wrapped_pg.options._timeout == timedelta(minutes=30)
         commgrid.destroy()
 
-    run_on_ranks(wrapped, 4, environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    run_on_ranks(wrapped, 4, environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, check=False)
 
 
 def keys() -> list[int]:
@@ -162,7 +162,7 @@ def keys() -> list[int]:
 
 def test_addresses_leave_the_store_with_their_group() -> None:
     """A rank left a key for every group of every grid it had made."""
-    for counts in run_on_ranks(keys, 4, backend=None, launcher="torchrun"):
+    for counts in run_on_ranks(keys, 4, backend=None, launcher="torchrun", check=False):
         assert counts[2] - counts[1] < 8, counts  # the meeting's own; 40 addresses a cycle
 
 
@@ -198,4 +198,4 @@ def aborted() -> None:
 
 
 def test_abort_wakes_who_waits_for_a_first_connection() -> None:
-    run_on_ranks(aborted, 2)
+    run_on_ranks(aborted, 2, check=False)  # an aborted grid leaves its keys

@@ -40,7 +40,7 @@ def run_changed(text: str) -> str:
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
     """The losses of the script that the tutorial begins with, on 4 ranks."""
-    first, *others = run_on_ranks(run, 4, 0, backend=None, launcher="torchrun")
+    first, *others = run_on_ranks(run, 4, 0, backend=None, launcher="torchrun", check=False)
     assert all(other == first for other in others)
     return first[0]
 
@@ -49,7 +49,9 @@ def plain() -> list[float]:
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_every_step_has_the_losses_of_the_first(plain: list[float], ranks: int) -> None:
     assert plain[-1] < 0.8 * plain[0]  # it learns
-    for found in run_on_ranks(run, ranks, *STEPS[1:], backend=None, launcher="torchrun"):
+    for found in run_on_ranks(
+        run, ranks, *STEPS[1:], backend=None, launcher="torchrun", check=False
+    ):
         for step, losses in zip(STEPS[1:], found, strict=True):
             # In fp64. Products are the same; sums over ranks, slices and microbatches have another
             # order, which ten steps of AdamW amplify by a few orders of magnitude and no more.
@@ -121,7 +123,7 @@ def test_what_goes_wrong_says_what_the_page_says(mistake: str) -> None:
     step, right, wrong = MISTAKES[mistake]
     assert text_of(step).count(right) == 1
     changed = text_of(step).replace(right, wrong)
-    said = run_on_ranks(run_changed, 4, changed, backend=None, launcher="torchrun")[0]
+    said = run_on_ranks(run_changed, 4, changed, backend=None, launcher="torchrun", check=False)[0]
     assert told(said) in told(re.sub(r"\s+", " ", PAGE))
 
 
@@ -134,7 +136,7 @@ def told(text: str) -> str:
 
 @pytest.mark.full
 def test_without_a_launcher() -> None:
-    said = run_on_ranks(run_changed, 1, text_of(3), backend=None)[0]
+    said = run_on_ranks(run_changed, 1, text_of(3), backend=None, check=False)[0]
     assert said in re.sub(r"\s+", " ", PAGE)
     assert "run it under torchrun" in said
 
@@ -146,7 +148,7 @@ def test_data_by_global_rank_is_seen_in_the_loss_alone(plain: list[float]) -> No
         'chunk(grid.size("dp"))[grid.get_local_rank("dp")]', "chunk(grid.world_size)[grid.rank]"
     )
     assert by_rank != text_of(3)
-    found = run_on_ranks(losses_of, 4, by_rank, backend=None, launcher="torchrun")[0]
+    found = run_on_ranks(losses_of, 4, by_rank, backend=None, launcher="torchrun", check=False)[0]
     assert abs(found[0] - plain[0]) > 1e-3
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
-import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -16,13 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from commgrid.testing import free_port
-from commgrid.testing.ranks import forking
-from commgrid.testing.variables import launcher_variables
+from commgrid.testing import Ranks
 from tests.faults.moments import MOMENTS, Limits, now
 from tests.waiting import until, until_waiting
 
@@ -111,14 +104,12 @@ class Seen:
 
     Args:
         kind, message: of its error; empty where it had none.
-        raised, ended: seconds after the fault, as the others count; `ended` with all it does at
-            its exit.
+        raised: seconds after the fault, as the others count.
     """
 
     kind: str
     message: str
     raised: float
-    ended: float = 0.0
 
 
 @dataclass
@@ -160,14 +151,10 @@ class Job:
     def __init__(self, row: Row) -> None:
         self.row, self.victim = row, VICTIMS[row.victim]
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
-        port, context = free_port(), multiprocessing.get_context("fork")
-        self.children = {}
-        for rank in range(RANKS):
-            variables = launcher_variables("torchrun", rank, RANKS, port)
-            call = (row, rank, rank == self.victim, variables, self.folder)
-            self.children[rank] = context.Process(target=_rank, args=call)
-            with forking():
-                self.children[rank].start()
+        self.ranks = Ranks(
+            _rank, RANKS, row, self.folder, per_rank=[(rank,) for rank in range(RANKS)],
+            backend=None, launcher="torchrun", killable=True,
+        ).start()  # fmt: skip
         self.until, self.continued = now() + LONGEST, False
 
     def is_over(self) -> bool:
@@ -175,44 +162,34 @@ class Job:
 
         Again and again: it may stop only after that.
         """
-        living = [rank for rank, child in self.children.items() if child.is_alive()]
+        living = self.ranks.living()
         if not living or now() > self.until:
             return True
         if living == [self.victim] and self.row.fault == "SIGSTOP":
             if not self.continued:  # what is left of the others' time may be too little for it
                 self.continued, self.until = True, max(self.until, now() + LONGEST / 2)
-            os.kill(self.children[self.victim].pid, signal.SIGCONT)
+            os.kill(self.ranks.pid(self.victim), signal.SIGCONT)
         return False
 
     def outcome(self) -> Outcome:
-        """What there is to tell of it; ends what is left."""
+        """The outcome of the row; ends ranks that are left."""
+        self.ranks.close()
         found = Outcome(self.row)
-        late = [rank for rank, child in self.children.items() if child.is_alive()]
-        for rank in late:
-            os.kill(self.children[rank].pid, signal.SIGCONT)
-            os.kill(self.children[rank].pid, signal.SIGUSR1)
-        if late:
-            time.sleep(0.3)  # faulthandler tells nobody when it has written
-        for child in self.children.values():
-            child.kill()
-            child.join()
-        found.left = late
         acted = self.folder / "acted"
         found.began = acted.exists()
         began = float(acted.read_text()) if found.began else 0.0
-        for rank in self.children:
-            path = self.folder / f"{rank}.json"
+        for rank, end in self.ranks.outcomes.items():
+            if end.late:
+                found.left.append(rank)
+                found.stacks += str(end)
             seen = None
-            if path.exists():
-                kind, message, raised, ended = json.loads(path.read_text())
-                seen = Seen(kind, message, raised - began, ended - began)
+            if end.returned:
+                kind, message, raised = end.value
+                seen = Seen(kind, message, raised - began)
             if rank == self.victim:
                 found.victim = seen
             elif seen is not None:
                 found.survivors[rank] = seen
-        found.stacks = "\n".join(
-            f"rank {rank}:\n{(self.folder / f'{rank}.stacks').read_text()}" for rank in late
-        )
         shutil.rmtree(self.folder, ignore_errors=True)
         return found
 
@@ -233,16 +210,8 @@ def run(rows: Sequence[Row], at_once: int = AT_ONCE) -> Iterator[Outcome]:
             job.outcome()
 
 
-def _rank(row: Row, rank: int, is_victim: bool, variables: dict[str, str], folder: Path) -> None:
-    torch.set_num_threads(1)
-    atexit._clear()  # what the parent wants done at its own end
-    printed = os.open(folder / f"{rank}.printed", os.O_WRONLY | os.O_CREAT)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
-    stacks = open(folder / f"{rank}.stacks", "w")  # noqa: SIM115 -- faulthandler keeps it
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    os.environ.update(variables)
-
+def _rank(row: Row, folder: Path, rank: int) -> tuple[str, str, float]:
+    """Kind and message of the rank's error, and when it came."""
     own = folder / f"{rank}.process"
     own.with_suffix(".partial").write_text(str(os.getpid()))
     own.with_suffix(".partial").rename(own)
@@ -255,18 +224,14 @@ def _rank(row: Row, rank: int, is_victim: bool, variables: dict[str, str], folde
         (folder / "acted").write_text(str(now()))
         FAULTS[row.fault]()
 
-    told: Any = ["", ""]
+    is_victim = rank == VICTIMS[row.victim]
+    error = ("", "")
     try:
         MOMENTS[row.moment](act if is_victim else lambda: None, folder, limits)
-    except BaseException as error:
-        told = [type(error).__name__, str(error)]
-    raised = now()
-    # What a program that does not catch it does at its end.
-    atexit._run_exitfuncs()
+    except BaseException as raised:
+        error = (type(raised).__name__, str(raised))
+    at = now()
     if row.fault == "full disk":
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    partial = folder / f"{rank}.partial-json"
-    partial.write_text(json.dumps([*told, raised, now()]))
-    partial.rename(folder / f"{rank}.json")
-    os._exit(1 if told[0] else 0)
+    return *error, at
