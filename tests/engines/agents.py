@@ -209,7 +209,7 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
             for agent in self.agents:
                 agent.poll()  # a zombie would be counted as a process that is left
-            time.sleep(0.02)
+            time.sleep(0.02)  # between two looks
         for agent in self.agents:
             agent.wait(10)
 

@@ -263,7 +263,7 @@ def _still(made: Cluster, daemons: list[subprocess.Popen[bytes]], until: float, 
     ended = [each.args for each in daemons if each.poll() is not None]
     assert not ended, f"{ended} have ended at once\n{made.logs()}"
     assert time.monotonic() < until, f"{what}\n{made.logs()}"
-    time.sleep(0.1)
+    time.sleep(0.1)  # between two looks
 
 
 def _end(made: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
@@ -280,7 +280,7 @@ def _end(made: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two looks
     for each in daemons:
         each.wait(20)
 

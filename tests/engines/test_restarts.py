@@ -127,7 +127,7 @@ def wait_for(path: Path, seconds: float = 200) -> None:
     until = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < until, path
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks
 
 
 @pytest.mark.nightly

@@ -140,7 +140,7 @@ def await_siblings(seconds: float = 20.0) -> None:
     while children_of(os.getppid()) < int(os.environ["LOCAL_WORLD_SIZE"]):
         if time.monotonic() > until:
             return
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two looks
 
 
 def children_of(parent: int) -> int:
