@@ -147,7 +147,7 @@ def _on_ranks(
         skipped = run_on_ranks(
             _body, world_size, test, args, arguments, sizes,
             backend=backend, method="spawn" if backend == "nccl" else "fork",
-            timeout=config.getoption("--ranks-timeout"),
+            timeout=config.getoption("--ranks-timeout"), check=True,
         )  # fmt: skip
         if all(reason is not None for reason in skipped):
             pytest.skip(skipped[0])

@@ -97,8 +97,8 @@ class Ranks:
         timeout: seconds until all are killed, in `wait`.
         method: "fork", or "spawn" where the function uses CUDA.
         killable: whether a rank that a signal ends is no failure; the others run on.
-        check: whether leftovers of a rank are an error (see `commgrid.testing.leftovers`); by
-            default unless `killable`.
+        check: whether leftovers of a rank are an error (see `commgrid.testing.leftovers`), as they
+            are in tests marked `ranks`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Ranks:
         timeout: float = TIMEOUT,
         method: str = "fork",
         killable: bool = False,
-        check: bool | None = None,
+        check: bool = False,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; expected at least 1")
@@ -139,7 +139,7 @@ class Ranks:
                 folder=self._folder.name,
                 backend=backend,
                 environ={**launched[rank], **(environ or {})},
-                check=not killable if check is None else check,
+                check=check,
                 parent=os.getpid(),
             )
             for rank in present

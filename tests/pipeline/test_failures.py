@@ -78,7 +78,7 @@ def outcomes(
     given = (act, odd, job.get("backward", False), sizes, job.get("schedule", "1f1b"))
     init = None if launcher else "gloo"
     with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(training, world, *given, init=init, launcher=launcher, timeout=TIMEOUT)
+        run_on_ranks(training, world, *given, backend=init, launcher=launcher, timeout=TIMEOUT)
     parts = re.split(r"--- rank (\d+) \(exit code (-?\d+), timeout .*\)\n", str(failed.value))[1:]
     found = {}
     for rank, code, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):

@@ -75,12 +75,12 @@ def leaves(what: str) -> None:
 )
 def test_a_rank_that_leaves_something_fails(what: str, said: str) -> None:
     with pytest.raises(RanksFailed, match=said):
-        run_on_ranks(leaves, 1, what)
-    run_on_ranks(leaves, 1, what, check=False)
+        run_on_ranks(leaves, 1, what, check=True)
+    run_on_ranks(leaves, 1, what)
 
 
 def test_a_grid_ends_with_the_function() -> None:
-    run_on_ranks(leaves, 2, "grid")
+    run_on_ranks(leaves, 2, "grid", check=True)
 
 
 @pytest.mark.parametrize(
