@@ -1,4 +1,4 @@
-"""The process of one rank: starts torch.distributed, runs a function, and ends as a program does.
+"""The process of one rank: starts torch.distributed, and runs a function.
 
 Its result is a file in the folder of the run, so that a rank which is killed has none.
 """
@@ -38,6 +38,7 @@ class Task:
         backend: of WORLD, which is started over a file; None: not started.
         environ: variables set before anything else.
         check: whether leftovers are an error.
+        exits: whether functions registered with atexit run, as at the end of a program.
         parent: process id of the process that started the rank.
     """
 
@@ -50,6 +51,7 @@ class Task:
     backend: str | None
     environ: Mapping[str, str]
     check: bool
+    exits: bool
     parent: int
 
     def path(self, kind: str) -> Path:
@@ -78,7 +80,8 @@ def run_rank(task: Task) -> None:
     partial.write_bytes(result)
     partial.rename(task.path("result"))
     _end_together(task, failed)
-    atexit._run_exitfuncs()
+    if task.exits:
+        atexit._run_exitfuncs()
     if failed:
         sys.stdout.flush()
         sys.stderr.flush()

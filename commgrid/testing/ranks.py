@@ -96,7 +96,8 @@ class Ranks:
         absent: ranks that are never started.
         timeout: seconds until all are killed, in `wait`.
         method: "fork", or "spawn" where the function uses CUDA.
-        killable: whether a rank that a signal ends is no failure; the others run on.
+        killable: whether a rank that a signal ends is no failure; the others run on, and end as
+            programs do, with their exit handlers.
         check: whether leftovers of a rank are an error (see `commgrid.testing.leftovers`), as they
             are in tests marked `ranks`.
     """
@@ -140,6 +141,7 @@ class Ranks:
                 backend=backend,
                 environ={**launched[rank], **(environ or {})},
                 check=check,
+                exits=killable,
                 parent=os.getpid(),
             )
             for rank in present
