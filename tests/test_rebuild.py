@@ -190,7 +190,7 @@ def everything_at_once() -> dict[str, Any]:
     return said
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # ranks 2 and 3 may miss keys set just before rank 0, which serves them, ends
 def test_what_is_refused() -> None:
     first, _, third, last = run_killable(everything_at_once, 4)
     assert first["absent"].startswith(

@@ -205,7 +205,7 @@ def fails_in_the_middle(how: str, folder: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.full("raised")
+@pytest.mark.nightly("raised")  # a rank may see rank 0 end before it reads why
 @pytest.mark.parametrize("how", ["raised", "killed"])
 def test_a_rank_that_fails_in_the_middle_is_named_by_all(how: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):  # they end without a result
