@@ -76,7 +76,8 @@ def refused() -> None:
 
 
 def test_a_backend_that_makes_no_group() -> None:
-    run_on_ranks(refused, 2, backend=None, launcher="torchrun")
+    # Megatron, or its stand-ins for CUDA, change torch and the environment.
+    run_on_ranks(refused, 2, backend=None, launcher="torchrun", check=False)
 
 
 def beside_torchcomms() -> list[str]:

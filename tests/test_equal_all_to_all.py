@@ -37,6 +37,9 @@ def exchanged() -> tuple[list[float], list[Any]]:
 
 
 def test_sizes_are_filled_in_on_such_a_group_alone() -> None:
-    (first, seen), (second, _) = run_on_ranks(exchanged, 2, backend=None, launcher="torchrun")
+    # Megatron, or its stand-ins for CUDA, change torch and the environment.
+    (first, seen), (second, _) = run_on_ranks(
+        exchanged, 2, backend=None, launcher="torchrun", check=False
+    )
     assert (first, second) == ([0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0])
     assert seen == [([], []), ([2, 2], [2, 2]), ([1, 1], [1, 1])]

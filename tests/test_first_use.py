@@ -86,7 +86,7 @@ def late_messages() -> None:
 
 def test_messages_on_a_connected_group_get_the_groups_whole_timeout() -> None:
     """They got what the first meeting was given, however long the group's timeout was."""
-    run_on_ranks(late_messages, 2, check=False)  # it makes a group of its own
+    run_on_ranks(late_messages, 2)
 
 
 # -- what works -------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def uses() -> None:
 
 
 def test_every_kind_of_use_beside_torchs_own_groups() -> None:
-    run_on_ranks(uses, 4, check=False)  # torch's own groups stay
+    run_on_ranks(uses, 4)
 
 
 def test_with_torchs_debugging_wrapper() -> None:
@@ -142,6 +142,7 @@ def test_with_torchs_debugging_wrapper() -> None:
         assert backend.wrapped_pg.options._timeout == timedelta(minutes=30)
         commgrid.destroy()
 
+    # The wrapper leaves keys in the store.
     run_on_ranks(wrapped, 4, environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, check=False)
 
 
@@ -162,7 +163,7 @@ def keys() -> list[int]:
 
 def test_addresses_leave_the_store_with_their_group() -> None:
     """A rank left a key for every group of every grid it had made."""
-    for counts in run_on_ranks(keys, 4, backend=None, launcher="torchrun", check=False):
+    for counts in run_on_ranks(keys, 4, backend=None, launcher="torchrun"):
         assert counts[2] - counts[1] < 8, counts  # the meeting's own; 40 addresses a cycle
 
 

@@ -136,4 +136,4 @@ def test_a_grid_owns_only_what_it_made() -> None:
         grid.destroy()
         assert not commgrid.is_initialized()
 
-    run_on_ranks(owning, 2, check=False)  # groups of torch's own stay
+    run_on_ranks(owning, 2, check=False)  # an aborted group leaves keys

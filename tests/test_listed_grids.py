@@ -286,7 +286,7 @@ def meshes() -> None:
 
 
 def test_a_grid_adopts_a_mesh_over_any_ranks() -> None:
-    run_on_ranks(meshes, 5, check=False)  # torch's own meshes stay
+    run_on_ranks(meshes, 5)
 
 
 # -- look-ups ---------------------------------------------------------------------------

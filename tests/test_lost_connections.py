@@ -87,7 +87,8 @@ def tries(hit: Sequence[int], times: int, **options: Any) -> tuple[str, int]:
 
 
 def run(hit: Sequence[int], times: int, **options: Any) -> list[tuple[str, int]]:
-    return run_on_ranks(partial(tries, **options), 4, hit, times, timeout=120)
+    # A grid that failed leaves keys in the store.
+    return run_on_ranks(partial(tries, **options), 4, hit, times, timeout=120, check=False)
 
 
 @pytest.mark.full("hit0-True", "hit1-False", "hit1-True", "hit2-True")

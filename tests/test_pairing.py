@@ -217,7 +217,8 @@ def engines() -> dict[str, Any]:
 
 @pytest.mark.full
 def test_a_trainer_meets_its_engines_one_after_the_other() -> None:
-    ranks = run_on_ranks(engines, 5)
+    # A grid that failed leaves keys in the store.
+    ranks = run_on_ranks(engines, 5, check=False)
     for rank, found in enumerate(ranks):
         if rank < 4:
             assert found["bytes"].startswith("GridMismatchError: transfer 'default': ranks dis")

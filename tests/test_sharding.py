@@ -64,7 +64,7 @@ def arithmetic() -> int:
 
 
 def test_shapes_and_offsets_of_any_rank() -> None:
-    assert run_on_ranks(arithmetic, 1, backend=None, check=False)[0] >= 24 * 100
+    assert run_on_ranks(arithmetic, 1, backend=None)[0] >= 24 * 100
 
 
 def distributed() -> None:

@@ -527,7 +527,8 @@ def ending(how: str) -> None:
 @pytest.mark.full("abort", "world")
 @pytest.mark.parametrize("how", ["destroy", "abort", "world"])
 def test_a_grid_ends_while_it_is_suspended(how: str) -> None:
-    run_on_ranks(ending, 4, how)
+    # A grid that failed leaves keys in the store.
+    run_on_ranks(ending, 4, how, check=False)
 
 
 def shut_down() -> None:

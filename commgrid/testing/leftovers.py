@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Attributes = dict[str, tuple[Any, dict[str, Any]]]
@@ -81,6 +81,12 @@ def snapshot(store: Any = None) -> Snapshot:
     return Snapshot(store)
 
 
+def nothing_left(left: Sequence[str]) -> None:
+    """Raise AssertionError with the sentences of `Snapshot.left`, if there are any."""
+    if left:
+        raise AssertionError("this rank has left behind:\n" + "\n".join(f"- {one}" for one in left))
+
+
 class Snapshot:
     """Resources and settings of one process at one time; see `snapshot`.
 
@@ -104,15 +110,19 @@ class Snapshot:
         self._settings = _settings()
         self._keys = _keys(store)
 
-    def left(self) -> list[str]:
+    def left(self, at_exit: bool = False) -> list[str]:
         """Return a sentence for each leftover since the snapshot.
+
+        Args:
+            at_exit: whether the process is about to end. Its process groups end with it, and are
+                not named.
 
         Call it once all ranks have destroyed their grids: until then the store has keys of theirs.
         A thread that is about to end is given a second.
         """
         return [
             *self._grids_left(),
-            *self._groups_left(),
+            *([] if at_exit else self._groups_left()),
             *self._threads_left(),
             *self._files_left(),
             *self._hooks_left(),

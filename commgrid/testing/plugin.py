@@ -11,12 +11,9 @@ only when such a test runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 MARKER = "ranks"
 
@@ -147,7 +144,7 @@ def _on_ranks(
         skipped = run_on_ranks(
             _body, world_size, test, args, arguments, sizes,
             backend=backend, method="spawn" if backend == "nccl" else "fork",
-            timeout=config.getoption("--ranks-timeout"), check=True,
+            timeout=config.getoption("--ranks-timeout"),
         )  # fmt: skip
         if all(reason is not None for reason in skipped):
             pytest.skip(skipped[0])
@@ -165,24 +162,21 @@ def _body(
     """Run a test's body on this rank; return the reason if it was skipped."""
     import torch.distributed as dist
 
+    import commgrid
+    from commgrid.testing.leftovers import nothing_left, snapshot
+
+    before = snapshot()
     wanted = {name for name, value in arguments.items() if isinstance(value, OnEachRank)}
     with_grid = "grid" in wanted or bool(sizes)
     here: dict[str, Any] = {"rank": dist.get_rank()}
     if with_grid:
-        here["grid"] = _made(sizes)
+        here["grid"] = commgrid.initialize(**sizes)
     reason = None
     try:
         test(*args, **{**arguments, **{name: here[name] for name in wanted}})
     except pytest.skip.Exception as skipped:
         reason = str(skipped)
     if with_grid:
-        import commgrid
-
-        commgrid.shutdown()
+        commgrid.destroy(here["grid"].name)
+    nothing_left(before.left())
     return reason
-
-
-def _made(sizes: dict[str, Any]) -> HyperCommGrid:
-    import commgrid
-
-    return commgrid.initialize(**sizes)

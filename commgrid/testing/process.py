@@ -117,7 +117,7 @@ def _start_world(task: Task) -> None:
 def _call(task: Task) -> Any:
     import torch.distributed as dist
 
-    from commgrid.testing.leftovers import snapshot
+    from commgrid.testing.leftovers import nothing_left, snapshot
 
     if not task.check:
         return task.function(*task.args)
@@ -132,8 +132,7 @@ def _call(task: Task) -> Any:
         task.path("done").touch()
     if store is not None and not _all_are_done(task):
         return value  # another rank has failed, and this one's leftovers follow from that
-    if left := before.left():
-        raise AssertionError("this rank has left behind:\n" + "\n".join(f"- {one}" for one in left))
+    nothing_left(before.left(at_exit=True))
     return value
 
 

@@ -98,8 +98,9 @@ class Ranks:
         method: "fork", or "spawn" where the function uses CUDA.
         killable: whether a rank that a signal ends is no failure; the others run on, and end as
             programs do, with their exit handlers.
-        check: whether leftovers of a rank are an error (see `commgrid.testing.leftovers`), as they
-            are in tests marked `ranks`.
+        check: whether leftovers of a rank are an error (see `commgrid.testing.leftovers`); by
+            default unless `killable`. The function is a whole program: its grids and process
+            groups end with it.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Ranks:
         timeout: float = TIMEOUT,
         method: str = "fork",
         killable: bool = False,
-        check: bool = False,
+        check: bool | None = None,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; expected at least 1")
@@ -140,7 +141,7 @@ class Ranks:
                 folder=self._folder.name,
                 backend=backend,
                 environ={**launched[rank], **(environ or {})},
-                check=check,
+                check=not killable if check is None else check,
                 exits=killable,
                 parent=os.getpid(),
             )

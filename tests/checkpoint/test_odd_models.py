@@ -86,7 +86,8 @@ def padded(folder: str) -> bool:
 
 
 def test_padding_of_fp32_copies_stays_zero(tmp_path: Path) -> None:
-    ranks = run_on_ranks(padded, 3, str(tmp_path), backend=None, launcher="torchrun")
+    # The ranks change torch's defaults.
+    ranks = run_on_ranks(padded, 3, str(tmp_path), backend=None, launcher="torchrun", check=False)
     assert ranks == [True] * 3
 
 

@@ -47,4 +47,5 @@ def levels(across: int, inside: int) -> None:
 
 @pytest.mark.full
 def test_two_levels_are_megatrons_hierarchical_groups() -> None:
-    run_on_ranks(levels, 8, 2, 2)
+    # Megatron, or its stand-ins for CUDA, change torch and the environment.
+    run_on_ranks(levels, 8, 2, 2, check=False)

@@ -316,7 +316,8 @@ def one_does_not_come(way: str, where: str) -> str:
 @pytest.mark.parametrize("where", ["later", "backward"])
 @pytest.mark.parametrize("way", ["ulysses", "allgather"])
 def test_who_does_not_come_to_an_exchange_is_named(way: str, where: str) -> None:
-    said = run_on_ranks(one_does_not_come, 3, way, where)
+    # A grid that failed leaves keys in the store.
+    said = run_on_ranks(one_does_not_come, 3, way, where, check=False)
     for one in said[:2]:
         assert one.startswith(
             "attention over group 'cp' of 3 ranks: rank 2 did not come to the call, to which "

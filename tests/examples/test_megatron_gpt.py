@@ -44,7 +44,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert "step   3  loss" in done.stdout
     ours = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
     assert len(ours) == 3
-    for theirs in run_on_ranks(megatrons, 2, job, backend=None, launcher="torchrun"):
+    # Megatron, or its stand-ins for CUDA, change torch and the environment.
+    for theirs in run_on_ranks(megatrons, 2, job, backend=None, launcher="torchrun", check=False):
         assert ours == theirs
 
 

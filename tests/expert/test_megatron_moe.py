@@ -83,4 +83,5 @@ def every_option(sizes: list[dict[str, int]]) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_as_megatrons_layer(tp: int) -> None:
     sizes = [{"ep": ep, "etp": etp, "tp": tp} for ep, etp in ((1, 1), (2, 1), (4, 1), (2, 2))]
-    run_on_ranks(every_option, 4, some(sizes[::-1], 1))
+    # Megatron, or its stand-ins for CUDA, change torch and the environment.
+    run_on_ranks(every_option, 4, some(sizes[::-1], 1), check=False)

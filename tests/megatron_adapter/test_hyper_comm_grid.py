@@ -107,7 +107,8 @@ def over_the_same_ranks() -> None:
 
 
 def test_grids_over_the_same_ranks() -> None:
-    run_on_ranks(over_the_same_ranks, 4)
+    # A grid that failed leaves keys in the store.
+    run_on_ranks(over_the_same_ranks, 4, check=False)
 
 
 def as_megatrons_programs_ask() -> None:

@@ -122,7 +122,9 @@ def _serve(place: Path, theirs: Connection, pipe: Connection) -> None:
             return
         try:
             call = getattr(importlib.import_module(module), function)
-            pipe.send((False, run_on_ranks(call, 1, *args, backend=None, timeout=timeout)[0]))
+            pipe.send(
+                (False, run_on_ranks(call, 1, *args, backend=None, timeout=timeout, check=False)[0])
+            )
         except Exception:
             pipe.send((True, traceback.format_exc()))
 

@@ -73,7 +73,8 @@ def sizes_of(variable: str | None, **given: int) -> dict[str, int]:
 def test_initialize_takes_the_audits_sizes(
     variable: str, given: dict[str, int], wanted: dict[str, int]
 ) -> None:
-    for shape in run_on_ranks(_sized, 2, variable, given):
+    # The ranks set variables of the environment.
+    for shape in run_on_ranks(_sized, 2, variable, given, check=False):
         assert {axis: shape[axis] for axis in wanted} == wanted
 
 

@@ -104,7 +104,8 @@ def times_out() -> str:
 
 
 def test_an_error_by_timeout_says_what_is_wrong() -> None:
-    said = run_on_ranks(times_out, 4, backend=None, launcher="torchrun")
+    # The ranks still record.
+    said = run_on_ranks(times_out, 4, backend=None, launcher="torchrun", check=False)
     assert said[2] == ""
     others = [said[rank] for rank in (0, 1, 3)]
     assert any(each.startswith("PeerTimeoutError") for each in others)

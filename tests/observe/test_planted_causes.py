@@ -517,7 +517,8 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert str(found).startswith("nothing is wrong")
     assert not found
     assert found.missing == ()
-    ranks = run_on_ranks(run_sane, 4, backend=None, launcher="torchrun")
+    # The ranks still record.
+    ranks = run_on_ranks(run_sane, 4, backend=None, launcher="torchrun", check=False)
     found = diagnosed(ranks, patience=60.0)
     # A machine with other work may keep a rank back, which is late then, and no more.
     assert {each.kind for each in found.causes} <= {"slow rank"}, found

@@ -167,7 +167,8 @@ def caught(rank: int) -> str:
 
 
 def test_a_rank_that_goes_on_after_its_error_keeps_nobody_waiting() -> None:
-    *others, own = run_on_ranks(caught, 4, per_rank=[(rank,) for rank in range(4)])
+    # A grid that failed leaves keys in the store.
+    *others, own = run_on_ranks(caught, 4, per_rank=[(rank,) for rank in range(4)], check=False)
     assert own == "True, 2 groups held"
     for said in others:
         assert "rank 3 failed in the forward of microbatch 2 of stage 1: ValueError: boom" in said
@@ -187,7 +188,8 @@ def in_a_loop(rank: int) -> str:
 
 
 def test_any_failure_is_named() -> None:
-    found = run_on_ranks(in_a_loop, 4, per_rank=[(rank,) for rank in range(4)])
+    # A grid that failed leaves keys in the store.
+    found = run_on_ranks(in_a_loop, 4, per_rank=[(rank,) for rank in range(4)], check=False)
     assert found.pop(2) == "OSError: no more data"
     for said in found:
         assert said.startswith("PeerFailedError: rank 2 failed in step 3: OSError: no more data (")

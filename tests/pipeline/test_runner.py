@@ -494,7 +494,8 @@ def rebuilt() -> str:
 
 
 def test_a_pipeline_on_a_rebuilt_grid() -> None:
-    for said in run_on_ranks(rebuilt, 2):
+    # A grid that failed leaves keys in the store.
+    for said in run_on_ranks(rebuilt, 2, check=False):
         assert "its loss is (2, 6); expected one scalar tensor" in said
 
 
@@ -511,7 +512,8 @@ def after_half_a_declaration() -> list[float]:
 
 
 def test_a_step_after_one_that_failed() -> None:
-    first, last = run_on_ranks(after_half_a_declaration, 2, timeout=300)
+    # A grid that failed leaves keys in the store.
+    first, last = run_on_ranks(after_half_a_declaration, 2, timeout=300, check=False)
     assert first == []
     assert last == [last[0]] * 2
 
@@ -638,7 +640,8 @@ BAD: dict[str, tuple[Callable[[int], object], type[Exception], dict[int, str]]] 
 @pytest.mark.parametrize("which", BAD)
 def test_what_a_pipeline_refuses(which: str) -> None:
     act, kind, said = BAD[which]
-    found = run_on_ranks(refused, 2, act, kind)
+    # A grid that failed leaves keys in the store.
+    found = run_on_ranks(refused, 2, act, kind, check=False)
     for rank, text in said.items():
         assert text in found[rank]
 
@@ -673,8 +676,13 @@ def many_tensors(count: int) -> str:
 
 
 def test_messages_of_many_tensors() -> None:
-    assert run_on_ranks(many_tensors, 2, 30) == ["", "30 tensors"]  # empty ones among them
-    said = run_on_ranks(many_tensors, 2, 40)
+    # A grid that failed leaves keys in the store.
+    assert run_on_ranks(many_tensors, 2, 30, check=False) == [
+        "",
+        "30 tensors",
+    ]  # empty ones among them
+    # A grid that failed leaves keys in the store.
+    said = run_on_ranks(many_tensors, 2, 40, check=False)
     assert "has 40 tensors, whose dims a header of 128 numbers does not hold" in said[0]
     assert "rank 0 failed" in said[1]
 

@@ -36,5 +36,6 @@ def over_nccl() -> str:
 
 
 def test_a_tensor_that_nccl_does_not_send_is_an_error_on_both_stages() -> None:
-    for said in run_on_ranks(over_nccl, 2, timeout=300):
+    # A grid that failed leaves keys in the store.
+    for said in run_on_ranks(over_nccl, 2, timeout=300, check=False):
         assert "a tensor of torch.int16, which NCCL does not send; convert it" in said

@@ -111,4 +111,5 @@ def test_layers_equal_megatrons(tp: int) -> None:
         blocks()
         vocabularies()
 
-    run_on_ranks(every, tp)
+    # The ranks set variables of the environment.
+    run_on_ranks(every, tp, check=False)

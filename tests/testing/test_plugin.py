@@ -67,7 +67,7 @@ def test_a_missing_sum_fails_with_each_ranks_traceback(pytester: pytest.Pytester
 def test_wrong_uses_say_what_to_do(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
-        import os, pytest
+        import os, pytest, torch.distributed, commgrid
 
         def test_unmarked(rank): ...
 
@@ -85,15 +85,25 @@ def test_wrong_uses_say_what_to_do(pytester: pytest.Pytester) -> None:
         @pytest.mark.ranks(1)
         def test_leaves(rank):
             os.environ["LEFT"] = "1"
+
+        @pytest.mark.ranks(2)
+        def test_leaves_a_group(rank, grid):
+            torch.distributed.new_group([0, 1])
+
+        @pytest.mark.ranks(2)
+        def test_leaves_a_grid(rank, grid):
+            commgrid.initialize(name="other")
         """
     )
     done = pytester.runpytest()
-    done.assert_outcomes(failed=3, errors=1)
+    done.assert_outcomes(failed=5, errors=1)
     said = done.stdout.str()
     assert "fixture 'rank' needs @pytest.mark.ranks(n)" in said
     assert "grid has a value in the body of the test only" in said
     assert "ranks [1] have skipped the test, and the others have not" in said
     assert "environment variable 'LEFT' was set" in said
+    assert "process group '1' is still registered" in said
+    assert "grid 'other' is still alive: call commgrid.shutdown()" in said
 
 
 @pytest.mark.parametrize("given", ["", "0", "'4'", "[]", "2, 4"])

@@ -279,5 +279,6 @@ def passes_it_on(rank: int) -> str:
 
 
 def test_who_was_waited_for_first_is_named_and_not_who_waited() -> None:
-    for said in run_on_ranks(passes_it_on, 4, per_rank=[(rank,) for rank in range(4)]):
+    # A grid that failed leaves keys in the store.
+    for said in run_on_ranks(passes_it_on, 4, per_rank=[(rank,) for rank in range(4)], check=False):
         assert said.startswith("PeerFailedError: rank 1 is gone or does not answer"), said

@@ -71,7 +71,8 @@ def megatrons(stride: int) -> dict[str, bool]:
 @pytest.mark.full("1")
 @pytest.mark.parametrize("stride", [1, 2])
 def test_megatrons_slices_go_there_and_back(stride: int) -> None:
-    for found in run_on_ranks(megatrons, 4, stride, backend=None, launcher="torchrun"):
+    # The ranks set variables of the environment.
+    for found in run_on_ranks(megatrons, 4, stride, backend=None, launcher="torchrun", check=False):
         assert len(found) >= 5
         assert all(found.values()), found
 

@@ -112,7 +112,8 @@ SAID = {
 
 @pytest.fixture(scope="module")
 def said() -> list[dict[str, str]]:
-    return run_on_ranks(given, 2)
+    # A grid that failed leaves keys in the store.
+    return run_on_ranks(given, 2, check=False)
 
 
 @pytest.mark.parametrize("case", SAID)
