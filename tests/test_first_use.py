@@ -167,6 +167,26 @@ def test_addresses_leave_the_store_with_their_group() -> None:
         assert counts[2] - counts[1] < 8, counts  # the meeting's own; 40 addresses a cycle
 
 
+def destroyed_in_a_call() -> float:
+    grid = commgrid.initialize(tp=2, connect="none")
+    ones = torch.ones(1)
+    if grid.rank == 1:
+        until_waits("rank 0 in destroy")
+    dist.all_reduce(ones, group=grid.get_group("tp"), async_op=True)
+    if grid.rank == 0:
+        comes("rank 0 in destroy")
+    commgrid.destroy()
+    return ones.item()
+
+
+def test_a_grid_is_destroyed_while_a_call_connects() -> None:
+    """Its addresses went first, and the peer then waited for them as long as the group's timeout.
+
+    So a program did not end whose step had raised between two calls, on all ranks.
+    """
+    assert run_on_ranks(destroyed_in_a_call, 2, timeout=60) == [2.0, 2.0]
+
+
 def plugins() -> None:
     before = dict(dist.Backend._plugins)
     grid = commgrid.initialize(tp=2)

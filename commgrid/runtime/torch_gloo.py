@@ -96,13 +96,6 @@ def adopt(group: dist.ProcessGroup, chosen: c10d.Backend, config: c10d.BackendCo
     c10d._world.pg_backend_config[group] = str(config)
 
 
-def forget_addresses(group: dist.ProcessGroup) -> None:
-    """Deletes what this rank has left in a group's store, if that is still there."""
-    _, store = c10d._world.pg_map[group]
-    for key in addresses(group):
-        store.delete_key(key)
-
-
 def addresses(group: dist.ProcessGroup) -> list[str]:
     """The keys of what this rank has left in a group's store."""
     for pair in c10d._world.pg_backend_config[group].split(","):

@@ -175,11 +175,8 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroys a group if torch still knows it (whoever ended WORLD has destroyed it too)."""
-    if is_initialized() and group in c10d._world.pg_map:
-        with suppress(RuntimeError):  # a store that has gone keeps nothing
-            _patient_store().during(partial(torch_gloo.forget_addresses, group))
-        dist.destroy_process_group(group)
+    """Destroy a group if torch still knows it; it ends with WORLD as well."""
+    destroy_all([group])
 
 
 def _patient_store() -> PatientStore:
@@ -381,6 +378,11 @@ def _forget(group: dist.ProcessGroup) -> None:
     _unregister_process_group(group.group_name)
 
 
+def _delete(keys: Iterable[tuple[Any, str]]) -> None:
+    for store, key in keys:
+        store.delete_key(key)
+
+
 def runs_on_nccl(backend: str | None, options: GroupOptions) -> bool:
     """Whether a group of these arguments would have an NCCL backend."""
     chosen = options.backend or backend or world_backend()
@@ -416,12 +418,26 @@ def group_count() -> int:
 
 
 def destroy_all(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroys groups in reverse order of creation, every one even if one of them fails."""
+    """Destroy groups in reverse order of creation, every one even if one of them fails.
+
+    A call under way may still connect to a peer by the peer's address. A group that nobody else
+    holds ends with its calls, and only then are this rank's addresses taken from the store.
+    """
+    left = list(groups)
+    del groups  # so that `left` alone holds them
     failed: list[Exception] = []
-    for group in reversed(list(groups)):
+    kept: list[tuple[Any, str]] = []
+    while left:
+        group = left.pop()
         try:
-            destroy_group(group)
+            if is_alive(group):
+                kept += addresses([group])
+                dist.destroy_process_group(group)
         except RuntimeError as error:
             failed.append(error)
+        del group  # waits for its calls
+    if kept:
+        with suppress(RuntimeError):  # a store that has gone keeps nothing
+            _patient_store().during(partial(_delete, kept))
     if failed:
         raise failed[0]
