@@ -19,7 +19,7 @@ MARKER = "ranks"
 
 
 class OnEachRank:
-    """What a fixture gives outside the ranks: a name, and an error for any use of it."""
+    """Stand-in for a fixture outside the ranks: its name, and an error for any other use."""
 
     def __init__(self, name: str) -> None:
         self._name = name

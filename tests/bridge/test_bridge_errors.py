@@ -281,7 +281,8 @@ def absent(missing: int, when: str, told: tuple[int, ...]) -> str:
 def test_a_rank_that_does_not_come_is_named(
     missing: int, when: str, expected: str, told: tuple[int, ...]
 ) -> None:
-    found = run_on_ranks(absent, 4, missing, when, told)
+    # A bridge that failed leaves keys in the store.
+    found = run_on_ranks(absent, 4, missing, when, told, check=False)
     for rank in told:
         assert expected in found[rank], (rank, found[rank])
 
