@@ -236,6 +236,7 @@ class EndingStore(CountingStore):
         return getattr(self.store, name)  # type: ignore[no-any-return]
 
 
+@pytest.mark.full
 def test_a_store_that_goes_away_is_not_a_missing_rank() -> None:
     """Whichever call of it finds out."""
 

@@ -219,7 +219,7 @@ def trained(backend: str, overlap: bool, sequence_parallel: bool, tp: int) -> No
 
 
 @pytest.mark.nightly("*inductor-*")
-@pytest.mark.full("2-1-aot_eager-True-False")
+@pytest.mark.full("4-2-*")
 @pytest.mark.parametrize(
     ("world", "tp", "backend", "overlap", "sequence_parallel"),
     [  # each rank compiles for itself; inductor's 41 kernels take the C++ compiler half a minute

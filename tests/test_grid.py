@@ -357,6 +357,7 @@ def by_threads(cycles: int) -> None:
         commgrid.destroy()
 
 
+@pytest.mark.full
 def test_threads_start_grids_at_once() -> None:
     cycles = pick(5, 5, 20)
     run_on_ranks(by_threads, 4, cycles, backend=None, launcher="torchrun", timeout=300)

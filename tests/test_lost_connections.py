@@ -91,7 +91,7 @@ def run(hit: Sequence[int], times: int, **options: Any) -> list[tuple[str, int]]
     return run_on_ranks(partial(tries, **options), 4, hit, times, timeout=120, check=False)
 
 
-@pytest.mark.full("hit0-True", "hit1-False", "hit1-True", "hit2-True")
+@pytest.mark.full("hit0-True", "hit[12]-*")
 @pytest.mark.parametrize("watch", [False, True])
 @pytest.mark.parametrize("hit", [(0,), (3,), (0, 1, 2, 3)])
 def test_a_start_that_lost_a_connection_is_tried_again(hit: tuple[int, ...], watch: bool) -> None:
@@ -129,6 +129,7 @@ def is_killed_while_it_connects(watch: bool) -> str:
     raise AssertionError("started without rank 3")
 
 
+@pytest.mark.full("True")
 @pytest.mark.nightly("False")
 @pytest.mark.parametrize("watch", [False, True])
 def test_who_died_meanwhile_is_named(watch: bool) -> None:

@@ -72,6 +72,7 @@ def peer_is_silent(rank: int) -> list[Verdict]:
     return found
 
 
+@pytest.mark.full
 def test_a_peer_that_is_silent() -> None:
     found = run_on_ranks(peer_is_silent, 2, per_rank=[(0,), (1,)])[0]
     check(found[:1], "Timed out waiting 3000ms for recv operation", True)

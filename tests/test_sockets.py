@@ -62,6 +62,7 @@ def counted(connect: str) -> tuple[Need, Need, Need]:
     return minus(world, none), minus(start, world), minus(most, world)
 
 
+@pytest.mark.full("none")
 @pytest.mark.parametrize("connect", ["axes", "none"])
 def test_real_gloo_ranks_need_what_the_plan_says(connect: str) -> None:
     spec = GridSpec.build(**SIZES, connect=connect).resolve(8)  # type: ignore[arg-type]

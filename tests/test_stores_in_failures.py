@@ -164,6 +164,7 @@ def test_order_is_compared_after_a_rebuild_too() -> None:
         assert "all_reduce" in said
 
 
+@pytest.mark.full
 def test_a_further_connection_may_take_longer_than_a_call() -> None:
     """A server looks up names, for a second and more, where a group may wait for less."""
     port = free_port()
@@ -200,6 +201,7 @@ def other_host_is_silent() -> str:
     return str(told.value)
 
 
+@pytest.mark.full
 def test_a_host_that_is_silent_is_named_with_all_its_ranks() -> None:
     two_a_host = {"LOCAL_WORLD_SIZE": "2"}
     said = run_on_ranks(

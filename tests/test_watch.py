@@ -106,6 +106,7 @@ def waits_for_one_that_never_connected() -> tuple[int, int]:
     return found
 
 
+@pytest.mark.full
 def test_who_waits_for_a_dead_rank_to_connect_is_woken() -> None:
     found, killed = run_killable(waits_for_one_that_never_connected, 2)
     assert killed == KILLED
@@ -215,6 +216,7 @@ def test_who_waits_for_another_group_is_not_to_blame() -> None:
         each.close()
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_each_other_are_both_named() -> None:
     groups = {
         0: [Group("tp", [0, 1], 5, "timeout"), Group("dp", [0, 1], 3, "")],

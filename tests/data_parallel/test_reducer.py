@@ -135,6 +135,7 @@ def every_way(tp: int) -> list[tuple[Way, dict[str, Any]]]:
     return [(way, steps(way)) for way in ways]
 
 
+@pytest.mark.full
 def test_steps_do_not_depend_on_how_they_are_cut() -> None:
     reference = run_on_ranks(steps, 1, Way())[0]
     assert reference["norms"][0] > 4  # so that clipping clips

@@ -132,6 +132,7 @@ def test_a_stop_is_one_line(tmp_path: Path) -> None:
     row("Ray: SIGTERM to the driver", "a step", said.splitlines()[-1], 0)
 
 
+@pytest.mark.full("sizes")
 @pytest.mark.nightly("flag", "no_ray", "workers")
 @pytest.mark.parametrize(
     ("flags", "told"),

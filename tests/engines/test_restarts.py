@@ -62,6 +62,7 @@ def check_up(running: Job, nodes: list[int], world: int) -> None:
     assert [(row["rank"], row["world"]) for row in came] == [(r, world) for r in range(world)]
 
 
+@pytest.mark.full("loopback-second_node_once")
 @pytest.mark.nightly(
     "loopback-both",
     "loopback-first_node_once",

@@ -51,7 +51,7 @@ def run(client: str, arguments: list[str]) -> int | None:
     return made[0] if made else None
 
 
-@pytest.mark.full("accelerate --dp-shard 4", "deepspeed *", "lightning *", "torchtitan *")
+@pytest.mark.full("accelerate *", "deepspeed *", "lightning *", "torchtitan *")
 @pytest.mark.usefixtures("loud")
 @pytest.mark.parametrize(("client", "layout"), CASES, ids=[" ".join((c, *o)) for c, o in CASES])
 def test_losses_are_those_without_commgrid(client: str, layout: list[str], tmp_path: Path) -> None:

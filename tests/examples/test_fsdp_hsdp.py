@@ -39,7 +39,7 @@ def losses(world: int, jobs: list[list[str]], folder: Path) -> list[list[float]]
     return [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in paths]
 
 
-@pytest.mark.full("8")
+@pytest.mark.full
 @pytest.mark.parametrize("world", CUTS)
 def test_same_curve_as_one_process(world: int, tmp_path: Path) -> None:
     ours, native = losses(1, [[], ["--native"]], tmp_path)  # torch's layers draw other weights

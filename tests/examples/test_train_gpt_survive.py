@@ -105,6 +105,7 @@ def same_as_alone(metrics: Path, flags: list[str]) -> None:
     same_curve(curve(metrics), alone(" ".join([*TINY, *model])).rows, "fp64")
 
 
+@pytest.mark.full
 @pytest.mark.full("[!f]*", "first", "fsdp")
 @pytest.mark.nightly("* of eight")
 @pytest.mark.parametrize("name", JOBS)

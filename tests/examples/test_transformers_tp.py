@@ -20,6 +20,7 @@ def run(*jobs: list[str]) -> list[int]:
     return run_example(load("transformers_tp"), *jobs)
 
 
+@pytest.mark.full
 def test_logits_are_the_whole_models_and_the_loss_falls(tmp_path: Path) -> None:
     curves = []
     for world, cuts in {1: [1], 4: [1, 2] if full() else [2]}.items():

@@ -45,7 +45,7 @@ def plain() -> list[float]:
     return first[0]
 
 
-@pytest.mark.full("8")
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_every_step_has_the_losses_of_the_first(plain: list[float], ranks: int) -> None:
     assert plain[-1] < 0.8 * plain[0]  # it learns

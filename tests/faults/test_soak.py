@@ -12,7 +12,7 @@ from tests.sizes import full
 CYCLES, STEPS = (100, 1000) if full() else (20, 100)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_nothing_grows() -> None:
     ranks = run_on_ranks(soak, 4, CYCLES, STEPS, backend=None, launcher="torchrun", timeout=300)
     for rank, found in enumerate(ranks):

@@ -49,7 +49,7 @@ def losses(given: str, kinds: tuple[str, ...]) -> dict[str, list[float]]:
 
 
 @pytest.mark.nightly("--experts * --sequence-parallel", "--tp 2 --pp 2", "--tp 2 --seq*")
-@pytest.mark.full("--experts * --distributed-optimizer")
+@pytest.mark.full("--experts * --distributed-optimizer", "--tp 2 --pp 2 --distributed-optimizer")
 @pytest.mark.parametrize("given", CASES)
 def test_losses_are_the_same_to_the_last_bit(given: str) -> None:
     """Megatron's own groups, commgrid's behind its state, and commgrid's handed on."""

@@ -45,6 +45,7 @@ def every(tp: int) -> list[dict[str, Tensor]]:
     return [attention(tp, kv, sp) for kv in (8, 4, 2, 1) for sp in (False, True)]
 
 
+@pytest.mark.full
 def test_heads_equal_the_unsharded_ones() -> None:
     reference = run_on_ranks(every, 1, 1)[0]
     for tp in (2, 4, 8):

@@ -278,6 +278,7 @@ def passes_it_on(rank: int) -> str:
     return said
 
 
+@pytest.mark.full
 def test_who_was_waited_for_first_is_named_and_not_who_waited() -> None:
     # A grid that failed leaves keys in the store.
     for said in run_on_ranks(passes_it_on, 4, per_rank=[(rank,) for rank in range(4)], check=False):
