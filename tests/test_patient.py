@@ -151,7 +151,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.full("False")
+@pytest.mark.full
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_program_ends_whatever_its_threads_do(hangs: bool) -> None:
     done = run(

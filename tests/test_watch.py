@@ -22,7 +22,7 @@ from tests.waiting import comes, until, until_threads_wait, until_waits
 from tests.watched import CASES, check
 
 
-@pytest.mark.full("left-*", "raised-in a step", "killed-in a bridge", "*others*", "stopped-in a t*")
+@pytest.mark.full("left-*", "raised-in a step", "killed-in a bridge", "*others*", "stopped-*")
 @pytest.mark.parametrize(("how", "where"), CASES)
 def test_a_rank_that_fails_is_named_by_all_others(how: str, where: str, tmp_path: Path) -> None:
     check(how, where, tmp_path)

@@ -144,6 +144,7 @@ class sides_moved:
         self._transfer.close()
 
 
+@pytest.mark.full
 def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
     ranks = run_on_ranks(refused, 5, backend=None, launcher="torchrun")
     expected = {
