@@ -58,21 +58,6 @@ class ShardedModule(nn.Module):
             shape[dim] *= group.size
         return tuple(shape)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # A buffer of gradients belongs to the process that pickled the module.
-        for parameter in self.parameters(recurse=False):
-            drop_main_grad(parameter)
-
-
-def drop_main_grad(parameter: nn.Parameter) -> None:
-    """Takes a gradient buffer, and what goes with it, off a parameter."""
-    for attribute in (
-        "main_grad", "overwrite_main_grad", "grad_added_to_main_grad", "main_grad_owner",
-        "main_grad_written", "zero_out_wgrad",
-    ):  # fmt: skip
-        vars(parameter).pop(attribute, None)
-
 
 @dataclass(frozen=True)
 class Foreign:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commgrid.checkpoint.boxes import HeldBox, Turns, held_box, local_part
 from commgrid.checkpoint.items import Item, Value, key_of, whole
+from commgrid.data_parallel.accumulation import owner_of
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 
@@ -124,7 +125,7 @@ class ModelState:
 
     def _reducers(self) -> Iterator[GradientReducer]:
         """Of the model's gradients, each once."""
-        owners = (getattr(p.parameter, "main_grad_owner", None) for p in self.placements.values())
+        owners = (owner_of(placement.parameter) for placement in self.placements.values())
         found = (owner.reducer for owner in owners if owner is not None)
         yield from dict.fromkeys(reducer for reducer in found if reducer is not None)
 

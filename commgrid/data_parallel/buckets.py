@@ -42,22 +42,26 @@ class Slot:
     Attributes:
         view: its elements of the bucket, in its shape.
         kind: the dtype and device that the parameter had when the slot was made.
-        handed_out: what its `.grad` was set to after the last reduction.
-        arrived: whether a gradient has come since then.
-        used: whether any rank had a gradient in the last reduction.
-        is_zero: whether the view holds zeros, as others' layers that add to it expect.
-        foreign: whether such a layer has; the view is then zeroed between steps.
+        reduced: whether `.grad`, if there is one, is reduced; False once backward has added to it.
+        stepped: whether an optimizer has used the reduced gradient.
+        sent: whether this rank had a gradient in the last reduction.
+        used: whether any rank had one.
+        handed_out: what `finish` set `.grad` to.
+        held_back: a reduced gradient that waits for its step, while others are reduced.
+        fused: whether the parameter's layer adds to `main_grad`, which is then zero between steps.
     """
 
     placement: Placement
     start: int
     view: Tensor = field(init=False, repr=False)
     kind: tuple[torch.dtype, torch.device] = field(init=False)
-    handed_out: Tensor | None = field(default=None, repr=False)
-    arrived: bool = False
+    reduced: bool = True
+    stepped: bool = False
+    sent: bool = False
     used: bool = False
-    is_zero: bool = True
-    foreign: bool = False
+    handed_out: Tensor | None = field(default=None, repr=False)
+    held_back: Tensor | None = field(default=None, repr=False)
+    fused: bool = False
 
     def __post_init__(self) -> None:
         self.kind = (self.parameter.dtype, self.parameter.device)
@@ -87,6 +91,7 @@ class Bucket:
         shared: the group whose ranks have a bucket like it, to be summed over first; None: none.
         gradient: the flat buffer; every slot's `view` is a part of it.
         own: the range of elements this rank keeps after the reduction.
+        version: of `gradient`, when it was last written by who may.
     """
 
     slots: list[Slot]
@@ -97,11 +102,19 @@ class Bucket:
     missing: set[int] = field(default_factory=set)
     launched: bool = False
     pending: Pending | None = None
+    version: int = 0
 
     def __post_init__(self) -> None:
         for slot in self.slots:
             slot.view = slot.of(self.gradient)
         self.missing = set(range(len(self.slots)))
+
+    def wait(self) -> None:
+        """Returns when its collective, if one is under way, has ended."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.wait()
+            self.version = self.gradient._version
 
 
 @dataclass(eq=False)

@@ -21,10 +21,12 @@ class KeptGradient(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    is_zeroed = False  # by zero_grad(set_to_none=False)
+
     @staticmethod
-    def __new__(cls, parameter: Tensor) -> KeptGradient:
+    def __new__(cls, gradient: Tensor) -> KeptGradient:
         made: KeptGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+            cls, gradient.shape, dtype=gradient.dtype, device=gradient.device
         )
         return made
 
@@ -35,6 +37,9 @@ class KeptGradient(Tensor):
         """Raises for every operation but those that zero a gradient."""
         name = func.overloadpacket.__name__
         if name in _PASSING:
+            if "zero" in name:
+                for each in args[0] if isinstance(args[0], list | tuple) else args[:1]:
+                    each.is_zeroed = isinstance(each, cls)
             return args[0]
         first = next((arg for arg in args if isinstance(arg, cls)), None)
         shape = f" of shape {tuple(first.shape)}" if first is not None else ""

@@ -47,13 +47,11 @@ def gradient_norm(
         A float64 tensor of shape () on the gradients' device.
 
     Raises:
-        CommGridError: a reducer keeps the gradients.
+        CommGridError: a reducer keeps the gradients in parts.
     """
     grid = grid or get_grid()
     for parameter in model.parameters():
-        owner = getattr(parameter, "main_grad_owner", None)
-        nothing = parameter.grad is None or isinstance(parameter.grad, KeptGradient)
-        if nothing and owner is not None and owner.keeps_gradients:
+        if isinstance(parameter.grad, KeptGradient):
             raise CommGridError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is kept by its "
                 "GradientReducer; ask that one: reducer.gradient_norm(), reducer.clip_gradients()"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from commgrid.data_parallel.accumulation import owner_of
 from commgrid.data_parallel.norm import local_of
 from commgrid.errors import CommGridError
 from commgrid.parameters import placements
@@ -32,7 +33,7 @@ def reduce_partial_gradients(model: nn.Module) -> None:
         partial, gradient = placement.partial, placement.parameter.grad
         if partial is None or partial.size == 1 or gradient is None:
             continue
-        if getattr(placement.parameter, "main_grad_owner", None) is not None:
+        if owner_of(placement.parameter) is not None:
             raise CommGridError(
                 f"{placement}: its GradientReducer has added it up over {partial} already"
             )

@@ -1,8 +1,7 @@
 """GradientReducer: gradients averaged over the ranks that saw different data, beside backward.
 
-Each parameter's gradient goes into a slice of a flat bucket, written there by the layer itself
-(`main_grad`) or by a hook. When the last gradient of a bucket has arrived, its collective
-starts, while backward goes on:
+Each parameter's `.grad` is a view of a flat bucket (`accumulation`). When the last gradient of a
+bucket has arrived, its collective starts, while backward goes on:
 
 | parameter | summed over | by default |
 |---|---|---|
@@ -13,10 +12,9 @@ starts, while backward goes on:
 
 The sum is then divided by the size of `group`, or by what `finish(count)` says.
 
-A layer that writes its gradient to `main_grad` itself returns one that means nothing, for autograd
-to pass on: commgrid's return `no_gradient`, which is dropped before it is added anywhere. Layers of
-others (Megatron-core's gradient accumulation fusion, Transformer Engine) add to `main_grad`, set
-`grad_added_to_main_grad` and return a dummy, which is dropped as well; they find zeros there.
+Layers that add a weight's gradient to `weight.main_grad` themselves (Megatron-core's gradient
+accumulation fusion, Transformer Engine) find the bucket's view there, zero between steps, set
+`grad_added_to_main_grad` and return a dummy, which is dropped.
 
 On CUDA, reductions run beside backward on the stream of their communicator. They start late where
 all streams share few hardware queues: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron's tensor
@@ -29,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +37,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
-from commgrid.data_parallel.arrivals import Owner, detach, take_in, wait_for, zero
-from commgrid.data_parallel.buckets import Bucket, Slot, make_lanes, pieces_of
+from commgrid.data_parallel.accumulation import (
+    STEP_HOOKS,
+    Owner,
+    begin,
+    fuses_gradients,
+    hand_out,
+    owner_of,
+    release,
+    set_owner,
+    take_in,
+)
+from commgrid.data_parallel.buckets import Bucket, Piece, Slot, make_lanes, pieces_of
 from commgrid.data_parallel.consistency import (
     axes_in_use,
     broadcast_values,
@@ -55,7 +63,6 @@ from commgrid.data_parallel.verdict import Verdict, check_finite
 from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, placements
 from commgrid.runtime.registry import get_grid
-from commgrid.tensor_parallel.main_grad import is_capturing, is_no_gradient
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -134,7 +141,7 @@ class GradientReducer:
                     f"{placement} is a DTensor, whose gradients FSDP2 averages itself; leave the "
                     "GradientReducer out, and take data_parallel.clip_gradients for the norm"
                 )
-            if getattr(placement.parameter, "main_grad_owner", None) is not None:
+            if owner_of(placement.parameter) is not None:
                 raise SpecError(
                     f"{placement} has another GradientReducer already; call its close() first"
                 )
@@ -151,13 +158,12 @@ class GradientReducer:
         else:
             compare_values(everything, self._grid, lane_of, used)
         self.pieces = pieces_of(self.buckets)
-        self.keeps_gradients = shard
         self.is_finite = True
         """Whether the last `finish` found finite gradients only, on all ranks of the grid; always
         True with `not_finite="keep"`, which does not look."""
         self._optimizer: weakref.ref[ShardedOptimizer] | None = None
         self._next = 0
-        self._begun = self._clears = False
+        self._begun = self._is_exact = False
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
         parts = [self._parts_of(piece.slot.placement) for piece in self.pieces]
@@ -166,14 +172,18 @@ class GradientReducer:
             self.lanes, self.buckets, self.pieces, self.group, self._name,
             whole=whole, parts=parts, model=model,
         )  # fmt: skip
-        self._uses = Counter(
-            id(p) for module in model.modules() for p in module._parameters.values()
-        )
+        self._defers = any(
+            lane.group is other.group
+            for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes
+        )  # fmt: skip
+        _REDUCERS.add(self)
+        self._set_up_fused(model)
         self._handles = [
             self._attach(bucket, index)
             for bucket in self.buckets for index in range(len(bucket.slots))
         ]  # fmt: skip
-        self._detach = weakref.finalize(self, detach, self._handles, self.slots)
+        STEP_HOOKS.add_user()
+        self._detach = weakref.finalize(self, _detach, self._handles, self.slots)
 
     @property
     def slots(self) -> list[Slot]:
@@ -183,6 +193,7 @@ class GradientReducer:
     def close(self) -> None:
         """Takes its hooks and buffers off the model, and gradients that it keeps off `.grad`."""
         self._detach()
+        _REDUCERS.discard(self)
 
     @property
     def optimizer(self) -> ShardedOptimizer | None:
@@ -190,8 +201,8 @@ class GradientReducer:
         return self._optimizer() if self._optimizer is not None else None
 
     def attach(self, optimizer: ShardedOptimizer) -> None:
-        """Keeps all gradients for a ShardedOptimizer from now on."""
-        self._optimizer, self.keeps_gradients = weakref.ref(optimizer), True
+        """Leaves `.grad` in the buffers' dtype from now on, for a ShardedOptimizer."""
+        self._optimizer, self._is_exact = weakref.ref(optimizer), True
 
     def weights_loaded(self) -> None:
         """Tells the optimizer that weights were set otherwise than by load_state_dict."""
@@ -244,21 +255,42 @@ class GradientReducer:
 
     # -- during backward ----------------------------------------------------------------
 
+    def _set_up_fused(self, model: nn.Module) -> None:
+        """Gives `main_grad` to the weights of layers that add to it."""
+        modules = list(model.modules())
+        uses = Counter(id(p) for module in modules for p in module._parameters.values())
+        slots = {id(slot.parameter): slot for slot in self.slots}
+        for module in filter(fuses_gradients, modules):
+            for each in module._parameters.values():
+                parameter: Any = each
+                slot = slots.get(id(parameter))
+                if slot is not None:
+                    slot.fused, parameter.main_grad = True, slot.view
+                    parameter.grad_added_to_main_grad = False
+                    if uses[id(parameter)] > 1:  # a dummy that meets a gradient has to be zero
+                        parameter.zero_out_wgrad = True
+
     def _attach(self, bucket: Bucket, index: int) -> tuple[Any, ...]:
         slot = bucket.slots[index]
         parameter: Any = slot.parameter
-        parameter.main_grad, parameter.overwrite_main_grad = slot.view, True
-        parameter.main_grad_written = parameter.grad_added_to_main_grad = False
-        if self._uses[id(parameter)] > 1:  # a dummy that meets another gradient has to be zero
-            parameter.zero_out_wgrad = True
-        parameter.main_grad_owner = Owner(self)
-        slot.handed_out = vars(parameter).pop("handed_out_grad", None)
+        set_owner(slot, Owner(self, slot))
+        slot.reduced = parameter.grad is None
         me = weakref.ref(self)
 
-        def before(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
-            if parameter.grad is not None and parameter.grad is slot.handed_out:
-                parameter.grad = None  # of the step before: the buffer begins anew
-            return (None,) if is_no_gradient(gradients[0]) else None
+        def before(_: tuple[Tensor | None, ...]) -> tuple[None] | None:
+            was_zeroed = parameter.grad is None and not slot.reduced
+            begin(slot)
+            if not slot.fused or not parameter.grad_added_to_main_grad:
+                return None
+            parameter.grad_added_to_main_grad = False
+            if was_zeroed:
+                raise CommGridError(
+                    f"{slot.placement}: its gradient was zeroed after a backward of this step, and "
+                    "its layer adds to main_grad, which the model's and the optimizer's "
+                    "zero_grad() do not know; use the reducer's zero_grad()"
+                )
+            parameter.grad = slot.view
+            return None if getattr(parameter, "zero_out_wgrad", False) else (None,)
 
         def after(*_: object) -> None:
             reducer = me()
@@ -282,30 +314,20 @@ class GradientReducer:
         optimizer = self.optimizer
         if optimizer is not None:
             optimizer.check_whole(bucket, slot.placement)
-        was_foreign = slot.foreign
-        take_in(slot)
-        if slot.foreign and not was_foreign:
-            self._prepare_for_foreign()
-        if not self._synchronizing:
-            return
-        if bucket.launched:
+        if self._synchronizing and bucket.launched:
             raise CommGridError(
                 f"backward reached {slot.placement} again before finish(); call finish() after "
-                "each backward, wrap all microbatches but the last in no_sync(), and checkpoint "
-                "activations with use_reentrant=False"
+                "each backward, wrap all microbatches but the last in no_sync(), checkpoint "
+                "activations with use_reentrant=False, and give a step up with the reducer's "
+                "zero_grad()"
             )
+        take_in(slot)
+        if not self._synchronizing:
+            return
         bucket.missing.discard(index)
         self._begun = True
-        self._launch(all_of_them=False)
-
-    def _prepare_for_foreign(self) -> None:
-        """Zeroes the buffers that others' layers add to, as soon as a step's forward begins."""
-        if self._clears:
-            return
-        self._clears = True
-        hook = _Clear(weakref.ref(self))
-        for module in self.model.modules():
-            self._handles.append((module, module.register_forward_pre_hook(hook)))
+        if not self._defers:
+            self._launch(all_of_them=False)
 
     def _launch(self, *, all_of_them: bool) -> None:
         while self._next < len(self.buckets):
@@ -314,14 +336,29 @@ class GradientReducer:
                 return
             self._next += 1
             bucket.launched = True
-            # No gradient here: nothing of the step before either.
-            zero(slot for slot in bucket.slots if not slot.arrived)
-            for slot in bucket.slots:
-                slot.is_zero = False  # others' gradients come in, even where this rank has none
+            self._fill(bucket)
             if bucket.shared is not None:
                 bucket.pending = self._start_shared(bucket, bucket.shared)
             elif bucket.group.size() > 1:
                 bucket.pending = self._start(bucket)
+            bucket.version = bucket.gradient._version
+
+    @staticmethod
+    @torch.no_grad()
+    def _fill(bucket: Bucket) -> None:
+        """Brings every gradient into the bucket, and zeros where this rank has none."""
+        absent = []
+        for slot in bucket.slots:
+            gradient = slot.parameter.grad
+            slot.sent = gradient is not None and not (slot.reduced and gradient is slot.handed_out)
+            if slot.sent:
+                take_in(slot, graph=True)
+                continue
+            if gradient is not None and not slot.stepped:
+                slot.held_back = slot.view.clone()
+            absent.append(slot.view)
+        if absent:
+            torch._foreach_zero_(absent)
 
     def _start_shared(self, bucket: Bucket, sharers: ProcessGroup) -> Pending:
         """The sum over the copies of other stages, and only then the sum over other data."""
@@ -337,7 +374,7 @@ class GradientReducer:
             return start_all_reduce_(bucket.gradient, bucket.group)
         if bucket.gradient.device.type == "cpu":
             while len(self._in_flight) >= _IN_FLIGHT:
-                wait_for(self._in_flight.pop(0))
+                self._in_flight.pop(0).wait()
             self._in_flight.append(bucket)
         return start_reduce_scatter_(bucket.gradient, bucket.group)
 
@@ -356,9 +393,10 @@ class GradientReducer:
     def finish(self, count: float | Tensor | None = None) -> None:
         """Waits until every gradient is the average; once a step, on all ranks of the grid.
 
-        Afterwards `.grad` holds it, or None for a parameter that no rank used. Where `shard`, or
-        with a ShardedOptimizer, the reducer holds it, and reading `.grad` is an error. The next
-        backward begins anew. The host waits for the device once.
+        Afterwards `.grad` holds it, or None for a parameter that no rank used. Where `shard`, the
+        reducer holds a part of it, and reading `.grad` is an error. Where backward has added
+        nothing since the last `finish`, that one's result stays. After the optimizer's step the
+        next backward begins anew; before it, it is an error. The host waits for the device once.
 
         Args:
             count: what this rank's gradients are a sum over, such as samples or tokens, also as a
@@ -373,35 +411,43 @@ class GradientReducer:
             SpecError: gradients are sharded, and nobody has made a ShardedOptimizer for them.
             CommGridError: the model was moved, or its parameters replaced, frozen or unfrozen; with
                 `not_finite="raise"`, a gradient is infinite or NaN, and then names parameter and
-                ranks.
+                ranks; a gradient was changed after backward had sent it.
         """
         self._check_before_finish()
-        for bucket in self.buckets:
-            if not bucket.launched:
-                for slot in bucket.slots:  # what was put into `.grad` without a backward
-                    if slot.parameter.grad is not slot.handed_out:
-                        take_in(slot)
+        wrong = self._changed_after_sending()
         self._launch(all_of_them=True)
         for bucket in self.buckets:
-            wait_for(bucket)
-        divisor, wrong = self._verdict.reach(count, look=self._not_finite != "keep")
+            bucket.wait()
+        divisor, told = self._verdict.reach(count, look=self._not_finite != "keep")
+        wrong = wrong or told
         self.is_finite = self._verdict.is_finite
         if divisor != 1 and self.buckets:
             torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisor)
         skips = self._not_finite == "skip" and not self.is_finite
-        for slot in self.slots:
-            slot.is_zero = not slot.used  # then it is a sum of zeros
         self._reset()
         for bucket in self.buckets:
-            if skips:
-                for slot in bucket.slots:
-                    slot.used = False
-            self._hand_out(bucket)
+            self._hand_out(bucket, skips)
         wrong = wrong or changed(self.model, self.slots)
         if wrong is None and self._not_finite == "raise" and not self.is_finite:
             wrong = check_finite(self.pieces, self._verdict.whole, self.model)
         if wrong is not None:
             raise wrong
+
+    def _changed_after_sending(self) -> CommGridError | None:
+        """The error of an edit, such as clipping, that the sum under way does not have."""
+        for bucket in self.buckets:
+            if not bucket.launched:
+                continue
+            replaced = [s for s in bucket.slots if s.sent and s.parameter.grad is not s.view]
+            if replaced or bucket.gradient._version != bucket.version:
+                first, *others = replaced or bucket.slots
+                more = f" or of {len(others)} more parameters" if others else ""
+                return CommGridError(
+                    f"the gradient of {first.placement}{more} was changed after backward had sent "
+                    "it to other ranks, and before finish(); clip, unscale and edit gradients "
+                    "after finish(), and give a step up with the reducer's zero_grad()"
+                )
+        return None
 
     def _check_before_finish(self) -> None:
         if self.shard and self.optimizer is None:
@@ -426,46 +472,52 @@ class GradientReducer:
         if self._begun:  # on some ranks a bucket may be under way that is not full on this one
             self._launch(all_of_them=True)
         for bucket in self.buckets:
-            wait_for(bucket)
+            bucket.wait()
         self._reset()
         for slot in self.slots:
-            slot.used = False
-            slot.handed_out = slot.parameter.grad = None
-        self.gradients_are_done()
-
-    def gradients_are_done(self) -> None:
-        """Nobody needs the reduced gradients any more: where others add to them, zeros are due."""
-        if not self._clears:
-            return
-        foreign = [slot for slot in self.slots if slot.foreign and not slot.arrived]
-        zero(foreign)
-        for slot in foreign:
-            slot.parameter.overwrite_main_grad = False  # type: ignore[attr-defined]
+            slot.used, slot.held_back = False, None
+            hand_out(slot, None)
+            if slot.fused:
+                slot.view.zero_()
 
     def _reset(self) -> None:
         for bucket in self.buckets:
             bucket.launched, bucket.missing = False, set(range(len(bucket.slots)))
-            for slot in bucket.slots:
-                slot.arrived = False
-                slot.parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
-                slot.parameter.main_grad_written = False  # type: ignore[attr-defined]
         self._in_flight.clear()
         self._next, self._begun = 0, False
 
-    def _hand_out(self, bucket: Bucket) -> None:
-        """Sets `.grad`: to the buffer's own memory where it has the parameter's dtype."""
-        flat = bucket.gradient
-        if not self.keeps_gradients:
-            flat = flat.to(bucket.slots[0].parameter.dtype)
+    def _hand_out(self, bucket: Bucket, skips: bool) -> None:
+        """Sets `.grad`: to the bucket's view, or a copy of the dtype that optimizers expect."""
+        dtype = bucket.slots[0].parameter.dtype
+        copies = None
+        if not self.shard and not self._is_exact and bucket.gradient.dtype != dtype:
+            copies = bucket.gradient.to(dtype)
         for slot in bucket.slots:
-            slot.handed_out = None
-            if slot.used and self.keeps_gradients:
-                slot.handed_out = KeptGradient(slot.parameter)
-            elif slot.used:
-                own = slot.view if flat is bucket.gradient else slot.of(flat)
-                # Others' layers find zeros in the buffer, so that it cannot be what is handed out.
-                slot.handed_out = own.clone() if slot.foreign and own is slot.view else own
-            slot.parameter.grad = slot.handed_out
+            held_back, slot.held_back = slot.held_back, None
+            if skips or not (slot.used or held_back is not None):
+                slot.used = False
+                hand_out(slot, None)
+            elif not slot.used:
+                slot.view.copy_(held_back)  # type: ignore[arg-type]
+                slot.used = True
+            elif self.shard:
+                hand_out(slot, KeptGradient(slot.view))
+            elif copies is not None:
+                hand_out(slot, slot.of(copies))
+            else:
+                hand_out(slot, slot.view.clone() if slot.fused else slot.view)
+            if slot.fused and not self.shard:
+                slot.view.zero_()
+
+    def held(self, piece: Piece) -> Tensor | None:
+        """What this rank has of a parameter's reduced gradient; None: none, or it was zeroed.
+
+        Of the parameter's shape where that is all of it, and flat where it is a part.
+        """
+        gradient = piece.slot.parameter.grad
+        if not self.shard or gradient is None:
+            return gradient
+        return piece.gradient if piece.slot.used else None
 
     # -- norm ---------------------------------------------------------------------------
 
@@ -482,7 +534,7 @@ class GradientReducer:
         """
         if not self._has_whole:
             norm_group(self._grid, self._name, sharded=self.shard)  # which says what is missing
-        return self._verdict.squares().sqrt()
+        return self._verdict.squares([self.held(piece) for piece in self.pieces]).sqrt()
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -506,31 +558,36 @@ class GradientReducer:
     def gradients_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """What this rank has of some parameters' reduced gradients; of others nothing."""
         wanted = {id(parameter) for parameter in parameters}
-        held = [p.gradient for p in self.pieces if id(p.slot.parameter) in wanted]
-        return held + self._copies(slot for slot in self.slots if id(slot.parameter) in wanted)
+        held = (self.held(p) for p in self.pieces if id(p.slot.parameter) in wanted)
+        return [gradient for gradient in held if gradient is not None]
 
     def gradients(self) -> list[Tensor]:
-        """What this rank has of the reduced gradients: flat parts, and copies in `.grad`."""
-        held = [bucket.gradient[bucket.own] for bucket in self.buckets]
-        return held + self._copies(self.slots)
+        """What this rank has of the reduced gradients, as few tensors as there can be."""
+        found: list[Tensor] = []
+        for bucket in self.buckets:
+            held = [slot.parameter.grad for slot in bucket.slots]
+            if self.shard:
+                if any(gradient is not None for gradient in held):
+                    found.append(bucket.gradient[bucket.own])
+            elif all(g is s.view for g, s in zip(held, bucket.slots, strict=True)):
+                found.append(bucket.gradient)
+            else:
+                found += [gradient for gradient in held if gradient is not None]
+        return found
 
-    @staticmethod
-    def _copies(slots: Iterable[Slot]) -> list[Tensor]:
-        """What was handed out in memory of its own."""
-        given = [slot.handed_out for slot in slots if slot.handed_out is not slot.view]
-        return [one for one in given if one is not None and not isinstance(one, KeptGradient)]
+
+_REDUCERS: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
-class _Clear:
-    """A forward pre-hook of a reducer that is alive; a copied or pickled model's does nothing."""
+def _detach(handles: list[tuple[Any, Any, Any]], slots: list[Slot]) -> None:
+    for _, *hooks in handles:
+        for hook in hooks:
+            hook.remove()
+    handles.clear()
+    release(slots)
+    STEP_HOOKS.remove_user()
 
-    def __init__(self, reducer: Callable[[], GradientReducer | None]) -> None:
-        self._reducer = reducer
 
-    def __call__(self, *_: Any) -> None:
-        reducer = self._reducer()
-        if reducer is not None and not reducer.keeps_gradients and torch.is_grad_enabled():
-            reducer.gradients_are_done()
-
-    def __reduce__(self) -> tuple[type[_Clear], tuple[type[None]]]:
-        return _Clear, (type(None),)
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the stream that would work on a tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commgrid.collectives.asynchronous import start_all_reduce_
+from commgrid.data_parallel.accumulation import mark_used, owner_of
 from commgrid.data_parallel.norm import norm_group
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.runtime.registry import get_grid
@@ -64,8 +65,7 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """torch's; what the step used up, or skipped, nobody needs any more."""
         result = super().step(optimizer, *args, **kwargs)
-        for reducer in _split(optimizer)[0]:
-            reducer.gradients_are_done()
+        mark_used(optimizer)
         return result
 
     def _unscale_grads_(
@@ -104,7 +104,7 @@ def _split(
     others: list[nn.Parameter] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            owner = getattr(parameter, "main_grad_owner", None)
+            owner = owner_of(parameter)
             reducer = owner.reducer if owner is not None else None
             (others if reducer is None else reducers.setdefault(reducer, [])).append(parameter)
     return reducers, others

@@ -124,10 +124,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(given, self._inner.defaults)
         self._is_made = True
         self._half = [
-            (self._weight(piece), self._masters[id(piece)]) for piece in reducer.pieces
+            (piece.slot.parameter, self._weight(piece), self._masters[id(piece)])
+            for piece in reducer.pieces
             if self._masters[id(piece)].dtype != piece.slot.parameter.dtype
         ]  # fmt: skip
-        self._loaded: set[int] = set()
+        self._versions = [parameter._version for parameter, _, _ in self._half]
         self._gathers: dict[int, Pending] = {}
         self._awaited = _awaited(reducer, list(units or []), overlap)
         reducer.attach(self)
@@ -153,13 +154,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def inner(self) -> torch.optim.Optimizer:
         """The optimizer of the parts, which has their state."""
-        self._take_loaded()
+        self._take_changed()
         return self._inner
 
     def parts(self) -> list[tuple[Piece, Tensor, str | None]]:
         """What this rank updates: which part of which parameter, the tensor that the inner
         optimizer has of it, and over which group the parameter is cut; None: it is not."""
-        self._take_loaded()
+        self._take_changed()
         return [
             (piece, self._masters[id(piece)], self._reducer.cut_over(piece.slot.placement))
             for piece in self._reducer.pieces
@@ -179,23 +180,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Takes the model's weights into the fp32 copies, after they were set by hand."""
-        self._loaded.clear()
+        """Takes the model's weights into the fp32 copies, after they were set through `.data`."""
         if self._half:
-            torch._foreach_copy_([m for _, m in self._half], [weight for weight, _ in self._half])
-
-    def _note_loaded(self, module: nn.Module, *_: object) -> None:
-        """load_state_dict has set a module's own weights; the copies follow when next needed."""
-        self._loaded.update(id(parameter) for parameter in module.parameters(recurse=False))
+            torch._foreach_copy_([m for *_, m in self._half], [w for _, w, _ in self._half])
+        self._note_versions()
 
     @torch.no_grad()
-    def _take_loaded(self) -> None:
-        if not self._loaded:
-            return
-        for piece in self._reducer.pieces:
-            if id(piece.slot.parameter) in self._loaded:
-                self._masters[id(piece)].copy_(self._weight(piece))
-        self._loaded.clear()
+    def _take_changed(self) -> None:
+        """The same for weights that were changed in place, as load_state_dict and init do."""
+        for (parameter, weight, master), version in zip(self._half, self._versions, strict=True):
+            if parameter._version != version:
+                master.copy_(weight)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [parameter._version for parameter, _, _ in self._half]
 
     # -- a step -------------------------------------------------------------------------
 
@@ -215,13 +214,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.wait()
         self._check_in_place()
-        self._take_loaded()
+        self._take_changed()
         self._set_options()
         self._set_gradients()
         self._inner.step()
         if self._half:
-            torch._foreach_copy_([weight for weight, _ in self._half], [m for _, m in self._half])
-        self._reducer.gradients_are_done()
+            torch._foreach_copy_([w for _, w, _ in self._half], [m for *_, m in self._half])
+        self._note_versions()
         self._gather()
         return loss
 
@@ -235,7 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         others: list[tuple[Tensor, Tensor]] = []
         for piece in self._reducer.pieces:
             master = self._masters[id(piece)]
-            gradient = piece.gradient if piece.slot.used else None
+            gradient = self._reducer.held(piece)
             if gradient is not None and gradient.dtype != master.dtype:
                 others.append((torch.empty_like(master), gradient))
                 gradient = others[-1][0]
@@ -285,15 +284,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._gathers.pop(bucket).wait()
 
     def _watch(self, model: nn.Module) -> list[Any]:
-        whole, loaded, before = (_Hook(m) for m in (self._whole, self._note_loaded, self._before))
+        whole, before = _Hook(self._whole), _Hook(self._before)
         hooks: list[Any] = []
         module: Any  # torch does not annotate these methods
         for module in model.modules():
-            if module is model or module._parameters:
-                hooks.append(module.register_load_state_dict_post_hook(loaded))
-                if self._overlap:
-                    hooks.append(module.register_load_state_dict_pre_hook(whole))
-                    hooks.append(module.register_state_dict_pre_hook(whole))
+            if self._overlap and (module is model or module._parameters):
+                hooks.append(module.register_load_state_dict_pre_hook(whole))
+                hooks.append(module.register_state_dict_pre_hook(whole))
             if module in self._awaited:
                 hooks.append(module.register_forward_pre_hook(before))
         return hooks
@@ -318,7 +315,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for the same rank of the same grid."""
-        self._take_loaded()
+        self._take_changed()
         self._set_options()
         return {
             "layout": self._layout(),
@@ -349,11 +346,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict(state_dict["inner"])
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer.update({key: value for key, value in inner.items() if key != "params"})
-        self._loaded.clear()
         with torch.no_grad():
             for piece, master in zip(self._reducer.pieces, state_dict["masters"], strict=True):
                 self._masters[id(piece)].copy_(master)
                 self._weight(piece).copy_(master)
+        self._note_versions()
         self._gather()
         self.wait()
 

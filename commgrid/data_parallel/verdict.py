@@ -74,12 +74,8 @@ class Verdict:
             for i, slot in enumerate(told.lane.slots)
         }  # fmt: skip
         size = self.whole.size() if self.whole is not None else 1
-        self._alike: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], Tensor]] = {}
-        kinds = [(piece.gradient.dtype, piece.gradient.device) for piece in pieces]
-        for kind in dict.fromkeys(kinds):
-            own = [i for i, other in enumerate(kinds) if other == kind]
-            weights = torch.tensor([parts[i] / size for i in own], dtype=torch.float64)
-            self._alike[kind] = [pieces[i].gradient for i in own], weights.to(self._device)
+        self._pieces, self._shares = pieces, [part / size for part in parts]
+        self._weights: dict[tuple[int, ...], Tensor] = {}
 
     def reach(
         self, count: float | Tensor | None, *, look: bool
@@ -103,7 +99,8 @@ class Verdict:
         ]  # fmt: skip
         for each in pending:
             each.wait()
-        squares = self.squares() if look else numbers.new_zeros(())
+        views = [piece.gradient for piece in self._pieces]
+        squares = self.squares(views) if look else numbers.new_zeros(())
         *heard, total = torch.cat([numbers, squares.view(1)]).tolist()
         divisor, wrong = self._divisor(count, heard)
         self.is_finite = math.isfinite(total)
@@ -118,7 +115,7 @@ class Verdict:
         listed: list[float] = []
         for told in self._told:
             if told.lane is not None:
-                listed += [*(float(slot.arrived) for slot in told.lane.slots), absent]
+                listed += [*(float(slot.sent) for slot in told.lane.slots), absent]
             if told.count is not None:
                 listed.append(float(known))
         made = torch.tensor(listed, dtype=torch.float64, pin_memory=self._device.type == "cuda")
@@ -145,16 +142,32 @@ class Verdict:
             f"{self._name!r} add up to {total:g}; expected above 0"
         )
 
-    def squares(self) -> Tensor:
-        """The sum of the squares of all gradients of the unsharded model."""
+    def squares(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The sum of the squares of all gradients of the unsharded model.
+
+        Args:
+            gradients: of each of this rank's pieces; None: it has none.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for (dtype, _), (gradients, weights) in self._alike.items():
+        alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                alike.setdefault((gradient.dtype, gradient.device), {})[i] = gradient
+        for (dtype, _), held in alike.items():
             exact = torch.promote_types(dtype, torch.float32)
-            norms = torch._foreach_norm(gradients, 2, dtype=exact)
-            total += torch.stack(norms).to(self._device, torch.float64).square() @ weights
+            norms = torch._foreach_norm(list(held.values()), 2, dtype=exact)
+            squares = torch.stack(norms).to(self._device, torch.float64).square()
+            total += squares @ self._weights_of(tuple(held))
         if self.whole is not None:
             start_all_reduce_(total, self.whole).wait()
         return total
+
+    def _weights_of(self, held: tuple[int, ...]) -> Tensor:
+        """What each square counts, on the device; kept, since most steps have the same pieces."""
+        if held not in self._weights:
+            shares = [self._shares[i] for i in held]
+            self._weights[held] = torch.tensor(shares, dtype=torch.float64, device=self._device)
+        return self._weights[held]
 
 
 def _lay_out(lanes: Sequence[Lane], group: ProcessGroup) -> list[_Told]:
@@ -176,7 +189,7 @@ def _lopsided(lane: Lane, heard: Sequence[float]) -> CommGridError | None:
     for slot, having in zip(lane.slots, heard, strict=False):
         slot.used = having > 0
         if wrong is None and 0 < having < size - absent:
-            mine = "one" if slot.arrived else "none"
+            mine = "one" if slot.sent else "none"
             wrong = GridMismatchError(
                 f"{slot.placement}: {int(having)} of the {size} ranks of group {lane.name!r} "
                 f"({dist.get_process_group_ranks(lane.group)}) have a gradient for it, and "

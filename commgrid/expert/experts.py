@@ -40,7 +40,6 @@ from commgrid.tensor_parallel.init import (
     other_random_state,
     seed_of,
 )
-from commgrid.tensor_parallel.main_grad import claim_main_grad
 from commgrid.tensor_parallel.matmul import wanted
 
 if TYPE_CHECKING:
@@ -289,8 +288,8 @@ class _Experts(torch.autograd.Function):
         dy = dy.contiguous()
         dx = torch.empty_like(x) if needs_x and ctx.parts[0].expert is not None else None
         dweights = torch.empty_like(weights)
-        dup = WeightGradients(up, dy, ctx) if needs_up else None
-        ddown = WeightGradients(down, dy, ctx) if needs_down else None
+        dup = WeightGradients(up, dy) if needs_up else None
+        ddown = WeightGradients(down, dy) if needs_down else None
         for part, inner, dinner in zip(ctx.parts, inners, dinners, strict=True):
             own = part.own
             with torch.enable_grad():
@@ -332,20 +331,16 @@ class WeightGradients:
     """∂W = ∂yᵀ x of each expert, of a weight (experts, …, i), of which … makes o.
 
     Args:
-        weight: whose `main_grad`, where it has one, the gradients are added to.
-        dy: whose dtype they are computed in.
-        ctx: of the backward that is running.
+        weight: whose shape the gradient has.
+        dy: whose dtype it is computed in.
 
     Attributes:
-        result: the gradient of W, or what stands for one that went into `main_grad`.
+        result: the gradient of W; None: no piece was added.
     """
 
-    def __init__(self, weight: Tensor, dy: Tensor, ctx: Any) -> None:
-        main = claim_main_grad(weight, ctx)
+    def __init__(self, weight: Tensor, dy: Tensor) -> None:
         self._weight, self._dtype = weight, dy.dtype
-        self._into: Tensor | None = main.into if main is not None else None
-        self._beta = 0 if main is None or main.overwrite else 1
-        self.result: Tensor | None = main.result if main is not None else None
+        self.result: Tensor | None = None
 
     def add(self, part: Piece, dy: Tensor, x: Tensor) -> None:
         """Those of a piece, from its rows (rows, o) and (rows, i)."""
@@ -355,21 +350,11 @@ class WeightGradients:
             for expert, count in enumerate(part.counts):
                 if not count:
                     made[expert].zero_()  # which a kernel without any rows need not write
-            self._put(self._into, made.view(self._weight.shape))
+            self.result = made.view(self._weight.shape)
             return
-        if self._into is None:
-            self._into = self.result = torch.empty_like(self._weight, dtype=self._dtype)
-        one = self._into[part.expert].view(dy.shape[1], -1)
-        if one.dtype == dy.dtype:
-            one.addmm_(dy.t(), x, beta=self._beta)
-        else:
-            self._put(one, dy.t() @ x)
-
-    def _put(self, into: Tensor | None, made: Tensor) -> None:
-        if into is None:
-            self.result = made
-        else:
-            _ = into.add_(made) if self._beta else into.copy_(made)
+        if self.result is None:
+            self.result = torch.empty_like(self._weight, dtype=self._dtype)
+        torch.mm(dy.t(), x, out=self.result[part.expert].view(dy.shape[1], -1))
 
 
 def at_once(rows: Tensor, *widths: int) -> bool:

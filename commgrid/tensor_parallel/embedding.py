@@ -32,7 +32,6 @@ from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ColumnParallelLinear, Output, ParallelLayer
-from commgrid.tensor_parallel.main_grad import claim_main_grad
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -227,19 +226,10 @@ class _Embed(torch.autograd.Function):
             rows, dy = rows[own], dy[own]  # on CUDA the host would wait for how many there are
         else:
             dy = dy.masked_fill(~own.unsqueeze(-1), 0)  # also where it is infinite
-        main = claim_main_grad(weight, ctx)
-        if main is None:  # many tokens of one row: added up in fp32, rounded once
-            exact = torch.promote_types(weight.dtype, torch.float32)
-            made = torch.zeros_like(weight, dtype=exact).index_add_(0, rows, dy.to(exact))
-            return None, made.to(weight.dtype), None, None
-        into, overwrite, result = main
-        exact = torch.promote_types(into.dtype, torch.float32)
-        if into.dtype == exact:
-            (into.zero_() if overwrite else into).index_add_(0, rows, dy.to(exact))
-        else:
-            made = torch.zeros_like(into, dtype=exact).index_add_(0, rows, dy.to(exact))
-            _ = into.copy_(made) if overwrite else into.add_(made)
-        return None, result, None, None
+        # Many tokens of one row: added up in fp32, rounded to the dtype of `.grad` once.
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        made = torch.zeros_like(weight, dtype=exact).index_add_(0, rows, dy.to(exact))
+        return None, made.to(weight.grad_dtype), None, None
 
 
 class _Without(torch.autograd.Function):

@@ -10,8 +10,6 @@ With n ranks, t tokens in all, weight (o, i) per rank, and `seq` for sequence pa
 Gathering x again instead of keeping it is Megatron's sequence parallelism (arXiv 2205.05198,
 section 4.2.2). Several weights of one input share its collectives.
 
-A weight with a `main_grad` buffer gets its gradient added there, and none in `.grad` (`main_grad`).
-
 On CUDA, what runs beside a matmul has to be issued before it and to start before it:
 CUDA_DEVICE_MAX_CONNECTIONS=1 makes the device take kernels in the order of their issue, as Megatron
 asks of its users before Blackwell; without it the matmul may take all multiprocessors first.
@@ -33,7 +31,6 @@ from commgrid.collectives.asynchronous import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from commgrid.tensor_parallel.main_grad import claim_main_grad
 
 Layer = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
@@ -51,7 +48,7 @@ def column_matmul(
         sequence_dim: along which x is sharded; None: not at all.
     """
     if group.size() == 1:
-        return tuple(linear(x, weight, bias) for weight, bias in layers)
+        return tuple(F.linear(x, weight, bias) for weight, bias in layers)
     flat = [tensor for layer in layers for tensor in layer]
     made: tuple[Tensor, ...] = _ColumnMatmul.apply(x, group, sequence_dim, *flat)  # type: ignore[no-untyped-call]
     return made
@@ -74,36 +71,9 @@ def row_matmul(
         sequence_dim: along which the result is sharded; None: not at all.
     """
     if group.size() == 1:
-        return linear(x, weight, bias)
+        return F.linear(x, weight, bias)
     made: Tensor = _RowMatmul.apply(x, weight, bias, group, sequence_dim)  # type: ignore[no-untyped-call]
     return made
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b on one rank; through `_Linear` only where the weight has a `main_grad`."""
-    if getattr(weight, "main_grad", None) is None or torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    made: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return made
-
-
-class _Linear(torch.autograd.Function):
-    """F.linear whose weight gradient goes to `main_grad`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = wanted(ctx)
-        dy = _rows(dy)
-        dx = (dy @ weight.to(dy.dtype)).view(x.shape) if needs_x else None
-        dw = weight_gradient(weight, dy, _rows(x), ctx) if needs_weight else None
-        return dx, dw, dy.sum(0) if needs_bias else None
 
 
 class _ColumnMatmul(torch.autograd.Function):
@@ -140,8 +110,8 @@ class _ColumnMatmul(torch.autograd.Function):
                 reducing = start_reduce_scatter(dx, group, sequence_dim)
         rows = _rows(x if gathering is None else gathering.wait())
         gradients: list[Tensor | None] = []
-        for i, (dy, weight) in enumerate(zip(flat, weights, strict=True)):
-            gradients.append(weight_gradient(weight, dy, rows, ctx) if needs[2 * i] else None)
+        for i, dy in enumerate(flat):
+            gradients.append(weight_gradient(dy, rows) if needs[2 * i] else None)
             gradients.append(dy.sum(0) if needs[2 * i + 1] else None)
         return (reducing.wait() if reducing is not None else None, None, None, *gradients)
 
@@ -175,7 +145,7 @@ class _RowMatmul(torch.autograd.Function):
             dy = start_all_gather(dy, ctx.group, ctx.sequence_dim).wait()
         rows = _rows(dy)
         dx = (rows @ weight.to(rows.dtype)).view(x.shape) if needs_x else None
-        dw = weight_gradient(weight, rows, _rows(x), ctx) if needs_weight else None
+        dw = weight_gradient(rows, _rows(x)) if needs_weight else None
         return dx, dw, db, None, None
 
 
@@ -205,20 +175,9 @@ def _will_run(node: Any) -> bool:
         return True
 
 
-def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, ctx: Any) -> Tensor | None:
-    """∂W = ∂yᵀ x, of rows of tokens; nothing of its own where it went into `weight.main_grad`."""
-    x = x.to(dy.dtype)  # under autocast y has another dtype than x and W, and so has ∂y
-    main = claim_main_grad(weight, ctx)
-    if main is None:
-        return dy.t() @ x
-    into, overwrite, result = main
-    if into.dtype == dy.dtype:
-        into.addmm_(dy.t(), x, beta=0 if overwrite else 1)
-    elif overwrite:
-        into.copy_(dy.t() @ x)
-    else:
-        into.add_(dy.t() @ x)
-    return result
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """∂W = ∂yᵀ x, of rows of tokens."""
+    return dy.t() @ x.to(dy.dtype)  # under autocast y has another dtype than x and W, as has ∂y
 
 
 def _rows(x: Tensor) -> Tensor:

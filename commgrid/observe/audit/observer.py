@@ -23,6 +23,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
 from commgrid.copies import digest
+from commgrid.data_parallel.accumulation import owner_of
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError
 from commgrid.observe.audit.held import Held, held_by, names_of
@@ -40,7 +41,6 @@ from commgrid.observe.audit.reductions import Reductions
 from commgrid.pipeline import Pipeline
 from commgrid.runtime import torch_calls
 from commgrid.runtime.registry import get_grid, is_initialized
-from commgrid.tensor_parallel.main_grad import is_no_gradient
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -176,7 +176,7 @@ class Observer:
         for each, boxes in first_weights(self._beginning, held):
             for (_, mine), theirs in boxes:
                 mine.copy_(theirs)
-            owner = getattr(each.parameter, "main_grad_owner", None)
+            owner = owner_of(each.parameter)
             if owner is not None and owner.reducer is not None:
                 owner.reducer.weights_loaded()
 
@@ -188,22 +188,21 @@ class Observer:
 
     def _gradient_hook(self, parameter: Any) -> Callable[[Tensor], None]:
         def arrives(gradient: Tensor) -> None:
-            """The parts so far are in the parameter's buffer, or in its `.grad`."""
+            """The parts so far are in `.grad`, or in the buffer of a layer that fuses them."""
             if self.step > self.steps:
                 return
             if id(parameter) not in self._before:
                 self.record.arrived.append(str(id(parameter)))
-            total = None if is_no_gradient(gradient) else _local(gradient, parameter)
-            buffer = getattr(parameter, "main_grad", None)
-            if buffer is not None:
-                added = getattr(parameter, "grad_added_to_main_grad", False)
-                is_begun = not getattr(parameter, "overwrite_main_grad", False)
-                if added and not hasattr(parameter, "main_grad_owner"):
-                    total = None  # what others' fused layers return then means nothing
-                if is_begun or getattr(parameter, "main_grad_written", False):
-                    total = buffer.detach() if total is None else buffer.detach() + total
-            elif total is not None and type(parameter.grad) in (Tensor, DTensor):
-                earlier = _local(parameter.grad, parameter)
+            owner = owner_of(parameter)
+            slot = owner.slot if owner is not None else None
+            total = _local(gradient, parameter)
+            earlier: Any = getattr(parameter, "main_grad", None)  # Megatron-core's, or a fused layer's
+            if getattr(parameter, "grad_added_to_main_grad", False):
+                total, earlier = earlier.detach(), None  # what such a layer returns means nothing
+            elif earlier is None and (slot is None or not slot.stepped):
+                earlier = parameter.grad
+            if total is not None and type(earlier) in (Tensor, DTensor):
+                earlier = _local(earlier, parameter)
                 total = None if earlier is None else earlier + total
             if total is not None:
                 self._before[id(parameter)] = total.detach().clone()
@@ -262,7 +261,9 @@ class Observer:
             return
         chunks = held.chunks(local, start, stop)
         self.record.after[held.name] = thinned(chunks, held.shape)
-        memory = getattr(held.parameter, "main_grad", local)
+        owner = owner_of(held.parameter)
+        slot = owner.slot if owner is not None else None
+        memory = getattr(held.parameter, "main_grad", local if slot is None else slot.view)
         self.record.reduced[held.name] = self._reductions.over(memory)
 
     def _updated_tensors(self) -> dict[int, tuple[Held, int, int | None]]:
@@ -274,7 +275,7 @@ class Observer:
             main = getattr(parameter, "main_param", None)
             if isinstance(main, Tensor) and main.numel() == parameter.numel():
                 found[id(main)] = held, 0, None
-            owner = getattr(parameter, "main_grad_owner", None)
+            owner = owner_of(parameter)
             reducer = owner.reducer if owner is not None else None
             if reducer is not None and reducer.optimizer is not None:
                 for piece, tensor, _ in reducer.optimizer.parts():

@@ -1,0 +1,250 @@
+"""How the gradient of a parameter goes through a step, and what is refused on the way.
+
+    none ──backward──► local ──finish()──► reduced ──optimizer.step()──► used
+      ▲                │    ▲                  │                          │
+      │                └────┘ backward adds    └ read, clip, edit         │
+      └──── zero_grad() from any of them ─────── or the next backward ────┘
+
+`.grad` is the gradient in every state: a view of the reducer's buffer, to which backward adds in
+place. What arrives elsewhere, as after `zero_grad()`, is copied there, and `.grad` is the view
+again. With half-precision parameters and a plain optimizer, `finish` hands out a copy of the
+parameter's dtype instead. A slot says whether `.grad` is reduced, and whether a step has used it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from commgrid.data_parallel.buckets import Slot
+from commgrid.data_parallel.kept import KeptGradient
+from commgrid.errors import CommGridError
+
+if TYPE_CHECKING:
+    from commgrid.data_parallel.reducer import GradientReducer
+
+
+class Owner:
+    """Which reducer has a parameter, and in which slot; a pickle of the parameter has none."""
+
+    def __init__(self, reducer: GradientReducer, slot: Slot) -> None:
+        self._reducer, self._slot = weakref.ref(reducer), weakref.ref(slot)
+
+    @property
+    def reducer(self) -> GradientReducer | None:
+        """The reducer, if it still exists."""
+        return self._reducer()
+
+    @property
+    def slot(self) -> Slot | None:
+        """The parameter's slot, if it still exists."""
+        return self._slot()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def owner_of(parameter: Tensor) -> Owner | None:
+    """The owner of a parameter; None: no reducer has it."""
+    owner: Owner | None = getattr(parameter, "_commgrid_owner", None)
+    return owner
+
+
+def set_owner(slot: Slot, owner: Owner | None) -> None:
+    """Sets the owner of a slot's parameter, or takes it off."""
+    if owner is None:
+        vars(slot.parameter).pop("_commgrid_owner", None)
+    else:
+        slot.parameter._commgrid_owner = owner  # type: ignore[attr-defined]
+
+
+def begin(slot: Slot) -> None:
+    """Makes a parameter ready for a gradient that backward is about to add to `.grad`.
+
+    Raises:
+        CommGridError: `.grad` is reduced, and neither a step nor zero_grad() came since.
+    """
+    parameter = slot.parameter
+    if slot.reduced and parameter.grad is not None:
+        if not slot.stepped and not _is_zero(parameter.grad):
+            raise CommGridError(
+                f"backward reached {slot.placement} whose gradient finish() has reduced, and no "
+                "optimizer step or zero_grad() came since; a sum of reduced and new gradients "
+                "cannot be reduced. Wrap all microbatches of a step but the last in no_sync() and "
+                "call finish() once, or call zero_grad() to drop the reduced gradient"
+            )
+        if slot.stepped or isinstance(parameter.grad, KeptGradient):
+            parameter.grad = None
+    slot.reduced = slot.stepped = False
+    if parameter.grad_dtype != slot.view.dtype:
+        _set_grad(slot, parameter.grad, slot.view.dtype)
+
+
+def take_in(slot: Slot, *, graph: bool = False) -> None:
+    """Copies a gradient that lies elsewhere into the buffer, and points `.grad` there.
+
+    Args:
+        slot: whose `.grad` is looked at.
+        graph: also where `.grad` has a graph, as after `backward(create_graph=True)`.
+    """
+    gradient = slot.parameter.grad
+    if gradient is None or gradient is slot.view or (gradient.requires_grad and not graph):
+        return
+    _set_grad(slot, gradient.detach(), slot.view.dtype)
+
+
+def hand_out(slot: Slot, gradient: Tensor | None) -> None:
+    """Sets `.grad` to what `finish` found."""
+    parameter = slot.parameter
+    parameter.grad = None
+    if gradient is not None:
+        if parameter.grad_dtype != gradient.dtype:
+            parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
+    slot.handed_out = gradient
+    slot.reduced, slot.stepped = True, False
+
+
+def _set_grad(slot: Slot, gradient: Tensor | None, dtype: torch.dtype) -> None:
+    parameter = slot.parameter
+    parameter.grad = None
+    if parameter.grad_dtype != dtype:
+        parameter.grad_dtype = dtype
+    if gradient is not None:
+        with torch.no_grad():
+            slot.view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        parameter.grad = slot.view
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    if isinstance(gradient, KeptGradient):
+        return gradient.is_zeroed
+    return not bool(gradient.any())
+
+
+def release(slots: Iterable[Slot]) -> None:
+    """Takes what a reducer has put there off its parameters; gradients stay in `.grad`."""
+    for slot in slots:
+        parameter = slot.parameter
+        set_owner(slot, None)
+        if slot.fused:
+            for attribute in ("main_grad", "grad_added_to_main_grad", "zero_out_wgrad"):
+                vars(parameter).pop(attribute, None)
+        if isinstance(parameter.grad, KeptGradient):
+            parameter.grad = None
+        elif parameter.grad is slot.view:
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = slot.view.to(parameter.dtype, copy=True)
+
+
+# -- optimizers -------------------------------------------------------------------------------
+
+
+class StepHooks:
+    """torch's hooks of all optimizers' steps, there while any reducer is.
+
+    Before a step a gradient that is not reduced is refused; after it, gradients count as used.
+    """
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._handles: list[Any] = []
+
+    def add_user(self) -> None:
+        """Registers the hooks, if they are not."""
+        self._users += 1
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(_before_step),
+                register_optimizer_step_post_hook(_after_step),
+            ]
+
+    def remove_user(self) -> None:
+        """Takes the hooks off with the last reducer."""
+        self._users -= 1
+        if not self._users:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+
+STEP_HOOKS = StepHooks()
+
+
+def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[Slot]:
+    """The slots of the parameters that an optimizer updates, as far as reducers have them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = owner_of(parameter)
+            slot = owner.slot if owner is not None else None
+            if slot is not None:
+                yield slot
+
+
+def mark_used(optimizer: torch.optim.Optimizer) -> None:
+    """After a step, taken or skipped: the next backward begins anew."""
+    for slot in slots_of(optimizer):
+        slot.stepped = slot.reduced
+        if slot.stepped and slot.fused:  # its layer adds to zeros
+            with torch.no_grad():
+                slot.view.zero_()
+
+
+def check_reduced(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses a step with gradients of this rank alone.
+
+    Raises:
+        CommGridError: names the first such parameter.
+    """
+    for slot in slots_of(optimizer):
+        if slot.parameter.grad is not None and not slot.reduced:
+            raise CommGridError(
+                f"{type(optimizer).__name__}.step() was called while {slot.placement} has a "
+                "gradient that no finish() has reduced, so that ranks would train apart; call its "
+                "GradientReducer's finish() once a step, after the last backward and before "
+                "clipping and step()"
+            )
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    given: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    if given is None:
+        check_reduced(optimizer)
+        return None
+    closure = given
+
+    def checked() -> Any:
+        loss = closure()
+        check_reduced(optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    mark_used(optimizer)
+
+
+# -- layers of others that add to `main_grad` ---------------------------------------------------
+
+
+def fuses_gradients(module: nn.Module) -> bool:
+    """Whether a module's backward adds its weight's gradient to `weight.main_grad` itself, as
+    Megatron-core's gradient accumulation fusion and Transformer Engine do."""
+    return any(
+        getattr(module, flag, False) is True
+        for flag in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+    )
