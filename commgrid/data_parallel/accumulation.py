@@ -58,30 +58,38 @@ def owner_of(parameter: Tensor) -> Owner | None:
     return owner
 
 
-def set_owner(slot: Slot, owner: Owner | None) -> None:
-    """Sets the owner of a slot's parameter, or takes it off."""
-    if owner is None:
-        vars(slot.parameter).pop("_commgrid_owner", None)
-    else:
-        slot.parameter._commgrid_owner = owner  # type: ignore[attr-defined]
+def take_over(slot: Slot, owner: Owner) -> None:
+    """Makes a slot's reducer the owner of its parameter, and of the gradient that it has."""
+    parameter: Any = slot.parameter
+    left: bool | None = vars(parameter).pop("_commgrid_stepped", None)
+    slot.reduced = parameter.grad is None or left is not None
+    slot.stepped = bool(left)
+    slot.handed_out = parameter.grad if slot.reduced else None
+    parameter._commgrid_owner = owner
 
 
-def begin(slot: Slot) -> None:
+def begin(slot: Slot, *, after_step: bool) -> None:
     """Makes a parameter ready for a gradient that backward is about to add to `.grad`.
+
+    Args:
+        slot: the parameter's.
+        after_step: whether an optimizer has updated parameters of the reducer since `finish`;
+            then a gradient that no optimizer ever uses is dropped too.
 
     Raises:
         CommGridError: `.grad` is reduced, and neither a step nor zero_grad() came since.
     """
     parameter = slot.parameter
     if slot.reduced and parameter.grad is not None:
-        if not slot.stepped and not _is_zero(parameter.grad):
+        is_used = slot.stepped or (after_step and not slot.optimized)
+        if not is_used and not _is_zero(parameter.grad):
             raise CommGridError(
                 f"backward reached {slot.placement} whose gradient finish() has reduced, and no "
                 "optimizer step or zero_grad() came since; a sum of reduced and new gradients "
                 "cannot be reduced. Wrap all microbatches of a step but the last in no_sync() and "
                 "call finish() once, or call zero_grad() to drop the reduced gradient"
             )
-        if slot.stepped or isinstance(parameter.grad, KeptGradient):
+        if is_used or isinstance(parameter.grad, KeptGradient):
             parameter.grad = None
     slot.reduced = slot.stepped = False
     if parameter.grad_dtype != slot.view.dtype:
@@ -133,8 +141,8 @@ def _is_zero(gradient: Tensor) -> bool:
 def release(slots: Iterable[Slot]) -> None:
     """Takes what a reducer has put there off its parameters; gradients stay in `.grad`."""
     for slot in slots:
-        parameter = slot.parameter
-        set_owner(slot, None)
+        parameter: Any = slot.parameter
+        vars(parameter).pop("_commgrid_owner", None)
         if slot.fused:
             for attribute in ("main_grad", "grad_added_to_main_grad", "zero_out_wgrad"):
                 vars(parameter).pop(attribute, None)
@@ -144,6 +152,8 @@ def release(slots: Iterable[Slot]) -> None:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = slot.view.to(parameter.dtype, copy=True)
+        if slot.reduced and parameter.grad is not None:  # for the next reducer
+            parameter._commgrid_stepped = slot.stepped
 
 
 # -- optimizers -------------------------------------------------------------------------------
@@ -180,20 +190,22 @@ class StepHooks:
 STEP_HOOKS = StepHooks()
 
 
-def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[Slot]:
-    """The slots of the parameters that an optimizer updates, as far as reducers have them."""
+def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[GradientReducer, Slot]]:
+    """The parameters that an optimizer updates and reducers have."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             owner = owner_of(parameter)
-            slot = owner.slot if owner is not None else None
-            if slot is not None:
-                yield slot
+            if owner is not None:
+                reducer, slot = owner.reducer, owner.slot
+                if reducer is not None and slot is not None:
+                    yield reducer, slot
 
 
 def mark_used(optimizer: torch.optim.Optimizer) -> None:
     """After a step, taken or skipped: the next backward begins anew."""
-    for slot in slots_of(optimizer):
-        slot.stepped = slot.reduced
+    for reducer, slot in owned_by(optimizer):
+        slot.stepped, slot.optimized = slot.reduced, True
+        reducer.after_step = True
         if slot.stepped and slot.fused:  # its layer adds to zeros
             with torch.no_grad():
                 slot.view.zero_()
@@ -205,7 +217,7 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         CommGridError: names the first such parameter.
     """
-    for slot in slots_of(optimizer):
+    for _, slot in owned_by(optimizer):
         if slot.parameter.grad is not None and not slot.reduced:
             raise CommGridError(
                 f"{type(optimizer).__name__}.step() was called while {slot.placement} has a "

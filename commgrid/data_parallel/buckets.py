@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import Pending
+from commgrid.data_parallel.kept import IN_FLIGHT, IN_PARTS, KeptGradient
 from commgrid.parameters import Placement
 
 Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]
@@ -44,10 +46,12 @@ class Slot:
         kind: the dtype and device that the parameter had when the slot was made.
         reduced: whether `.grad`, if there is one, is reduced; False once backward has added to it.
         stepped: whether an optimizer has used the reduced gradient.
+        optimized: whether any optimizer ever did; some parameters are in none.
         sent: whether this rank had a gradient in the last reduction.
         used: whether any rank had one.
         handed_out: what `finish` set `.grad` to.
         held_back: a reduced gradient that waits for its step, while others are reduced.
+        kept, in_flight: what stands in `.grad` while the gradient is in parts, or being summed.
         fused: whether the parameter's layer adds to `main_grad`, which is then zero between steps.
     """
 
@@ -57,6 +61,7 @@ class Slot:
     kind: tuple[torch.dtype, torch.device] = field(init=False)
     reduced: bool = True
     stepped: bool = False
+    optimized: bool = False
     sent: bool = False
     used: bool = False
     handed_out: Tensor | None = field(default=None, repr=False)
@@ -65,6 +70,16 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.kind = (self.parameter.dtype, self.parameter.device)
+
+    @cached_property
+    def kept(self) -> KeptGradient:
+        """What stands in `.grad` while this rank has a part of the gradient only."""
+        return KeptGradient(self.view, IN_PARTS)
+
+    @cached_property
+    def in_flight(self) -> KeptGradient:
+        """What stands in `.grad` while a collective works on the gradient."""
+        return KeptGradient(self.view, IN_FLIGHT)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -91,7 +106,6 @@ class Bucket:
         shared: the group whose ranks have a bucket like it, to be summed over first; None: none.
         gradient: the flat buffer; every slot's `view` is a part of it.
         own: the range of elements this rank keeps after the reduction.
-        version: of `gradient`, when it was last written by who may.
     """
 
     slots: list[Slot]
@@ -102,7 +116,6 @@ class Bucket:
     missing: set[int] = field(default_factory=set)
     launched: bool = False
     pending: Pending | None = None
-    version: int = 0
 
     def __post_init__(self) -> None:
         for slot in self.slots:
@@ -114,7 +127,6 @@ class Bucket:
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.wait()
-            self.version = self.gradient._version
 
 
 @dataclass(eq=False)

@@ -46,6 +46,24 @@ def check_own(model: nn.Module, grid: HyperCommGrid) -> None:
                 )
 
 
+def check_grid(placements: Iterable[Placement], grid: HyperCommGrid) -> None:
+    """Refuses parameters whose layers look their groups up in another grid than the reducer.
+
+    Raises:
+        SpecError: names the parameter and both grids.
+    """
+    for placement in placements:
+        groups = [group for _, group in placement.shards]
+        groups += [g for g in (placement.partial, placement.shared) if g is not None]
+        for group in groups:
+            if group.grid_name not in ("", grid.name):
+                raise SpecError(
+                    f"{placement} is cut or summed over {group} of grid {group.grid_name!r}, and "
+                    f"its gradients are to be reduced over grid {grid.name!r}, whose ranks may "
+                    "hold other slices of it; give the layers and the GradientReducer one grid="
+                )
+
+
 def compare_models(
     lanes: Sequence[Lane], options: tuple[object, ...], model: nn.Module, grid: HyperCommGrid
 ) -> None:

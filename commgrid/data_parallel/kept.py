@@ -1,4 +1,4 @@
-"""What stands in `.grad` while a reducer keeps the gradient to itself.
+"""What stands in `.grad` while a gradient cannot be read: in parts, or being summed.
 
 Optimizers, clipping and loss scalers of others look at `.grad`. None would tell them that there is
 no gradient, so that torch's clip_grad_norm_ answers 0 and clips nothing; this raises instead.
@@ -13,21 +13,40 @@ from torch import Tensor
 
 from commgrid.errors import CommGridError
 
-_PASSING = ("zero_", "_foreach_zero_", "detach", "detach_", "requires_grad_")  # zeroing calls these
+_PASSING = ("detach", "detach_", "requires_grad_")  # zero_grad(set_to_none=False) calls them
+_ZEROING = ("zero_", "_foreach_zero_")
+
+IN_PARTS = (
+    "that a GradientReducer keeps in parts for its ShardedOptimizer; use reducer.gradient_norm() "
+    "and reducer.clip_gradients() for norms, commgrid.data_parallel.GradScaler for loss scaling, "
+    "and the ShardedOptimizer for updates; optimizer.zero_grad() or reducer.close() takes it off "
+    "the parameter"
+)
+IN_FLIGHT = (
+    "that backward has begun to sum with other ranks'; call the reducer's finish() first, then "
+    "read, clip, unscale or edit it; the reducer's zero_grad() gives the step up"
+)
 
 
 class KeptGradient(Tensor):
-    """A gradient without numbers: of the parameter's shape, and an error for whoever reads it."""
+    """A gradient without numbers: of the parameter's shape, and an error for whoever reads it.
+
+    Args:
+        gradient: whose shape, dtype and device it has.
+        why: what the error says of it: `IN_PARTS`, which may be zeroed, or `IN_FLIGHT`.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    is_zeroed = False  # by zero_grad(set_to_none=False)
+    why: str
+    is_zeroed = False
 
     @staticmethod
-    def __new__(cls, gradient: Tensor) -> KeptGradient:
+    def __new__(cls, gradient: Tensor, why: str) -> KeptGradient:
         made: KeptGradient = torch.Tensor._make_wrapper_subclass(
             cls, gradient.shape, dtype=gradient.dtype, device=gradient.device
         )
+        made.why = why
         return made
 
     @classmethod
@@ -36,19 +55,21 @@ class KeptGradient(Tensor):
     ) -> Any:
         """Raises for every operation but those that zero a gradient."""
         name = func.overloadpacket.__name__
+        listed = args[0] if isinstance(args[0], list | tuple) else args
+        kept = [arg for arg in listed if isinstance(arg, cls)]
         if name in _PASSING:
-            if "zero" in name:
-                for each in args[0] if isinstance(args[0], list | tuple) else args[:1]:
-                    each.is_zeroed = isinstance(each, cls)
             return args[0]
-        first = next((arg for arg in args if isinstance(arg, cls)), None)
-        shape = f" of shape {tuple(first.shape)}" if first is not None else ""
-        raise CommGridError(
-            f"{name} was called on a gradient{shape} that a GradientReducer keeps, in parts or for "
-            "its ShardedOptimizer; use reducer.gradient_norm() and reducer.clip_gradients() for "
-            "norms, commgrid.data_parallel.GradScaler for loss scaling, and the ShardedOptimizer "
-            "for updates; optimizer.zero_grad() or reducer.close() takes it off the parameter"
-        )
+        if name in _ZEROING and all(each.why == IN_PARTS for each in kept):
+            for each in kept:
+                each.is_zeroed = True
+            others = [
+                each for each in listed if isinstance(each, Tensor) and not isinstance(each, cls)
+            ]
+            if others:
+                torch._foreach_zero_(others)
+            return args[0]
+        shape = f" of shape {tuple(kept[0].shape)}" if kept else ""
+        raise CommGridError(f"{name} was called on a gradient{shape} {kept[0].why if kept else ''}")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"KeptGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -45,19 +45,19 @@ from commgrid.data_parallel.accumulation import (
     hand_out,
     owner_of,
     release,
-    set_owner,
     take_in,
+    take_over,
 )
 from commgrid.data_parallel.buckets import Bucket, Piece, Slot, make_lanes, pieces_of
 from commgrid.data_parallel.consistency import (
     axes_in_use,
     broadcast_values,
     changed,
+    check_grid,
     check_own,
     compare_models,
     compare_values,
 )
-from commgrid.data_parallel.kept import KeptGradient
 from commgrid.data_parallel.norm import norm_group, num_parts
 from commgrid.data_parallel.verdict import Verdict, check_finite
 from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
@@ -146,6 +146,7 @@ class GradientReducer:
                     f"{placement} has another GradientReducer already; call its close() first"
                 )
         check_own(model, self._grid)
+        check_grid(everything, self._grid)
         self.lanes, self.buckets = make_lanes(
             trained, self._group_of, shard=shard, bucket_bytes=bucket_bytes, dtype=dtype
         )
@@ -163,7 +164,7 @@ class GradientReducer:
         True with `not_finite="keep"`, which does not look."""
         self._optimizer: weakref.ref[ShardedOptimizer] | None = None
         self._next = 0
-        self._begun = self._is_exact = False
+        self._begun = self._is_exact = self.after_step = False
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
         parts = [self._parts_of(piece.slot.placement) for piece in self.pieces]
@@ -235,6 +236,14 @@ class GradientReducer:
         )  # fmt: skip
         return self._grid.get_group(*axes), "_".join(axes)
 
+    def coordinate(self) -> dict[str, int]:
+        """This rank's place along the axes on which ranks keep different gradients."""
+        spec = self._grid.spec
+        alike: set[str] = set()
+        if not self.shard:
+            alike = set(spec.definitions[spec.resolve_name(self._name)].axes)
+        return {axis: i for axis, i in self._grid.coordinate.items() if axis not in alike}
+
     def cut_over(self, placement: Placement) -> str | None:
         """The group whose ranks each keep a part of a parameter's gradient; None: all keep it."""
         return self._group_of(placement)[1] if self.shard else None
@@ -273,13 +282,22 @@ class GradientReducer:
     def _attach(self, bucket: Bucket, index: int) -> tuple[Any, ...]:
         slot = bucket.slots[index]
         parameter: Any = slot.parameter
-        set_owner(slot, Owner(self, slot))
-        slot.reduced = parameter.grad is None
+        take_over(slot, Owner(self, slot))
         me = weakref.ref(self)
 
         def before(_: tuple[Tensor | None, ...]) -> tuple[None] | None:
+            reducer = me()
+            if reducer is None:
+                return None
+            if bucket.launched:
+                raise CommGridError(
+                    f"backward reached {slot.placement} again before finish(); call finish() after "
+                    "each backward, wrap all microbatches but the last in no_sync(), checkpoint "
+                    "activations with use_reentrant=False, and give a step up with the reducer's "
+                    "zero_grad()"
+                )
             was_zeroed = parameter.grad is None and not slot.reduced
-            begin(slot)
+            begin(slot, after_step=reducer.after_step)
             if not slot.fused or not parameter.grad_added_to_main_grad:
                 return None
             parameter.grad_added_to_main_grad = False
@@ -314,13 +332,6 @@ class GradientReducer:
         optimizer = self.optimizer
         if optimizer is not None:
             optimizer.check_whole(bucket, slot.placement)
-        if self._synchronizing and bucket.launched:
-            raise CommGridError(
-                f"backward reached {slot.placement} again before finish(); call finish() after "
-                "each backward, wrap all microbatches but the last in no_sync(), checkpoint "
-                "activations with use_reentrant=False, and give a step up with the reducer's "
-                "zero_grad()"
-            )
         take_in(slot)
         if not self._synchronizing:
             return
@@ -341,7 +352,10 @@ class GradientReducer:
                 bucket.pending = self._start_shared(bucket, bucket.shared)
             elif bucket.group.size() > 1:
                 bucket.pending = self._start(bucket)
-            bucket.version = bucket.gradient._version
+            if bucket.pending is not None:
+                for slot in bucket.slots:
+                    if slot.sent:
+                        slot.parameter.grad = slot.in_flight
 
     @staticmethod
     @torch.no_grad()
@@ -423,30 +437,27 @@ class GradientReducer:
         self.is_finite = self._verdict.is_finite
         if divisor != 1 and self.buckets:
             torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisor)
-        skips = self._not_finite == "skip" and not self.is_finite
+        skips, self.after_step = self._not_finite == "skip" and not self.is_finite, False
         self._reset()
         for bucket in self.buckets:
             self._hand_out(bucket, skips)
         wrong = wrong or changed(self.model, self.slots)
-        if wrong is None and self._not_finite == "raise" and not self.is_finite:
-            wrong = check_finite(self.pieces, self._verdict.whole, self.model)
+        if self._not_finite == "raise" and not self.is_finite:  # so say all ranks, so all go there
+            told = check_finite(self.pieces, self._verdict.whole, self.model)
+            wrong = wrong or told
         if wrong is not None:
             raise wrong
 
     def _changed_after_sending(self) -> CommGridError | None:
-        """The error of an edit, such as clipping, that the sum under way does not have."""
+        """The error of a gradient that was taken off while its sum was under way."""
         for bucket in self.buckets:
-            if not bucket.launched:
-                continue
-            replaced = [s for s in bucket.slots if s.sent and s.parameter.grad is not s.view]
-            if replaced or bucket.gradient._version != bucket.version:
-                first, *others = replaced or bucket.slots
-                more = f" or of {len(others)} more parameters" if others else ""
-                return CommGridError(
-                    f"the gradient of {first.placement}{more} was changed after backward had sent "
-                    "it to other ranks, and before finish(); clip, unscale and edit gradients "
-                    "after finish(), and give a step up with the reducer's zero_grad()"
-                )
+            for slot in bucket.slots if bucket.pending is not None else ():
+                if slot.sent and slot.parameter.grad is not slot.in_flight:
+                    return CommGridError(
+                        f".grad of {slot.placement} was set after backward had begun to sum it "
+                        "with other ranks', and before finish(); change gradients after finish(), "
+                        "and give a step up with the reducer's zero_grad()"
+                    )
         return None
 
     def _check_before_finish(self) -> None:
@@ -501,7 +512,8 @@ class GradientReducer:
                 slot.view.copy_(held_back)  # type: ignore[arg-type]
                 slot.used = True
             elif self.shard:
-                hand_out(slot, KeptGradient(slot.view))
+                slot.kept.is_zeroed = False
+                hand_out(slot, slot.kept)
             elif copies is not None:
                 hand_out(slot, slot.of(copies))
             else:

@@ -319,6 +319,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._set_options()
         return {
             "layout": self._layout(),
+            "coordinate": self._reducer.coordinate(),
             "inner": self._inner.state_dict(),
             "masters": [
                 self._masters[id(piece)].detach().clone() for piece in self._reducer.pieces
@@ -342,6 +343,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"this optimizer state was saved for other parts of the parameters: it has "
                 f"{differing[0]} where this rank has {differing[1]} (name, start, stop); load it "
                 "on the same rank of the same grid"
+            )
+        saved, own = state_dict.get("coordinate"), self._reducer.coordinate()
+        if saved not in (None, own):  # None: of an earlier release
+            raise ShapeError(
+                f"this optimizer state was saved at {saved} of its grid and is loaded at {own}, "
+                "where parameters are other slices or other parts; load each rank's own state, or "
+                "save and load with commgrid.checkpoint, which fits any grid"
             )
         self._inner.load_state_dict(state_dict["inner"])
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):

@@ -31,7 +31,7 @@ class _Told:
         lane: whose slots' flags come first, and then whether this rank counts nothing; None: no
             lane goes over this group, which only adds up counts.
         start, stop: its part.
-        count: where the count is; None: not here.
+        count: where the count is, and after it whether one was given; None: not here.
     """
 
     group: ProcessGroup
@@ -117,7 +117,7 @@ class Verdict:
             if told.lane is not None:
                 listed += [*(float(slot.sent) for slot in told.lane.slots), absent]
             if told.count is not None:
-                listed.append(float(known))
+                listed += [float(known), float(count is not None)]
         made = torch.tensor(listed, dtype=torch.float64, pin_memory=self._device.type == "cuda")
         numbers = made.to(self._device, non_blocking=True)
         if isinstance(count, Tensor):  # which the host need not know
@@ -132,13 +132,21 @@ class Verdict:
     def _divisor(
         self, count: float | Tensor | None, heard: Sequence[float]
     ) -> tuple[float, CommGridError | None]:
+        size = self._group.size()
+        place = next(told.count for told in self._told if told.count is not None)
+        total, given = heard[place], heard[place + 1]
+        if 0 < given < size:
+            return 1.0, GridMismatchError(
+                f"finish(count={count}): {int(given)} of the {size} ranks of group "
+                f"{self._name!r} ({dist.get_process_group_ranks(self._group)}) gave a count and "
+                "the others gave none; give count= on every rank or on none"
+            )
         if count is None:
-            return float(self._group.size()), None
-        total = next(heard[told.count] for told in self._told if told.count is not None)
+            return float(size), None
         if total > 0:
             return total, None
         return 1.0, ShapeError(
-            f"finish(count={count}): the counts of the {self._group.size()} ranks of group "
+            f"finish(count={count}): the counts of the {size} ranks of group "
             f"{self._name!r} add up to {total:g}; expected above 0"
         )
 
@@ -176,10 +184,10 @@ def _lay_out(lanes: Sequence[Lane], group: ProcessGroup) -> list[_Told]:
     for lane in lanes:
         start, end = end, end + len(lane.slots) + 1
         count = end if lane.group == group else None
-        end += count is not None
+        end += 2 * (count is not None)
         found.append(_Told(lane.group, lane, start, end, count))
     if all(told.count is None for told in found):
-        found.append(_Told(group, None, end, end + 1, end))
+        found.append(_Told(group, None, end, end + 2, end))
     return found
 
 

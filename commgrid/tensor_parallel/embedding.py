@@ -229,7 +229,9 @@ class _Embed(torch.autograd.Function):
         # Many tokens of one row: added up in fp32, rounded to the dtype of `.grad` once.
         exact = torch.promote_types(weight.dtype, torch.float32)
         made = torch.zeros_like(weight, dtype=exact).index_add_(0, rows, dy.to(exact))
-        return None, made.to(weight.grad_dtype), None, None
+        keeps_fp32 = weight.is_leaf and not torch.compiler.is_compiling()
+        dtype = weight.grad_dtype if keeps_fp32 else weight.dtype
+        return None, made.to(dtype), None, None
 
 
 class _Without(torch.autograd.Function):

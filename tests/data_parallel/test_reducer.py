@@ -235,6 +235,7 @@ def idle() -> None:
     x = torch.ones(1, 2, dtype=torch.float64)
     (model["used"](x) + model["once"](x)).sum().backward()
     reducer.finish(count=1)
+    model.zero_grad()
     if grid.rank == 0:
         (3 * model["used"](x)).sum().backward()
     reducer.finish(count=1 - grid.rank)
@@ -259,7 +260,7 @@ def lopsided() -> str:
     loss.backward()
     with pytest.raises(GridMismatchError) as caught:
         reducer.finish()
-    # The next step is not harmed by it.
+    model.zero_grad()  # the next step is not harmed by it
     (model["used"](torch.ones(1, 2)).sum() + model["sometimes"](torch.ones(1, 2)).sum()).backward()
     reducer.finish()
     assert model["sometimes"].weight.grad is not None
@@ -356,13 +357,17 @@ def changed() -> None:
     reducer.finish()
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
     # A norm that cannot see the gradients says so.
-    reducer.keeps_gradients = True
+    reducer.close()
+    model.zero_grad()
+    reducer = GradientReducer(model, shard=True)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
     model(x).sum().backward()
     reducer.finish()
     with pytest.raises(CommGridError, match="is kept by its GradientReducer"):
         gradient_norm(model)
     with pytest.raises(ShapeError, match=r"max_norm=-1\): expected above 0"):
         clip_gradients(model, -1)
+    optimizer.step()
 
 
 def test_what_would_go_unnoticed_is_an_error() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import commgrid
-from commgrid import CheckpointError, GridMismatchError, SpecError, checkpoint
+from commgrid import CheckpointError, CommGridError, GridMismatchError, SpecError, checkpoint
 from commgrid.data_parallel import GradientReducer, GradScaler, ShardedOptimizer
 from commgrid.parameters import mark_parameters
 from commgrid.pipeline import Pipeline
@@ -92,7 +92,12 @@ def closed() -> None:
             assert gradient.abs().max() == 1.0
             reducer.close()
             assert keeper is None or model.bias.grad is None
-        model.zero_grad()
+            again = GradientReducer(model)
+            if not kept:  # which it left in `.grad`
+                with pytest.raises(CommGridError, match=r"reached .* no optimizer step or zero_gr"):
+                    model(ONES).sum().backward()
+            again.close()
+            model.zero_grad()
     model.double()
 
 

@@ -52,7 +52,7 @@ def test_gradients(gated: bool) -> None:
     alone(gradients, gated)
 
 
-def kernel(dtype: torch.dtype, main_grad: bool) -> None:
+def kernel(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     made = GroupedExperts(16, 32, 4, gated=True, activation=F.silu, dtype=dtype)
     x, weights = torch.randn(10, 16, dtype=dtype), torch.rand(10)
@@ -61,24 +61,19 @@ def kernel(dtype: torch.dtype, main_grad: bool) -> None:
     for at_once in (False, True):
         experts.at_once = lambda *_, at_once=at_once: at_once  # type: ignore[misc]
         made.zero_grad()
-        for parameter in made.parameters():
-            if main_grad:
-                parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
         r, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
         y = made(r, w, [3, 0, 6, 1])
         y.backward(upstream)
-        kept = [p.main_grad if main_grad else p.grad for p in made.parameters()]  # type: ignore[attr-defined]
-        found.append([y.detach(), r.grad, w.grad, *kept])
+        found.append([y.detach(), r.grad, w.grad, *(p.grad for p in made.parameters())])
     # The same products summed in another order.
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, **close)
 
 
-@pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_kernel_for_all_experts_equals_the_loop(dtype: torch.dtype, main_grad: bool) -> None:
-    alone(kernel, dtype, main_grad)
+def test_one_kernel_for_all_experts_equals_the_loop(dtype: torch.dtype) -> None:
+    alone(kernel, dtype)
 
 
 def several_backwards() -> None:

@@ -162,7 +162,7 @@ def test_microbatches_may_be_finished_in_any_order() -> None:
     assert w.grad.tolist() == [3.0, 3.0, 3.0]
 
 
-def layers(sequence_parallel: bool, main_grad: bool) -> None:
+def layers(sequence_parallel: bool) -> None:
     """commgrid's own layers, whose nodes also communicate, compute each gradient once."""
     commgrid.initialize(tp=2)
     torch.manual_seed(0)
@@ -173,8 +173,6 @@ def layers(sequence_parallel: bool, main_grad: bool) -> None:
     for split in (False, True):
         for p in (*up.parameters(), *down.parameters()):
             p.grad = None
-            if main_grad:
-                p.main_grad, p.overwrite_main_grad = torch.zeros_like(p), True  # type: ignore[attr-defined]
         leaf = x.clone().requires_grad_()
         edge = get_gradient_edge(down(F.gelu(up(leaf))))
         upstream = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
@@ -182,19 +180,14 @@ def layers(sequence_parallel: bool, main_grad: bool) -> None:
             weights = backward_input([edge], [upstream], [leaf])
             for layer in (up, down):
                 assert layer.weight.grad is None
-                assert not main_grad or not layer.weight.main_grad.any()
             weights()
         else:
             torch.autograd.backward([edge], [upstream])
-        kept = [leaf.grad]
-        for p in (*up.parameters(), *down.parameters()):
-            kept.append(p.main_grad if main_grad and p.grad is None else p.grad)  # type: ignore[attr-defined]
-        found.append(kept)
+        found.append([leaf.grad, *(p.grad for p in (*up.parameters(), *down.parameters()))])
     for whole, halves in zip(*found, strict=True):
         torch.testing.assert_close(halves, whole, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_layers_over_a_group(sequence_parallel: bool, main_grad: bool) -> None:
-    run_on_ranks(layers, 2, sequence_parallel, main_grad)
+def test_layers_over_a_group(sequence_parallel: bool) -> None:
+    run_on_ranks(layers, 2, sequence_parallel)

@@ -393,6 +393,7 @@ def launches(name: str, num_chunks: int) -> bool:
     inputs, targets, kwargs = data(4)
     for _ in range(2):
         started.clear()
+        model.zero_grad()
         pipeline.step(inputs, targets, kwargs=kwargs)
         last = [
             span for action, span in pipeline.spans.items()

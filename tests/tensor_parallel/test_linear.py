@@ -163,42 +163,6 @@ def test_gradcheck() -> None:
     run_on_ranks(lockstep, 2)
 
 
-def main_grads() -> None:
-    commgrid.initialize(tp=2)
-    for sequence_parallel in (False, True):
-        for group in ("tp", "pp"):  # of 2 ranks, and of one
-            options = {"sequence_parallel": sequence_parallel, "group": group, "bias": False}
-            layers = [ColumnParallelLinear(4, 8, **options), RowParallelLinear(8, 4, **options)]
-            for dtype in (torch.float32, torch.float64):
-                model = nn.ModuleList(layers)
-                initialize_parameters(model, seed=0)
-                x = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(1))
-                model[1](model[0](x)).square().sum().backward()
-                plain = [p.grad.clone() for p in model.parameters()]
-                for overwrite in (False, True):
-                    model.zero_grad()
-                    for parameter in model.parameters():
-                        parameter.main_grad = torch.ones_like(parameter, dtype=dtype)
-                        parameter.overwrite_main_grad = overwrite
-                        if overwrite:  # whoever sets this expects a gradient that means nothing
-                            parameter.grad_added_to_main_grad = False
-                    for _ in range(2):
-                        model[1](model[0](x)).square().sum().backward()
-                    for parameter, expected in zip(model.parameters(), plain, strict=True):
-                        if overwrite:
-                            assert parameter.grad_added_to_main_grad
-                            assert not parameter.grad.any()
-                            del parameter.grad_added_to_main_grad
-                        else:
-                            assert parameter.grad is None
-                        close(parameter.main_grad.float() - float(not overwrite), 2 * expected)
-                        del parameter.main_grad
-
-
-def test_weight_gradients_go_to_main_grad() -> None:
-    run_on_ranks(main_grads, 2)
-
-
 def tied() -> None:
     grid = commgrid.initialize(tp=2)
     owner = ColumnParallelLinear(4, 8, bias=False)

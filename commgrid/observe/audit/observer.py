@@ -196,7 +196,8 @@ class Observer:
             owner = owner_of(parameter)
             slot = owner.slot if owner is not None else None
             total = _local(gradient, parameter)
-            earlier: Any = getattr(parameter, "main_grad", None)  # Megatron-core's, or a fused layer's
+            # Megatron-core's, or of a layer that fuses its gradient.
+            earlier: Any = getattr(parameter, "main_grad", None)
             if getattr(parameter, "grad_added_to_main_grad", False):
                 total, earlier = earlier.detach(), None  # what such a layer returns means nothing
             elif earlier is None and (slot is None or not slot.stepped):
