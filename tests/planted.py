@@ -200,11 +200,12 @@ MUTANTS = (
         ("tests/tensor_parallel/test_linear.py::test_a_block_equals_the_unsharded_one[2]",),
     ),
     Mutant(
-        "main_grad keeps the gradient of the step before",
-        "commgrid/tensor_parallel/matmul.py",
-        "beta=0 if overwrite else 1",
-        "beta=1",
-        ("tests/tensor_parallel/test_linear.py::test_weight_gradients_go_to_main_grad",),
+        "a step begins with the gradient of the step before",
+        "commgrid/data_parallel/accumulation.py",
+        "        if is_used or isinstance(parameter.grad, KeptGradient):\n"
+        "            parameter.grad = None\n",
+        "",
+        ("tests/data_parallel/test_step_states.py::test_two_optimizers_share_a_model",),
     ),
     # -- data_parallel -----------------------------------------------------------------------
     Mutant(
@@ -231,8 +232,8 @@ MUTANTS = (
     Mutant(
         "the buffer of a parameter without gradient keeps the step before",
         "commgrid/data_parallel/reducer.py",
-        "            zero(slot for slot in bucket.slots if not slot.arrived)\n",
-        "",
+        "torch._foreach_zero_(absent)",
+        "pass",
         (
             "tests/data_parallel/test_reducer.py::test_nothing_of_the_step_before_is_added_where_there_is_no_gradient",
         ),
@@ -250,8 +251,8 @@ MUTANTS = (
     Mutant(
         "half-precision weights are not written back after a step",
         "commgrid/data_parallel/sharded_optimizer.py",
-        "torch._foreach_copy_([weight for weight, _ in self._half], [m for _, m in self._half])",
-        "self._loaded.clear()",
+        "torch._foreach_copy_([w for _, w, _ in self._half], [m for *_, m in self._half])",
+        "pass",
         (
             "tests/data_parallel/test_sharded_optimizer.py::test_half_precision_weights_follow_their_fp32_copies",
         ),

@@ -282,7 +282,7 @@ def test_an_edit_before_finish_that_would_be_lost_is_refused(
 
 @pytest.mark.ranks(2)
 def test_two_optimizers_share_a_model(grid: HyperCommGrid) -> None:
-    """One steps after the other, one skips steps, and a third of the parameters is in neither."""
+    """One has no zero_grad, one skips steps, and a third of the parameters is in neither."""
     names = ("one", "two", "none")
     model = nn.ModuleDict({name: model_of() for name in names})
     reducer = GradientReducer(model)
@@ -294,6 +294,7 @@ def test_two_optimizers_share_a_model(grid: HyperCommGrid) -> None:
         if step == 0:
             for name in names:
                 same(model[name], mean_gradient(0))
+        same(model["none"], mean_gradient(step))
         first.step()
         if step % 2:
             second.step()
