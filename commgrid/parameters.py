@@ -8,6 +8,7 @@ a parameter are lost when a model is deep-copied.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -236,10 +237,10 @@ def placements(model: nn.Module) -> Iterator[Placement]:
             partial, shape = mark.partial, tuple(parameter.shape)
             if isinstance(module, ShardedModule):
                 shards, shape = module.shards_of(name), module.full_shape(name)
-                if shards:
-                    partial = None
-                elif name in module.partial:
+                if name in module.partial:
                     partial = module.group
+                elif partial is not None and partial.name in _names_of(module, shards):
+                    partial = None  # the layer knows better than a mark of what it is in
             full = f"{prefix}.{name}" if prefix else name
             placement = Placement(full, parameter, shards, partial, mark.region, shape, mark.shared)
             first = found.setdefault(id(parameter), placement)
@@ -250,6 +251,11 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                     "sums, region and copies"
                 )
     yield from found.values()
+
+
+def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> set[str]:
+    """The groups of which a layer says itself how a parameter lies over them."""
+    return {module.group.name, *(group.name for _, group in shards)}
 
 
 def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None:
@@ -266,8 +272,21 @@ def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None
                     f"DistributedDataParallel over {describe_ranks(ranks)} would make "
                     f"{placement} equal on {describe_ranks(both)}, which have different slices "
                     f"of it, cut along dim {dim} over {group.name!r}; give it the ranks that have "
-                    "copies, process_group=commgrid.get_group('dp_cp'), or use GradientReducer"
+                    f"copies: {_copies_group(group)}, or use GradientReducer"
                 )
+
+
+def _copies_group(cut: GroupRef) -> str:
+    """What to give DistributedDataParallel where a parameter is cut over a group."""
+    grid = get_grid(cut.grid_name or "default")
+    spec = grid.spec
+    with suppress(LookupError):
+        axes = set(spec.definitions[spec.resolve_name(cut.name)].axes)
+        region = next(r for r in spec.regions if axes <= set(r.axes))
+        rest = [a for a in reversed(region.axes) if a not in axes | {"pp"} and grid.size(a) > 1]
+        if rest:
+            return f"process_group=commgrid.get_group({'_'.join(rest)!r})"
+    return "here no other rank has one"
 
 
 def _mark_of(prefix: str, module: nn.Module, marks: Mapping[str, Mark]) -> Mark:

@@ -46,7 +46,7 @@ def test_ddp_would_copy_a_slice_over_another() -> None:
     assert [re.search(r"equal on ranks (\S+),", line)[1] for line in said] == [  # type: ignore[index]
         "0-1", "0-1", "2-3", "2-3"
     ]  # fmt: skip
-    assert "process_group=commgrid.get_group('dp_cp')" in said[0]
+    assert "process_group=commgrid.get_group('dp')" in said[0]
     assert run_on_ranks(ddp_over, 4, "dp", backend=None, launcher="torchrun") == ["taken"] * 4
 
 

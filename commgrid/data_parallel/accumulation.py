@@ -217,7 +217,9 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         CommGridError: names the first such parameter.
     """
-    for _, slot in owned_by(optimizer):
+    reducers: dict[GradientReducer, None] = {}
+    for reducer, slot in owned_by(optimizer):
+        reducers[reducer] = None
         if slot.parameter.grad is not None and not slot.reduced:
             raise CommGridError(
                 f"{type(optimizer).__name__}.step() was called while {slot.placement} has a "
@@ -225,6 +227,8 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
                 "GradientReducer's finish() once a step, after the last backward and before "
                 "clipping and step()"
             )
+    for reducer in reducers:
+        reducer.before_step()
 
 
 def _before_step(

@@ -59,6 +59,7 @@ from commgrid.data_parallel.consistency import (
     compare_values,
 )
 from commgrid.data_parallel.norm import norm_group, num_parts
+from commgrid.data_parallel.replica_gradients import ReplicaGradients
 from commgrid.data_parallel.verdict import Verdict, check_finite
 from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, placements
@@ -178,6 +179,7 @@ class GradientReducer:
             for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes
         )  # fmt: skip
         _REDUCERS.add(self)
+        self._replicas = ReplicaGradients(self.pieces, self._grid, self._summed_axes, used)
         self._set_up_fused(model)
         self._handles = [
             self._attach(bucket, index)
@@ -235,6 +237,19 @@ class GradientReducer:
             for axis in spec.definitions[spec.resolve_name(part)].axes
         )  # fmt: skip
         return self._grid.get_group(*axes), "_".join(axes)
+
+    def _summed_axes(self, placement: Placement) -> set[str]:
+        """Over which a gradient is summed; all of them for a group that lists its ranks."""
+        spec = self._grid.spec
+        definition = spec.definitions[spec.resolve_name(self._group_of(placement)[1])]
+        if definition.lists is not None:
+            return {axis for region in spec.regions for axis in region.axes}
+        return set(definition.axes)
+
+    def before_step(self) -> None:
+        """Called as an optimizer is about to use gradients."""
+        if not self.after_step:
+            self._replicas.before_step(self.held)
 
     def coordinate(self) -> dict[str, int]:
         """This rank's place along the axes on which ranks keep different gradients."""
@@ -442,6 +457,8 @@ class GradientReducer:
         for bucket in self.buckets:
             self._hand_out(bucket, skips)
         wrong = wrong or changed(self.model, self.slots)
+        told = self._replicas.compare(self.held)
+        wrong = wrong or told
         if self._not_finite == "raise" and not self.is_finite:  # so say all ranks, so all go there
             told = check_finite(self.pieces, self._verdict.whole, self.model)
             wrong = wrong or told

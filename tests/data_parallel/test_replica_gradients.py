@@ -1,0 +1,124 @@
+"""Copies along tp whose gradients nobody sums: equal, or an error that names the parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commgrid import CommGridError, GridMismatchError
+from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.data_parallel import replica_gradients as module
+from commgrid.parameters import mark_parameters
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, initialize_parameters
+
+
+class Block(nn.Module):
+    """A norm that sees a slice of the sequence, and a zero-initialised scale behind the layers."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"sequence_parallel": True, "dtype": dtype}
+        self.norm = nn.LayerNorm(4, dtype=dtype)
+        self.up = ColumnParallelLinear(4, 8, **options)
+        self.down = RowParallelLinear(8, 4, **options)
+        initialize_parameters(self, seed=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)))
+
+
+def x_of(grid: HyperCommGrid, dtype: torch.dtype = torch.float64) -> Tensor:
+    """This rank's slice of a sequence of 4."""
+    x = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return x.chunk(2)[grid.get_local_rank("tp")]
+
+
+@pytest.mark.ranks(4, tp=2)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_forgotten_mark_is_named(grid: HyperCommGrid, shard: bool) -> None:
+    model = Block()
+    reducer = GradientReducer(model, shard=shard)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    model(x_of(grid)).square().sum().backward()
+    with pytest.raises(
+        GridMismatchError,
+        match=r"norm\.\w+ of shape \(4,\) has another gradient on each rank of group 'tp' \(ranks "
+        r".* mark_parameters\(module, partial='tp'\)|^other ranks have copies",
+    ):
+        reducer.finish()
+    optimizer.zero_grad()
+
+
+@pytest.mark.ranks(4, tp=2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_right_is_not_accused_and_costs_nothing_later(
+    grid: HyperCommGrid, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Block(dtype)
+    mark_parameters(model.norm, partial="tp")
+    scale = nn.Parameter(torch.zeros(4, dtype=dtype))  # the layers have no gradient at first
+    model.register_parameter("scale", scale)
+    reducer = GradientReducer(model)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    compared: list[int] = []
+    fingerprints = module._fingerprints
+
+    def counted(gradients: Any) -> Tensor:
+        compared.append(len(gradients))
+        return fingerprints(gradients)
+
+    monkeypatch.setattr(module, "_fingerprints", counted)
+    for _ in range(4):
+        y = model(x_of(grid, dtype))
+        whole = torch.cat([torch.zeros_like(y), y] if grid.get_local_rank("tp") else [y])
+        (whole[-2:] * scale.detach()).sum().backward()
+        scale.grad = torch.ones_like(scale, dtype=scale.grad_dtype)
+        reducer.finish()
+        reducer.clip_gradients(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    # Armed are the scale and the row layer's bias, which is partial here and so is not.
+    assert compared[0] == 1
+    assert len(compared) == 2  # after finish, and before the step
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_torchs_clipping_over_slices_is_named_in_the_next_step(grid: HyperCommGrid) -> None:
+    model = nn.Sequential(ColumnParallelLinear(4, 8), RowParallelLinear(8, 4))
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    for step in range(2):
+        model(x).square().sum().backward()
+        if step:
+            with pytest.raises(
+                CommGridError,
+                match=r"1\.bias of shape \(4,\) has another gradient on each rank of group 'tp' .* "
+                r"as torch's clip_grad_norm_ is where ranks have slices",
+            ):
+                reducer.finish()
+        else:
+            reducer.finish()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.ranks(4, tp=2)
+def test_a_mark_does_not_reach_into_layers_that_know_better(grid: HyperCommGrid) -> None:
+    """The whole block is marked; the row layer's bias is a copy, whose gradient is whole."""
+    layers = [ColumnParallelLinear(4, 8, dtype=torch.float64) for _ in range(1)]
+    block = nn.Sequential(*layers, RowParallelLinear(8, 4, dtype=torch.float64))
+    model = mark_parameters(block, partial="tp")
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    model(torch.ones(5, 4, dtype=torch.float64)).sum().backward()
+    reducer.finish()
+    bias = model[1].bias.grad
+    assert isinstance(bias, Tensor)
+    assert bias.tolist() == [5.0] * 4
