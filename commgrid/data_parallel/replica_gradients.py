@@ -36,7 +36,7 @@ from commgrid.runtime.grid import HyperCommGrid
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 _HALF = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
 _NEGLIGIBLE = 1e-5  # of the largest norm: what may be nothing but rounding
-_MOST_STEPS = 100  # in which a gradient is waited for
+_MOST_STEPS = 20  # in which a gradient is waited for
 
 
 @dataclass
