@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from commgrid.collectives.group_ref import GroupRef
@@ -243,6 +244,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                     partial = None  # the layer knows better than a mark of what it is in
             full = f"{prefix}.{name}" if prefix else name
             placement = Placement(full, parameter, shards, partial, mark.region, shape, mark.shared)
+            _check_mesh(placement)
             first = found.setdefault(id(parameter), placement)
             if _told(first) != _told(placement):
                 raise SpecError(
@@ -251,6 +253,27 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                     "sums, region and copies"
                 )
     yield from found.values()
+
+
+def _check_mesh(placement: Placement) -> None:
+    """Refuses what FSDP2 has sharded over ranks that hold different slices of a parameter.
+
+    Raises:
+        SpecError: names parameter and ranks.
+    """
+    parameter: Any = placement.parameter
+    if not isinstance(parameter, DTensor):
+        return
+    ranks = parameter.device_mesh.mesh.flatten().tolist()
+    for dim, group in placement.shards:
+        both = sorted(set(dist.get_process_group_ranks(group.group)) & set(ranks))
+        if len(both) > 1:
+            raise SpecError(
+                f"fully_shard over {describe_ranks(ranks)} has taken {placement} for one parameter "
+                f"of all of them, but {describe_ranks(both)} have different slices of it, cut "
+                f"along dim {dim} over {group.name!r}; give it the ranks that have copies, "
+                "mesh=grid.device_mesh('dp_cp'), for experts grid.device_mesh('edp')"
+            )
 
 
 def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> set[str]:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 
 from commgrid.data_parallel.buckets import Slot
 from commgrid.data_parallel.kept import KeptGradient
-from commgrid.errors import CommGridError
+from commgrid.errors import CommGridError, SpecError
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer
@@ -211,6 +211,31 @@ def mark_used(optimizer: torch.optim.Optimizer) -> None:
                 slot.view.zero_()
 
 
+_OF_WHOLE_MATRICES = frozenset(
+    ("adafactor", "galore", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap")
+)  # optimizers whose update of an element depends on others, by what their names contain
+
+
+def check_slices(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses a step of an optimizer that needs whole matrices over slices.
+
+    Raises:
+        SpecError: names the first slice.
+    """
+    name = type(optimizer).__name__
+    if not any(part in name.lower() for part in _OF_WHOLE_MATRICES):
+        return
+    for _, slot in owned_by(optimizer):
+        if slot.placement.num_slices > 1:
+            group = slot.placement.shards[0][1]
+            raise SpecError(
+                f"{name} does not update elements one by one, and {slot.placement} is a slice over "
+                f"group {group.name!r}, whose update would be another one than the whole "
+                "parameter's; give it whole matrices only, and slices to an element-wise "
+                "optimizer such as AdamW"
+            )
+
+
 def check_reduced(optimizer: torch.optim.Optimizer) -> None:
     """Refuses a step with gradients of this rank alone.
 
@@ -235,6 +260,7 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     given: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    check_slices(optimizer)
     if given is None:
         check_reduced(optimizer)
         return None

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from commgrid.collectives.objects import gathered
+from commgrid.data_parallel.consistency import axes_in_use
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.parameters import Placement, placements
@@ -57,18 +59,30 @@ def gradient_norm(
                 "GradientReducer; ask that one: reducer.gradient_norm(), reducer.clip_gradients()"
             )
     held = []
-    for placement in placements(model):
+    everything = list(placements(model))
+    for placement in everything:
         gradient = placement.parameter.grad
         if gradient is not None:
+            gradient = _summed(gradient)
             held.append((local_of(gradient), num_parts(placement, grid) * _num_shards(gradient)))
     if sharded is None:
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return total_norm(held, norm_group(grid, data, sharded=sharded), device_of(model))
+    used = axes_in_use(everything, grid, data)
+    return total_norm(held, norm_group(grid, data, used, sharded=sharded), device_of(model))
 
 
 def local_of(gradient: Tensor) -> Tensor:
     """The gradient, or this rank's part where it is a DTensor, as FSDP2 leaves it."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _summed(gradient: Tensor) -> Tensor:
+    """The gradient; of a DTensor that is a partial sum, the sum."""
+    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+        kinds = [Replicate() if p.is_partial() else p for p in gradient.placements]
+        with torch.no_grad():
+            return gradient.redistribute(placements=kinds)
+    return gradient
 
 
 def _num_shards(gradient: Tensor) -> int:
@@ -116,23 +130,39 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+_KNOWN = frozenset(
+    ("tp", "pp", "dp", "cp", "ep", "etp", "edp", "dp_replicate", "dp_shard")
+)  # along others, the user's own, each index may have a model of its own
+
+
 def norm_group(
-    grid: HyperCommGrid, data: str | None, *, sharded: bool = False
+    grid: HyperCommGrid, data: str | None, used: set[str] | None = None, *, sharded: bool = False
 ) -> ProcessGroup | None:
     """The ranks that together hold every gradient; None: this one does.
 
     The same answer on every rank, whatever layers it happens to have: the axes beside the data
-    axes, or the whole grid where gradients are sharded or experts fold over other axes.
+    axes, or the whole grid where gradients are sharded or experts fold over other axes. An axis of
+    the user's own is among them where a layer or the data group names it.
 
     Args:
         data: the name of the data-parallel group; None: unknown, which takes the whole grid.
+        used: the axes that layers and data groups of this rank name (`axes_in_use`); None: all.
         sharded: whether each rank of it holds a part of the gradients.
     """
     dense = grid.spec.regions[0].axes
     taken: tuple[str, ...] = ()
     if data is not None and not sharded and len(grid.spec.regions) == 1:
         taken = grid.spec.definitions[grid.spec.resolve_name(data)].axes
-    axes = [axis for axis in dense if axis not in taken and grid.size(axis) > 1]
+    apart = {axis for axis in dense if axis not in _KNOWN and grid.size(axis) > 1}
+    if apart and used is not None:
+        named = sorted(apart & used)
+        everyone = grid.get_group(*(axis for axis in dense if grid.size(axis) > 1))
+        if grid.size("pp") > 1:  # other stages have other layers
+            named = sorted({axis for theirs in gathered(named, everyone) for axis in theirs})
+        apart -= set(named)
+    else:
+        apart = set()
+    axes = [a for a in dense if a not in taken and a not in apart and grid.size(a) > 1]
     return grid.get_group(*axes) if axes else None
 
 

@@ -169,7 +169,7 @@ class GradientReducer:
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
         parts = [self._parts_of(piece.slot.placement) for piece in self.pieces]
-        whole, self._has_whole = self._whole_group()
+        whole, self._has_whole = self._whole_group(used)
         self._verdict = Verdict(
             self.lanes, self.buckets, self.pieces, self.group, self._name,
             whole=whole, parts=parts, model=model,
@@ -268,10 +268,10 @@ class GradientReducer:
         parts = self._group_of(placement)[0].size() if self.shard else 1
         return num_parts(placement, self._grid) * parts
 
-    def _whole_group(self) -> tuple[ProcessGroup | None, bool]:
+    def _whole_group(self, used: set[str]) -> tuple[ProcessGroup | None, bool]:
         """The ranks that together hold every gradient, and whether that group was created."""
         try:
-            return norm_group(self._grid, self._name, sharded=self.shard), True
+            return norm_group(self._grid, self._name, used, sharded=self.shard), True
         except UnknownGroupError:
             if self._not_finite != "keep":
                 raise

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import commgrid
 from commgrid.data_parallel import (
@@ -15,6 +16,7 @@ from commgrid.data_parallel import (
     reduce_partial_gradients,
 )
 from commgrid.parameters import mark_parameters
+from commgrid.tensor_parallel import ColumnParallelLinear
 from commgrid.testing import run_on_ranks
 
 
@@ -88,3 +90,37 @@ def test_what_reduces_already_is_left_alone() -> None:
     for sharded, reduced in run_on_ranks(refused, 2, backend=None, launcher="torchrun"):
         assert "is a DTensor, whose gradients FSDP2 averages itself" in sharded
         assert "its GradientReducer has added it up over 'tp' (2 ranks) already" in reduced
+
+
+def ensembles() -> list[float]:
+    """Two models along an axis of the user's own, with gradients of 1 and of 3."""
+    grid = commgrid.initialize(tp=2, member=2, order="tp-member-dp")
+    layer = ColumnParallelLinear(4, 4, bias=False, dtype=torch.float64)
+    member = grid.get_local_rank("member")
+    torch.manual_seed(member)
+    nn.init.constant_(layer.weight, float(member))
+    reducer = GradientReducer(layer)
+    layer(torch.full((1, 4), 1.0 + 2.0 * member, dtype=torch.float64)).sum().backward()
+    reducer.finish()
+    found = [reducer.gradient_norm().item(), gradient_norm(layer).item()]
+    commgrid.shutdown()
+    return [*found, 4.0 * (1.0 + 2.0 * member)]
+
+
+def test_norms_are_of_one_member_of_an_ensemble() -> None:
+    """A weight of 16 equal gradients g has the norm 4 g."""
+    for one, other, expected in run_on_ranks(ensembles, 4):
+        assert one == pytest.approx(expected, rel=1e-12)
+        assert other == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_a_partial_dtensor_gradient_is_summed_for_the_norm(grid: commgrid.HyperCommGrid) -> None:
+    """Of 3 and 4 on two ranks the gradient is 7, not what 3 and 4 have as shards, 5."""
+    mesh = grid.device_mesh("dp")
+    weight = nn.Parameter(distribute_tensor(torch.zeros(1, 1), mesh, [Replicate()]))
+    layer = nn.Module()
+    layer.weight = weight
+    local = torch.full((1, 1), 3.0 + grid.rank)
+    weight.grad = DTensor.from_local(local, mesh, [Partial()])
+    assert gradient_norm(layer).item() == pytest.approx(7.0, rel=1e-6)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import commgrid
 from commgrid import CommGridError, GridMismatchError, ShapeError, SpecError
@@ -457,3 +458,34 @@ def test_towers_that_run_in_another_order_on_each_rank(grid: HyperCommGrid) -> N
         reducer.finish()
     same(towers[0], mean_gradient(0))
     same(towers[1], mean_gradient(1))
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_an_optimizer_of_whole_matrices_over_slices_is_refused() -> None:
+    """Muon takes whole matrices beside an AdamW for the slices."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), ColumnParallelLinear(4, 4, bias=False))
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    wrong = torch.optim.Muon(model.parameters(), lr=0.1)
+    muon = torch.optim.Muon(model[0].parameters(), lr=0.1)
+    adamw = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 4)).square().sum().backward()
+        reducer.finish()
+        with pytest.raises(SpecError, match=r"Muon does not update .* 1\.weight of shape \(2, 4\)"):
+            wrong.step()
+        muon.step()
+        adamw.step()
+        muon.zero_grad()
+        adamw.zero_grad()
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_fsdp_over_ranks_with_other_slices_is_refused(grid: HyperCommGrid) -> None:
+    """Without mesh= it takes all ranks; gradient_norm, clipping and saves say so."""
+    layer = ColumnParallelLinear(4, 4, bias=False)
+    fully_shard(layer)
+    layer(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(SpecError, match=r"fully_shard over ranks 0-1 .* weight .* have different"):
+        gradient_norm(layer)
