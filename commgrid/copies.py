@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_gather, all_reduce
-from commgrid.errors import NotInGroupError, UnknownGroupError
+from commgrid.errors import NotInGroupError, SpecError, UnknownGroupError
+from commgrid.parameters import Placement, layout_of
 from commgrid.planning.rank_lists import describe_ranks
 
 if TYPE_CHECKING:
-    from commgrid.parameters import Placement
     from commgrid.runtime.grid import HyperCommGrid
 
 _BLOCK = 1 << 16  # 8-byte words
@@ -213,22 +213,11 @@ def groups_along(axes: Iterable[str], grid: HyperCommGrid) -> tuple[ProcessGroup
 def copied_axes(placement: Placement, grid: HyperCommGrid) -> tuple[str, ...] | None:
     """The axes of its region along which ranks have copies of a parameter.
 
-    Stages have parameters of their own, and experts those that are cut over `ep` only.
-
     Returns:
         None where it is cut over a group that is not known by a name of the grid's, or that lists
         its ranks.
     """
-    regions = {region.name: region.axes for region in grid.spec.regions}
-    own = regions.get(placement.region, grid.spec.regions[0].axes)
-    cut = {"pp"}
-    for _, group in placement.shards:
-        if group.grid_name != grid.name:
-            return None
-        definition = grid.spec.definitions[grid.spec.resolve_name(group.name)]
-        if definition.lists is not None:
-            return None
-        cut |= set(definition.axes)
-    if placement.region == "expert":
-        cut |= {"ep", "etp"}
-    return tuple(axis for axis in own if axis not in cut)
+    try:
+        return layout_of(placement, grid).copied_axes
+    except SpecError:
+        return None

@@ -7,7 +7,8 @@ a parameter are lost when a model is deep-copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.utils import parametrize
 
 from commgrid.collectives.group_ref import GroupRef
@@ -148,6 +149,117 @@ class Placement:
 
     def __str__(self) -> str:
         return f"{self.name} of shape {tuple(self.parameter.shape)}"
+
+
+class Distinct:
+    """Along an axis whose other indices have other parameters, as the stages of a pipeline do."""
+
+    def __repr__(self) -> str:
+        return "Distinct()"
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How one parameter lies along the axes of its region.
+
+    Args:
+        weight: by axis, `Shard(dim)`: this rank has a slice; `Replicate()`: a copy; `Distinct()`:
+            other indices have other parameters.
+        grad: by axis, `Partial()`: each rank finds a part of a sum; `Replicate()`: all of it. Along
+            data axes it is `Partial` after backward too, which the reducer adds.
+        shape: of the full parameter.
+        sizes: of the axes.
+        sharers: how many stages have a copy that each uses for something else.
+    """
+
+    weight: Mapping[str, Shard | Replicate | Distinct]
+    grad: Mapping[str, Partial | Replicate]
+    shape: tuple[int, ...]
+    sizes: Mapping[str, int]
+    sharers: int = 1
+
+    @property
+    def copied_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have copies of what this rank has."""
+        return tuple(axis for axis, kind in self.weight.items() if isinstance(kind, Replicate))
+
+    @property
+    def num_distinct(self) -> float:
+        """How many different slices or parameters there are in the places of this one."""
+        apart = [axis for axis in self.weight if axis not in self.copied_axes]
+        return math.prod(self.sizes[axis] for axis in apart) / self.sharers
+
+
+def layout_of(
+    placement: Placement, grid: HyperCommGrid, further: Iterable[tuple[str, int]] = ()
+) -> ParameterLayout:
+    """How a parameter lies along the axes of a grid.
+
+    Stages have parameters of their own, and so have the experts of an expert-parallel group.
+
+    Args:
+        placement: the parameter.
+        grid: where it lies.
+        further: names of groups over which what the layer has is cut once more, as by FSDP2 or a
+            sharded optimizer, and along which dim.
+
+    Raises:
+        SpecError: it is cut over a group that is not known by a name of the grid's, that lists its
+            ranks, or that is of another region.
+    """
+    regions = {region.name: region.axes for region in grid.spec.regions}
+    own = regions.get(placement.region, grid.spec.regions[0].axes)
+    weight: dict[str, Shard | Replicate | Distinct] = dict.fromkeys(own, Replicate())
+    if "pp" in own:
+        weight["pp"] = Distinct()
+    if placement.region == "expert" and "ep" in own:
+        weight["ep"] = Distinct()
+    cut: dict[str, int] = {}
+    for dim, group in placement.shards:
+        cut |= dict.fromkeys(_axes_of(_name_in(group, placement, grid), placement, grid), dim)
+    for name, dim in further:
+        cut |= dict.fromkeys(_axes_of(name, placement, grid), dim)
+    if not cut.keys() <= set(own):
+        raise SpecError(
+            f"{placement.name}: sliced over {', '.join(sorted(cut))}, but its region has the axes "
+            f"{', '.join(own)}; expert parameters are sharded over axes of the expert region, such "
+            "as edp, and others over those of the dense one"
+        )
+    weight |= {axis: Shard(dim) for axis, dim in cut.items()}
+    partial = placement.partial
+    summed: tuple[str, ...] = ()
+    if partial is not None and partial.grid_name == grid.name:
+        summed = grid.spec.definitions[grid.spec.resolve_name(partial.name)].axes
+    return ParameterLayout(
+        weight, {axis: Partial() if axis in summed else Replicate() for axis in own},
+        placement.shape, {axis: grid.size(axis) for axis in own},
+        placement.shared.size if placement.shared is not None else 1,
+    )  # fmt: skip
+
+
+def _name_in(group: GroupRef, placement: Placement, grid: HyperCommGrid) -> str:
+    if group.grid_name != grid.name:
+        raise SpecError(
+            f"{placement.name}: sliced over {group}, which was not given as a name of grid "
+            f"{grid.name!r}; give the layer the group's name"
+        )
+    return group.name
+
+
+def _axes_of(name: str, placement: Placement, grid: HyperCommGrid) -> tuple[str, ...]:
+    try:
+        definition = grid.spec.definitions[grid.spec.resolve_name(name)]
+    except LookupError as error:
+        raise SpecError(
+            f"{placement.name}: sliced over {name!r}, which grid {grid.name!r} does not have; take "
+            f"meshes from grid.device_mesh ({error})"
+        ) from error
+    if definition.lists is not None:
+        raise SpecError(
+            f"{placement.name}: sliced over {name!r}, which lists its ranks, so that nobody knows "
+            "which others have copies; give the layer, or the reducer that shards, an axis"
+        )
+    return definition.axes
 
 
 def mark_parameters(

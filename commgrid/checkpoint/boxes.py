@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
-from commgrid.parameters import Placement
+from commgrid.parameters import Placement, layout_of
 from commgrid.planning.boxes import Shape, boxes_of_range
 
 if TYPE_CHECKING:
@@ -124,73 +123,42 @@ def held_box(placement: Placement, grid: HyperCommGrid, cut_over: str | None = N
         offset, held = list(chunk.offsets), tuple(chunk.sizes)
     for dim, group in placement.shards:
         offset[dim] += group.rank * slice_shape[dim]
-    cut = _cut_axes(placement, grid)
-    if cut_over is not None:
-        cut |= _axes_of(cut_over, placement, grid)
+    layout = layout_of(placement, grid, _cut_further(placement, cut_over))
+    _check_experts(placement, grid)
     return HeldBox(
-        placement.name, placement.shape, held, tuple(offset), _copies(placement, cut, grid),
+        placement.name, placement.shape, held, tuple(offset), layout.copied_axes,
         placement.shared is None or placement.shared.rank == 0,
     )  # fmt: skip
 
 
-def _cut_axes(placement: Placement, grid: HyperCommGrid) -> set[str]:
-    names = [_name(group, placement, grid) for _, group in placement.shards]
+def _cut_further(placement: Placement, cut_over: str | None) -> Iterator[tuple[str, int]]:
+    """By FSDP2, and by a sharded optimizer, which cuts a parameter's elements in their order."""
     parameter = placement.parameter
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        for name, kind in zip(mesh.mesh_dim_names or (), parameter.placements, strict=False):
-            if not isinstance(kind, Replicate):
-                names.append(name)
         if not mesh.mesh_dim_names:
             raise SpecError(
                 f"{placement.name}: a DTensor on {mesh}, whose dims have no names; take meshes "
                 "from grid.device_mesh"
             )
-    return {axis for name in names for axis in _axes_of(name, placement, grid)}
+        for name, kind in zip(mesh.mesh_dim_names, parameter.placements, strict=False):
+            if not isinstance(kind, Replicate):
+                yield name, getattr(kind, "dim", 0)
+    if cut_over is not None:
+        yield cut_over, 0
 
 
-def _name(group: GroupRef, placement: Placement, grid: HyperCommGrid) -> str:
-    if group.grid_name != grid.name:
-        raise SpecError(
-            f"{placement.name}: sliced over {group}, which was not given as a name of grid "
-            f"{grid.name!r}; give the layer the group's name"
-        )
-    return group.name
-
-
-def _axes_of(name: str, placement: Placement, grid: HyperCommGrid) -> set[str]:
-    try:
-        definition = grid.spec.definitions[grid.spec.resolve_name(name)]
-    except LookupError as error:
-        raise SpecError(
-            f"{placement.name}: sliced over {name!r}, which grid {grid.name!r} does not have; take "
-            f"meshes from grid.device_mesh ({error})"
-        ) from error
-    if definition.lists is not None:
-        raise SpecError(
-            f"{placement.name}: sliced over {name!r}, which lists its ranks, so that nobody knows "
-            "which others have copies; give the layer, or the reducer that shards, an axis"
-        )
-    return set(definition.axes)
-
-
-def _copies(placement: Placement, cut: set[str], grid: HyperCommGrid) -> tuple[str, ...]:
-    """The other axes of its region; stages have parameters of their own."""
-    regions = {region.name: region.axes for region in grid.spec.regions}
-    own = regions.get(placement.region, grid.spec.regions[0].axes)
-    if placement.region == "expert" and "ep" in own and "ep" not in cut and grid.size("ep") > 1:
+def _check_experts(placement: Placement, grid: HyperCommGrid) -> None:
+    """Refuses experts that have one name on all ranks of ep."""
+    if placement.region != "expert" or "ep" not in grid.shape or grid.size("ep") == 1:
+        return
+    cut = layout_of(placement, grid).weight["ep"]
+    if not isinstance(cut, Shard):
         raise SpecError(
             f"{placement.name} is marked as of the expert region, where other ranks of ep have "
             "others, but not as sliced over ep, so that all have one name; use GroupedExperts, or "
             "a ShardedModule whose shards_of says which experts a rank has"
         )
-    if not cut <= set(own):
-        raise SpecError(
-            f"{placement.name}: sliced over {', '.join(sorted(cut))}, but its region has the axes "
-            f"{', '.join(own)}; expert parameters are sharded over axes of the expert region, such "
-            "as edp, and others over those of the dense one"
-        )
-    return tuple(axis for axis in own if axis not in cut and axis != "pp")
 
 
 @dataclass

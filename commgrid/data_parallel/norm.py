@@ -6,6 +6,7 @@ the same numbers, and one all-reduce of that one number gives every rank the who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.consistency import axes_in_use
 from commgrid.data_parallel.kept import KeptGradient
-from commgrid.errors import CommGridError, ShapeError
-from commgrid.parameters import Placement, placements
+from commgrid.errors import CommGridError, ShapeError, SpecError
+from commgrid.parameters import Placement, layout_of, placements
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
@@ -167,24 +168,12 @@ def norm_group(
 
 
 def num_parts(placement: Placement, grid: HyperCommGrid) -> float:
-    """How many different parameters or slices there are in the places of this one.
-
-    A parameter's slices are different, and so are the stages of a pipeline and the experts of
-    an expert-parallel group, whether these hold slices of one tensor or tensors of their own.
-    Copies on several stages are one parameter.
-    """
-    sliced = {
-        axis
-        for _, group in placement.shards
-        if group.grid_name == grid.name
-        for axis in grid.spec.definitions[grid.spec.resolve_name(group.name)].axes
-    }
-    apart = ("pp", "ep") if placement.region == "expert" else ("pp",)
-    parts: float = placement.num_slices
-    for axis in apart:
-        if axis in grid.shape and axis not in sliced:
-            parts *= grid.size(axis)
-    return parts / placement.shared.size if placement.shared is not None else parts
+    """How many different parameters or slices there are in the places of this one."""
+    try:
+        return layout_of(placement, grid).num_distinct
+    except SpecError:  # cut over a group that the grid does not know by axes
+        apart = [axis for axis in ("pp",) if axis in grid.shape]
+        return placement.num_slices * math.prod(grid.size(axis) for axis in apart)
 
 
 def total_norm(

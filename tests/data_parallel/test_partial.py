@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import commgrid
 from commgrid.data_parallel import (
@@ -15,8 +15,9 @@ from commgrid.data_parallel import (
     gradient_norm,
     reduce_partial_gradients,
 )
-from commgrid.parameters import mark_parameters
-from commgrid.tensor_parallel import ColumnParallelLinear
+from commgrid.expert import GroupedExperts
+from commgrid.parameters import Distinct, layout_of, mark_parameters, placements
+from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import run_on_ranks
 
 
@@ -124,3 +125,26 @@ def test_a_partial_dtensor_gradient_is_summed_for_the_norm(grid: commgrid.HyperC
     local = torch.full((1, 1), 3.0 + grid.rank)
     weight.grad = DTensor.from_local(local, mesh, [Partial()])
     assert gradient_norm(layer).item() == pytest.approx(7.0, rel=1e-6)
+
+
+@pytest.mark.ranks(8, tp=2, pp=2, ep=2, etp=2)
+def test_a_layout_says_where_slices_copies_and_others_are(grid: commgrid.HyperCommGrid) -> None:
+    layer = RowParallelLinear(4, 4, sequence_parallel=True)
+    experts = GroupedExperts(4, 8, 2)
+    norm = mark_parameters(nn.LayerNorm(4), partial="tp")
+    model = nn.ModuleDict({"layer": layer, "experts": experts, "norm": norm})
+    layouts = {p.name: layout_of(p, grid) for p in placements(model)}
+    weight, bias, scale = (layouts[n] for n in ("layer.weight", "layer.bias", "norm.weight"))
+    assert weight.weight["tp"] == Shard(1)
+    assert isinstance(weight.weight["pp"], Distinct)
+    assert weight.copied_axes == tuple(a for a in weight.weight if a not in ("tp", "pp"))
+    assert weight.num_distinct == 4
+    for partial in (bias, scale):
+        assert partial.weight["tp"] == Replicate()
+        assert partial.grad["tp"] == Partial()
+        assert partial.num_distinct == 2
+    expert = layouts["experts.up"]
+    assert expert.weight["ep"] == Shard(0)
+    assert expert.shape[0] == 2
+    assert "tp" not in expert.weight
+    assert expert.num_distinct == 8
