@@ -121,12 +121,15 @@ class _Pair(torch.autograd.Function):
         dim: int,
         sizes: Sizes,
     ) -> Tensor:
-        ctx.partner, ctx.group, ctx.dim, ctx.sizes = partner, group, dim, sizes
+        ctx.steps, ctx.given = (partner, step), (group, dim, sizes)
         return as_output(step(tensor, group, dim, sizes))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.partner(gradient, ctx.group, ctx.dim, ctx.sizes), *[None] * 5
+        partner, step = ctx.steps
+        if torch.is_grad_enabled():  # create_graph=True: the backward of the partner is the step
+            return _Pair.apply(gradient, partner, step, *ctx.given), *[None] * 5  # type: ignore[no-untyped-call]
+        return partner(gradient, *ctx.given), *[None] * 5
 
 
 def _apply(
