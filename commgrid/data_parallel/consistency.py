@@ -19,10 +19,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from commgrid.collectives.objects import gathered
-from commgrid.copies import Copy, copied_axes, differing, groups_along
+from commgrid.collectives.plain import all_gather
+from commgrid.copies import Copy, copied_axes, differing, digest, groups_along
 from commgrid.data_parallel.buckets import Lane, Slot
 from commgrid.errors import CommGridError, GridMismatchError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, foreign_slice
+from commgrid.planning.rank_lists import describe_ranks
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -160,6 +162,40 @@ def compare_values(
             "them equal with GradientReducer(broadcast=True); where ranks have slices, say so "
             "with a ShardedModule's shard_dims"
         )
+
+
+@torch.no_grad()
+def compare_slices(lanes: Sequence[Lane]) -> None:
+    """Refuses slices that are equal on all ranks, as after one rank's state_dict for everybody.
+
+    Constant ones, such as zeros, may be; two slices of anything else are not equal in every bit.
+
+    Raises:
+        GridMismatchError: names the first such parameter and the ranks.
+    """
+    by_group: dict[ProcessGroup, list[Placement]] = {}
+    for lane in lanes:
+        for slot in lane.slots:
+            for _, cut in slot.placement.shards:
+                if cut.size > 1:
+                    by_group.setdefault(cut.group, []).append(slot.placement)
+    for group, held in by_group.items():
+        rows = []
+        for placement in held:
+            parameter = placement.parameter.detach()
+            varies = (parameter != parameter.flatten()[:1]).any()
+            rows.append(torch.stack([digest(parameter), varies.long()]))
+        on = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        theirs = all_gather(torch.stack(rows).to(on), group).view(group.size(), -1, 2).cpu()
+        equal = (theirs[..., 0] == theirs[:1, :, 0]).all(0) & theirs[..., 1].bool().all(0)
+        for placement, is_equal in zip(held, equal.tolist(), strict=True):
+            if is_equal:
+                raise GridMismatchError(
+                    f"{placement} is a slice and has the same numbers on all of "
+                    f"{describe_ranks(dist.get_process_group_ranks(group))}, as if one rank's "
+                    "state_dict had been loaded on all of them; load each rank's own, or save and "
+                    "load with commgrid.checkpoint, which gives each rank its slice"
+                )
 
 
 @torch.no_grad()

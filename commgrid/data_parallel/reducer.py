@@ -56,6 +56,7 @@ from commgrid.data_parallel.consistency import (
     check_grid,
     check_own,
     compare_models,
+    compare_slices,
     compare_values,
 )
 from commgrid.data_parallel.norm import norm_group, num_parts
@@ -159,6 +160,7 @@ class GradientReducer:
             broadcast_values(model, everything, self._grid, lane_of, self.group, used)
         else:
             compare_values(everything, self._grid, lane_of, used)
+        compare_slices(self.lanes)
         self.pieces = pieces_of(self.buckets)
         self.is_finite = True
         """Whether the last `finish` found finite gradients only, on all ranks of the grid; always

@@ -489,3 +489,15 @@ def test_fsdp_over_ranks_with_other_slices_is_refused(grid: HyperCommGrid) -> No
     layer(torch.ones(1, 4)).sum().backward()
     with pytest.raises(SpecError, match=r"fully_shard over ranks 0-1 .* weight .* have different"):
         gradient_norm(layer)
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_one_ranks_state_dict_on_all_ranks_is_refused(grid: HyperCommGrid) -> None:
+    layer = ColumnParallelLinear(4, 4)
+    states: list[Any] = [None, None]
+    torch.distributed.all_gather_object(states, layer.state_dict())
+    layer.load_state_dict(states[0])
+    with pytest.raises(GridMismatchError, match=r"(weight|bias) .* the same numbers on all of ranks"):
+        GradientReducer(layer)
+    layer.load_state_dict(states[grid.rank])
+    GradientReducer(layer).close()
