@@ -3,6 +3,7 @@
 from commgrid.expert.dispatch import Dispatched, make_dispatcher
 from commgrid.expert.experts import GroupedExperts
 from commgrid.expert.layer import MoELayer
+from commgrid.expert.loss_scale import follow_loss_scale, set_loss_scale
 from commgrid.expert.router import Router, Routing
 from commgrid.expert.shared import SharedExpert
 
@@ -13,5 +14,7 @@ __all__ = [
     "Router",
     "Routing",
     "SharedExpert",
+    "follow_loss_scale",
     "make_dispatcher",
+    "set_loss_scale",
 ]

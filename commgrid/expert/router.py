@@ -12,8 +12,9 @@
 | `bias_rate` | a bias for the choice alone, moved against the load after each step | arXiv 2408.15664 |
 | `capacity_factor` | an expert takes so many times its even share, by weight, and the rest is dropped | Switch |
 
-Both losses are added to the gradients of the router's weight as if they were part of the loss that
-backward is called for; the tokens' gradients have them too.
+Backward adds the gradients of both losses to those of the weight and the tokens, as if the two were
+part of the model's loss. Autograd cannot tell a loss that was multiplied, by a GradScaler or by
+1 / microbatches, from an unscaled one: `follow_loss_scale` or `set_loss_scale` gives the factor.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -86,12 +87,16 @@ class Router(nn.Module):
             experts of the best `top_groups` only, rated by the sum of their best scores.
         scale: factor of all weights.
         aux_loss, z_loss: coefficients of the losses above; 0: none.
-        summed_loss: the loss that backward is called for is a sum over tokens, to be divided later,
-            as `GradientReducer.finish(count=…)` does; these losses are then multiplied by their
-            number. Else it is a mean.
+        summed_loss: True: the model's loss is a sum over tokens, to be divided later, as
+            `GradientReducer.finish(count=…)` does; these losses are then multiplied by their
+            number. False: it is a mean. None: a mean, and `finish(count=…)` raises.
         bias_rate: how far `update_bias` moves each expert's bias; 0: there is none.
         capacity_factor: above 0; None: nothing is dropped.
         device, dtype: of the weight; logits are computed in fp32, or fp64 for fp64 weights.
+
+    Attributes:
+        loss_scale: what the model's loss is multiplied by before backward; read in backward. None:
+            not set, taken for 1.
 
     Shapes:
         x: (tokens, hidden). weight: (num_experts, hidden).
@@ -109,6 +114,7 @@ class Router(nn.Module):
 
     bias: Tensor | None
     seen: Tensor
+    loss_scale: float | Tensor | None
 
     def __init__(
         self,
@@ -123,7 +129,7 @@ class Router(nn.Module):
         scale: float = 1.0,
         aux_loss: float = 0.0,
         z_loss: float = 0.0,
-        summed_loss: bool = False,
+        summed_loss: bool | None = None,
         bias_rate: float = 0.0,
         capacity_factor: float | None = None,
         device: torch.device | str | None = None,
@@ -169,7 +175,7 @@ class Router(nn.Module):
         self.score, self.softmax_over, self.scale = score, softmax_over, scale
         self.num_groups, self.top_groups = num_groups, top_groups
         self.aux_loss, self.z_loss, self.summed_loss = aux_loss, z_loss, summed_loss
-        self.bias_rate = bias_rate
+        self.bias_rate, self.loss_scale = bias_rate, None
         self.capacity_factor = capacity_factor
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         exact = torch.promote_types(self.weight.dtype, torch.float32)
@@ -227,7 +233,7 @@ class Router(nn.Module):
         if self.training and torch.is_grad_enabled():
             losses = self._losses(logits, scores, experts, group)
         for loss in losses.values():
-            weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+            weights = _with_loss(weights, loss, self)
         recomputing = torch._C._current_graph_task_id() != -1  # for a checkpoint, within backward
         if self.bias_rate and self.training and not recomputing:
             self.seen += count(experts, self.num_experts, kept)
@@ -308,6 +314,35 @@ class Router(nn.Module):
             losses["z_loss"] = scale * self.z_loss * square
         return losses
 
+    def check_losses(self, *, counted: bool = False, scaled: bool = False) -> None:
+        """Raise if this router's losses do not fit the step.
+
+        GradientReducer and GradScaler call it for each module that has it.
+
+        Args:
+            counted: gradients are divided by a count of tokens.
+            scaled: a GradScaler divides gradients by its scale.
+
+        Raises:
+            CommGridError: `counted`, and the router has no `summed_loss`; or `scaled`, and no
+                `loss_scale`.
+        """
+        named = [name for name in ("aux_loss", "z_loss") if getattr(self, name)]
+        if not named or not self.training:
+            return
+        who, their = f"Router({self.extra_repr()})", " and ".join(named)
+        if counted and self.summed_loss is None:
+            raise CommGridError(
+                f"{who}: finish(count=…) divides the gradients of a summed loss, but its {their} "
+                "are added to a mean. Give summed_loss=True, or False if the model's loss is a mean"
+            )
+        if scaled and self.loss_scale is None:
+            raise CommGridError(
+                f"{who}: the GradScaler multiplied the model's loss, but not the router's {their}. "
+                "Call loss = commgrid.expert.follow_loss_scale(loss, model) before scaler.scale("
+                "loss), and on pipeline stages without a loss commgrid.expert.set_loss_scale"
+            )
+
     @torch.no_grad()
     def update_bias(self, group: Group | None = None) -> None:
         """After a step: experts with more tokens than the mean are chosen less often, others more.
@@ -331,14 +366,25 @@ class Router(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """The weights themselves; in backward the loss gets a gradient of 1."""
+    """The weights themselves; in backward the loss gets the scale of the model's loss."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, router: Router) -> Tensor:
+        ctx.router, ctx.like = router, loss.detach()
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        return gradient, torch.ones_like(loss)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        scale = ctx.router.loss_scale
+        if isinstance(scale, Tensor):
+            return gradient, scale.to(ctx.like), None
+        return gradient, torch.full_like(ctx.like, 1.0 if scale is None else scale), None
+
+
+def _attach(weights: Tensor, loss: Tensor, router: Router) -> Tensor:
+    attached: Tensor = _WithLoss.apply(weights, loss, router)  # type: ignore[no-untyped-call]
+    return attached
+
+
+# Compiled, backward would read the scale of the step that traced it.
+_with_loss = torch.compiler.disable(_attach)  # type: ignore[no-untyped-call]

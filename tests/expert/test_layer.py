@@ -92,7 +92,8 @@ def compare(case: Case, expected: Expected) -> None:
     tp, dp = grid.get_local_rank("tp"), grid.get_local_rank("dp")
     layer = MoELayer(
         case.hidden, case.ffn, case.num_experts, case.top_k,
-        sequence_parallel=case.sequence_parallel, dtype=torch.float64, **dict(case.options),
+        sequence_parallel=case.sequence_parallel, dtype=torch.float64, summed_loss=False,
+        **dict(case.options),
     )  # fmt: skip
     with torch.no_grad():
         for placement in placements(layer):
