@@ -376,6 +376,10 @@ class GradientReducer:
                 ranks.
         """
         self._check_before_finish()
+        for module in self.model.modules() if count is not None else ():
+            check: Any = getattr(module, "check_losses", None)
+            if check is not None:
+                check(counted=True)
         for bucket in self.buckets:
             if not bucket.launched:
                 for slot in bucket.slots:  # what was put into `.grad` without a backward

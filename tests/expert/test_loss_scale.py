@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import commgrid
-from commgrid import ShapeError, SpecError
+from commgrid import CommGridError, ShapeError, SpecError
 from commgrid.data_parallel import GradientReducer, GradScaler
 from commgrid.expert import MoELayer, Router, follow_loss_scale, set_loss_scale
 from commgrid.testing import run_on_ranks
@@ -118,6 +118,38 @@ def loss_scaling() -> None:
 
 def test_a_grad_scaler_scales_auxiliary_losses() -> None:
     run_on_ranks(loss_scaling, 2)
+
+
+def not_told() -> list[str]:
+    commgrid.initialize(ep=2)
+    said = []
+    made = layer()
+    reducer = GradientReducer(made)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(made(tokens()).square().mean()).backward()
+    reducer.finish()
+    with pytest.raises(CommGridError) as caught:
+        scaler.unscale_(optimizer)
+    said.append(str(caught.value))
+    made(tokens()).square().sum().backward()
+    with pytest.raises(CommGridError) as caught:
+        reducer.finish(count=9)
+    said.append(str(caught.value))
+    made.eval()  # then nothing is added to the loss
+    reducer.finish(count=9)
+    return said
+
+
+def test_a_scaled_or_summed_loss_that_routers_do_not_know_is_refused_on_every_rank() -> None:
+    for scaled, summed in run_on_ranks(not_told, 2):
+        assert scaled.startswith(
+            "Router(4, 4, top_k=2, score='softmax'): the GradScaler multiplied the model's loss, "
+            "but not the router's aux_loss and z_loss"
+        )
+        assert "follow_loss_scale(loss, model)" in scaled
+        assert "finish(count=…) divides the gradients of a summed loss" in summed
+        assert "Give summed_loss=True, or False" in summed
 
 
 def test_bad_scales() -> None:
