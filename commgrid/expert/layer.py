@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.collectives.group_ref import GroupRef
-from commgrid.errors import ShapeError, UnknownGroupError
+from commgrid.errors import GridNotInitializedError, ShapeError, UnknownGroupError
 from commgrid.expert.dispatch import make_dispatcher
 from commgrid.expert.experts import Activation, GroupedExperts
 from commgrid.expert.router import Router, Routing
@@ -45,6 +45,8 @@ class MoELayer(nn.Module):
         sequence_parallel: x and y are this rank's slices of the sequence.
         sequence_dim: which dim of x is the sequence.
         tp, ep, etp: group names, or bare ProcessGroups.
+        cp: the group whose ranks have other parts of the same sequences, of which the auxiliary
+            losses are then taken as a whole; None, or a grid without `cp`: each rank has its own.
         grid: where to look names up; None: the default one.
         device, dtype: of the parameters.
         **routing: further arguments of Router, such as `aux_loss`, `score`, `capacity_factor`.
@@ -90,6 +92,7 @@ class MoELayer(nn.Module):
         tp: str | ProcessGroup = "tp",
         ep: str | ProcessGroup = "ep",
         etp: str | ProcessGroup = "etp",
+        cp: str | ProcessGroup | None = "cp",
         grid: HyperCommGrid | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -111,6 +114,12 @@ class MoELayer(nn.Module):
                 f"{label}: {error}. Experts need the axes ep and etp: commgrid.initialize(ep=…) "
                 "makes them, or etp=… where ep is 1"
             ) from error
+        self.cp: GroupRef | None = None
+        try:
+            self.cp = None if cp is None else GroupRef(cp, grid, owner=label)
+        except (GridNotInitializedError, UnknownGroupError):
+            if cp != "cp":
+                raise
         self.dispatcher = make_dispatcher(dispatcher, num_experts, *groups, pad=pad)
         shape: dict[str, Any] = {
             "activation": activation, "gated": gated, "init": init, "init_down": init_down,
@@ -151,7 +160,8 @@ class MoELayer(nn.Module):
             The outputs, of the same shape, and where they went, with the losses that balance adds.
         """
         group = self.group if self.group.size > 1 else None
-        routing = self.router(tokens, group, num_tokens=num_tokens)
+        cp = self.cp if self.cp is not None and self.cp.size > 1 else None
+        routing = self.router(tokens, group, cp=cp, num_tokens=num_tokens)
         dispatched = self.dispatcher.dispatch(tokens, routing)
         sent = dispatched.rows, dispatched.weights, dispatched.counts
         return self.dispatcher.combine(self.experts(*sent), dispatched), routing

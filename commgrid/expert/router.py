@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commgrid.collectives import Group, all_reduce
+from commgrid.collectives.plain import resolve
 from commgrid.errors import CommGridError, ShapeError, SpecError
 from commgrid.planning.names import nearest
 
@@ -45,7 +46,8 @@ class Routing:
         kept: (tokens, top_k), which choices are within the experts' capacity; None: all.
         num_experts: how many there are.
         capacity: how many tokens an expert takes at most; None: any number.
-        losses: by name, what balancing adds to the loss; of a group's tokens, this rank's part.
+        losses: by name, what balancing adds to the loss: this rank's part, to be summed over
+            `group`, and over `cp` averaged, or summed with `summed_loss`.
         finite: (), whether all logits were; a dispatcher tells all ranks, and raises.
     """
 
@@ -203,15 +205,21 @@ class Router(nn.Module):
         return self
 
     def forward(
-        self, x: Tensor, group: Group | None = None, *, num_tokens: int | None = None
+        self,
+        x: Tensor,
+        group: Group | None = None,
+        *,
+        cp: Group | None = None,
+        num_tokens: int | None = None,
     ) -> Routing:
         """Routes this rank's tokens.
 
         Args:
             x: (tokens, hidden).
-            group: the ranks that hold other tokens of the same loss, such as `tp` under sequence
-                parallelism: the losses are those of all their tokens, and each rank's gradients are
-                a part of theirs. None: this rank's tokens alone.
+            group: the ranks with other tokens of the same loss, whose gradients are summed, such as
+                `tp` under sequence parallelism. The auxiliary losses are those of all tokens of
+                `group` and `cp`; each rank has its part of them. None: this rank alone.
+            cp: the same where gradients are averaged, or with `summed_loss` counted, such as `cp`.
             num_tokens: what the capacity is a share of; None: as many as x has.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
@@ -231,7 +239,7 @@ class Router(nn.Module):
             weights = weights * kept
         losses = {}
         if self.training and torch.is_grad_enabled():
-            losses = self._losses(logits, scores, experts, group)
+            losses = self._losses(logits, scores, experts, group, cp)
         for loss in losses.values():
             weights = _with_loss(weights, loss, self)
         recomputing = torch._C._current_graph_task_id() != -1  # for a checkpoint, within backward
@@ -290,25 +298,31 @@ class Router(nn.Module):
         return kept.view_as(experts)
 
     def _losses(
-        self, logits: Tensor, scores: Tensor, experts: Tensor, group: Group | None
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        experts: Tensor,
+        group: Group | None,
+        cp: Group | None,
     ) -> dict[str, Tensor]:
-        """Of all tokens of the group, as far as this rank's add to them."""
+        """Of all tokens of group and cp, as far as this rank's add to them."""
         losses: dict[str, Tensor] = {}
         if not self.aux_loss and not self.z_loss:
             return losses
         if self.bias is not None or self.top_groups < self.num_groups:
             experts = scores.topk(self.top_k, -1).indices  # what tokens want by themselves
         counts = count(experts, self.num_experts)
-        if group is not None:
-            counts = all_reduce(counts, group)
+        for others in (group, cp):
+            counts = counts if others is None else all_reduce(counts, others)
         tokens = (counts.sum() / self.top_k).clamp(min=1).to(scores.dtype)
-        scale = tokens if self.summed_loss else 1
+        mean = 1 if cp is None else resolve(cp).size()  # an average over cp divides by it
+        scale = tokens if self.summed_loss else mean
         if self.aux_loss:
             if self.score == "sigmoid":
                 scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
             share = counts.to(scores.dtype) / (tokens * self.top_k)
-            mean = scores.sum(0) / tokens
-            losses["aux_loss"] = scale * self.aux_loss * self.num_experts * (share * mean).sum()
+            average = scores.sum(0) / tokens
+            losses["aux_loss"] = scale * self.aux_loss * self.num_experts * (share * average).sum()
         if self.z_loss:
             square = logits.logsumexp(-1).square().sum() / tokens
             losses["z_loss"] = scale * self.z_loss * square

@@ -100,7 +100,7 @@ class ParallelKit(PlainKit):
         options = dict(block.options)
         options["activation"] = F.silu if options["gated"] else F.gelu
         return MoELayer(
-            WIDTH, INNER, NUM_EXPERTS, 2, summed_loss=summed, **options, **self._options
+            WIDTH, INNER, NUM_EXPERTS, 2, summed_loss=summed, cp=None, **options, **self._options
         )
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -155,6 +155,45 @@ def on_its_grids(expected: list[tuple[Case, Expected]]) -> None:
         commgrid.destroy()
 
 
+def sequences_over_cp() -> None:
+    """Losses of whole sequences, of which each rank of tp and cp has a part."""
+    case = Case(options=(("aux_loss", 0.3), ("z_loss", 0.2)))
+    full = full_weights(case)
+    for tp, summed in ((1, False), (1, True), (2, False), (2, True)):
+        grid = commgrid.initialize(tp=tp, cp=2, ep=2, etp=1)
+        num_data, parts = grid.size("dp"), 2 * tp
+        sequences = draw(num_data, 8, case.hidden, seed=9)
+        loss = torch.stack([
+            (mixture(x, full, case).square().sum() / 8 + balance(x, full, case)) / num_data
+            for x in sequences
+        ]).sum()  # fmt: skip
+        wanted = torch.autograd.grad(loss, list(full.values()))
+        layer = MoELayer(
+            case.hidden, case.ffn, case.num_experts, case.top_k, sequence_parallel=True,
+            dtype=torch.float64, summed_loss=summed, **dict(case.options),
+        )  # fmt: skip
+        with torch.no_grad():
+            for placement in placements(layer):
+                placement.parameter.copy_(own_slice(full[placement.name], placement.shards))
+        reducer = GradientReducer(layer)
+        place = tp * grid.get_local_rank("cp") + grid.get_local_rank("tp")
+        x = sequences[grid.get_local_rank("dp")].chunk(parts)[place]
+        square = layer(x).square().sum()
+        # A rank of cp has 4 tokens, of which each rank of tp has a part.
+        (square if summed else square / 4).backward()
+        reducer.finish(count=4 if summed else None)
+        for placement, gradient in zip(placements(layer), wanted, strict=True):
+            torch.testing.assert_close(
+                placement.parameter.grad, own_slice(gradient, placement.shards), **CLOSE,
+                msg=lambda text, at=(placement.name, tp, summed): f"{at}: {text}",
+            )  # fmt: skip
+        commgrid.destroy()
+
+
+def test_losses_are_of_whole_sequences_under_context_parallelism() -> None:
+    run_on_ranks(sequences_over_cp, 4)
+
+
 CUTS = [
     Case(ep=ep, etp=etp, tp=tp) for ep, etp, tp in product((1, 2, 4, 8), (1, 2), (1, 2))
 ]  # fmt: skip

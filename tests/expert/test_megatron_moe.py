@@ -90,18 +90,20 @@ def test_as_megatrons_layer(tp: int) -> None:
 def scaled() -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    grid = commgrid.initialize(ep=1, etp=1)
+    grid = commgrid.initialize(tp=2, cp=2, ep=2, etp=1)
     megatron_moe.prepare(grid)
     torch.manual_seed(0)
     ours = MoELayer(
-        8, 12, 8, 2, dtype=torch.float64, softmax_over="all", aux_loss=0.3, z_loss=0.2
+        8, 12, 8, 2, dtype=torch.float64, softmax_over="all", aux_loss=0.3, z_loss=0.2,
+        sequence_parallel=True,
     )  # fmt: skip
     theirs = megatron_moe.layer(
         grid, ours, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.3,
         moe_z_loss_coeff=0.2, moe_router_pre_softmax=True,
     )  # fmt: skip
     scale = 65536
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(float(scale)))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(2.0 * scale))  # times cp, as its schedules do
+    torch.manual_seed(1 + grid.rank)
     x = torch.randn(6, 2, 8, dtype=torch.float64)
     (follow_loss_scale(ours(x).square().mean(), ours) * scale).backward()
     (theirs(x)[0].square().mean() * scale).backward()
@@ -110,5 +112,5 @@ def scaled() -> None:
     torch.testing.assert_close(mine / scale, other / scale, **CLOSE)
 
 
-def test_losses_are_scaled_as_megatrons_auto_scaler_scales_them() -> None:
-    run_on_ranks(scaled, 1, check=False)
+def test_losses_of_tp_and_cp_are_scaled_as_megatrons_auto_scaler_scales_them() -> None:
+    run_on_ranks(scaled, 4, check=False)
