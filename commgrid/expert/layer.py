@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.collectives.group_ref import GroupRef
-from commgrid.errors import GridNotInitializedError, ShapeError, UnknownGroupError
-from commgrid.expert.dispatch import make_dispatcher
+from commgrid.errors import GridNotInitializedError, ShapeError, SpecError, UnknownGroupError
+from commgrid.expert.dispatch import Dispatcher
 from commgrid.expert.experts import Activation, GroupedExperts
 from commgrid.expert.router import Router, Routing
 from commgrid.expert.shared import SharedExpert
@@ -39,7 +39,6 @@ class MoELayer(nn.Module):
         activation, gated, init, init_down: as GroupedExperts'.
         shared_ffn_hidden: width inside an expert that sees every token; 0: there is none.
         shared_scaled: its `scaled`.
-        dispatcher: "alltoall" or "allgather".
         pad: give every expert its full capacity of rows, so that the host never waits for the
             device; needs `capacity_factor`, and x of one shape on all ranks of ep and etp.
         sequence_parallel: x and y are this rank's slices of the sequence.
@@ -85,7 +84,6 @@ class MoELayer(nn.Module):
         init_down: Init | None = None,
         shared_ffn_hidden: int = 0,
         shared_scaled: bool = False,
-        dispatcher: str = "alltoall",
         pad: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
@@ -100,6 +98,11 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         label = f"MoELayer({hidden}, {ffn_hidden}, {num_experts}, {top_k})"
+        if (kind := routing.pop("dispatcher", "alltoall")) != "alltoall":
+            raise SpecError(
+                f"{label}: dispatcher={kind!r} is gone; leave it out: all-to-all gives the same "
+                "results"
+            )
         self.hidden, self.sequence_parallel = hidden, sequence_parallel
         self.group = GroupRef(tp, grid, owner=label)
         self.router = Router(
@@ -120,7 +123,7 @@ class MoELayer(nn.Module):
         except (GridNotInitializedError, UnknownGroupError):
             if cp != "cp":
                 raise
-        self.dispatcher = make_dispatcher(dispatcher, num_experts, *groups, pad=pad)
+        self.dispatcher = Dispatcher(num_experts, *groups, pad=pad)
         shape: dict[str, Any] = {
             "activation": activation, "gated": gated, "init": init, "init_down": init_down,
             "grid": grid, "device": device, "dtype": dtype,

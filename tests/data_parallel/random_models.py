@@ -113,7 +113,7 @@ class Mixture(nn.Module):
     def __init__(self, options: dict[str, Any], summed: bool) -> None:
         super().__init__()
         self._summed = summed
-        kept = {"gated": options["gated"]}
+        kept = {name: options[name] for name in ("gated", "softmax_over")}
         kept |= {name: options.get(name, 0.0) for name in ("aux_loss", "z_loss")}
         self._case = Case(
             hidden=WIDTH, ffn=INNER, num_experts=NUM_EXPERTS, options=tuple(kept.items())
