@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import commgrid
 from commgrid import CommGridError, ShapeError, SpecError
 from commgrid.data_parallel import GradientReducer, GradScaler
 from commgrid.expert import MoELayer, Router, follow_loss_scale, set_loss_scale
+from commgrid.pipeline import Pipeline
 from commgrid.testing import run_on_ranks
 from tests.expert.dense import Case, balance, mixture
 
@@ -24,9 +26,9 @@ CASE = Case(num_experts=4, options=tuple(LOSSES.items()))
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def layer(**options: Any) -> MoELayer:
-    torch.manual_seed(0)
-    return MoELayer(4, 6, 4, 2, dtype=torch.float64, **LOSSES, **options)
+def layer(seed: int = 0) -> MoELayer:
+    torch.manual_seed(seed)
+    return MoELayer(4, 6, 4, 2, dtype=torch.float64, **LOSSES)
 
 
 def tokens(seed: int = 1) -> Tensor:
@@ -90,6 +92,37 @@ def without_a_loss() -> None:
 
 def test_a_stage_without_a_loss_is_told_the_scale() -> None:
     run_on_ranks(without_a_loss, 1)
+
+
+def pipelined() -> None:
+    """Two layers on two stages, whose last has the loss, against both in one piece."""
+    grid = commgrid.initialize(pp=2, ep=1, etp=1)
+    batches = [tokens(seed) for seed in (1, 2)]
+    both = [layer(seed) for seed in (0, 1)]
+    full = [
+        {name: p.detach().clone().requires_grad_() for name, p in made.named_parameters()}
+        for made in both
+    ]
+    total = torch.zeros((), dtype=torch.float64)
+    for x in batches:
+        y = mixture(x, full[0], CASE)
+        total = total + balance(x, full[0], CASE) + balance(y, full[1], CASE)
+        total = total + mixture(y, full[1], CASE).square().mean()
+    stage = grid.get_local_rank("pp")
+    wanted = list(torch.autograd.grad(total / 2, list(full[stage].values())))
+    for schedule in ("1f1b", "zb-h1"):
+        own = copy.deepcopy(both[stage])
+        set_loss_scale(own, 1 / 2)
+        pipeline = Pipeline(
+            own, schedule, num_microbatches=2,
+            loss=lambda y, _, own=own: follow_loss_scale(y.square().mean(), own) / 2,
+        )  # fmt: skip
+        pipeline.step(batches, targets=batches)
+        same(own, wanted, 1.0)
+
+
+def test_the_losses_of_every_pipeline_stage_are_scaled() -> None:
+    run_on_ranks(pipelined, 2)
 
 
 def loss_scaling() -> None:
