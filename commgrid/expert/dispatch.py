@@ -2,10 +2,10 @@
 
 | step of `dispatch` | of `combine`, in reverse order |
 |---|---|
-| `count_rows`: who sends how much to whom | |
+| `count_rows`: rows from each rank to each | |
 | `permute`: a row per choice, by expert | `unpermute`: the sum per token |
 | `exchange`: rows to their ranks of ep | `exchange`, the other way |
-| `gather_rows`: all rows of the etp ranks | `add_rows`: each rank's rows of the sum |
+| `all_gather_from_group`: all rows of the etp ranks | `reduce_scatter_to_group`: each rank's rows of the sum |
 | `reorder`: by expert, not by sender | `undo`, the other way |
 
 The backward of every step is the step beside it. Weights travel with their rows: experts scale what
@@ -15,7 +15,7 @@ In `count_rows` the host waits for the device, the one time in a layer. With `pa
 gets its full capacity, sizes follow from shapes, and the host never waits.
 
 Experts are shared out in order: of E experts on n ranks of ep, rank i has those from i·E/n on.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from commgrid.expert.router import Routing
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many rows this rank sends and receives, and how it sorts them.
+    """The rows that this rank sends and receives, and their order.
 
     Args:
         send: to each rank of ep.
@@ -73,7 +73,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What the experts of a rank are given.
+    """The rows of a rank's experts.
 
     Args:
         rows: (rows, hidden), sorted by expert.
@@ -126,7 +126,7 @@ class Dispatcher:
 
         Raises:
             ShapeError: tokens and routing do not fit each other, or some rank's logits were not
-                finite: each rank of ep and etp raises it, with `pad` only the one that has them.
+                finite: each rank of ep and etp raises it, with `pad` only the faulty one.
         """
         _check(x, routing, self.num_experts, self.pad)
         capacity = routing.capacity if self.pad else None
@@ -143,7 +143,9 @@ class Dispatcher:
             permute_weights(routing.weights, permutation),
         )
         parts = exchange(parts, self.ep, traffic.send, traffic.receive)
-        rows, weights = gather_rows(parts, self.etp, traffic.gathered)
+        rows, weights = (
+            all_gather_from_group(part, self.etp, dim=0, sizes=traffic.gathered) for part in parts
+        )
         if traffic.order is not None:
             rows, weights = reorder(rows, traffic.order), reorder(weights, traffic.order)
         return Dispatched(rows, weights, traffic.counts, traffic, permutation)
@@ -161,10 +163,9 @@ class Dispatcher:
         traffic = dispatched.traffic
         if traffic.order is not None:
             outputs = undo(outputs, traffic.order)
-        parts = add_rows((outputs,), self.etp, traffic.gathered)
-        del outputs  # it is large, and not needed any more
-        parts = exchange(parts, self.ep, traffic.receive, traffic.send)
-        return unpermute(parts[0], dispatched.permutation)
+        outputs = reduce_scatter_to_group(outputs, self.etp, dim=0, sizes=traffic.gathered)
+        (outputs,) = exchange((outputs,), self.ep, traffic.receive, traffic.send)
+        return unpermute(outputs, dispatched.permutation)
 
 
 # -- the steps ---------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def count_rows(routing: Routing, ep: GroupRef, etp: GroupRef) -> tuple[int, Traf
     """
     experts, local = routing.num_experts, routing.num_experts // ep.size
     counts = routing.counts
-    fault = torch.where(routing.finite, 0, dist.get_rank() + 1)  # 0, or who has it
+    fault = torch.where(routing.finite, 0, dist.get_rank() + 1)  # 0, or 1 + the faulty rank
     told = torch.cat([counts.view(ep.size, local), fault.expand(ep.size, 1)], 1)
     found = all_gather(all_to_all(told, ep), etp)  # for this rank's experts, by sender
     numbers = torch.cat([counts, found.flatten()]).tolist()  # here the host waits
@@ -249,28 +250,6 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pending = [start_all_to_all(g, ctx.group, ctx.receive, ctx.send) for g in gradients]
         return None, None, None, *(one.wait() for one in pending)
-
-
-def gather_rows(
-    parts: Sequence[Tensor], group: GroupRef, sizes: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """The rows of all ranks of the group, in order.
-
-    Args:
-        parts: tensors of as many rows.
-        sizes: how many each rank has.
-    """
-    return tuple(all_gather_from_group(part, group, dim=0, sizes=sizes) for part in parts)
-
-
-def add_rows(parts: Sequence[Tensor], group: GroupRef, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """This rank's rows of the sum over the group.
-
-    Args:
-        parts: tensors of the rows of all ranks.
-        sizes: how many of them are each rank's.
-    """
-    return tuple(reduce_scatter_to_group(part, group, dim=0, sizes=sizes) for part in parts)
 
 
 # -- checks ------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class GroupedExperts(ShardedModule):
         ffn_hidden: width inside each expert; etp's size must divide it.
         num_experts: how many there are over all ranks of ep, whose size must divide it.
         activation: elementwise; called again in backward.
-        gated: act(g) · u, where g and u are the two halves of what `up` makes (SwiGLU with F.silu,
+        gated: act(g) · u, where g and u are the two halves of x upᵀ (SwiGLU with F.silu,
             arXiv 2002.05202).
         init, init_down: fill an expert's full (ffn_hidden, hidden), with `gated` (2, ffn_hidden,
             hidden), and (hidden, ffn_hidden) in place; None: as nn.Linear.
@@ -152,7 +152,7 @@ class GroupedExperts(ShardedModule):
     def reset_parameters(self) -> None:
         """Draws this rank's part of its experts.
 
-        What an expert gets depends on torch's global random state and its number only. An `init`
+        An expert's weights depend on torch's global random state and its number only. An `init`
         that commgrid does not know (see `Init`) fills the full weights of this rank's experts, one
         at a time and each from a random stream of its own.
         """
@@ -391,7 +391,7 @@ class WeightGradients:
         ctx: of the backward that is running.
 
     Attributes:
-        result: the gradient of W, or what stands for one that went into `main_grad`.
+        result: the gradient of W, or a placeholder for one that went into `main_grad`.
     """
 
     def __init__(self, weight: Tensor, dy: Tensor, ctx: Any) -> None:
@@ -429,14 +429,14 @@ class WeightGradients:
 def at_once(rows: Tensor, *widths: int) -> bool:
     """Whether torch multiplies all experts in one kernel, and faster than a loop.
 
-    That is on CUDA, in bf16, where every row begins at a multiple of 16 bytes.
+    It does on CUDA, in bf16, if every row begins at a multiple of 16 bytes.
     """
     aligned = all(width % 8 == 0 for width in widths)
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and len(rows) > 0
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast makes of the arguments of a matmul."""
+    """The arguments of a matmul as autocast converts them."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

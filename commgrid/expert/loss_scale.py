@@ -11,11 +11,50 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from commgrid.errors import ShapeError, SpecError
-from commgrid.expert.router import Router
+
+
+class LossOwner(nn.Module):
+    """A module that adds losses of its own to the model's.
+
+    Attributes:
+        loss_scale: what the model's loss is multiplied by before backward; read in backward. None:
+            not set, taken for 1.
+    """
+
+    loss_scale: float | Tensor | None = None
+
+    def attach(self, tensor: Tensor, loss: Tensor) -> Tensor:
+        """The tensor itself; its backward adds the gradients of the loss, scaled."""
+        attached: Tensor = _with_loss(tensor, loss, self)
+        return attached
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor, owner: LossOwner) -> Tensor:
+        ctx.owner, ctx.like = owner, loss.detach()
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        scale = ctx.owner.loss_scale
+        if isinstance(scale, Tensor):
+            return gradient, scale.to(ctx.like), None
+        return gradient, torch.full_like(ctx.like, 1.0 if scale is None else scale), None
+
+
+def _attach(tensor: Tensor, loss: Tensor, owner: LossOwner) -> Any:
+    return _WithLoss.apply(tensor, loss, owner)  # type: ignore[no-untyped-call]
+
+
+# Compiled, backward would read the scale of the step that traced it.
+_with_loss = torch.compiler.disable(_attach)  # type: ignore[no-untyped-call]
 
 
 def follow_loss_scale(loss: Tensor, model: nn.Module) -> Tensor:
@@ -81,5 +120,5 @@ def _hear(model: nn.Module, gradient: Tensor) -> None:
 
 def _tell(model: nn.Module, scale: float | Tensor) -> None:
     for module in model.modules():
-        if isinstance(module, Router):
+        if isinstance(module, LossOwner):
             module.loss_scale = scale

@@ -5,8 +5,8 @@
     tokens      t0 + t0, t1 + t1, t2 + t2                            `unpermute`
 
 The two are each other's backward. Within an expert, tokens keep their order. A dropped choice has
-no row. With `capacity` every expert has that many rows, those that it does not need being zero;
-their number then depends on shapes alone, and nobody has to ask the device for it.
+no row. With `capacity` every expert has that many rows, and unused ones are zero; their
+number then depends on shapes alone, so the host need not wait for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commgrid.expert.router import count
 
 @dataclass(frozen=True)
 class Permutation:
-    """Which row holds which choice.
+    """The choice that each row holds.
 
     Args:
         choices: (rows,), the choice of each row, counted through (tokens, top_k).

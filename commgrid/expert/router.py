@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from commgrid.collectives import Group, all_reduce
 from commgrid.collectives.plain import resolve
 from commgrid.errors import CommGridError, ShapeError, SpecError
+from commgrid.expert.loss_scale import LossOwner
 from commgrid.planning.names import nearest
 
 SCORES = ("softmax", "sigmoid")
@@ -75,7 +75,7 @@ def count(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tens
     return counts.scatter_add_(0, experts.flatten(), ones.flatten())
 
 
-class Router(nn.Module):
+class Router(LossOwner):
     """Chooses each token's experts.
 
     Args:
@@ -96,10 +96,6 @@ class Router(nn.Module):
         capacity_factor: above 0; None: nothing is dropped.
         device, dtype: of the weight; logits are computed in fp32, or fp64 for fp64 weights.
 
-    Attributes:
-        loss_scale: what the model's loss is multiplied by before backward; read in backward. None:
-            not set, taken for 1.
-
     Shapes:
         x: (tokens, hidden). weight: (num_experts, hidden).
 
@@ -116,7 +112,6 @@ class Router(nn.Module):
 
     bias: Tensor | None
     seen: Tensor
-    loss_scale: float | Tensor | None
 
     def __init__(
         self,
@@ -177,7 +172,7 @@ class Router(nn.Module):
         self.score, self.softmax_over, self.scale = score, softmax_over, scale
         self.num_groups, self.top_groups = num_groups, top_groups
         self.aux_loss, self.z_loss, self.summed_loss = aux_loss, z_loss, summed_loss
-        self.bias_rate, self.loss_scale = bias_rate, None
+        self.bias_rate = bias_rate
         self.capacity_factor = capacity_factor
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         exact = torch.promote_types(self.weight.dtype, torch.float32)
@@ -241,7 +236,7 @@ class Router(nn.Module):
         if self.training and torch.is_grad_enabled():
             losses = self._losses(logits, scores, experts, group, cp)
         for loss in losses.values():
-            weights = _with_loss(weights, loss, self)
+            weights = self.attach(weights, loss)
         recomputing = torch._C._current_graph_task_id() != -1  # for a checkpoint, within backward
         if self.bias_rate and self.training and not recomputing:
             self.seen += count(experts, self.num_experts, kept)
@@ -286,7 +281,7 @@ class Router(nn.Module):
         return max(math.ceil(share * self.capacity_factor), 1)
 
     def _within(self, capacity: int, experts: Tensor, weights: Tensor) -> Tensor:
-        """Which choices each expert takes: those that weigh most, of equal ones the earlier."""
+        """Which choices each expert takes: the heaviest, and of equal ones the earlier."""
         kept = torch.zeros_like(experts, dtype=torch.bool).flatten()
         order = weights.detach().flatten().argsort(descending=True, stable=True)
         by_expert = order[experts.flatten()[order].argsort(stable=True)]
@@ -377,28 +372,3 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, {self.num_experts}, top_k={self.top_k}, score={self.score!r}"
-
-
-class _WithLoss(torch.autograd.Function):
-    """The weights themselves; in backward the loss gets the scale of the model's loss."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, router: Router) -> Tensor:
-        ctx.router, ctx.like = router, loss.detach()
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        scale = ctx.router.loss_scale
-        if isinstance(scale, Tensor):
-            return gradient, scale.to(ctx.like), None
-        return gradient, torch.full_like(ctx.like, 1.0 if scale is None else scale), None
-
-
-def _attach(weights: Tensor, loss: Tensor, router: Router) -> Tensor:
-    attached: Tensor = _WithLoss.apply(weights, loss, router)  # type: ignore[no-untyped-call]
-    return attached
-
-
-# Compiled, backward would read the scale of the step that traced it.
-_with_loss = torch.compiler.disable(_attach)  # type: ignore[no-untyped-call]

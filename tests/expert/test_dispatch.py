@@ -166,7 +166,7 @@ def every_routing(ep: int, etp: int, kind: str) -> None:
         dispatched = made.dispatch(x, routing)
         if kind != "padded":
             check_counts(grid, everyone, kept if dropped else None, num_experts, dispatched.counts)
-        # Identity experts; each rank of etp computes its share of what they put out.
+        # Identity experts; each rank of etp computes its share of the outputs.
         outputs = dispatched.rows * dispatched.weights[:, None] / etp
         share = routing.weights if routing.kept is None else routing.weights * routing.kept
         wanted = x * share.sum(1, keepdim=True)

@@ -48,7 +48,7 @@ def own_slice(full: Tensor, shards: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the loop makes of a case, by dp rank, and of its weights, by name."""
+    """Results of the loop: tokens by dp rank, weights by name."""
 
     inputs: list[Tensor]
     upstream: list[Tensor]
