@@ -288,17 +288,17 @@ MUTANTS = (
     ),
     # -- expert ------------------------------------------------------------------------------
     Mutant(
-        "rows come back from the experts as if from the first rank of etp",
+        "rows are received as if by the first rank of etp",
         "commgrid/expert/dispatch.py",
-        "parts = exchange(parts, self.ep, traffic.receive(self.etp.rank), traffic.send)",
-        "parts = exchange(parts, self.ep, traffic.receive(0), traffic.send)",
+        "    mine = etp.rank * n\n",
+        "    mine = 0 * n\n",
         ("tests/expert/test_dispatch.py::test_combine_is_the_exact_inverse_of_dispatch",),
     ),
     Mutant(
         "rows are sorted by expert on the way back too",
-        "commgrid/expert/dispatch.py",
-        "order = [e * n + s for s in range(n) for e in range(m)]",
-        "order = [s * m + e for s in range(n) for e in range(m)]",
+        "commgrid/expert/permutation.py",
+        "    return rows.index_select(0, order.inverse)\n",
+        "    return rows.index_select(0, order.index)\n",
         ("tests/expert/test_dispatch.py::test_combine_is_the_exact_inverse_of_dispatch",),
     ),
     # -- pipeline ----------------------------------------------------------------------------

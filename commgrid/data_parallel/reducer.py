@@ -445,7 +445,7 @@ class GradientReducer:
                 ranks; a gradient was changed after backward had sent it.
         """
         self._check_before_finish()
-        wrong = self._changed_after_sending()
+        wrong = self._changed_after_sending() or self._losses_not_told(count)
         self._launch(all_of_them=True)
         for bucket in self.buckets:
             bucket.wait()
@@ -466,6 +466,19 @@ class GradientReducer:
             wrong = wrong or told
         if wrong is not None:
             raise wrong
+
+    def _losses_not_told(self, count: float | Tensor | None) -> CommGridError | None:
+        """The error of routers that do not know that losses are sums, which `count` says."""
+        if count is None:
+            return None
+        for module in self.model.modules():
+            check: Any = getattr(module, "check_losses", None)
+            if check is not None:
+                try:
+                    check(counted=True)
+                except CommGridError as error:
+                    return error
+        return None
 
     def _changed_after_sending(self) -> CommGridError | None:
         """The error of a gradient that was taken off while its sum was under way."""

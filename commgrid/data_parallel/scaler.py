@@ -77,6 +77,10 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """torch's, on what reducers keep as well, and then the largest verdict of all ranks."""
         reducers, others = _split(optimizer)
+        for module in (module for reducer in reducers for module in reducer.model.modules()):
+            check: Any = getattr(module, "check_losses", None)
+            if check is not None:
+                check(scaled=True)
         held = [g for reducer, own in reducers.items() for g in reducer.gradients_of(own)]
         for parameter in others:
             if parameter.grad is not None:

@@ -8,14 +8,17 @@ expert with their weights w:
 | `up` | (E/n, ffn/m, hidden) | a = x upᵀ | ∂x = ∂a up, ∂up = ∂aᵀ x |
 | `down` | (E/n, hidden, ffn/m) | y = (act(a) · w) downᵀ, a part of the sum over etp | ∂(act · w) = ∂y down, ∂down = ∂yᵀ (act(a) · w) |
 
-Only x, a and w are kept between the two: act(a) is computed again. Weights are applied to the
+Only x, a and w are kept between the two: act(a) is computed again, with the same random numbers if
+it draws any from torch's default generators (dropout). Weights are applied to the
 inner activation, as Megatron does (`moe_apply_probs_on_input=False`), which equals scaling y.
 """  # noqa: E501
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -56,8 +59,8 @@ class GroupedExperts(ShardedModule):
         hidden: width of a token.
         ffn_hidden: width inside each expert; etp's size must divide it.
         num_experts: how many there are over all ranks of ep, whose size must divide it.
-        activation: elementwise.
-        gated: act(g) · u, where g and u are the two halves of what `up` makes (SwiGLU with F.silu,
+        activation: elementwise; called again in backward.
+        gated: act(g) · u, where g and u are the two halves of x upᵀ (SwiGLU with F.silu,
             arXiv 2002.05202).
         init, init_down: fill an expert's full (ffn_hidden, hidden), with `gated` (2, ffn_hidden,
             hidden), and (hidden, ffn_hidden) in place; None: as nn.Linear.
@@ -148,7 +151,7 @@ class GroupedExperts(ShardedModule):
     def reset_parameters(self) -> None:
         """Draws this rank's part of its experts.
 
-        What an expert gets depends on torch's global random state and its number only. An `init`
+        An expert's weights depend on torch's global random state and its number only. An `init`
         that commgrid does not know (see `Init`) fills the full weights of this rank's experts, one
         at a time and each from a random stream of its own.
         """
@@ -188,6 +191,8 @@ class GroupedExperts(ShardedModule):
             )
         x, up, down = _autocast(x, self.up, self.down)
         parts = pieces(counts, at_once(x, self.hidden, down.shape[2]), x.device)
+        if torch.compiler.is_compiling():  # the compiler decides what is computed again
+            return _traced(x, weights, up, down, parts, self._act)
         y: Tensor = _Experts.apply(x, weights, up, down, parts, self._act, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
         return y
 
@@ -261,6 +266,7 @@ class _Experts(torch.autograd.Function):
         act: Activation, keep: bool,
     ) -> Tensor:  # fmt: skip
         ctx.parts, ctx.act, ctx.halfway = parts, act, None
+        before = _random_states(x) if keep else []
         up_t, down_t = up.flatten(1, -2).transpose(1, 2), down.transpose(1, 2)
         y = None if len(parts) == 1 else torch.empty_like(x)
         inners = []
@@ -270,6 +276,8 @@ class _Experts(torch.autograd.Function):
             made = part.times(active, down_t, y[part.own] if y is not None else None)
             if keep:
                 inners.append(inner)
+        is_random = keep and [*map(_content, before)] != [*map(_content, _random_states(x))]
+        ctx.random_states = before if is_random else []
         ctx.save_for_backward(x, weights, up, down, *inners)
         return as_output(made if y is None else y)
 
@@ -280,38 +288,84 @@ class _Experts(torch.autograd.Function):
         needs_x, needs_weights, needs_up, needs_down = wanted(ctx)[:4]
         dinners: list[Tensor | None] = [None] * len(inners)
         if ctx.halfway is not None and not needs_x and not needs_weights:
-            start, kept = ctx.halfway
-            dinners = kept if _is_same(start, dy) else dinners
+            start, version, kept = ctx.halfway
+            dinners = kept if _is_same(start, dy) and version == dy._version else dinners
         ctx.halfway = None
-        if any(ctx.needs_input_grad[2:4]) and not needs_up and not needs_down:
-            ctx.halfway = dy, []
+        later = any(ctx.needs_input_grad[2:4]) and not needs_up and not needs_down
+        if later and not dy.is_inference():
+            ctx.halfway = dy, dy._version, []
         dy = dy.contiguous()
         dx = torch.empty_like(x) if needs_x and ctx.parts[0].expert is not None else None
         dweights = torch.empty_like(weights)
         dup = WeightGradients(up, dy) if needs_up else None
         ddown = WeightGradients(down, dy) if needs_down else None
-        for part, inner, dinner in zip(ctx.parts, inners, dinners, strict=True):
-            own = part.own
-            with torch.enable_grad():
-                inner = inner.detach().requires_grad_()
-                active = ctx.act(inner)
-            if dinner is None:
-                dactive = part.times(dy[own], down)
-                dweights[own] = (dactive * active.detach()).sum(-1, dtype=weights.dtype)
-                dactive = _scaled(dactive, weights[own], out=dactive)
-                (dinner,) = torch.autograd.grad(active, inner, dactive)
-                del dactive
-            if ddown is not None:
-                ddown.add(part, dy[own], _scaled(active.detach(), weights[own]))
-            if dup is not None:
-                dup.add(part, dinner, x[own])
-            if needs_x:
-                made = part.times(dinner, up.flatten(1, -2), dx[own] if dx is not None else None)
-                dx = made if dx is None else dx
-            if ctx.halfway is not None:
-                ctx.halfway[1].append(dinner)
+        with _replayed(ctx.random_states, x):
+            for part, inner, dinner in zip(ctx.parts, inners, dinners, strict=True):
+                own = part.own
+                with torch.enable_grad():
+                    inner = inner.detach().requires_grad_()
+                    active = ctx.act(inner)
+                if dinner is None:
+                    dactive = part.times(dy[own], down)
+                    dweights[own] = (dactive * active.detach()).sum(-1, dtype=weights.dtype)
+                    dactive = _scaled(dactive, weights[own], out=dactive)
+                    (dinner,) = torch.autograd.grad(active, inner, dactive)
+                    del dactive
+                if ddown is not None:
+                    ddown.add(part, dy[own], _scaled(active.detach(), weights[own]))
+                if dup is not None:
+                    dup.add(part, dinner, x[own])
+                if needs_x:
+                    made = part.times(
+                        dinner, up.flatten(1, -2), dx[own] if dx is not None else None
+                    )
+                    dx = made if dx is None else dx
+                if ctx.halfway is not None:
+                    ctx.halfway[2].append(dinner)
         results = [into.result if into is not None else None for into in (dup, ddown)]
         return dx, dweights if needs_weights else None, *results, None, None, None
+
+
+def _traced(
+    x: Tensor, weights: Tensor, up: Tensor, down: Tensor, parts: list[Piece], act: Activation
+) -> Tensor:
+    """`_Experts` in plain operations, for torch.compile."""
+    up_t, down_t = up.flatten(1, -2).transpose(1, 2), down.transpose(1, 2)
+    made = []
+    for part in parts:
+        active = act(part.times(x[part.own], up_t))
+        scaled = (active * weights[part.own].unsqueeze(1)).to(active.dtype)
+        made.append(part.times(scaled, down_t))
+    return torch.cat(made)
+
+
+def _random_states(like: Tensor) -> list[Tensor]:
+    """States of the default generators of the CPU and of the tensor's device."""
+    states = [torch.get_rng_state()]
+    if like.device.type not in ("cpu", "meta") and not (
+        like.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
+        states.append(torch.get_device_module(like.device).get_rng_state(like.device))
+    return states
+
+
+def _content(state: Tensor) -> bytes:
+    """Of a tensor on the host, read without an operation that a mode could see or refuse."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+@contextmanager
+def _replayed(states: list[Tensor], like: Tensor) -> Iterator[None]:
+    """Draw from these states within the block, and restore the present ones; empty: no change."""
+    if not states:
+        yield
+        return
+    devices = [like.device] if len(states) > 1 else []
+    with torch.random.fork_rng(devices, device_type=like.device.type):
+        torch.set_rng_state(states[0])
+        if devices:
+            torch.get_device_module(like.device).set_rng_state(states[1], like.device)
+        yield
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -360,14 +414,14 @@ class WeightGradients:
 def at_once(rows: Tensor, *widths: int) -> bool:
     """Whether torch multiplies all experts in one kernel, and faster than a loop.
 
-    That is on CUDA, in bf16, where every row begins at a multiple of 16 bytes.
+    It does on CUDA, in bf16, if every row begins at a multiple of 16 bytes.
     """
     aligned = all(width % 8 == 0 for width in widths)
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and len(rows) > 0
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast makes of the arguments of a matmul."""
+    """The arguments of a matmul as autocast converts them."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

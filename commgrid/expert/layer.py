@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.collectives.group_ref import GroupRef
-from commgrid.errors import ShapeError, UnknownGroupError
-from commgrid.expert.dispatch import make_dispatcher
+from commgrid.errors import GridNotInitializedError, ShapeError, SpecError, UnknownGroupError
+from commgrid.expert.dispatch import Dispatcher
 from commgrid.expert.experts import Activation, GroupedExperts
 from commgrid.expert.router import Router, Routing
 from commgrid.expert.shared import SharedExpert
@@ -39,12 +39,13 @@ class MoELayer(nn.Module):
         activation, gated, init, init_down: as GroupedExperts'.
         shared_ffn_hidden: width inside an expert that sees every token; 0: there is none.
         shared_scaled: its `scaled`.
-        dispatcher: "alltoall" or "allgather".
         pad: give every expert its full capacity of rows, so that the host never waits for the
             device; needs `capacity_factor`, and x of one shape on all ranks of ep and etp.
         sequence_parallel: x and y are this rank's slices of the sequence.
         sequence_dim: which dim of x is the sequence.
         tp, ep, etp: group names, or bare ProcessGroups.
+        cp: the group whose ranks have other parts of the same sequences, of which the auxiliary
+            losses are then taken as a whole; None, or a grid without `cp`: each rank has its own.
         grid: where to look names up; None: the default one.
         device, dtype: of the parameters.
         **routing: further arguments of Router, such as `aux_loss`, `score`, `capacity_factor`.
@@ -83,13 +84,13 @@ class MoELayer(nn.Module):
         init_down: Init | None = None,
         shared_ffn_hidden: int = 0,
         shared_scaled: bool = False,
-        dispatcher: str = "alltoall",
         pad: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
         tp: str | ProcessGroup = "tp",
         ep: str | ProcessGroup = "ep",
         etp: str | ProcessGroup = "etp",
+        cp: str | ProcessGroup | None = "cp",
         grid: HyperCommGrid | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -97,6 +98,11 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         label = f"MoELayer({hidden}, {ffn_hidden}, {num_experts}, {top_k})"
+        if (kind := routing.pop("dispatcher", "alltoall")) != "alltoall":
+            raise SpecError(
+                f"{label}: dispatcher={kind!r} is gone; leave it out: all-to-all gives the same "
+                "results"
+            )
         self.hidden, self.sequence_parallel = hidden, sequence_parallel
         self.group = GroupRef(tp, grid, owner=label)
         self.router = Router(
@@ -111,7 +117,13 @@ class MoELayer(nn.Module):
                 f"{label}: {error}. Experts need the axes ep and etp: commgrid.initialize(ep=…) "
                 "makes them, or etp=… where ep is 1"
             ) from error
-        self.dispatcher = make_dispatcher(dispatcher, num_experts, *groups, pad=pad)
+        self.cp: GroupRef | None = None
+        try:
+            self.cp = None if cp is None else GroupRef(cp, grid, owner=label)
+        except (GridNotInitializedError, UnknownGroupError):
+            if cp != "cp":
+                raise
+        self.dispatcher = Dispatcher(num_experts, *groups, pad=pad)
         shape: dict[str, Any] = {
             "activation": activation, "gated": gated, "init": init, "init_down": init_down,
             "grid": grid, "device": device, "dtype": dtype,
@@ -151,7 +163,8 @@ class MoELayer(nn.Module):
             The outputs, of the same shape, and where they went, with the losses that balance adds.
         """
         group = self.group if self.group.size > 1 else None
-        routing = self.router(tokens, group, num_tokens=num_tokens)
+        cp = self.cp if self.cp is not None and self.cp.size > 1 else None
+        routing = self.router(tokens, group, cp=cp, num_tokens=num_tokens)
         dispatched = self.dispatcher.dispatch(tokens, routing)
         sent = dispatched.rows, dispatched.weights, dispatched.counts
         return self.dispatcher.combine(self.experts(*sent), dispatched), routing

@@ -5,8 +5,8 @@
     tokens      t0 + t0, t1 + t1, t2 + t2                            `unpermute`
 
 The two are each other's backward. Within an expert, tokens keep their order. A dropped choice has
-no row. With `capacity` every expert has that many rows, those that it does not need being zero;
-their number then depends on shapes alone, and nobody has to ask the device for it.
+no row. With `capacity` every expert has that many rows, and unused ones are zero; their
+number then depends on shapes alone, so the host need not wait for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commgrid.expert.router import count
 
 @dataclass(frozen=True)
 class Permutation:
-    """Which row holds which choice.
+    """The choice that each row holds.
 
     Args:
         choices: (rows,), the choice of each row, counted through (tokens, top_k).
@@ -135,17 +135,61 @@ def permute_weights(weights: Tensor, permutation: Permutation) -> Tensor:
     return flat.index_select(0, choices)
 
 
+@dataclass(frozen=True)
+class Order:
+    """A new order of rows.
+
+    Args:
+        index: (rows,), the place before of the row at each place.
+        inverse: (rows,), the place that the row at each place goes to.
+    """
+
+    index: Tensor
+    inverse: Tensor
+
+
+def sort_by_expert(sizes: Tensor, num_rows: int) -> Order:
+    """From rows by sender, and of each by expert, to rows by expert, and of each by sender.
+
+    Args:
+        sizes: (senders, experts), how many rows each sender has for each expert.
+        num_rows: their sum, known on the host.
+
+    Example:
+        >>> sort_by_expert(torch.tensor([[1, 2], [1, 0], [2, 1]]), 7).index.tolist()
+        [0, 3, 4, 5, 1, 2, 6]
+    """
+    lengths = sizes.t().flatten()
+    first = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes).t().flatten()
+    shift = first - (lengths.cumsum(0) - lengths)  # from a piece's new place to its old one
+    places = torch.arange(num_rows, device=sizes.device)
+    index = places + shift.repeat_interleave(lengths, output_size=num_rows)
+    return Order(index, torch.empty_like(index).scatter_(0, index, places))
+
+
+def reorder(rows: Tensor, order: Order) -> Tensor:
+    """The rows, (rows, …), in the new order."""
+    moved: Tensor = _Move.apply(rows, order, _forth, _back)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def undo(rows: Tensor, order: Order) -> Tensor:
+    """The rows, (rows, …), in the order before."""
+    moved: Tensor = _Move.apply(rows, order, _back, _forth)  # type: ignore[no-untyped-call]
+    return moved
+
+
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: Permutation, step: Any, back: Any) -> Tensor:
-        ctx.permutation, ctx.back = permutation, back
-        moved: Tensor = step(x, permutation)
+    def forward(ctx: Any, x: Tensor, how: Permutation | Order, step: Any, back: Any) -> Tensor:
+        ctx.how, ctx.back = how, back
+        moved: Tensor = step(x, how)
         return as_output(moved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(gradient, ctx.permutation), None, None, None
+        return ctx.back(gradient, ctx.how), None, None, None
 
 
 def _to_rows(x: Tensor, permutation: Permutation) -> Tensor:
@@ -164,3 +208,11 @@ def _to_tokens(rows: Tensor, permutation: Permutation) -> Tensor:
     return F.embedding_bag(
         permutation.by_token, rows, permutation.starts, mode="sum", per_sample_weights=counted
     )
+
+
+def _forth(rows: Tensor, order: Order) -> Tensor:
+    return rows.index_select(0, order.index)
+
+
+def _back(rows: Tensor, order: Order) -> Tensor:
+    return rows.index_select(0, order.inverse)

@@ -12,8 +12,9 @@
 | `bias_rate` | a bias for the choice alone, moved against the load after each step | arXiv 2408.15664 |
 | `capacity_factor` | an expert takes so many times its even share, by weight, and the rest is dropped | Switch |
 
-Both losses are added to the gradients of the router's weight as if they were part of the loss that
-backward is called for; the tokens' gradients have them too.
+Backward adds the gradients of both losses to those of the weight and the tokens, as if the two were
+part of the model's loss. Autograd cannot tell a loss that was multiplied, by a GradScaler or by
+1 / microbatches, from an unscaled one: `follow_loss_scale` or `set_loss_scale` gives the factor.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commgrid.collectives import Group, all_reduce
+from commgrid.collectives.plain import resolve
 from commgrid.errors import CommGridError, ShapeError, SpecError
+from commgrid.expert.loss_scale import LossOwner
 from commgrid.planning.names import nearest
 
 SCORES = ("softmax", "sigmoid")
@@ -44,7 +46,8 @@ class Routing:
         kept: (tokens, top_k), which choices are within the experts' capacity; None: all.
         num_experts: how many there are.
         capacity: how many tokens an expert takes at most; None: any number.
-        losses: by name, what balancing adds to the loss; of a group's tokens, this rank's part.
+        losses: by name, what balancing adds to the loss: this rank's part, to be summed over
+            `group`, and over `cp` averaged, or summed with `summed_loss`.
         finite: (), whether all logits were; a dispatcher tells all ranks, and raises.
     """
 
@@ -72,7 +75,7 @@ def count(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tens
     return counts.scatter_add_(0, experts.flatten(), ones.flatten())
 
 
-class Router(nn.Module):
+class Router(LossOwner):
     """Chooses each token's experts.
 
     Args:
@@ -86,9 +89,9 @@ class Router(nn.Module):
             experts of the best `top_groups` only, rated by the sum of their best scores.
         scale: factor of all weights.
         aux_loss, z_loss: coefficients of the losses above; 0: none.
-        summed_loss: the loss that backward is called for is a sum over tokens, to be divided later,
-            as `GradientReducer.finish(count=…)` does; these losses are then multiplied by their
-            number. Else it is a mean.
+        summed_loss: True: the model's loss is a sum over tokens, to be divided later, as
+            `GradientReducer.finish(count=…)` does; these losses are then multiplied by their
+            number. False: it is a mean. None: a mean, and `finish(count=…)` raises.
         bias_rate: how far `update_bias` moves each expert's bias; 0: there is none.
         capacity_factor: above 0; None: nothing is dropped.
         device, dtype: of the weight; logits are computed in fp32, or fp64 for fp64 weights.
@@ -123,7 +126,7 @@ class Router(nn.Module):
         scale: float = 1.0,
         aux_loss: float = 0.0,
         z_loss: float = 0.0,
-        summed_loss: bool = False,
+        summed_loss: bool | None = None,
         bias_rate: float = 0.0,
         capacity_factor: float | None = None,
         device: torch.device | str | None = None,
@@ -197,15 +200,21 @@ class Router(nn.Module):
         return self
 
     def forward(
-        self, x: Tensor, group: Group | None = None, *, num_tokens: int | None = None
+        self,
+        x: Tensor,
+        group: Group | None = None,
+        *,
+        cp: Group | None = None,
+        num_tokens: int | None = None,
     ) -> Routing:
         """Routes this rank's tokens.
 
         Args:
             x: (tokens, hidden).
-            group: the ranks that hold other tokens of the same loss, such as `tp` under sequence
-                parallelism: the losses are those of all their tokens, and each rank's gradients are
-                a part of theirs. None: this rank's tokens alone.
+            group: the ranks with other tokens of the same loss, whose gradients are summed, such as
+                `tp` under sequence parallelism. The auxiliary losses are those of all tokens of
+                `group` and `cp`; each rank has its part of them. None: this rank alone.
+            cp: the same where gradients are averaged, or with `summed_loss` counted, such as `cp`.
             num_tokens: what the capacity is a share of; None: as many as x has.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
@@ -225,9 +234,9 @@ class Router(nn.Module):
             weights = weights * kept
         losses = {}
         if self.training and torch.is_grad_enabled():
-            losses = self._losses(logits, scores, experts, group)
+            losses = self._losses(logits, scores, experts, group, cp)
         for loss in losses.values():
-            weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+            weights = self.attach(weights, loss)
         recomputing = torch._C._current_graph_task_id() != -1  # for a checkpoint, within backward
         if self.bias_rate and self.training and not recomputing:
             self.seen += count(experts, self.num_experts, kept)
@@ -272,7 +281,7 @@ class Router(nn.Module):
         return max(math.ceil(share * self.capacity_factor), 1)
 
     def _within(self, capacity: int, experts: Tensor, weights: Tensor) -> Tensor:
-        """Which choices each expert takes: those that weigh most, of equal ones the earlier."""
+        """Which choices each expert takes: the heaviest, and of equal ones the earlier."""
         kept = torch.zeros_like(experts, dtype=torch.bool).flatten()
         order = weights.detach().flatten().argsort(descending=True, stable=True)
         by_expert = order[experts.flatten()[order].argsort(stable=True)]
@@ -284,29 +293,64 @@ class Router(nn.Module):
         return kept.view_as(experts)
 
     def _losses(
-        self, logits: Tensor, scores: Tensor, experts: Tensor, group: Group | None
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        experts: Tensor,
+        group: Group | None,
+        cp: Group | None,
     ) -> dict[str, Tensor]:
-        """Of all tokens of the group, as far as this rank's add to them."""
+        """Of all tokens of group and cp, as far as this rank's add to them."""
         losses: dict[str, Tensor] = {}
         if not self.aux_loss and not self.z_loss:
             return losses
         if self.bias is not None or self.top_groups < self.num_groups:
             experts = scores.topk(self.top_k, -1).indices  # what tokens want by themselves
         counts = count(experts, self.num_experts)
-        if group is not None:
-            counts = all_reduce(counts, group)
+        for others in (group, cp):
+            counts = counts if others is None else all_reduce(counts, others)
         tokens = (counts.sum() / self.top_k).clamp(min=1).to(scores.dtype)
-        scale = tokens if self.summed_loss else 1
+        mean = 1 if cp is None else resolve(cp).size()  # an average over cp divides by it
+        scale = tokens if self.summed_loss else mean
         if self.aux_loss:
             if self.score == "sigmoid":
                 scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
             share = counts.to(scores.dtype) / (tokens * self.top_k)
-            mean = scores.sum(0) / tokens
-            losses["aux_loss"] = scale * self.aux_loss * self.num_experts * (share * mean).sum()
+            average = scores.sum(0) / tokens
+            losses["aux_loss"] = scale * self.aux_loss * self.num_experts * (share * average).sum()
         if self.z_loss:
             square = logits.logsumexp(-1).square().sum() / tokens
             losses["z_loss"] = scale * self.z_loss * square
         return losses
+
+    def check_losses(self, *, counted: bool = False, scaled: bool = False) -> None:
+        """Raise if this router's losses do not fit the step.
+
+        GradientReducer and GradScaler call it for each module that has it.
+
+        Args:
+            counted: gradients are divided by a count of tokens.
+            scaled: a GradScaler divides gradients by its scale.
+
+        Raises:
+            CommGridError: `counted`, and the router has no `summed_loss`; or `scaled`, and no
+                `loss_scale`.
+        """
+        named = [name for name in ("aux_loss", "z_loss") if getattr(self, name)]
+        if not named or not self.training:
+            return
+        who, their = f"Router({self.extra_repr()})", " and ".join(named)
+        if counted and self.summed_loss is None:
+            raise CommGridError(
+                f"{who}: finish(count=…) divides the gradients of a summed loss, but its {their} "
+                "are added to a mean. Give summed_loss=True, or False if the model's loss is a mean"
+            )
+        if scaled and self.loss_scale is None:
+            raise CommGridError(
+                f"{who}: the GradScaler multiplied the model's loss, but not the router's {their}. "
+                "Call loss = commgrid.expert.follow_loss_scale(loss, model) before scaler.scale("
+                "loss), and on pipeline stages without a loss commgrid.expert.set_loss_scale"
+            )
 
     @torch.no_grad()
     def update_bias(self, group: Group | None = None) -> None:
@@ -328,17 +372,3 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, {self.num_experts}, top_k={self.top_k}, score={self.score!r}"
-
-
-class _WithLoss(torch.autograd.Function):
-    """The weights themselves; in backward the loss gets a gradient of 1."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        return gradient, torch.ones_like(loss)

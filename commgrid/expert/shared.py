@@ -1,4 +1,4 @@
-"""The expert that sees every token, beside those that are chosen."""
+"""Shared expert: an MLP that sees every token, beside the routed experts."""
 
 from __future__ import annotations
 

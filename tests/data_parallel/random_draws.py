@@ -219,7 +219,7 @@ def _block(dice: random.Random, cut: Cut, kind: str) -> Block:
         frozen = (dice.choice(parts),) if kind != "pair" else parts
     options: dict[str, Any] = {}
     if kind == "moe":
-        options["dispatcher"] = dice.choice(("alltoall", "allgather"))
+        options["softmax_over"] = dice.choice(("chosen", "all"))
         options["gated"] = dice.random() < 0.5
         if dice.random() < 0.5:
             options["shared_ffn_hidden"] = INNER
@@ -326,5 +326,5 @@ def features(draw: Draw) -> frozenset[str]:
         }  # fmt: skip
         found = {name: True for name, has in found.items() if has}
         for name, value in block.options:
-            found[f"{name} {value}" if name == "dispatcher" else name] = bool(value)
+            found[f"{name} {value}" if name == "softmax_over" else name] = bool(value)
     return frozenset(name for name, has in found.items() if has)

@@ -100,7 +100,7 @@ class ParallelKit(PlainKit):
         options = dict(block.options)
         options["activation"] = F.silu if options["gated"] else F.gelu
         return MoELayer(
-            WIDTH, INNER, NUM_EXPERTS, 2, summed_loss=summed, **options, **self._options
+            WIDTH, INNER, NUM_EXPERTS, 2, summed_loss=summed, cp=None, **options, **self._options
         )
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class Mixture(nn.Module):
     def __init__(self, options: dict[str, Any], summed: bool) -> None:
         super().__init__()
         self._summed = summed
-        kept = {"gated": options["gated"]}
+        kept = {name: options[name] for name in ("gated", "softmax_over")}
         kept |= {name: options.get(name, 0.0) for name in ("aux_loss", "z_loss")}
         self._case = Case(
             hidden=WIDTH, ffn=INNER, num_experts=NUM_EXPERTS, options=tuple(kept.items())

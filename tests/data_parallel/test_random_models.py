@@ -33,17 +33,18 @@ AT_ONCE = 20  # draws that the same ranks run one after the other
 FEATURES = """
     Adam, AdamW, RMSprop, SGD, a block used twice, a rank without microbatches, another order,
     apart groups, aux_loss, average: copy, average: ema, average: none, counting equal,
-    counting tokens, cp, dispatcher allgather, dispatcher alltoall, dp, ep, etp, evaluate model,
-    evaluate part, evaluate read, experts beside tp, frozen embedding, frozen experts,
+    counting tokens, cp, dp, ep, etp, evaluate model, evaluate part,
+    evaluate read, experts beside tp, frozen embedding, frozen experts,
     frozen slices, gated, gathered, given up: accumulated, given up: none, given up: summed,
     gradient norm: clip, gradient norm: function, gradient norm: none, gradient norm: reducer,
     linear, masters, microbatches that vary by rank, microbatches that vary by step, mlp, moe,
     no bias, no overlap, norm, one groups, other frozen, overlap, pair, partial gradients, plain,
     plain embedding, pp, read after overlap, recomputed, resume: none, resume: rebuild,
     resume: rewind, schedule: cycle, schedule: decay, schedule: none, sequence parallel,
-    shared_ffn_hidden, skipped bias, subset groups, tied head, tied over stages, tp 1, tp 2,
-    tp 4, two groups, used always, used first microbatch, used never, used some steps, z_loss,
-    zero1, zero_grad model, zero_grad never, zero_grad optimizer
+    shared_ffn_hidden, skipped bias, softmax_over all, softmax_over chosen, subset groups,
+    tied head, tied over stages, tp 1, tp 2, tp 4, two groups, used always,
+    used first microbatch, used never, used some steps, z_loss, zero1, zero_grad model,
+    zero_grad never, zero_grad optimizer
 """
 
 # fp64 rounds at 1e-16. A gradient is a sum of some 1,000 products of numbers around 1, added up in

@@ -497,7 +497,9 @@ def test_one_ranks_state_dict_on_all_ranks_is_refused(grid: HyperCommGrid) -> No
     states: list[Any] = [None, None]
     torch.distributed.all_gather_object(states, layer.state_dict())
     layer.load_state_dict(states[0])
-    with pytest.raises(GridMismatchError, match=r"(weight|bias) .* the same numbers on all of ranks"):
+    with pytest.raises(
+        GridMismatchError, match=r"(weight|bias) .* the same numbers on all of ranks"
+    ):
         GradientReducer(layer)
     layer.load_state_dict(states[grid.rank])
     GradientReducer(layer).close()

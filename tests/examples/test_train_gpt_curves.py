@@ -74,6 +74,8 @@ FULL = [
     (4, "--packed", "--cp 2 --pp 2 --microbatches 4 --schedule zb-h1"),
     (4, "--packed --experts 4", "--cp 2 --dp 2 --ep 2 --fsdp"),
     (6, "--packed", "--cp 3 --tp 2 --sequence-parallel"),
+    # the auxiliary loss is of a microbatch, which cp and tp share
+    (4, "--experts 4 --aux-loss-coef 0.1", "--cp 2 --tp 2 --ep 2 --etp 1 --sequence-parallel"),
     (4, f"--packed {LOOK}", "--cp 2 --pp 2"),
     # regions that do not factor into each other: ep above dp, etp below or above tp
     (4, "--experts 8", "--ep 4 --etp 1 --tp 2 --sequence-parallel --zero1"),

@@ -41,7 +41,10 @@ def choose(logits: Tensor, case: Case) -> list[dict[int, Tensor]]:
     chosen: list[dict[int, Tensor]] = []
     for token in logits:
         best = sorted(range(case.num_experts), key=lambda e: -token[e].item())[: case.top_k]
-        weights = torch.softmax(torch.stack([token[e] for e in best]), 0)
+        if case.get("softmax_over") == "all":
+            weights = torch.softmax(token, 0)[best]
+        else:
+            weights = torch.softmax(token[best], 0)
         chosen.append(dict(zip(best, weights.unbind(), strict=True)))
     factor = case.get("capacity_factor")
     if factor is not None:

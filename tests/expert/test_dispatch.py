@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,8 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commgrid
 from commgrid import ShapeError, SpecError, UnknownGroupError
 from commgrid.collectives.group_ref import GroupRef
-from commgrid.expert import GroupedExperts, MoELayer, Router, Routing, make_dispatcher
-from commgrid.expert.permutation import arrange, permute, permute_weights, unpermute
+from commgrid.expert import Dispatcher, GroupedExperts, MoELayer, Router, Routing
+from commgrid.expert.permutation import (
+    arrange,
+    permute,
+    permute_weights,
+    reorder,
+    sort_by_expert,
+    undo,
+    unpermute,
+)
 from commgrid.testing import run_on_ranks
 from tests.sizes import some
 
@@ -102,6 +111,25 @@ def test_permute_and_unpermute_are_adjoint(capacity: int | None) -> None:
     torch.testing.assert_close(product, (x * unpermute(rows, made)).sum())
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_rows_by_sender_are_sorted_by_expert(n: int, m: int, data: st.DataObject) -> None:
+    sizes = [[data.draw(st.integers(0, 3)) for _ in range(m)] for _ in range(n)]
+    rows = [(s, e, i) for s in range(n) for e in range(m) for i in range(sizes[s][e])]
+    order = sort_by_expert(torch.tensor(sizes), len(rows))
+    given_rows = torch.tensor(rows, dtype=torch.float64).view(-1, 3)
+    found = reorder(given_rows, order)
+    assert [tuple(row) for row in found.tolist()] == sorted(rows, key=lambda r: (r[1], r[0], r[2]))
+    assert torch.equal(undo(found, order), given_rows)
+
+
+def test_reorder_and_undo_are_adjoint() -> None:
+    order = sort_by_expert(torch.tensor([[1, 2], [1, 0]]), 4)
+    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: reorder(x, order), (x,))
+    assert torch.autograd.gradcheck(lambda x: undo(x, order), (x,))
+
+
 # -- dispatch ----------------------------------------------------------------------------
 
 
@@ -134,13 +162,11 @@ def every_routing(ep: int, etp: int, kind: str) -> None:
         routing = routing_of(experts, num_experts, kept[grid.rank] if dropped else None, capacity)
         x = torch.randn(len(experts), 3, dtype=torch.float64)
         x += grid.rank  # other numbers on each rank
-        made = make_dispatcher(
-            "alltoall" if kind == "padded" else kind, num_experts, *groups, pad=kind == "padded"
-        )
+        made = Dispatcher(num_experts, *groups, pad=kind == "padded")
         dispatched = made.dispatch(x, routing)
         if kind != "padded":
             check_counts(grid, everyone, kept if dropped else None, num_experts, dispatched.counts)
-        # Identity experts; each rank of etp computes its share of what they put out.
+        # Identity experts; each rank of etp computes its share of the outputs.
         outputs = dispatched.rows * dispatched.weights[:, None] / etp
         share = routing.weights if routing.kept is None else routing.weights * routing.kept
         wanted = x * share.sum(1, keepdim=True)
@@ -168,7 +194,7 @@ def all_sizes(kind: str) -> None:
         every_routing(ep, etp, kind)
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "allgather", "padded"])
+@pytest.mark.parametrize("kind", ["dropless", "padded"])
 def test_combine_is_the_exact_inverse_of_dispatch(kind: str) -> None:
     """Bit for bit: weights are 1, 1/2 or 1/4, and so are the shares of etp."""
     run_on_ranks(all_sizes, 4, kind)
@@ -204,7 +230,6 @@ def one_wait() -> None:
     for options, allowed in (
         ({}, 1),
         ({"capacity_factor": 1.0, "aux_loss": 0.1, "bias_rate": 0.1}, 1),
-        ({"dispatcher": "allgather", "capacity_factor": 1.0}, 1),
     ):
         layer = MoELayer(8, 16, num_experts=4, top_k=2, **options)  # type: ignore[arg-type]
         x = torch.randn(6, 8, requires_grad=True)
@@ -221,6 +246,56 @@ def one_wait() -> None:
     assert waits.seen == ["aten._local_scalar_dense.default"]
 
 
+class Operations(TorchDispatchMode):
+    """The operations between two points, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def one_gather() -> None:
+    """The same operations for 2 experts a rank as for 16."""
+    commgrid.initialize(ep=2, etp=2)
+    torch.manual_seed(0)
+    found, exchanges = [], []
+    exchange = dist.all_to_all_single
+
+    def counted(*args: Any, group: Any, **options: Any) -> Any:
+        exchanges[-1] += group.group_desc.endswith("ep")
+        return exchange(*args, group=group, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counted)
+        for num_experts in (4, 32):
+            layer = MoELayer(8, 16, num_experts=num_experts, top_k=2)
+            x = torch.randn(6, 8, requires_grad=True)
+            with torch.no_grad():
+                routing = layer.router(x)
+            with Operations() as seen:
+                exchanges.append(0)
+                sent = layer.dispatcher.dispatch(x, routing)
+                exchanges.append(0)
+                y = layer.dispatcher.combine(sent.rows, sent)
+                exchanges.append(0)
+                y.sum().backward()
+            found.append(seen.seen)
+    few, many = found
+    assert few == many
+    # Over ep: counts, rows and weights there; rows back; in backward a gradient for each of these.
+    assert exchanges == [3, 1, 3] * 2
+
+
+def test_rows_are_sorted_by_one_gather_however_many_experts() -> None:
+    run_on_ranks(one_gather, 4)
+
+
 def test_the_host_waits_once_a_layer() -> None:
     run_on_ranks(one_wait, 2)
 
@@ -231,8 +306,8 @@ def test_the_host_waits_once_a_layer() -> None:
 def one_rank_with_nan() -> list[str]:
     grid = commgrid.initialize(ep=2, etp=2)
     said = []
-    for kind in ("alltoall", "allgather"):
-        layer = MoELayer(4, 8, num_experts=2, top_k=1, dispatcher=kind)
+    for capacity in (None, 1.0):
+        layer = MoELayer(4, 8, num_experts=2, top_k=1, capacity_factor=capacity)
         x = torch.randn(3, 4)
         if grid.rank in (1, 2):
             x[1, 2] = math.nan
@@ -258,10 +333,10 @@ def wrong_numbers() -> None:
         (SpecError, "top_k=5 of num_experts=4: expected 1 to 4", lambda: MoELayer(4, 8, 4, 5)),
         (SpecError, "capacity_factor=0: expected above 0",
          lambda: MoELayer(4, 8, 4, 1, capacity_factor=0)),
-        (SpecError, "dispatcher='all2all': expected one of alltoall, allgather",
-         lambda: MoELayer(4, 8, 4, 1, dispatcher="all2all")),
-        (SpecError, "'allgather' dispatcher has nothing to pad",
-         lambda: MoELayer(4, 8, 4, 1, dispatcher="allgather", pad=True, capacity_factor=1.0)),
+        (SpecError, "dispatcher='allgather' is gone; leave it out: all-to-all gives the same",
+         lambda: MoELayer(4, 8, 4, 1, dispatcher="allgather")),
+        (SpecError, "num_experts=3 cannot be shared equally among the 2 ranks of group 'ep'",
+         lambda: Dispatcher(3, GroupRef("ep"), GroupRef("etp"))),
         (SpecError, "pad=True: the router has no capacity",
          lambda: MoELayer(4, 8, 4, 1, pad=True)(torch.zeros(2, 4))),
         (ShapeError, "MoELayer(4, 8, 4, 1): tokens of shape (2, 5); expected (*, 4)",

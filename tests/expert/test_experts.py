@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -100,6 +101,97 @@ def several_backwards() -> None:
 
 def test_several_backwards_through_one_graph() -> None:
     alone(several_backwards)
+
+
+def gradient_edited_between_halves() -> None:
+    """As a pipeline asks: for the inputs first, for the weights later."""
+    torch.manual_seed(0)
+    made = GroupedExperts(4, 6, 2, dtype=torch.float64)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    weights, dy = torch.rand(5, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    inputs = [x, *made.parameters()]
+    wanted = torch.autograd.grad(made(x, weights, [3, 2]), inputs, dy)
+    for factor in (1, 10):
+        upstream = dy.clone()
+        y = made(x, weights, [3, 2])
+        (dx,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
+        upstream.mul_(factor)
+        found = torch.autograd.grad(y, list(made.parameters()), upstream)
+        assert torch.equal(dx, wanted[0])
+        for one, other in zip(found, wanted[1:], strict=True):
+            torch.testing.assert_close(one, factor * other, rtol=1e-14, atol=1e-14)
+
+
+def test_a_gradient_edited_between_the_halves_of_a_backward_counts_as_it_is() -> None:
+    alone(gradient_edited_between_halves)
+
+
+def random_activation() -> None:
+    """Against autograd, which keeps what it needs, with the same random numbers."""
+
+    def drop(x: Tensor) -> Tensor:
+        return F.dropout(F.silu(x), 0.5)
+
+    torch.manual_seed(0)
+    counts = [4, 0, 5]
+    for gated, one_kernel in ((False, False), (True, False), (True, True)):
+        dtype = torch.float32 if one_kernel else torch.float64  # the kernel has no fp64
+        close = {"rtol": 1e-5, "atol": 1e-5} if one_kernel else {"rtol": 1e-12, "atol": 1e-12}
+        experts.at_once = lambda *_, now=one_kernel: now  # type: ignore[misc]
+        made = GroupedExperts(8, 16, 3, gated=gated, activation=drop, dtype=dtype)
+        x, weights = torch.randn(9, 8, dtype=dtype, requires_grad=True), torch.rand(9, dtype=dtype)
+        inputs = [x, made.up, made.down]
+        torch.manual_seed(1)
+        y = made(x, weights, counts)
+        after = torch.rand(3)
+        upstream = torch.randn_like(y)
+        state = torch.get_rng_state()
+        found = torch.autograd.grad(y, inputs, upstream, retain_graph=True)
+        halves = [
+            *torch.autograd.grad(y, inputs[:1], upstream, retain_graph=True),
+            *torch.autograd.grad(y, inputs[1:], upstream),
+        ]
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.manual_seed(1)
+        up = made.up.flatten(1, -2)
+        inners = [r @ w.t() for r, w in zip(x.split(counts), up, strict=True)]
+        actives = (
+            made._act(torch.cat(inners)).split(counts) if one_kernel else map(made._act, inners)
+        )
+        wanted = torch.cat([
+            (a * w[:, None]) @ d.t()
+            for a, w, d in zip(actives, weights.split(counts), made.down, strict=True)
+        ])  # fmt: skip
+        assert torch.equal(torch.rand(3), after)
+        torch.testing.assert_close(y, wanted, **close)
+        of_autograd = torch.autograd.grad(wanted, inputs, upstream)
+        for one, half, other in zip(found, halves, of_autograd, strict=True):
+            torch.testing.assert_close(one, other, **close)
+            assert torch.equal(half, one)
+
+
+def test_a_random_activation_is_computed_again_with_the_same_numbers() -> None:
+    alone(random_activation)
+
+
+def compiled_random_activation() -> None:
+    """y is linear in both weights, so that each has ∂w · w = ∂y · y if the masks are the same."""
+    warnings.simplefilter("ignore")  # torch's own, at a break in the graph
+    torch.manual_seed(0)
+    made = MoELayer(8, 16, 4, 2, activation=lambda x: F.dropout(x, 0.5), dtype=torch.float64)
+    x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    y = torch.compile(made, backend="aot_eager")(x)
+    upstream = torch.randn_like(y)
+    y.backward(upstream)
+    for weight in made.experts.parameters():
+        assert weight.grad is not None
+        product = (weight.grad * weight).sum()
+        torch.testing.assert_close(product, (y * upstream).sum(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.full
+def test_a_compiled_random_activation_has_one_mask() -> None:
+    alone(compiled_random_activation)
 
 
 def refusals() -> None:

@@ -48,7 +48,7 @@ def own_slice(full: Tensor, shards: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the loop makes of a case, by dp rank, and of its weights, by name."""
+    """Results of the loop: tokens by dp rank, weights by name."""
 
     inputs: list[Tensor]
     upstream: list[Tensor]
@@ -92,7 +92,8 @@ def compare(case: Case, expected: Expected) -> None:
     tp, dp = grid.get_local_rank("tp"), grid.get_local_rank("dp")
     layer = MoELayer(
         case.hidden, case.ffn, case.num_experts, case.top_k,
-        sequence_parallel=case.sequence_parallel, dtype=torch.float64, **dict(case.options),
+        sequence_parallel=case.sequence_parallel, dtype=torch.float64, summed_loss=False,
+        **dict(case.options),
     )  # fmt: skip
     with torch.no_grad():
         for placement in placements(layer):
@@ -125,16 +126,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropless": {},
     "capacity": {"capacity_factor": 1.0},
     "padded": {"capacity_factor": 0.75, "pad": True},
-    "all-gather": {"dispatcher": "allgather"},
-    "all-gather with capacity": {"dispatcher": "allgather", "capacity_factor": 1.0},
 }
 
 
 def every_kind(cases: list[Case], world: int) -> None:
-    """Each case by all-to-all, and every other one by all-gather as well."""
+    """Each case; every other one in all kinds."""
     expected = []
     for number, case in enumerate(cases):
-        kinds = list(KINDS) if number % 4 in (0, 3) else some(list(KINDS)[:3], 1)
+        kinds = list(KINDS) if number % 4 in (0, 3) else some(list(KINDS), 1)
         for index, kind in enumerate(kinds):
             options = tuple({**KINDS[kind], "aux_loss": 0.1, "z_loss": 0.01}.items())
             sequence = (number + index) % 2 == 0
@@ -152,6 +151,45 @@ def on_its_grids(expected: list[tuple[Case, Expected]]) -> None:
         for case, found in of_cut:
             compare(case, found)
         commgrid.destroy()
+
+
+def sequences_over_cp() -> None:
+    """Losses of whole sequences, of which each rank of tp and cp has a part."""
+    case = Case(options=(("aux_loss", 0.3), ("z_loss", 0.2)))
+    full = full_weights(case)
+    for tp, summed in ((1, False), (1, True), (2, False), (2, True)):
+        grid = commgrid.initialize(tp=tp, cp=2, ep=2, etp=1)
+        num_data, parts = grid.size("dp"), 2 * tp
+        sequences = draw(num_data, 8, case.hidden, seed=9)
+        loss = torch.stack([
+            (mixture(x, full, case).square().sum() / 8 + balance(x, full, case)) / num_data
+            for x in sequences
+        ]).sum()  # fmt: skip
+        wanted = torch.autograd.grad(loss, list(full.values()))
+        layer = MoELayer(
+            case.hidden, case.ffn, case.num_experts, case.top_k, sequence_parallel=True,
+            dtype=torch.float64, summed_loss=summed, **dict(case.options),
+        )  # fmt: skip
+        with torch.no_grad():
+            for placement in placements(layer):
+                placement.parameter.copy_(own_slice(full[placement.name], placement.shards))
+        reducer = GradientReducer(layer)
+        place = tp * grid.get_local_rank("cp") + grid.get_local_rank("tp")
+        x = sequences[grid.get_local_rank("dp")].chunk(parts)[place]
+        square = layer(x).square().sum()
+        # A rank of cp has 4 tokens, of which each rank of tp has a part.
+        (square if summed else square / 4).backward()
+        reducer.finish(count=4 if summed else None)
+        for placement, gradient in zip(placements(layer), wanted, strict=True):
+            torch.testing.assert_close(
+                placement.parameter.grad, own_slice(gradient, placement.shards), **CLOSE,
+                msg=lambda text, at=(placement.name, tp, summed): f"{at}: {text}",
+            )  # fmt: skip
+        commgrid.destroy()
+
+
+def test_losses_are_of_whole_sequences_under_context_parallelism() -> None:
+    run_on_ranks(sequences_over_cp, 4)
 
 
 CUTS = [

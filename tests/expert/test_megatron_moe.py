@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import commgrid
-from commgrid.expert import MoELayer
+from commgrid.expert import MoELayer, follow_loss_scale
 from commgrid.testing import run_on_ranks
 from tests import megatron_moe, peers  # noqa: F401  (imports megatron with its warnings off)
 from tests.sizes import some
@@ -85,3 +85,32 @@ def test_as_megatrons_layer(tp: int) -> None:
     sizes = [{"ep": ep, "etp": etp, "tp": tp} for ep, etp in ((1, 1), (2, 1), (4, 1), (2, 2))]
     # Megatron, or its stand-ins for CUDA, change torch and the environment.
     run_on_ranks(every_option, 4, some(sizes[::-1], 1), check=False)
+
+
+def scaled() -> None:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    grid = commgrid.initialize(tp=2, cp=2, ep=2, etp=1)
+    megatron_moe.prepare(grid)
+    torch.manual_seed(0)
+    ours = MoELayer(
+        8, 12, 8, 2, dtype=torch.float64, softmax_over="all", aux_loss=0.3, z_loss=0.2,
+        sequence_parallel=True,
+    )  # fmt: skip
+    theirs = megatron_moe.layer(
+        grid, ours, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.3,
+        moe_z_loss_coeff=0.2, moe_router_pre_softmax=True,
+    )  # fmt: skip
+    scale = 65536
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(2.0 * scale))  # times cp, as its schedules do
+    torch.manual_seed(1 + grid.rank)
+    x = torch.randn(6, 2, 8, dtype=torch.float64)
+    (follow_loss_scale(ours(x).square().mean(), ours) * scale).backward()
+    (theirs(x)[0].square().mean() * scale).backward()
+    mine, other = ours.router.weight.grad, theirs.router.weight.grad
+    assert mine is not None
+    torch.testing.assert_close(mine / scale, other / scale, **CLOSE)
+
+
+def test_losses_of_tp_and_cp_are_scaled_as_megatrons_auto_scaler_scales_them() -> None:
+    run_on_ranks(scaled, 4, check=False)

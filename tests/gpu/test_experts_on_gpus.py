@@ -47,13 +47,14 @@ def parity(device: str) -> int:
     compared = 0
     for ep, etp, tp in ((4, 1, 1), (2, 2, 1), (2, 1, 2)):
         for dtype in TOLERANCE:
-            for kind in ("alltoall", "allgather"):
+            for capacity in (None, 8.0):
                 grid = commgrid.initialize(ep=ep, etp=etp, tp=tp)
                 torch.manual_seed(0)
                 with torch.device(device):
                     layer = MoELayer(
-                        16, 32, 8, 2, dispatcher=kind, sequence_parallel=True, dtype=dtype
-                    )
+                        16, 32, 8, 2, capacity_factor=capacity, pad=capacity is not None,
+                        sequence_parallel=True, dtype=dtype,
+                    )  # fmt: skip
                 reducer = GradientReducer(layer)
                 full = {}
                 for placement in placements(layer):
@@ -72,7 +73,7 @@ def parity(device: str) -> int:
                 reducer.finish(count=1 / grid.size("dp"))
                 expected = loop(x, full, 2)
                 expected.backward(upstream)
-                case = f"ep {ep}, etp {etp}, tp {tp}, {dtype}, {kind}"
+                case = f"ep {ep}, etp {etp}, tp {tp}, {dtype}, capacity {capacity}"
                 close(y.detach(), expected.detach().chunk(4)[grid.rank], f"{case}: output")
                 assert x.grad is not None
                 close(mine.grad, x.grad.chunk(4)[grid.rank], f"{case}: input")
@@ -88,7 +89,9 @@ def parity(device: str) -> int:
 
 
 def test_layer_equals_a_loop() -> None:
-    assert on_gpus(parity, 4, "cuda") == [36] * 4  # 3 parameters, 3 grids, 2 dtypes, 2 ways
+    assert (
+        on_gpus(parity, 4, "cuda") == [36] * 4
+    )  # 3 parameters, 3 grids, 2 dtypes, dropless and padded
 
 
 def one_rank(device: str) -> None:

@@ -1,0 +1,124 @@
+"""The factor by which a model's loss is multiplied before backward, for the routers' own losses.
+
+    loss = follow_loss_scale(loss_of(model(x)), model)     the mean, or with summed_loss the sum
+    (scaler.scale(loss) / microbatches).backward()         ∂loss = scale / microbatches
+
+A hook on `loss` reads ∂loss, which autograd computes before it reaches any router. Pipeline stages
+without a loss call `set_loss_scale(model, scale)`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commgrid.errors import ShapeError, SpecError
+
+
+class LossOwner(nn.Module):
+    """A module that adds losses of its own to the model's.
+
+    Attributes:
+        loss_scale: what the model's loss is multiplied by before backward; read in backward. None:
+            not set, taken for 1.
+    """
+
+    loss_scale: float | Tensor | None = None
+
+    def attach(self, tensor: Tensor, loss: Tensor) -> Tensor:
+        """The tensor itself; its backward adds the gradients of the loss, scaled."""
+        attached: Tensor = _with_loss(tensor, loss, self)
+        return attached
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor, owner: LossOwner) -> Tensor:
+        ctx.owner, ctx.like = owner, loss.detach()
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        scale = ctx.owner.loss_scale
+        if isinstance(scale, Tensor):
+            return gradient, scale.to(ctx.like), None
+        return gradient, torch.full_like(ctx.like, 1.0 if scale is None else scale), None
+
+
+def _attach(tensor: Tensor, loss: Tensor, owner: LossOwner) -> Any:
+    return _WithLoss.apply(tensor, loss, owner)  # type: ignore[no-untyped-call]
+
+
+# Compiled, backward would read the scale of the step that traced it.
+_with_loss = torch.compiler.disable(_attach)  # type: ignore[no-untyped-call]
+
+
+def follow_loss_scale(loss: Tensor, model: nn.Module) -> Tensor:
+    """Scale the auxiliary losses of a model's routers as its loss will be scaled.
+
+    Call it before anything multiplies the loss: a GradScaler, the number of microbatches. The
+    routers keep the scale until it is set again, so call it for every loss, or for none.
+
+    Args:
+        loss: of shape (), the model's mean loss, or its sum for routers with `summed_loss`.
+        model: whose routers are meant, at any depth.
+
+    Returns:
+        The same loss.
+
+    Raises:
+        ShapeError: the loss is not of shape ().
+
+    Example:
+        >>> import torch
+        >>> from commgrid.expert import Router
+        >>> router = Router(hidden=4, num_experts=8, top_k=2, z_loss=0.1)
+        >>> loss = follow_loss_scale(router(torch.randn(5, 4)).weights.square().mean(), router)
+        >>> (loss / 8).backward()
+        >>> router.loss_scale
+        tensor(0.1250)
+    """
+    if loss.dim():
+        raise ShapeError(
+            f"follow_loss_scale: a loss of shape {tuple(loss.shape)}; expected (), so that one "
+            "number scales it. Call it after .mean() or .sum(), or use set_loss_scale"
+        )
+    if loss.requires_grad:
+        loss.register_hook(partial(_hear, model))  # type: ignore[no-untyped-call]
+    return loss
+
+
+def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Scale the auxiliary losses of a model's routers, as its loss is multiplied before backward.
+
+    Args:
+        model: whose routers are meant, at any depth.
+        scale: a number, or a tensor of shape (), such as `scaler.scale(torch.ones(()))`; it is read
+            in backward and holds until it is set again.
+
+    Raises:
+        SpecError: the scale is not above 0, or a tensor of another shape.
+    """
+    if isinstance(scale, Tensor):
+        if scale.dim():
+            raise SpecError(
+                f"set_loss_scale: a scale of shape {tuple(scale.shape)}; expected shape ()"
+            )
+        scale = scale.detach().clone()
+    elif not 0 < scale < math.inf:
+        raise SpecError(f"set_loss_scale: scale={scale}: expected above 0")
+    _tell(model, scale)
+
+
+def _hear(model: nn.Module, gradient: Tensor) -> None:
+    _tell(model, gradient.detach().clone())
+
+
+def _tell(model: nn.Module, scale: float | Tensor) -> None:
+    for module in model.modules():
+        if isinstance(module, LossOwner):
+            module.loss_scale = scale
