@@ -54,18 +54,18 @@ class Owner:
 
 def owner_of(parameter: Tensor) -> Owner | None:
     """The owner of a parameter; None: no reducer has it."""
-    owner: Owner | None = getattr(parameter, "_commgrid_owner", None)
+    owner: Owner | None = getattr(parameter, "grad_owner", None)
     return owner
 
 
 def take_over(slot: Slot, owner: Owner) -> None:
     """Makes a slot's reducer the owner of its parameter, and of the gradient that it has."""
     parameter: Any = slot.parameter
-    left: bool | None = vars(parameter).pop("_commgrid_stepped", None)
+    left: bool | None = vars(parameter).pop("grad_stepped", None)
     slot.reduced = parameter.grad is None or left is not None
     slot.stepped = bool(left)
     slot.handed_out = parameter.grad if slot.reduced else None
-    parameter._commgrid_owner = owner
+    parameter.grad_owner = owner
 
 
 def begin(slot: Slot, *, after_step: bool) -> None:
@@ -142,7 +142,7 @@ def release(slots: Iterable[Slot]) -> None:
     """Takes what a reducer has put there off its parameters; gradients stay in `.grad`."""
     for slot in slots:
         parameter: Any = slot.parameter
-        vars(parameter).pop("_commgrid_owner", None)
+        vars(parameter).pop("grad_owner", None)
         if slot.fused:
             for attribute in ("main_grad", "grad_added_to_main_grad", "zero_out_wgrad"):
                 vars(parameter).pop(attribute, None)
@@ -153,7 +153,7 @@ def release(slots: Iterable[Slot]) -> None:
             parameter.grad_dtype = parameter.dtype
             parameter.grad = slot.view.to(parameter.dtype, copy=True)
         if slot.reduced and parameter.grad is not None:  # for the next reducer
-            parameter._commgrid_stepped = slot.stepped
+            parameter.grad_stepped = slot.stepped
 
 
 # -- optimizers -------------------------------------------------------------------------------

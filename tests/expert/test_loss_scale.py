@@ -165,6 +165,7 @@ def not_told() -> list[str]:
     with pytest.raises(CommGridError) as caught:
         scaler.unscale_(optimizer)
     said.append(str(caught.value))
+    made.zero_grad()
     made(tokens()).square().sum().backward()
     with pytest.raises(CommGridError) as caught:
         reducer.finish(count=9)
