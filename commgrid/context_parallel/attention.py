@@ -25,6 +25,7 @@ from commgrid.context_parallel.agreement import agree, named_peers
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.choice import check_way, choose
 from commgrid.context_parallel.gathered import gathered_attention
+from commgrid.context_parallel.kernels import no_autocast, readable
 from commgrid.context_parallel.plans import Gathering, Step, gathering, kv_heads_of, ring_steps
 from commgrid.context_parallel.ring import ring_attention
 from commgrid.context_parallel.sharding import SequenceSharding
@@ -54,8 +55,9 @@ def attention(
     """Softmax attention of this rank's queries to the keys and values of the whole sequence.
 
     Equal to `F.scaled_dot_product_attention(…, enable_gqa=True)` over the whole sequence, with a
-    mask that keeps documents apart. Collective over the group: all ranks call it alike, forward
-    and backward. The first call with a new sharding or new shapes makes sure that they do.
+    mask that keeps documents apart, under autocast too. Collective over the group: all ranks call
+    it alike, forward and backward. The first call with a new sharding or new shapes makes sure that
+    they do.
 
     Args:
         q: (batch, heads, own positions, head_size).
@@ -72,7 +74,7 @@ def attention(
         grid: where names are looked up; None: the default one.
 
     Returns:
-        (batch, heads, own positions, head_size), of q's dtype.
+        (batch, heads, own positions, head_size), of q's dtype, or of autocast's where it is on.
 
     Raises:
         SpecError: another way, a window without causal, dropout, levels that do not multiply out,
@@ -116,8 +118,18 @@ class _Options(NamedTuple):
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
     members = resolve(options.group, options.grid)
-    with named_peers(members):
+    q, k, v = (readable(_autocast(x)) for x in (q, k, v))
+    with named_peers(members), no_autocast(q):
         return _attend_among(members, q, k, v, options)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """The tensor as autocast gives it to `scaled_dot_product_attention`."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    casts = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
 def _attend_among(
@@ -287,7 +299,10 @@ def _complaint(
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         return f"{shapes}: {k.shape[1]} heads of keys do not divide {q.shape[1]} query heads"
     if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point():
-        return f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating point dtype"
+        return (
+            f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating point dtype; cast "
+            "them, or run under torch.autocast"
+        )
     size = sharding.parts if way == "ulysses" else inner if way == "2d" else None
     if size is not None:
         try:

@@ -19,7 +19,8 @@ is for rectangles that are the same in every step, those of a sequence of one do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,23 @@ Part = Tile | Pass
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What partial results of a dtype are added up in."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def readable(x: Tensor) -> Tensor:
+    """The tensor with its last dim contiguous. Torch's kernels take it as such; some of them, those
+    for the CPU, whatever its stride says."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
+@contextmanager
+def no_autocast(x: Tensor) -> Iterator[None]:
+    """Within it, operations on tensors like `x` keep their dtypes."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):
+        yield
+        return
+    with torch.autocast(kind, enabled=False):
+        yield
 
 
 def _allowed(tile: Tile, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commgrid.context_parallel.kernels import Part, kernel_for, wide
+from commgrid.context_parallel.kernels import Part, kernel_for, no_autocast, readable, wide
 from commgrid.context_parallel.tiles import Tile
 
 
@@ -84,17 +84,19 @@ class Backward:
     """
 
     def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
-        self.gradient, self.q, self.out, self.lse = gradient, q, out, lse
+        self.gradient, self.q, self.out, self.lse = readable(gradient), q, out, lse
         self.scale, self.kernel = scale, kernel_for(q)
         self.dq = torch.zeros_like(q, dtype=wide(q.dtype))
 
     def add(self, k: Tensor, v: Tensor, tiles: Sequence[Tile], dk: Tensor, dv: Tensor) -> None:
         """Adds what some keys and values contribute to `dq`, and to their own `dk` and `dv`."""
         for part in self.kernel.parts(tiles):
-            dq, dk_part, dv_part = self.kernel.backward(
-                _rows(self.gradient, part), _rows(self.q, part), _columns(k, part),
-                _columns(v, part), _rows(self.out, part), _rows(self.lse, part), part, self.scale,
-            )  # fmt: skip
+            with no_autocast(self.q):
+                dq, dk_part, dv_part = self.kernel.backward(
+                    _rows(self.gradient, part), _rows(self.q, part), _columns(k, part),
+                    _columns(v, part), _rows(self.out, part), _rows(self.lse, part), part,
+                    self.scale,
+                )  # fmt: skip
             _rows(self.dq, part).add_(dq)
             _columns(dk, part).add_(dk_part)
             _columns(dv, part).add_(dv_part)
