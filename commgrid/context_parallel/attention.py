@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.collectives.plain import Group, resolve
-from commgrid.context_parallel.agreement import agree, named_peers
-from commgrid.context_parallel.balance import Mask
+from commgrid.context_parallel.agreement import agree, connect, named_peers
+from commgrid.context_parallel.balance import Mask, Ranges
 from commgrid.context_parallel.choice import check_way, choose
 from commgrid.context_parallel.gathered import gathered_attention
 from commgrid.context_parallel.kernels import no_autocast, readable
@@ -56,8 +56,7 @@ def attention(
 
     Equal to `F.scaled_dot_product_attention(…, enable_gqa=True)` over the whole sequence, with a
     mask that keeps documents apart, under autocast too. Collective over the group: all ranks call
-    it alike, forward and backward. The first call with a new sharding or new shapes makes sure that
-    they do.
+    it alike, forward and backward; it begins with a small all-gather that makes sure they do.
 
     Args:
         q: (batch, heads, own positions, head_size).
@@ -138,16 +137,15 @@ def _attend_among(
     sharding, group, way, causal, window, scale, levels, grid = options
     mask = Mask(causal, window)
     check_way(way)
-    if sharding.parts != members.size():
-        raise ShapeError(
-            f"{_about(members)}: the sharding is over {sharding.parts} ranks; expected as many"
-        )
     pair = _level_groups(group, members, levels, grid, way)
     inner = pair.inside.size() if pair is not None else None
     rank = members.rank()
-    complaint = _complaint(q, k, v, sharding, rank, way, inner)
+    if sharding.parts == members.size():
+        complaint = _complaint(q, k, v, sharding, rank, way, inner)
+    else:
+        complaint = f"the sharding is over {sharding.parts} ranks; expected as many as there are"
     facts = (
-        ("shardings", f"{sharding} ({sharding.digest})"),
+        ("shardings", f"{sharding} (rank 0 holds {_few(sharding.ranges[0])}; {sharding.digest})"),
         ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}"),
         ("tensors", _shapes(q, k)),
     )
@@ -168,7 +166,7 @@ def _attend_among(
         found = two_levels(sharding, rank, mask, members.size())
         return two_level_attention(q, k, v, levels=found, inside=members, across=None, scale=scale)
     assert pair is not None
-    agree(pair.across, _about(pair.across), facts, None)  # connects it, too
+    connect(pair.across)
     found = two_levels(sharding, rank, mask, pair.inside.size())
     inside = pair.inside if pair.inside.size() > 1 else None
     with named_peers(pair.inside):
@@ -263,6 +261,11 @@ def _check_split(members: ProcessGroup, pair: _Pair) -> None:
 
 def _about(members: ProcessGroup) -> str:
     return f"attention over group {members.group_desc!r} of {members.size()} ranks"
+
+
+def _few(ranges: Ranges) -> str:
+    text = str(ranges)
+    return text if len(text) < 60 else f"{text[:60]}…"
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:

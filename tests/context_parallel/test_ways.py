@@ -45,7 +45,9 @@ class Sent(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = str(function)
-        if "c10d" in name:
+        if "c10d" in name and "allgather" in name and args[1].dtype == torch.uint8:
+            pass  # ranks agree
+        elif "c10d" in name:
             rank = commgrid.get_local_rank("cp")
             if "send" in name:
                 self.numbers += sum(tensor.numel() for tensor in args[0])
@@ -75,7 +77,7 @@ def volumes(case: Case) -> dict[str, tuple[int, int]]:
                 q, k, v, sharding=case.sharding, way=way, causal=case.causal, window=case.window
             )
 
-        run()  # the first time ranks agree
+        run()  # the first time two levels connect
         with Sent() as forward:
             out = run()
         with Sent() as backward:
@@ -282,12 +284,12 @@ def test_what_cannot_be_is_one_error_on_all_ranks() -> None:
 def one_is_gone() -> str:
     grid = commgrid.initialize(cp=3, timeout=6.0)
     sharding = SequenceSharding.contiguous(12, 3)
-    x = torch.zeros(1, 2, 4, 8)
-    attention(x, x, x, sharding=sharding, way="ring", causal=False)
+    x = torch.zeros(1, 2, 4, 8, requires_grad=True)
+    y = attention(x, x, x, sharding=sharding, way="ring", causal=False)
     if grid.rank == 2:
         return ""
     with pytest.raises(GoneError, match=r"does not answer: rank [01] waited in ring") as e:
-        attention(x, x, x, sharding=sharding, way="ring", causal=False)
+        y.sum().backward()
     return str(e.value)
 
 
@@ -303,8 +305,6 @@ def one_does_not_come(way: str, where: str) -> str:
     x = torch.zeros(1, 3, 4, 8, requires_grad=True)
     y = attention(x, x, x, sharding=sharding, way=way)
     if grid.rank == 2:
-        with pytest.raises(ShapeError, match="its share of the sharding"):
-            attention(x[:, :, :2], x, x, sharding=sharding, way=way)
         return ""
     with pytest.raises(GoneError) as error:
         attention(x, x, x, sharding=sharding, way=way) if where == "later" else y.sum().backward()
