@@ -143,7 +143,9 @@ def _attend_among(
     if sharding.parts == members.size():
         complaint = _complaint(q, k, v, sharding, rank, way, inner)
     else:
-        complaint = f"the sharding is over {sharding.parts} ranks; expected as many as there are"
+        complaint = (
+            f"the sharding is over {sharding.parts} ranks; expected as many as the group has"
+        )
     facts = (
         ("shardings", f"{sharding} (rank 0 holds {_few(sharding.ranges[0])}; {sharding.digest})"),
         ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}"),
