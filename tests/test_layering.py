@@ -30,7 +30,7 @@ ROOMS = (
 """Rooms that have torch, below all of `PURE`."""
 PURE_HALVES = {
     "pipeline": "schedule partition simulator exchange",
-    "context_parallel": ("balance ranges tiles drawing plans volume"),
+    "context_parallel": ("balance ranges tiles drawing plans"),
     "transfer": "traffic layouts shares table pools plan",
     "bridge": "plan pipelines",
     "observe": (

@@ -154,8 +154,8 @@ def _attend_among(
     agree(members, _about(members), facts, complaint)
     if way == "auto":
         way = choose(
-            sharding, heads=q.shape[1], kv_heads=k.shape[1], head_size=q.shape[3],
-            batch=q.shape[0], causal=causal, window=window, inner=inner, device=q.device.type,
+            sharding, heads=q.shape[1], kv_heads=k.shape[1], causal=causal, window=window,
+            inner=inner, device=q.device.type,
         ).way  # fmt: skip
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if members.size() == 1 or way == "ring":

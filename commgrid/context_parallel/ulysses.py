@@ -5,12 +5,12 @@ slice of the heads, attention as on one rank, and the way back (arXiv 2309.14509
     rank 0                            heads 0-3, 0-3         heads 0-1, 0-7
     rank 1                            heads 0-3, 4-7         heads 2-3, 0-7
 
-The ranks share the query heads equally, and the heads of keys and values where these are enough;
-where they are fewer than ranks, each rank is sent the one that its query heads use.
+Of H query heads each of n ranks has H / n, and of K heads of keys and values K / n; where K is less
+than n, the one that its query heads use.
 
-With H query heads and K of keys and values, a rank of n that holds s positions sends, forward,
-(n - 1) / n · s rows of H + 2 · max(K, n) heads, and one of H heads for each position that it holds
-in the end and is another's; backward the same the other way.
+A rank that holds s positions sends, forward, s rows of H / n + 2 · max(K / n, 1) heads to each other
+rank, and then back, for each position of another rank, its output of H / n heads. Backward is the
+same the other way.
 """
 
 from __future__ import annotations

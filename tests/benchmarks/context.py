@@ -135,7 +135,7 @@ def contest(case: str, tokens: int, repeats: int) -> tuple[dict[str, list[float]
             who[f"torch, {name}"] = partial(of_torch, method, sharding)
     who["full attention"] = partial(of_one_rank, sharding)
     spent = race(who, repeats, "cpu")
-    taken = choose(sharding, heads=HEADS, head_size=SIZE, inner=2, device="cpu").way
+    taken = choose(sharding, heads=HEADS, inner=2, device="cpu").way
     commgrid.shutdown()
     return spent, taken
 
