@@ -1,11 +1,11 @@
 """Attention over a sequence whose positions lie on the ranks of a group: one call, four ways.
 
-| way | talks | suits |
-|---|---|---|
-| `ring` | keys and values, step by step beside compute | long shards; memory flat in cp |
-| `allgather` | keys and values, all at once | short shards, few heads of keys |
-| `ulysses` | an all-to-all, heads for positions | as many heads as ranks or more |
-| `2d` | Ulysses inside, ring across | more ranks than heads, several nodes |
+| way | Megatron's | talks | suits |
+|---|---|---|---|
+| `ring` | `p2p` | keys and values, step by step beside compute | long shards; memory flat in cp |
+| `allgather` | `all_gather` | keys and values, all at once | short shards, few heads of keys |
+| `ulysses` | `a2a` | an all-to-all, heads for positions | as many heads as ranks or more |
+| `2d` | `a2a+p2p` | Ulysses inside, ring across | more ranks than heads, several nodes |
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from commgrid.collectives.group_ref import GroupRef
 from commgrid.collectives.plain import Group, resolve
 from commgrid.context_parallel.agreement import agree, connect, named_peers
 from commgrid.context_parallel.balance import Mask, Ranges
-from commgrid.context_parallel.choice import check_way, choose
-from commgrid.context_parallel.gathered import gathered_attention
+from commgrid.context_parallel.choice import choose, way_named
+from commgrid.context_parallel.exchange import (
+    gathered_attention,
+    two_level_attention,
+    two_levels,
+)
 from commgrid.context_parallel.kernels import no_autocast, readable
 from commgrid.context_parallel.plans import Gathering, Step, gathering, kv_heads_of, ring_steps
 from commgrid.context_parallel.ring import ring_attention
 from commgrid.context_parallel.sharding import SequenceSharding
-from commgrid.context_parallel.two_level import two_level_attention, two_levels
 from commgrid.errors import ShapeError, SpecError, UnknownGroupError
 from commgrid.runtime.registry import get_grid
 
@@ -63,7 +66,8 @@ def attention(
         k, v: (batch, kv_heads, own positions, head_size); kv_heads divides heads.
         sharding: which positions a rank's rows are.
         group: whose ranks hold the sequence, in the order of the sharding.
-        way: "ring", "allgather", "ulysses", "2d", or "auto", which is what `choose` says.
+        way: "ring", "allgather", "ulysses", "2d", or Megatron's `cp_comm_type` for them, "p2p",
+            "all_gather", "a2a", "a2a+p2p"; or "auto", which is what `choose` says.
         causal: a position attends itself and what comes before it in its document; else all of it.
         window: of those at most so many, itself included; needs causal.
         scale: of the products of queries and keys; None: 1 / √head_size.
@@ -135,8 +139,7 @@ def _attend_among(
     members: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, options: _Options
 ) -> Tensor:
     sharding, group, way, causal, window, scale, levels, grid = options
-    mask = Mask(causal, window)
-    check_way(way)
+    mask, way = Mask(causal, window), way_named(way)
     pair = _level_groups(group, members, levels, grid, way)
     inner = pair.inside.size() if pair is not None else None
     rank = members.rank()

@@ -17,6 +17,9 @@ from commgrid.planning.names import nearest
 WAYS = ("ring", "allgather", "ulysses", "2d")
 """The ways to talk; "auto" chooses among them."""
 
+_MEGATRONS = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses", "a2a+p2p": "2d"}
+"""Megatron's `cp_comm_type` of each."""
+
 _HIDDEN_FROM = {"cpu": 256}
 _HIDDEN_FROM_ELSEWHERE = 8192
 """From so many positions a rank on, times the query heads of a head of keys, a step of a ring hides
@@ -136,8 +139,20 @@ def shares_heads(heads: int, kv_heads: int, size: int) -> bool:
     return True
 
 
-def check_way(way: str) -> None:
-    """Raises SpecError where `way` is neither "auto" nor one of `WAYS`."""
-    if way not in ("auto", *WAYS):
-        known = ("auto", *WAYS)
+def way_named(way: str) -> str:
+    """The way by its name in `WAYS`, or "auto".
+
+    Args:
+        way: that name, or its `cp_comm_type` in Megatron.
+
+    Raises:
+        SpecError: another name.
+
+    >>> way_named("a2a+p2p")
+    '2d'
+    """
+    found = _MEGATRONS.get(way, way)
+    if found not in ("auto", *WAYS):
+        known = ("auto", *WAYS, *_MEGATRONS)
         raise SpecError(f"way={way!r}: expected one of {', '.join(known)}{nearest(way, known)}")
+    return found

@@ -3,7 +3,7 @@
 | device | dtype | kernel |
 |---|---|---|
 | CPU | any | `_scaled_dot_product_flash_attention_for_cpu` |
-| CUDA | bf16, fp16 | `_flash_attention_forward`, many rectangles in a call (`Pass`) |
+| CUDA | bf16, fp16 | `_flash_attention_forward`, many rectangles in a call (`VarlenCall`) |
 | | of one document | `_scaled_dot_product_cudnn_attention` where torch itself would take it |
 | CUDA | fp32 | `_scaled_dot_product_efficient_attention` |
 | else | any | matrix products |
@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from commgrid.context_parallel.passes import Pass, passes
 from commgrid.context_parallel.tiles import Tile
+from commgrid.context_parallel.varlen import VarlenCall, varlen_calls
 
 _ops = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
-Part = Tile | Pass
+Part = Tile | VarlenCall
 """What a kernel takes at once: a rectangle, or several."""
 
 
@@ -161,11 +161,13 @@ class _Flash:
     """Rows of all heads, one sequence after the other: (batch · rows, heads, head_size)."""
 
     @staticmethod
-    def parts(tiles: Sequence[Tile]) -> Sequence[Pass]:
-        return passes(tiles)
+    def parts(tiles: Sequence[Tile]) -> Sequence[VarlenCall]:
+        return varlen_calls(tiles)
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, part: Pass, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, part: VarlenCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
         if _is_for_cudnn(q, k, v, part):
             return _cudnn_forward(q, k, v, part, scale)
         batch = len(q)
@@ -182,8 +184,8 @@ class _Flash:
 
     @staticmethod
     def backward(
-        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Pass,
-        scale: float,
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        part: VarlenCall, scale: float,
     ) -> Gradients:  # fmt: skip
         if _is_for_cudnn(q, k, v, part):
             return _cudnn_backward(gradient, q, k, v, out, lse, part, scale)
@@ -200,7 +202,7 @@ class _Flash:
         return dq, dk, dv
 
 
-def _is_for_cudnn(q: Tensor, k: Tensor, v: Tensor, part: Pass) -> bool:
+def _is_for_cudnn(q: Tensor, k: Tensor, v: Tensor, part: VarlenCall) -> bool:
     """Whether torch would take cuDNN's kernel, as it is set, for tensors like these.
 
     Of heads above 128 cuDNN may have no backward, which torch does not look at here.
@@ -212,7 +214,7 @@ def _is_for_cudnn(q: Tensor, k: Tensor, v: Tensor, part: Pass) -> bool:
 
 
 def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, part: Pass, scale: float
+    q: Tensor, k: Tensor, v: Tensor, part: VarlenCall, scale: float
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _ops._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, part.is_causal, False, scale=scale
@@ -221,7 +223,7 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Pass,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: VarlenCall,
     scale: float,
 ) -> Gradients:  # fmt: skip
     state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout there is not

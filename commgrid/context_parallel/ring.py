@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.kernels import wide
-from commgrid.context_parallel.merge import Backward, Partial
+from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
 from commgrid.context_parallel.plans import Step
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import add_runs, take_runs
@@ -65,7 +65,7 @@ class _Ring(torch.autograd.Function):
         ctx.steps, ctx.group, ctx.scale = steps, group, scale
         links = Links(group, steps)
         keys = _Keys(k, v, links)
-        found = Partial(q, scale)
+        found = OnlineSoftmax(q, scale)
         coming = keys.start(1)
         found.add(k, v, steps[0].tiles)
         for i, step in enumerate(steps[1:], 1):
@@ -84,7 +84,7 @@ class _Ring(torch.autograd.Function):
         steps: tuple[Step, ...] = ctx.steps
         links = Links(ctx.group, steps)
         keys = _Keys(k, v, links)
-        found = Backward(gradient, q, out, lse, ctx.scale)
+        found = SoftmaxBackward(gradient, q, out, lse, ctx.scale)
         dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
         coming = keys.start(1)
         found.add(k, v, steps[0].tiles, dk, dv)

@@ -57,7 +57,7 @@ _Of = tuple[Ranges, Ranges, tuple[int, ...], Mask]
 class Tiles(tuple[Tile, ...]):
     """What `tiles` gives, cut for a kernel that knows no window; and uncut, for one that does."""
 
-    passes: Any = None
+    calls: Any = None
     """What such a kernel makes of them; kept, since a step of training calls it again."""
     _of: _Of
 

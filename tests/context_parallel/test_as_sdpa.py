@@ -96,7 +96,7 @@ def test_autocast_casts_what_sdpa_casts() -> None:
 
 def test_products_in_full_precision_stay_so_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has no kernel, as for fp64 on CUDA, attention is matrix products."""
-    monkeypatch.setattr("commgrid.context_parallel.merge.kernel_for", lambda q: _Products)
+    monkeypatch.setattr("commgrid.context_parallel.online_softmax.kernel_for", lambda q: _Products)
     commgrid.initialize()
     q, k, v, gradient = (x.bfloat16() for x in drawn(16))
     sharding = SequenceSharding.contiguous(16, 1)

@@ -1,4 +1,4 @@
-"""Attention over keys that come in parts: how partial results become one, and their gradients.
+"""Online softmax: attention over keys that come in parts, forward and backward.
 
 A kernel gives the output o and the log-sum-exp l of each query over the keys it was given. Those of
 two sets of keys are joined by l = log(exp l₁ + exp l₂), o = o₁ · exp(l₁ - l) + o₂ · exp(l₂ - l)
@@ -17,7 +17,7 @@ from commgrid.context_parallel.kernels import Part, kernel_for, no_autocast, rea
 from commgrid.context_parallel.tiles import Tile
 
 
-class Partial:
+class OnlineSoftmax:
     """Output and log-sum-exp of queries over the keys that were added so far.
 
     Args:
@@ -74,13 +74,13 @@ class Partial:
         return self._out.to(self.q.dtype), self._lse
 
 
-class Backward:
+class SoftmaxBackward:
     """Gradients of the queries, added up over the keys that are asked for one after the other.
 
     Args:
         gradient: of the output.
-        q, out, lse: the queries, and what `Partial.result` gave.
-        scale: as `Partial`'s.
+        q, out, lse: the queries, and what `OnlineSoftmax.result` gave.
+        scale: as `OnlineSoftmax`'s.
     """
 
     def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
