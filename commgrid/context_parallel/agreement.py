@@ -62,7 +62,7 @@ _connected: WeakSet[ProcessGroup] = WeakSet()
 def agree(group: ProcessGroup, about: str, facts: Facts, complaint: str | None) -> None:
     """Raise on all ranks of a group if any of them has other facts or a complaint.
 
-    Collective.
+    Collective. A CUDA graph is not captured with it: replays would compare the same rows again.
 
     Args:
         group: whose ranks compute together.
@@ -74,7 +74,8 @@ def agree(group: ProcessGroup, about: str, facts: Facts, complaint: str | None) 
         ShapeError: some rank has a complaint.
         SpecError: ranks have other facts.
     """
-    if group.size() > 1:
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if group.size() > 1 and not captured:
         calls = _under_way.setdefault(group, deque())
         calls.append(_started(group, about, facts, complaint))
         compare(group)
@@ -112,7 +113,7 @@ def _started(group: ProcessGroup, about: str, facts: Facts, complaint: str | Non
         return _Told(rows, lambda: True, about, names)
     host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
     host.copy_(rows, non_blocking=True)
-    copied = torch.Event(device)
+    copied = torch.get_device_module(device).Event()
     copied.record()
     return _Told(host, copied.query, about, names)
 

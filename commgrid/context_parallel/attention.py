@@ -274,7 +274,7 @@ def _few(ranges: Ranges) -> str:
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:
-    """What all ranks have in common: batch, heads and head size, dtype, device."""
+    """Sizes, dtype and device that are equal on all ranks, as text."""
     sizes = (*q.shape[:2], k.shape[1], q.shape[3]) if q.dim() == k.dim() == 4 else ()
     return f"(batch, heads, kv_heads, head_size)={sizes}, {q.dtype}, {q.device.type}"
 
@@ -291,7 +291,7 @@ def _complaint(
     q: Tensor, k: Tensor, v: Tensor, sharding: SequenceSharding, rank: int, way: str,
     inner: int | None,
 ) -> str | None:  # fmt: skip
-    """What is wrong with this rank's tensors."""
+    """The mistake in this rank's tensors, or None."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
         return (

@@ -1,16 +1,15 @@
-"""Who holds which positions of packed documents, so that all ranks work and hold equally much.
+"""Balance: a division of packed documents among ranks, equal in tokens and in attended pairs.
 
 Lay the documents on a circle of T tokens. The arc of t tokens that starts at x attends some number
 of pairs, and the mean over all x is t / T of all pairs; moved by one token, an arc changes by no
-more than the pairs of one position. So somewhere lies an arc with just its share of both, tokens
-and pairs, whatever the lengths and in whatever order. (For any number of measures: Stromquist and
-Woodall, "Sets on which several measures agree", 1985.)
+more than the pairs of one position. So for all lengths and orders there is an arc with its exact
+share of both tokens and pairs (Stromquist and Woodall, "Sets on which several measures agree",
+1985, for more measures than two).
 
-`balanced` finds one for half of the ranks, closes the circle behind it, and goes on with either
-side until every rank has its own. That is 2 (parts - 1) cuts at most, so no more than 2 · parts - 1
-ranges among all ranks, however many documents. Of one causal document it makes the zig-zag: the
-first arc is the middle, the next lie around it. Neighbouring ranks share what had to be cut, since
-halves are halved again.
+`balanced` takes such an arc for half of the ranks, closes the circle behind it, and repeats that on
+both sides until each rank has one. That is 2 (parts - 1) cuts and 2 · parts - 1 ranges at most, for
+any number of documents. One causal document becomes the zig-zag: the first arc is the middle, the
+next lie around it. A cut document lies on neighbouring ranks, since halves are halved again.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ Range = tuple[int, int]
 """Start and stop of consecutive positions of the packed sequence."""
 
 Ranges = tuple[Range, ...]
-"""What one rank holds: disjoint, ascending, as few as can be."""
+"""Ranges of one rank: disjoint, ascending, none adjacent."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys of its document a position attends.
+    """Mask within a document.
 
     Args:
         causal: itself and what comes before; else all of the document.
@@ -79,7 +78,7 @@ class Mask:
 def balanced(
     lengths: Iterable[int], parts: int, *, causal: bool = True, window: int | None = None
 ) -> tuple[Ranges, ...]:
-    """Which positions of packed documents each rank holds; every position is held once.
+    """Divide the positions of packed documents among ranks.
 
     Documents lie one after the other in a packed sequence and attend only themselves. Any lengths
     and any number of parts do; nothing has to divide. With T tokens and W attended pairs in all,
@@ -244,7 +243,7 @@ def _laps(start: int, stop: int, total: int) -> Iterator[Range]:
 
 
 def _halve(circle: _Circle, parts: int) -> list[list[_Piece]]:
-    """What each of so many ranks holds of a circle."""
+    """Divide a circle among so many ranks."""
     if parts == 1 or not circle.pieces:
         return [circle.pieces] + [[] for _ in range(parts - 1)]
     count = parts // 2
@@ -282,7 +281,7 @@ def _find_arc(circle: _Circle, parts: int, count: int) -> Range:
 
 
 def _ranges(pieces: Iterable[_Piece]) -> Ranges:
-    """Pieces as ranges, those that touch as one."""
+    """Pieces as ranges; adjacent ones are joined."""
     found: list[Range] = []
     for start, stop, *_ in sorted(pieces):
         if found and found[-1][1] == start:

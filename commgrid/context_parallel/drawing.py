@@ -109,7 +109,7 @@ def _documents(sizes: Sequence[int], edges: Sequence[int]) -> str:
 
 
 def _row(own: Ranges, edges: Sequence[int]) -> str:
-    """What a rank holds of each column: all, some or none."""
+    """A letter for each column: the rank holds all, some or none of it."""
     step = edges[1] - edges[0]
     within = [0] * (len(edges) - 1)
     for start, stop in own:

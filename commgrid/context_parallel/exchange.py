@@ -4,9 +4,9 @@ All-gather: each rank gets the keys and values that its queries attend, then com
 before, one after the backward, where a ring has one a step; in return a rank holds the keys of all
 that it attends at once. Where every rank attends everything, which is full attention over one
 document, the exchange is an all-gather and backward a reduce-scatter; else an all-to-all in which
-each gets what it attends and no more, and backward gives it back. Under full attention a rank of n
-that holds s positions gives, forward, (n - 1) · s keys and as many values; backward as many
-gradients of each as it was given.
+each rank gets only the keys that it attends, and backward returns their gradients. Under full
+attention a rank of n that holds s positions sends, forward, (n - 1) · s keys and as many values;
+backward it sends these again, and (n - 1) · s gradients of each.
 
 Ulysses: an all-to-all from a slice of the sequence with all heads to all of it with a slice of the
 heads, attention as on one rank, and the way back (arXiv 2309.14509).
@@ -15,8 +15,8 @@ heads, attention as on one rank, and the way back (arXiv 2309.14509).
     rank 0                            heads 0-3, 0-3         heads 0-1, 0-7
     rank 1                            heads 0-3, 4-7         heads 2-3, 0-7
 
-Of H query heads each of n ranks has H / n, and of K heads of keys and values K / n; where K is less
-than n, the one that its query heads use. A rank that holds s positions sends, forward, s rows of
+Each of n ranks has H / n of the H query heads, and K / n of the K heads of keys and values, or if
+K < n the one head that its queries use. A rank that holds s positions sends, forward, s rows of
 H / n + 2 · max(K / n, 1) heads to each other rank, and then back, for each position of another
 rank, its output of H / n heads. Backward is the same the other way.
 
@@ -110,7 +110,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _gather(rows: Tensor, plan: Gathering, group: ProcessGroup) -> Tensor:
-    """Keys and values of all that this rank attends, by position: (2, batch, kv_heads, …).
+    """Gather the keys and values that this rank attends, by position: (2, batch, kv_heads, …).
 
     A head's positions lie one after the other, which a kernel on the CPU takes up to a tenth less
     time for than for rows of all heads.
@@ -124,7 +124,7 @@ def _gather(rows: Tensor, plan: Gathering, group: ProcessGroup) -> Tensor:
 
 
 def _give_back(gradients: Tensor, length: int, plan: Gathering, group: ProcessGroup) -> Tensor:
-    """The gradients of this rank's rows, as `pack` makes them, from all that had them."""
+    """Return gradients to the owners of the rows; this rank's, as `pack` lays them."""
     rows = gradients.permute(3, 0, 1, 2, 4)
     gradients = take_runs(rows, inverse(plan.order)).contiguous()
     if plan.everything:

@@ -33,17 +33,17 @@ from commgrid.context_parallel.varlen import VarlenCall, varlen_calls
 _ops = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
 Part = Tile | VarlenCall
-"""What a kernel takes at once: a rectangle, or several."""
+"""The argument of one kernel call: a rectangle, or several."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What partial results of a dtype are added up in."""
+    """The dtype in which partial results of another are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def readable(x: Tensor) -> Tensor:
-    """The tensor with its last dim contiguous. Torch's kernels take it as such; some of them, those
-    for the CPU, whatever its stride says."""
+    """The tensor with its last dim contiguous. Torch's kernels require it; those for the CPU read
+    other memory instead of refusing another stride."""
     return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -59,7 +59,7 @@ def no_autocast(x: Tensor) -> Iterator[None]:
 
 
 def _allowed(tile: Tile, device: torch.device) -> Tensor:
-    """Which keys each query attends, (queries, keys)."""
+    """The mask of a tile, (queries, keys); True: attended."""
     rows = torch.arange(tile.q_stop - tile.q_start, device=device)
     columns = torch.arange(tile.k_stop - tile.k_start, device=device)
     behind = (tile.offset or 0) + rows[:, None] - columns
@@ -117,7 +117,7 @@ class Kernel(Protocol):
         gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Any,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        """What the part adds to the gradients of its queries, keys and values."""
+        """The part's share of the gradients of its queries, keys and values."""
 
 
 def kernel_for(q: Tensor) -> type[Kernel]:
@@ -203,7 +203,7 @@ class _Flash:
 
 
 def _is_for_cudnn(q: Tensor, k: Tensor, v: Tensor, part: VarlenCall) -> bool:
-    """Whether torch would take cuDNN's kernel, as it is set, for tensors like these.
+    """Whether torch, with its present settings, would take cuDNN's kernel for such tensors.
 
     Of heads above 128 cuDNN may have no backward, which torch does not look at here.
     """
@@ -237,8 +237,8 @@ def _cudnn_backward(
 class _Efficient(_TileByTile):
     """Takes as many heads of keys as of queries: one query head of each group at a time.
 
-    For fp32 only: of half precision its backward reads the output as if that lay by row and then by
-    head, whatever its strides say.
+    For fp32 only: in half precision its backward ignores the output's strides and reads it by row,
+    then by head.
     """
 
     @staticmethod

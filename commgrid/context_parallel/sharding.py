@@ -226,7 +226,7 @@ class SequenceSharding:
         group: str | ProcessGroup = "cp",
         grid: HyperCommGrid | None = None,
     ) -> Batch:
-        """What a rank holds of a tensor, or of each tensor of a batch, differentiable.
+        """A rank's part of a tensor, or of each tensor of a batch, differentiable.
 
         Args:
             batch: a tensor whose `dim` is the sequence; or a mapping of such tensors, such as
@@ -355,7 +355,7 @@ def take_runs(tensor: Tensor, runs: Ranges, dim: int = 0) -> Tensor:
 
 
 def add_runs(tensor: Tensor, runs: Ranges, rows: Tensor) -> None:
-    """Adds rows to those that `take_runs` would take, along dim 0."""
+    """Add rows to the ones that `take_runs` would take, along dim 0."""
     at = 0
     for start, stop in runs:
         tensor[start:stop] += rows[at : at + stop - start]

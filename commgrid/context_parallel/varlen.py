@@ -90,16 +90,16 @@ class VarlenCall:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The most queries and the most keys of a segment, or more, as the kernel is to be told.
+        """The kernel's arguments for the longest segment, in queries and in keys.
 
-        Where it is told of one query it expects one in each segment, and where of no more keys
-        than a side of the band it takes that side for one without end.
+        They are more than the truth where the kernel would misread it: for 1 query it expects one
+        in each segment, and a side of the band that is not below the keys counts as endless.
         """
         queries, keys = self.segments
         return max(2, *queries), max(*keys, *self.band) + 1
 
     def on(self, device: torch.device, batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the kernel takes beside tensors of (batch · rows, heads, head_size).
+        """The kernel's arguments beside tensors of (batch · rows, heads, head_size).
 
         Returns:
             Where the segments end, of queries and of keys, int32, after a zero, and (rows,) which
