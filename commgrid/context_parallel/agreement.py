@@ -1,8 +1,8 @@
-"""Agreement: the ranks of a group make sure that they call attention with the same arguments.
+"""Agreement: the ranks of a group compare the arguments of a call before they exchange tensors.
 
 Each rank waits for messages whose sizes and order follow from the sharding and the shapes. So every
-call begins with one small all-gather of a row from each rank: its arguments, or its complaint about
-them. Unequal rows are an error on all ranks.
+attention call begins with one small all-gather of a row from each rank: its arguments, or its
+complaint about them. Unequal rows are an error on all ranks.
 
 On the CPU the rows are compared before anything else is sent. Where a group has a device's backend
 alone, the host does not wait for them: they are compared by the first call or backward that finds
@@ -90,13 +90,13 @@ def connect(group: ProcessGroup) -> None:
         _connected.add(group)
 
 
-def compare(group: ProcessGroup | None) -> None:
+def compare(group: ProcessGroup) -> None:
     """Compare the rows of earlier calls that have come since.
 
     Raises:
         ShapeError, SpecError: as `agree`.
     """
-    calls = _under_way.get(group, deque()) if group is not None else deque()
+    calls = _under_way.get(group, deque())
     while calls and calls[0].here():
         told = calls.popleft()
         if not torch.equal(told.rows, told.rows[:1].expand_as(told.rows)):
@@ -185,10 +185,12 @@ def named_peers(group: ProcessGroup) -> Iterator[None]:
 
 
 def names_peers(backward: Backward) -> Backward:
-    """A backward of a ctx with a `group`, within `named_peers`, after `compare`."""
+    """A backward of a ctx with a `group` or None, within `named_peers`, after `compare`."""
 
     @wraps(backward)
     def named(ctx: Any, *gradients: Tensor) -> Any:
+        if ctx.group is None:
+            return backward(ctx, *gradients)
         with named_peers(ctx.group):
             compare(ctx.group)
             return backward(ctx, *gradients)

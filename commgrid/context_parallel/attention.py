@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.collectives.plain import Group, resolve
 from commgrid.context_parallel.agreement import agree, connect, named_peers
-from commgrid.context_parallel.balance import Mask, Ranges
+from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.choice import choose, way_named
 from commgrid.context_parallel.exchange import (
     gathered_attention,
@@ -150,7 +150,7 @@ def _attend_among(
             f"the sharding is over {sharding.parts} ranks; expected as many as the group has"
         )
     facts = (
-        ("shardings", f"{sharding} (rank 0 holds {_few(sharding.ranges[0])}; {sharding.digest})"),
+        ("shardings", sharding.described),
         ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}"),
         ("tensors", _shapes(q, k)),
     )
@@ -266,11 +266,6 @@ def _check_split(members: ProcessGroup, pair: _Pair) -> None:
 
 def _about(members: ProcessGroup) -> str:
     return f"attention over group {members.group_desc!r} of {members.size()} ranks"
-
-
-def _few(ranges: Ranges) -> str:
-    text = str(ranges)
-    return text if len(text) < 60 else f"{text[:60]}…"
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:

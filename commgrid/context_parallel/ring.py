@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from commgrid.context_parallel.agreement import names_peers
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.kernels import wide
 from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
@@ -79,6 +80,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @names_peers
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         steps: tuple[Step, ...] = ctx.steps

@@ -47,6 +47,23 @@ def test_a_rank_that_takes_another_known_sharding_is_named_on_all_ranks(rank: in
     commgrid.shutdown()
 
 
+@pytest.mark.ranks(2)
+def test_shards_of_other_shardings_are_not_joined(rank: int) -> None:
+    commgrid.initialize(cp=2)
+    first, other = SequenceSharding.contiguous(8, 2), SequenceSharding.zigzag(8, 2)
+    taken = other if rank else first
+    shard = taken.shard(torch.arange(8.0))
+    with pytest.raises(
+        SpecError,
+        match="unshard over group 'cp' of 2 ranks: ranks 0 and 1 of the group have other sh",
+    ):
+        taken.unshard(shard)
+    with pytest.raises(ShapeError, match=r"rank 1 of the group: rank 1's shard of shape .3,.*is 4"):
+        first.unshard(shard[rank:])
+    assert first.unshard(first.shard(torch.arange(8.0))).tolist() == list(range(8))
+    commgrid.shutdown()
+
+
 class Calls(TorchDispatchMode):
     """Counts gathered rows of agreement, and numbers read by Python."""
 
@@ -92,16 +109,18 @@ def as_on_a_device(arrived: list[bool]) -> Callable[..., Any]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("seen", ["later", "backward"])
+@pytest.mark.parametrize(
+    ("seen", "way"), [("later", "ulysses"), ("backward", "ulysses"), ("backward", "ring")]
+)
 def test_a_difference_that_a_device_reports_late_is_an_error_of_the_next_call(
-    rank: int, seen: str, monkeypatch: pytest.MonkeyPatch
+    rank: int, seen: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commgrid.initialize(cp=2)
     arrived: list[bool] = []
     monkeypatch.setattr(agreement, "_started", as_on_a_device(arrived))
     first, other = SequenceSharding.contiguous(8, 2), SequenceSharding.zigzag(8, 2)
     q, k, v = (x.requires_grad_() for x in same(4))
-    out = attention(q, k, v, sharding=other if rank else first, way="ulysses")
+    out = attention(q, k, v, sharding=other if rank else first, way=way, causal=False)
     arrived.append(True)
     again = partial(attention, q, k, v, sharding=first)
     with pytest.raises(SpecError, match="ranks 0 and 1 of the group have other shardings"):
