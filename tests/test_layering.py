@@ -30,9 +30,7 @@ ROOMS = (
 """Rooms that have torch, below all of `PURE`."""
 PURE_HALVES = {
     "pipeline": "schedule partition simulator exchange",
-    "context_parallel": (
-        "balance ranges tiles length_groups drawing plans volume length_plan lengths"
-    ),
+    "context_parallel": ("balance ranges tiles drawing plans"),
     "transfer": "traffic layouts shares table pools plan",
     "bridge": "plan pipelines",
     "observe": (

@@ -56,7 +56,6 @@ _EXAMPLES = """examples:
   commgrid show --metrics a.jsonl b.jsonl -o loss.svg
   commgrid show --benchmark startup.json --rows "creation calls" -o startup.svg
   commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
-  commgrid show --sharding 30,4,9 --cp 3 --way ring
   commgrid show --transfer plan.json -o plan.svg
   commgrid show --steps best.json -o steps.svg           (of plan --auto --json)
   commgrid show --bench bench.json --cluster measured.yaml -o costs.svg
@@ -218,8 +217,6 @@ def _check(args: argparse.Namespace) -> None:
         raise SpecError(f"--rows {args.rows[0]}: goes with --benchmark FILE")
     if args.mask and not args.sharding:
         raise SpecError(f"--mask {args.mask}: goes with --sharding LENGTHS")
-    if args.way and not args.sharding:
-        raise SpecError(f"--way {args.way}: goes with --sharding LENGTHS")
     beside = [size for size in (*_SIZES, "spans") if getattr(args, size)]
     if beside and not args.schedule:
         raise SpecError(f"--{beside[0]}: goes with --schedule, as --schedule 1f1b")

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from commgrid.context_parallel.balance import Mask, balance, pairs_of
-from commgrid.context_parallel.choice import WAYS
 from commgrid.context_parallel.drawing import draw_ranges
-from commgrid.context_parallel.explain import messages
 from commgrid.context_parallel.ranges import count
-from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import SpecError
 from commgrid.viz.sharding_picture import draw_sharding
 
@@ -32,14 +28,6 @@ def add_sharding_options(parser: argparse.ArgumentParser) -> None:
         metavar="MASK",
         help="what a position attends: causal (default), full, or a window such as 128",
     )
-    sharding.add_argument(
-        "--way",
-        choices=WAYS,
-        help="also who sends what when in attention, forward; for few documents and ranks",
-    )
-    sharding.add_argument(
-        "--inside", type=int, metavar="N", help="of --way 2d: ranks inside, which exchange heads"
-    )
 
 
 class ShownSharding:
@@ -54,16 +42,9 @@ class ShownSharding:
             raise SpecError(f"--sharding {args.sharding}: needs --cp N, the number of ranks")
         self.lengths = _lengths(args.sharding)
         self.mask = _mask(args.mask)
-        if (args.way == "2d") != (args.inside is not None):
-            raise SpecError("--way 2d and --inside N go together: how many ranks exchange heads")
         if not args.cp.isdigit():
             raise SpecError(f"--cp {args.cp}: expected a whole number")
         self.held = balance(self.lengths, int(args.cp), self.mask)
-        sharding = SequenceSharding(sum(self.lengths), self.held, (0, *accumulate(self.lengths)))
-        self.messages: list[str] | None = None
-        if args.way:
-            sent = messages(sharding, args.way, self.mask, args.inside)
-            self.messages = sent or ["nothing is sent"]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -77,12 +58,10 @@ class ShownSharding:
                 }
                 for own in self.held
             ],
-            **({"messages": self.messages} if self.messages else {}),
         }
 
     def as_text(self) -> str:
-        drawn = draw_ranges(self.lengths, self.held, self.mask)
-        return "\n".join([drawn, *(self.messages or ())])
+        return draw_ranges(self.lengths, self.held, self.mask)
 
     def draw(self) -> Figure:
         return draw_sharding(self.lengths, self.held, self.mask)

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 
 from commgrid.context_parallel.balance import Mask, balanced
 from commgrid.context_parallel.choice import WAYS, Choice, choose
-from commgrid.context_parallel.explain import explain
-from commgrid.context_parallel.length_groups import LengthGroups
-from commgrid.context_parallel.length_plan import Costs, LengthPlan, Turn
-from commgrid.context_parallel.lengths import fixed_lengths, plan_lengths
+from commgrid.context_parallel.drawing import explain
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.on_demand import on_demand
 
@@ -23,18 +20,12 @@ if TYPE_CHECKING:
 __all__ = [
     "WAYS",
     "Choice",
-    "Costs",
-    "LengthGroups",
-    "LengthPlan",
     "Mask",
     "SequenceSharding",
-    "Turn",
     "attention",
     "balanced",
     "choose",
     "explain",
-    "fixed_lengths",
-    "plan_lengths",
 ]
 
 _LIVE = {"attention": "commgrid.context_parallel.attention"}

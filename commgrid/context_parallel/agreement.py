@@ -1,39 +1,170 @@
-"""The ranks of a group agree on what they are about to compute, the first time they do.
+"""Agreement: the ranks of a group compare the arguments of a call before they exchange tensors.
 
-Each rank waits for messages whose sizes follow from the sharding and the shapes. Where one rank has
-others, it would raise and the rest wait for it, so all tell each other first, and all raise.
+Each rank waits for messages whose sizes and order follow from the sharding and the shapes. So every
+attention call begins with one small all-gather of a row from each rank: its arguments, or its
+complaint about them. Unequal rows are an error on all ranks.
+
+On the CPU the rows are compared before anything else is sent. Where a group has a device's backend
+alone, the host does not wait for them: they are compared by the first call or backward that finds
+them there.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from functools import lru_cache, wraps
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.collectives.objects import gathered
+from commgrid.collectives.plain import all_gather
 from commgrid.errors import ShapeError, SpecError
 from commgrid.runtime.failures import GoneError, who_is_missing
+from commgrid.runtime.torch_groups import devices_of
 from commgrid.runtime.torch_world import first_line, is_peer_failure
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 Facts = tuple[tuple[str, str], ...]
-"""What must be the same on all ranks: its name and what it is, in words."""
+"""Name and value of each argument that must be equal on all ranks."""
 
-_MOST_KNOWN = 4096
+_ROW, _DIGEST, _COMPLAINT, _FACT = 1024, 16, 400, 200
+"""Bytes of a row; of its digest, its complaint and each of at most 3 facts, cut to that length."""
 
-# What the ranks of a communicator have agreed on; it is gone with the communicator.
-_agreed: WeakKeyDictionary[ProcessGroup, set[object]] = WeakKeyDictionary()
+
+class _Told(NamedTuple):
+    """The rows of one call.
+
+    Args:
+        rows: (ranks, _ROW), on the host.
+        here: whether they have come.
+        about, names: for the error; `names` of the facts.
+    """
+
+    rows: Tensor
+    here: Callable[[], bool]
+    about: str
+    names: tuple[str, ...]
+
+
+# Calls whose rows have not been compared yet; gone with the communicator.
+_under_way: WeakKeyDictionary[ProcessGroup, deque[_Told]] = WeakKeyDictionary()
+_connected: WeakSet[ProcessGroup] = WeakSet()
+
+
+def agree(group: ProcessGroup, about: str, facts: Facts, complaint: str | None) -> None:
+    """Raise on all ranks of a group if any of them has other facts or a complaint.
+
+    Collective. A CUDA graph is not captured with it: replays would compare the same rows again.
+
+    Args:
+        group: whose ranks compute together.
+        about: beginning of the message.
+        facts: at most 3.
+        complaint: what is wrong on this rank.
+
+    Raises:
+        ShapeError: some rank has a complaint.
+        SpecError: ranks have other facts.
+    """
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if group.size() > 1 and not captured:
+        calls = _under_way.setdefault(group, deque())
+        calls.append(_started(group, about, facts, complaint))
+        compare(group)
+    if complaint is not None:
+        raise ShapeError(f"{about}: {complaint}")
+
+
+def connect(group: ProcessGroup) -> None:
+    """Connect the ranks of a group, where this is its first use. Collective."""
+    if group not in _connected:
+        all_gather(torch.zeros(1, device=_device(group)), group)
+        _connected.add(group)
+
+
+def compare(group: ProcessGroup) -> None:
+    """Compare the rows of earlier calls that have come since.
+
+    Raises:
+        ShapeError, SpecError: as `agree`.
+    """
+    calls = _under_way.get(group, deque())
+    while calls and calls[0].here():
+        told = calls.popleft()
+        if not torch.equal(told.rows, told.rows[:1].expand_as(told.rows)):
+            calls.clear()
+            raise _difference(told)
+
+
+def _started(group: ProcessGroup, about: str, facts: Facts, complaint: str | None) -> _Told:
+    """Start the all-gather of a call; on the CPU it is over."""
+    device = _device(group)
+    row = _row(facts, complaint).to(device, non_blocking=True)
+    rows, names = all_gather(row, group).view(group.size(), -1), tuple(name for name, _ in facts)
+    if device.type == "cpu":
+        return _Told(rows, lambda: True, about, names)
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    host.copy_(rows, non_blocking=True)
+    copied = torch.get_device_module(device).Event()
+    copied.record()
+    return _Told(host, copied.query, about, names)
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    """Where the group's tensors live; the CPU if that is one of its devices."""
+    return min(devices_of(group), key=lambda device: device.type != "cpu")
+
+
+@lru_cache(maxsize=256)
+def _row(facts: Facts, complaint: str | None) -> Tensor:
+    """Facts and complaint as bytes."""
+    digest = hashlib.blake2b(repr((facts, complaint)).encode(), digest_size=_DIGEST).digest()
+    fields = [((complaint or ""), _COMPLAINT), *((text, _FACT) for _, text in facts)]
+    said = b"".join(text.encode()[:size].ljust(size, b"\0") for text, size in fields)
+    return torch.frombuffer(bytearray((digest + said).ljust(_ROW, b"\0")), dtype=torch.uint8)
+
+
+def _difference(told: _Told) -> ShapeError | SpecError:
+    """The error for rows that are not equal."""
+    fields = [_fields(row) for row in told.rows]
+    for rank, (complaint, *_) in enumerate(fields):
+        if complaint:
+            return ShapeError(f"{told.about}: rank {rank} of the group: {complaint}")
+    own = [row.tolist() for row in told.rows]
+    rank = next(rank for rank, row in enumerate(own) if row != own[0])
+    pairs = zip(told.names, fields[0][1:], fields[rank][1:], strict=False)
+    name, first, other = next(
+        (pair for pair in pairs if pair[1] != pair[2]), ("arguments", "its own", "its own")
+    )
+    return SpecError(
+        f"{told.about}: ranks 0 and {rank} of the group have other {name}: {first} and {other}; "
+        "all must be given the same; make each batch's sharding from data that all ranks read, "
+        "such as a data loader's with one seed"
+    )
+
+
+def _fields(row: Tensor) -> list[str]:
+    """The complaint and the facts' texts in a row."""
+    data = bytes(row.tolist())
+    edges = [_DIGEST, *range(_DIGEST + _COMPLAINT, _ROW, _FACT)]
+    parts = [data[start:stop] for start, stop in pairwise(edges)]
+    return [part.rstrip(b"\0").decode(errors="ignore") for part in parts]
+
+
+# -- ranks that do not answer -------------------------------------------------------------
 
 
 @contextmanager
 def named_peers(group: ProcessGroup) -> Iterator[None]:
-    """Within it, torch's error about a rank that does not answer is one that names the rank.
+    """Turn torch's error about a rank that does not answer into one with the rank's name.
 
     Raises:
         GoneError: a rank is gone, or did not call attention or its backward as the others did.
@@ -43,6 +174,7 @@ def named_peers(group: ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         if not is_peer_failure(error):
             raise
+        compare(group)
         ranks = dist.get_process_group_ranks(group)
         who = who_is_missing(f"commgrid/attention/late/{group.group_name}", ranks, "the call")
         raise GoneError(
@@ -53,52 +185,14 @@ def named_peers(group: ProcessGroup) -> Iterator[None]:
 
 
 def names_peers(backward: Backward) -> Backward:
-    """A backward of a ctx with a `group`, within `named_peers`."""
+    """A backward of a ctx with a `group` or None, within `named_peers`, after `compare`."""
 
     @wraps(backward)
     def named(ctx: Any, *gradients: Tensor) -> Any:
+        if ctx.group is None:
+            return backward(ctx, *gradients)
         with named_peers(ctx.group):
+            compare(ctx.group)
             return backward(ctx, *gradients)
 
     return cast("Backward", named)
-
-
-def agree(group: ProcessGroup, about: str, facts: Facts, complaint: str | None) -> None:
-    """Raises on all ranks of a group what is wrong on any of them.
-
-    Collective the first time that facts are new, and costs nothing after that. So a rank whose
-    facts alone are new later on raises, or waits until the group's timeout.
-
-    Args:
-        group: whose ranks compute together.
-        about: what the message begins with.
-        facts: the first one's text stands for what the rest is about.
-        complaint: what is wrong on this rank.
-
-    Raises:
-        ShapeError: some rank has a complaint.
-        SpecError: ranks have other facts.
-    """
-    known = _agreed.setdefault(group, set())
-    if facts in known and complaint is None:
-        return
-    if group.size() > 1 and (complaint is None or facts[0] not in known):
-        told = gathered((facts, complaint), group)
-    else:
-        told = [(facts, complaint)] * group.size()
-        if complaint is not None:
-            raise ShapeError(f"{about}: {complaint}")
-    complaints = {text: rank for rank, (_, text) in reversed(list(enumerate(told))) if text}
-    if complaints:
-        text, rank = next(iter(sorted(complaints.items(), key=lambda item: item[1])))
-        raise ShapeError(f"{about}: rank {rank} of the group: {text}")
-    for rank, (theirs, _) in enumerate(told):
-        for (name, first), (_, other) in zip(told[0][0], theirs, strict=True):
-            if first != other:
-                raise SpecError(
-                    f"{about}: ranks 0 and {rank} of the group have other {name}: {first} and "
-                    f"{other}; all must be given the same"
-                )
-    if len(known) > _MOST_KNOWN:
-        known.clear()
-    known.update((facts, facts[0]))

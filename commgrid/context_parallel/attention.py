@@ -1,11 +1,11 @@
 """Attention over a sequence whose positions lie on the ranks of a group: one call, four ways.
 
-| way | talks | suits |
-|---|---|---|
-| `ring` | keys and values, step by step beside compute | long shards; memory flat in cp |
-| `allgather` | keys and values, all at once | short shards, few heads of keys |
-| `ulysses` | an all-to-all, heads for positions | as many heads as ranks or more |
-| `2d` | Ulysses inside, ring across | more ranks than heads, several nodes |
+| way | Megatron's | talks | suits |
+|---|---|---|---|
+| `ring` | `p2p` | keys and values, step by step beside compute | long shards; memory flat in cp |
+| `allgather` | `all_gather` | keys and values, all at once | short shards, few heads of keys |
+| `ulysses` | `a2a` | an all-to-all, heads for positions | as many heads as ranks or more |
+| `2d` | `a2a+p2p` | Ulysses inside, ring across | more ranks than heads, several nodes |
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.collectives.plain import Group, resolve
-from commgrid.context_parallel.agreement import agree, named_peers
+from commgrid.context_parallel.agreement import agree, connect, named_peers
 from commgrid.context_parallel.balance import Mask
-from commgrid.context_parallel.choice import check_way, choose
-from commgrid.context_parallel.gathered import gathered_attention
+from commgrid.context_parallel.choice import choose, way_named
+from commgrid.context_parallel.exchange import (
+    gathered_attention,
+    two_level_attention,
+    two_levels,
+)
+from commgrid.context_parallel.kernels import no_autocast, readable
 from commgrid.context_parallel.plans import Gathering, Step, gathering, kv_heads_of, ring_steps
 from commgrid.context_parallel.ring import ring_attention
 from commgrid.context_parallel.sharding import SequenceSharding
-from commgrid.context_parallel.two_level import two_level_attention, two_levels
 from commgrid.errors import ShapeError, SpecError, UnknownGroupError
 from commgrid.runtime.registry import get_grid
 
@@ -54,15 +58,16 @@ def attention(
     """Softmax attention of this rank's queries to the keys and values of the whole sequence.
 
     Equal to `F.scaled_dot_product_attention(…, enable_gqa=True)` over the whole sequence, with a
-    mask that keeps documents apart. Collective over the group: all ranks call it alike, forward
-    and backward. The first call with a new sharding or new shapes makes sure that they do.
+    mask that keeps documents apart, under autocast too. Collective over the group: all ranks call
+    it alike, forward and backward; it begins with a small all-gather that makes sure they do.
 
     Args:
         q: (batch, heads, own positions, head_size).
         k, v: (batch, kv_heads, own positions, head_size); kv_heads divides heads.
         sharding: which positions a rank's rows are.
         group: whose ranks hold the sequence, in the order of the sharding.
-        way: "ring", "allgather", "ulysses", "2d", or "auto", which is what `choose` says.
+        way: "ring", "allgather", "ulysses", "2d", or Megatron's `cp_comm_type` for them, "p2p",
+            "all_gather", "a2a", "a2a+p2p"; or "auto", which is what `choose` says.
         causal: a position attends itself and what comes before it in its document; else all of it.
         window: of those at most so many, itself included; needs causal.
         scale: of the products of queries and keys; None: 1 / √head_size.
@@ -72,7 +77,7 @@ def attention(
         grid: where names are looked up; None: the default one.
 
     Returns:
-        (batch, heads, own positions, head_size), of q's dtype.
+        (batch, heads, own positions, head_size), of q's dtype, or of autocast's where it is on.
 
     Raises:
         SpecError: another way, a window without causal, dropout, levels that do not multiply out,
@@ -116,34 +121,44 @@ class _Options(NamedTuple):
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
     members = resolve(options.group, options.grid)
-    with named_peers(members):
+    q, k, v = (readable(_autocast(x)) for x in (q, k, v))
+    with named_peers(members), no_autocast(q):
         return _attend_among(members, q, k, v, options)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """The tensor as autocast gives it to `scaled_dot_product_attention`."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    casts = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
 def _attend_among(
     members: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, options: _Options
 ) -> Tensor:
     sharding, group, way, causal, window, scale, levels, grid = options
-    mask = Mask(causal, window)
-    check_way(way)
-    if sharding.parts != members.size():
-        raise ShapeError(
-            f"{_about(members)}: the sharding is over {sharding.parts} ranks; expected as many"
-        )
+    mask, way = Mask(causal, window), way_named(way)
     pair = _level_groups(group, members, levels, grid, way)
     inner = pair.inside.size() if pair is not None else None
     rank = members.rank()
-    complaint = _complaint(q, k, v, sharding, rank, way, inner)
+    if sharding.parts == members.size():
+        complaint = _complaint(q, k, v, sharding, rank, way, inner)
+    else:
+        complaint = (
+            f"the sharding is over {sharding.parts} ranks; expected as many as the group has"
+        )
     facts = (
-        ("shardings", f"{sharding} ({sharding.digest})"),
+        ("shardings", sharding.described),
         ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}"),
         ("tensors", _shapes(q, k)),
     )
     agree(members, _about(members), facts, complaint)
     if way == "auto":
         way = choose(
-            sharding, heads=q.shape[1], kv_heads=k.shape[1], head_size=q.shape[3],
-            batch=q.shape[0], causal=causal, window=window, inner=inner, device=q.device.type,
+            sharding, heads=q.shape[1], kv_heads=k.shape[1], causal=causal, window=window,
+            inner=inner, device=q.device.type,
         ).way  # fmt: skip
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if members.size() == 1 or way == "ring":
@@ -156,7 +171,7 @@ def _attend_among(
         found = two_levels(sharding, rank, mask, members.size())
         return two_level_attention(q, k, v, levels=found, inside=members, across=None, scale=scale)
     assert pair is not None
-    agree(pair.across, _about(pair.across), facts, None)  # connects it, too
+    connect(pair.across)
     found = two_levels(sharding, rank, mask, pair.inside.size())
     inside = pair.inside if pair.inside.size() > 1 else None
     with named_peers(pair.inside):
@@ -254,7 +269,7 @@ def _about(members: ProcessGroup) -> str:
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:
-    """What all ranks have in common: batch, heads and head size, dtype, device."""
+    """Sizes, dtype and device that are equal on all ranks, as text."""
     sizes = (*q.shape[:2], k.shape[1], q.shape[3]) if q.dim() == k.dim() == 4 else ()
     return f"(batch, heads, kv_heads, head_size)={sizes}, {q.dtype}, {q.device.type}"
 
@@ -271,7 +286,7 @@ def _complaint(
     q: Tensor, k: Tensor, v: Tensor, sharding: SequenceSharding, rank: int, way: str,
     inner: int | None,
 ) -> str | None:  # fmt: skip
-    """What is wrong with this rank's tensors."""
+    """The mistake in this rank's tensors, or None."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
         return (
@@ -287,7 +302,10 @@ def _complaint(
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         return f"{shapes}: {k.shape[1]} heads of keys do not divide {q.shape[1]} query heads"
     if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point():
-        return f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating point dtype"
+        return (
+            f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating point dtype; cast "
+            "them, or run under torch.autocast"
+        )
     size = sharding.parts if way == "ulysses" else inner if way == "2d" else None
     if size is not None:
         try:

@@ -1,16 +1,15 @@
-"""Who holds which positions of packed documents, so that all ranks work and hold equally much.
+"""Balance: a division of packed documents among ranks, equal in tokens and in attended pairs.
 
 Lay the documents on a circle of T tokens. The arc of t tokens that starts at x attends some number
 of pairs, and the mean over all x is t / T of all pairs; moved by one token, an arc changes by no
-more than the pairs of one position. So somewhere lies an arc with just its share of both, tokens
-and pairs, whatever the lengths and in whatever order. (For any number of measures: Stromquist and
-Woodall, "Sets on which several measures agree", 1985.)
+more than the pairs of one position. So for all lengths and orders there is an arc with its exact
+share of both tokens and pairs (Stromquist and Woodall, "Sets on which several measures agree",
+1985, for more measures than two).
 
-`balanced` finds one for half of the ranks, closes the circle behind it, and goes on with either
-side until every rank has its own. That is 2 (parts - 1) cuts at most, so no more than 2 · parts - 1
-ranges among all ranks, however many documents. Of one causal document it makes the zig-zag: the
-first arc is the middle, the next lie around it. Neighbouring ranks share what had to be cut, since
-halves are halved again.
+`balanced` takes such an arc for half of the ranks, closes the circle behind it, and repeats that on
+both sides until each rank has one. That is 2 (parts - 1) cuts and 2 · parts - 1 ranges at most, for
+any number of documents. One causal document becomes the zig-zag: the first arc is the middle, the
+next lie around it. A cut document lies on neighbouring ranks, since halves are halved again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -30,12 +28,12 @@ Range = tuple[int, int]
 """Start and stop of consecutive positions of the packed sequence."""
 
 Ranges = tuple[Range, ...]
-"""What one rank holds: disjoint, ascending, as few as can be."""
+"""Ranges of one rank: disjoint, ascending, none adjacent."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys of its document a position attends.
+    """Mask within a document.
 
     Args:
         causal: itself and what comes before; else all of the document.
@@ -78,41 +76,33 @@ class Mask:
 
 
 def balanced(
-    lengths: Iterable[int],
-    parts: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    slack: float = 0.01,
+    lengths: Iterable[int], parts: int, *, causal: bool = True, window: int | None = None
 ) -> tuple[Ranges, ...]:
-    """Which positions of packed documents each rank holds; every position is held once.
+    """Divide the positions of packed documents among ranks.
 
     Documents lie one after the other in a packed sequence and attend only themselves. Any lengths
     and any number of parts do; nothing has to divide. With T tokens and W attended pairs in all,
     and M pairs at the busiest position,
 
-        tokens of a rank   T / parts, within `slack` of it and 1
-        pairs of a rank    W / parts, within `slack` of it and 3 · M
+        tokens of a rank   T / parts, within 1 of it
+        pairs of a rank    W / parts, within 3 · M of it
         ranges in all      2 · parts - 1 at most
 
-    Within `slack` documents are left whole; one that is cut lies on neighbouring ranks. With fewer
-    tokens than parts the last ranks hold none. The answer depends on the arguments alone, so every
-    rank finds the same. It takes O((documents + parts) · log(parts) · log(documents)) steps, none
-    for tokens.
+    So all but 2 (parts - 1) documents are whole on a rank, and the others lie on neighbouring
+    ranks. With fewer tokens than parts the last ranks hold none. The answer depends on the
+    arguments alone, so every rank finds the same. It takes O((documents + parts) · log(parts) ·
+    log(documents)) steps, none for tokens.
 
     Args:
         lengths: tokens of each document, 1 or more, in the order in which they are packed.
         parts: how many ranks.
         causal, window: see `Mask`.
-        slack: by what share of the mean tokens and pairs of a rank may differ from it, to save a
-            cut; 0 cuts wherever that is more even.
 
     Returns:
         For each rank its (start, stop) ranges, ascending.
 
     Raises:
-        SpecError: no documents, a length or a number of parts below 1, a slack outside 0 to 0.5,
-            or a mask that is none.
+        SpecError: no documents, a length or a number of parts below 1, or a mask that is none.
 
     Example:
         >>> balanced([16], 2)
@@ -124,25 +114,20 @@ def balanced(
         >>> balanced([1], 3)
         (((0, 1),), (), ())
     """
-    return balance(lengths, parts, Mask(causal, window), slack=slack)
+    return balance(lengths, parts, Mask(causal, window))
 
 
-def balance(
-    lengths: Iterable[int], parts: int, mask: Mask, *, slack: float = 0.01
-) -> tuple[Ranges, ...]:
+def balance(lengths: Iterable[int], parts: int, mask: Mask) -> tuple[Ranges, ...]:
     """`balanced` with the mask as a value."""
     sizes, parts = check_lengths(lengths), operator.index(parts)
     if parts < 1:
         raise SpecError(f"parts={parts}: expected 1 rank or more")
-    if not 0 <= slack <= 0.5:
-        raise SpecError(f"slack={slack}: expected a share of the mean, 0 to 0.5")
     ends = list(accumulate(sizes))
     pieces = [
         _Piece(end - size, end, end - size, size) for size, end in zip(sizes, ends, strict=True)
     ]
     circle = _Circle(pieces, [mask.pairs(size, size) for size in sizes], mask)
-    means = _Means(circle.total / parts, circle.work / parts, slack, (parts - 1).bit_length())
-    found = [_ranges(held) for held in _halve(circle, parts, means, 1)]
+    found = [_ranges(held) for held in _halve(circle, parts)]
     return tuple(sorted(found, key=lambda held: not held))  # ranks without any come last
 
 
@@ -200,44 +185,6 @@ class _Piece(NamedTuple):
     """Of its document."""
 
 
-class _Room(NamedTuple):
-    """What an arc may hold so that both sides of its cut stay near the mean of all ranks."""
-
-    least_tokens: float
-    most_tokens: float
-    least_pairs: float
-    most_pairs: float
-
-    def has(self, tokens: int, pairs: int) -> bool:
-        return (
-            self.least_tokens <= tokens <= self.most_tokens
-            and self.least_pairs <= pairs <= self.most_pairs
-        )
-
-
-@dataclass(frozen=True)
-class _Means:
-    """What a rank holds on average, and what share of it may be missing after the last cut.
-
-    A cut may use up as much of that share as it is deep.
-    """
-
-    tokens: float
-    pairs: float
-    slack: float
-    levels: int
-
-    def room(self, circle: _Circle, parts: int, count: int, level: int) -> _Room:
-        """For an arc for `count` ranks of a circle for `parts`, so many cuts deep."""
-        slack = self.slack * level / self.levels
-        edges = []
-        for mean, whole in ((self.tokens, circle.total), (self.pairs, circle.work)):
-            off, other = slack * mean * count, slack * mean * (parts - count)
-            rest = whole - mean * (parts - count)  # were the other side just right
-            edges += [max(mean * count - off, rest - other), min(mean * count + off, rest + other)]
-        return _Room(*edges)
-
-
 class _Circle:
     """Pieces one after the other, the first again after the last; tokens count from the first's.
 
@@ -253,26 +200,12 @@ class _Circle:
         self.pairs = [0, *accumulate(work)]
         self.total, self.work = self.tokens[-1], self.pairs[-1]
 
-    @cached_property
-    def two_laps(self) -> tuple[list[int], list[int]]:
-        """Tokens and pairs before each piece, and before it when it comes again."""
-        return (
-            self.tokens + [self.total + before for before in self.tokens[1:]],
-            self.pairs + [self.work + before for before in self.pairs[1:]],
-        )
-
     def pairs_before(self, token: int) -> int:
         """The pairs of the first tokens; after the last come the first again."""
         laps, token = divmod(token, self.total)
         i = bisect_right(self.tokens, token) - 1
         inside = self._pairs(self.pieces[i], token - self.tokens[i])
         return laps * self.work + self.pairs[i] + inside
-
-    def cut(self, number: int, pairs: int) -> int:
-        """After how many tokens a piece, which may be of the second lap, has so many pairs."""
-        piece = self.pieces[number % len(self.pieces)]
-        counts = range(piece.stop - piece.start)
-        return bisect_left(counts, pairs, key=lambda count: self._pairs(piece, count))
 
     def _pairs(self, piece: _Piece, count: int) -> int:
         """The pairs of a piece's first tokens."""
@@ -309,82 +242,20 @@ def _laps(start: int, stop: int, total: int) -> Iterator[Range]:
         yield 0, stop - total
 
 
-def _halve(circle: _Circle, parts: int, means: _Means, level: int) -> list[list[_Piece]]:
-    """What each of so many ranks holds of a circle."""
+def _halve(circle: _Circle, parts: int) -> list[list[_Piece]]:
+    """Divide a circle among so many ranks."""
     if parts == 1 or not circle.pieces:
         return [circle.pieces] + [[] for _ in range(parts - 1)]
-    start, stop, count = _find_arc(circle, parts, means, level)
+    count = parts // 2
+    start, stop = _find_arc(circle, parts, count)
     arc, rest = circle.arc(start, stop), circle.arc(stop, start + circle.total)
     sides = [(arc, count), (rest, parts - count)]
     sides.sort(key=lambda side: min(side[0].pieces)[0] if side[0].pieces else math.inf)
-    return [held for side, own in sides for held in _halve(side, own, means, level + 1)]
+    return [held for side, own in sides for held in _halve(side, own)]
 
 
-_Arc = tuple[int, int, int]
-"""Start and stop, and the number of ranks that it is for."""
-
-
-def _find_arc(circle: _Circle, parts: int, means: _Means, level: int) -> _Arc:
-    """One that cuts no document if there is one, else one that starts where a document does."""
-    half = parts // 2
-    room = means.room(circle, parts, half, level)
-    found = _uncut_arc(circle, parts, half, room)
-    if found is not None:
-        return found[1]
-    starting = [_starting_arc(circle, parts, half, room)]
-    if parts % 2:  # an arc that ends where a document does leaves one that starts there
-        room = means.room(circle, parts, parts - half, level)
-        starting.append(_starting_arc(circle, parts, parts - half, room))
-    found = min((arc for arc in starting if arc is not None), default=None)
-    return _any_arc(circle, parts, half) if found is None else found[1]
-
-
-_Found = tuple[float, _Arc]
-"""How far an arc is from its share, and the arc."""
-
-
-def _uncut_arc(circle: _Circle, parts: int, count: int, room: _Room) -> _Found | None:
-    """The best arc from the start of one piece to that of another, or None if all are far off."""
-    best = None
-    tokens, pairs = circle.two_laps
-    wanted, work = circle.total * count / parts, circle.work * count / parts
-    near = 1
-    for i in range(len(circle.pieces)):
-        token, pair = tokens[i], pairs[i]
-        while tokens[near] < token + wanted:
-            near += 1
-        for j in (near - 1, near):
-            held, done = tokens[j] - token, pairs[j] - pair
-            if room.has(held, done):
-                off = max(abs(held - wanted) / wanted, abs(done - work) / work)
-                if best is None or off < best[0]:
-                    best = (off, (token, token + held, count))
-    return best
-
-
-def _starting_arc(circle: _Circle, parts: int, count: int, room: _Room) -> _Found | None:
-    """The best arc of just its share of pairs that starts with a piece, or None."""
-    best = None
-    tokens, pairs = circle.two_laps
-    wanted, work = circle.total * count / parts, circle.work * count // parts
-    last = 0
-    for i in range(len(circle.pieces)):
-        token, until = tokens[i], pairs[i] + work
-        while pairs[last + 1] < until:
-            last += 1
-        if tokens[last + 1] - token < room.least_tokens or tokens[last] - token > room.most_tokens:
-            continue
-        stop = tokens[last] + circle.cut(last, until - pairs[last])
-        off = abs(stop - token - wanted) / wanted
-        if (best is None or off < best[0]) and room.has(
-            stop - token, circle.pairs_before(stop) - pairs[i]
-        ):
-            best = (off, (token, stop, count))
-    return best
-
-
-def _any_arc(circle: _Circle, parts: int, count: int) -> _Arc:
-    """The arc of just its share of tokens whose share of pairs is the most just.
+def _find_arc(circle: _Circle, parts: int, count: int) -> Range:
+    """The arc with its share of tokens, for `count` ranks, and most nearly its share of pairs.
 
     Arcs that start at every `parts`-th of the circle cover it evenly, so unless all of them are
     just, one has too many pairs and one too few; between two such neighbours lies the one sought.
@@ -406,11 +277,11 @@ def _any_arc(circle: _Circle, parts: int, count: int) -> _Arc:
             off = [excess(x) for x in starts]
             break
     _, start = min((abs(o), s) for o, s in zip(off, starts, strict=True))
-    return start, start + held, count
+    return start, start + held
 
 
 def _ranges(pieces: Iterable[_Piece]) -> Ranges:
-    """Pieces as ranges, those that touch as one."""
+    """Pieces as ranges; adjacent ones are joined."""
     found: list[Range] = []
     for start, stop, *_ in sorted(pieces):
         if found and found[-1][1] == start:

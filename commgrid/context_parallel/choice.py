@@ -1,21 +1,24 @@
-"""Which way suits a case, as a value that says why."""
+"""Choice of a way to talk, with the reason for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.plans import kv_heads_of
+from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import SequenceSharding
-from commgrid.context_parallel.volume import Heads, rows_to_exchange
+from commgrid.context_parallel.tiles import needed
 from commgrid.errors import ShapeError, SpecError
 from commgrid.planning.names import nearest
 
 WAYS = ("ring", "allgather", "ulysses", "2d")
 """The ways to talk; "auto" chooses among them."""
+
+_MEGATRONS = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses", "a2a+p2p": "2d"}
+"""Megatron's `cp_comm_type` of each."""
 
 _HIDDEN_FROM = {"cpu": 256}
 _HIDDEN_FROM_ELSEWHERE = 8192
@@ -41,18 +44,15 @@ takes to launch.
 
 @dataclass(frozen=True)
 class Choice:
-    """A way, and what it was chosen by.
+    """A way, and the reason for it.
 
     Args:
         way: one of `WAYS`.
         reason: in words.
-        sent: for each way that could be taken, how many numbers a rank sends forward on average,
-            estimated.
     """
 
     way: str
     reason: str
-    sent: Mapping[str, int]
 
     def __str__(self) -> str:
         return f"{self.way}: {self.reason}"
@@ -63,93 +63,71 @@ def choose(
     *,
     heads: int,
     kv_heads: int | None = None,
-    head_size: int = 1,
-    batch: int = 1,
     causal: bool = True,
     window: int | None = None,
     inner: int | None = None,
     device: str = "cuda",
 ) -> Choice:
-    """What `attention(way="auto")` takes. It depends on the arguments alone, so ranks agree.
+    """The way that `attention(way="auto")` takes; a function of its arguments, so ranks agree.
 
     Where a step is so long that a ring's transfers hide behind it, the ring is taken; else the way
     that sends least, and of the ring and the all-gather, which send alike, the all-gather.
 
     Args:
         sharding: of the sequence.
-        heads, kv_heads, head_size, batch: of the tensors; kv_heads None: as many as heads.
+        heads, kv_heads: of the tensors; kv_heads None: as many as heads.
         causal, window: the mask.
         inner: ranks inside, where cp is split into two levels; None: it is not.
         device: type of the tensors' device: how long a step takes beside its transfer.
 
     Example:
         >>> sharding = SequenceSharding.zigzag(32_768, 8)
-        >>> print(choose(sharding, heads=32, kv_heads=32, head_size=128))
-        ulysses: sends least: 58720256 numbers a rank, ring and allgather 176160768
-        >>> print(choose(sharding, heads=30, kv_heads=2, head_size=128))
-        ring: sends least, with allgather: 11010048 numbers a rank; 4096 positions a rank hide its \
-transfers (547 do)
-        >>> choose(sharding, heads=30, kv_heads=2).sent
-        mappingproxy({'ring': 86016, 'allgather': 86016})
+        >>> print(choose(sharding, heads=32))
+        ulysses: sends least: 112 heads a position, ring and allgather 336
+        >>> print(choose(sharding, heads=30, kv_heads=2))
+        ring: sends least, with allgather; 4096 positions a rank hide its transfers (547 do)
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    shape = Heads(heads, kv_heads, head_size * batch)
     hidden = -(-_HIDDEN_FROM.get(device, _HIDDEN_FROM_ELSEWHERE) * kv_heads // heads)
     first = max(hidden, _RING_FIRST_FROM.get(device, _RING_FIRST_FROM_ELSEWHERE))
-    return _choose(sharding, shape, Mask(causal, window), inner, hidden, first)
+    sent = _heads_sent(sharding, heads, kv_heads, Mask(causal, window), inner)
+    if not sent["ring"]:
+        return Choice("ring", "no document lies on two ranks, so nothing is sent")
+    least = min(sent, key=sent.__getitem__)
+    positions = sharding.length // sharding.parts
+    hides = f"{positions} positions a rank hide its transfers"
+    if least != "ring" and positions >= first:
+        return Choice("ring", f"{hides} ({first} do); {least} sends less, which nothing hides")
+    if least != "ring":
+        numbers = f"{sent[least]:.4g} heads a position, ring and allgather {sent['ring']:.4g}"
+        return Choice(least, f"sends least: {numbers}")
+    if positions >= hidden:
+        return Choice("ring", f"sends least, with allgather; {hides} ({hidden} do)")
+    few = f"{positions} positions a rank are too few to hide a ring's transfers ({hidden} would)"
+    return Choice("allgather", f"sends least, with ring; {few}")
 
 
 @lru_cache(maxsize=256)
-def _choose(
-    sharding: SequenceSharding, heads: Heads, mask: Mask, inner: int | None, hidden: int, first: int
-) -> Choice:
-    sent = _estimates(sharding, heads, mask, inner)
-    if sharding.parts == 1:
-        return Choice("ring", "one rank has the whole sequence", sent)
-    if sent["ring"] == 0:
-        return Choice("ring", "no document lies on two ranks, so nothing is sent", sent)
-    least = min(sent.values())
-    positions = sharding.length // sharding.parts
-    if sent["ring"] > least:
-        way = min(sent, key=lambda way: (sent[way], way))
-        numbers = f"{least} numbers a rank, ring and allgather {sent['ring']}"
-        if positions < first:
-            return Choice(way, f"sends least: {numbers}", sent)
-        why = f"{positions} positions a rank hide its transfers ({first} do)"
-        return Choice("ring", f"{why}; {way} sends less, which nothing hides: {numbers}", sent)
-    long = positions >= hidden
-    way, other = ("ring", "allgather") if long else ("allgather", "ring")
-    why = (
-        f"{positions} positions a rank hide its transfers ({hidden} do)"
-        if long
-        else f"{positions} positions a rank are too few to hide a ring's ({hidden} would)"
-    )
-    return Choice(way, f"sends least, with {other}: {least} numbers a rank; {why}", sent)
+def _heads_sent(
+    sharding: SequenceSharding, heads: int, kv_heads: int, mask: Mask, inner: int | None
+) -> Mapping[str, float]:
+    """By way, heads that a rank sends for each of its positions, forward and on average."""
 
+    def of_keys(held: SequenceSharding, kv_heads: int) -> float:
+        whole = ((0, held.length),)
+        wanted = sum(count(needed(own, whole, held.documents, mask)) for own in held.ranges)
+        return 2 * kv_heads * (wanted - held.length) / held.length
 
-def _estimates(
-    sharding: SequenceSharding, heads: Heads, mask: Mask, inner: int | None
-) -> Mapping[str, int]:
+    def of_exchanges(size: int) -> float:
+        return 2 * (heads + max(kv_heads, size)) * (size - 1) / size
+
     parts = sharding.parts
-    rows = rows_to_exchange(sharding.ranges, sharding.documents, mask)
-    keys = 2 * rows * heads.kv_heads * heads.size // parts
-    sent = {"ring": keys, "allgather": keys}
-    if shares_heads(heads.heads, heads.kv_heads, parts):
-        sent["ulysses"] = _for_heads(sharding, heads, parts)
-    splits = inner is not None and 1 < inner < parts and parts % inner == 0
-    if inner is not None and splits and shares_heads(heads.heads, heads.kv_heads, inner):
-        outside = sharding.merged(inner)
-        rows = rows_to_exchange(outside.ranges, outside.documents, mask)
-        local = max(heads.kv_heads // inner, 1)
-        across = 2 * rows * local * heads.size // outside.parts
-        sent["2d"] = _for_heads(sharding, heads, inner) + across
-    return MappingProxyType(sent)
-
-
-def _for_heads(sharding: SequenceSharding, heads: Heads, size: int) -> int:
-    """On average, in both all-to-alls, among blocks of `size` ranks."""
-    row = (2 * (heads.heads // size) + 2 * max(heads.kv_heads // size, 1)) * heads.size
-    return sharding.length * (size - 1) * row // sharding.parts
+    sent = {"ring": of_keys(sharding, kv_heads)}
+    if shares_heads(heads, kv_heads, parts):
+        sent["ulysses"] = of_exchanges(parts)
+    if inner and 1 < inner < parts and not parts % inner and shares_heads(heads, kv_heads, inner):
+        sent["2d"] = of_exchanges(inner) + of_keys(sharding.merged(inner), max(kv_heads, inner))
+    return sent
 
 
 def shares_heads(heads: int, kv_heads: int, size: int) -> bool:
@@ -161,8 +139,20 @@ def shares_heads(heads: int, kv_heads: int, size: int) -> bool:
     return True
 
 
-def check_way(way: str) -> None:
-    """Raises SpecError where `way` is neither "auto" nor one of `WAYS`."""
-    if way not in ("auto", *WAYS):
-        known = ("auto", *WAYS)
+def way_named(way: str) -> str:
+    """The way by its name in `WAYS`, or "auto".
+
+    Args:
+        way: that name, or its `cp_comm_type` in Megatron.
+
+    Raises:
+        SpecError: another name.
+
+    >>> way_named("a2a+p2p")
+    '2d'
+    """
+    found = _MEGATRONS.get(way, way)
+    if found not in ("auto", *WAYS):
+        known = ("auto", *WAYS, *_MEGATRONS)
         raise SpecError(f"way={way!r}: expected one of {', '.join(known)}{nearest(way, known)}")
+    return found

@@ -3,7 +3,7 @@
 | device | dtype | kernel |
 |---|---|---|
 | CPU | any | `_scaled_dot_product_flash_attention_for_cpu` |
-| CUDA | bf16, fp16 | `_flash_attention_forward`, many rectangles in a call (`Pass`) |
+| CUDA | bf16, fp16 | `_flash_attention_forward`, many rectangles in a call (`VarlenCall`) |
 | | of one document | `_scaled_dot_product_cudnn_attention` where torch itself would take it |
 | CUDA | fp32 | `_scaled_dot_product_efficient_attention` |
 | else | any | matrix products |
@@ -19,29 +19,47 @@ is for rectangles that are the same in every step, those of a sequence of one do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from commgrid.context_parallel.passes import Pass, passes
 from commgrid.context_parallel.tiles import Tile
+from commgrid.context_parallel.varlen import VarlenCall, varlen_calls
 
 _ops = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
-Part = Tile | Pass
-"""What a kernel takes at once: a rectangle, or several."""
+Part = Tile | VarlenCall
+"""The argument of one kernel call: a rectangle, or several."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What partial results of a dtype are added up in."""
+    """The dtype in which partial results of another are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
+def readable(x: Tensor) -> Tensor:
+    """The tensor with its last dim contiguous. Torch's kernels require it; those for the CPU read
+    other memory instead of refusing another stride."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
+@contextmanager
+def no_autocast(x: Tensor) -> Iterator[None]:
+    """Within it, operations on tensors like `x` keep their dtypes."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):
+        yield
+        return
+    with torch.autocast(kind, enabled=False):
+        yield
+
+
 def _allowed(tile: Tile, device: torch.device) -> Tensor:
-    """Which keys each query attends, (queries, keys)."""
+    """The mask of a tile, (queries, keys); True: attended."""
     rows = torch.arange(tile.q_stop - tile.q_start, device=device)
     columns = torch.arange(tile.k_stop - tile.k_start, device=device)
     behind = (tile.offset or 0) + rows[:, None] - columns
@@ -99,7 +117,7 @@ class Kernel(Protocol):
         gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Any,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        """What the part adds to the gradients of its queries, keys and values."""
+        """The part's share of the gradients of its queries, keys and values."""
 
 
 def kernel_for(q: Tensor) -> type[Kernel]:
@@ -143,11 +161,13 @@ class _Flash:
     """Rows of all heads, one sequence after the other: (batch · rows, heads, head_size)."""
 
     @staticmethod
-    def parts(tiles: Sequence[Tile]) -> Sequence[Pass]:
-        return passes(tiles)
+    def parts(tiles: Sequence[Tile]) -> Sequence[VarlenCall]:
+        return varlen_calls(tiles)
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, part: Pass, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, part: VarlenCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
         if _is_for_cudnn(q, k, v, part):
             return _cudnn_forward(q, k, v, part, scale)
         batch = len(q)
@@ -164,8 +184,8 @@ class _Flash:
 
     @staticmethod
     def backward(
-        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Pass,
-        scale: float,
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        part: VarlenCall, scale: float,
     ) -> Gradients:  # fmt: skip
         if _is_for_cudnn(q, k, v, part):
             return _cudnn_backward(gradient, q, k, v, out, lse, part, scale)
@@ -182,8 +202,8 @@ class _Flash:
         return dq, dk, dv
 
 
-def _is_for_cudnn(q: Tensor, k: Tensor, v: Tensor, part: Pass) -> bool:
-    """Whether torch would take cuDNN's kernel, as it is set, for tensors like these.
+def _is_for_cudnn(q: Tensor, k: Tensor, v: Tensor, part: VarlenCall) -> bool:
+    """Whether torch, with its present settings, would take cuDNN's kernel for such tensors.
 
     Of heads above 128 cuDNN may have no backward, which torch does not look at here.
     """
@@ -194,7 +214,7 @@ def _is_for_cudnn(q: Tensor, k: Tensor, v: Tensor, part: Pass) -> bool:
 
 
 def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, part: Pass, scale: float
+    q: Tensor, k: Tensor, v: Tensor, part: VarlenCall, scale: float
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _ops._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, part.is_causal, False, scale=scale
@@ -203,7 +223,7 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Pass,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: VarlenCall,
     scale: float,
 ) -> Gradients:  # fmt: skip
     state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout there is not
@@ -217,8 +237,8 @@ def _cudnn_backward(
 class _Efficient(_TileByTile):
     """Takes as many heads of keys as of queries: one query head of each group at a time.
 
-    For fp32 only: of half precision its backward reads the output as if that lay by row and then by
-    head, whatever its strides say.
+    For fp32 only: in half precision its backward ignores the output's strides and reads it by row,
+    then by head.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Who sends which keys to whom, and what each rank computes: plain numbers, for every way.
+"""Plans of every way, as plain numbers: keys to send, keys to receive, rectangles to compute.
 
 Args that all of these take: `ranges`, what each rank holds; `documents`, the boundaries; `mask`.
 """
@@ -18,11 +18,11 @@ Held = tuple[Ranges, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank does with the keys of another.
+    """One step of a ring.
 
     Args:
-        source: whose keys these are.
-        target: who meets this rank's keys meanwhile.
+        source: rank whose keys this step computes with.
+        target: rank that computes with this rank's keys meanwhile.
         send: rows of this rank's keys that the target needs.
         receive: how many rows come from the source.
         tiles: where this rank's queries attend them.
@@ -36,7 +36,7 @@ class Step:
 
 
 def ring_steps(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) -> tuple[Step, ...]:
-    """What a rank does step by step, first with its own keys.
+    """The steps of a rank; the first has its own keys.
 
     Example:
         >>> zigzag = (((0, 2), (6, 8)), ((2, 6),))
@@ -64,7 +64,7 @@ def ring_steps(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) 
 
 @dataclass(frozen=True)
 class Gathering:
-    """What a rank gives and gets.
+    """Plan of an all-gather of the keys that each rank attends.
 
     Args:
         everything: whether each rank gets all keys.
@@ -82,7 +82,7 @@ class Gathering:
 
 
 def gathering(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) -> Gathering:
-    """What a rank gives and gets.
+    """The plan of one rank.
 
     Example:
         >>> found = gathering((((0, 4),), ((4, 8),)), (0, 8), 1, Mask())

@@ -32,7 +32,7 @@ def count(ranges: Iterable[Range]) -> int:
 
 
 def union(ranges: Iterable[Range]) -> Ranges:
-    """What lies in any of some ranges, in as few as can be.
+    """The union of ranges, in as few as possible.
 
     >>> union([(12, 16), (0, 4), (4, 6), (5, 8), (9, 9)])
     ((0, 8), (12, 16))
@@ -49,7 +49,7 @@ def union(ranges: Iterable[Range]) -> Ranges:
 
 
 def meet(ranges: Ranges, others: Ranges) -> Ranges:
-    """What lies in both.
+    """The intersection.
 
     >>> meet(((0, 8), (12, 16)), ((2, 3), (6, 14)))
     ((2, 3), (6, 8), (12, 14))
@@ -67,7 +67,7 @@ def meet(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 def pieces(ranges: Ranges, documents: Sequence[int]) -> dict[int, list[Piece]]:
-    """What a buffer holds of each document, by the document's number.
+    """The pieces of each document in a buffer, by the document's number.
 
     >>> pieces(((0, 4), (6, 8)), (0, 3, 8))[1]
     [Piece(start=3, stop=4, row=3), Piece(start=6, stop=8, row=4)]
@@ -100,7 +100,7 @@ def runs_of(part: Ranges, whole: Ranges) -> Ranges:
 
 
 def sorting_runs(held: Sequence[Ranges]) -> Ranges:
-    """The rows of buffers one after the other, in the order of what they hold.
+    """The rows of concatenated buffers, in the order of their positions.
 
     >>> sorting_runs([((0, 4), (12, 16)), ((4, 12),)])
     ((0, 4), (8, 16), (4, 8))
@@ -123,7 +123,7 @@ def inverse(runs: Ranges) -> Ranges:
 
 
 def joined(runs: Iterable[Range]) -> Ranges:
-    """Runs in the order they come in, each that goes on from the one before as one with it."""
+    """Runs in their order; each that continues the one before is joined to it."""
     found: list[Range] = []
     for start, stop in runs:
         if found and found[-1][1] == start:

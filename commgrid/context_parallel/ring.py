@@ -4,16 +4,16 @@
     rank 0 has       0        3        2        1         keys and values of these ranks
     rank 1 has       1        0        3        2
 
-While a step is computed, the next one's keys and values travel, so that a rank holds two ranks'
-of them beside its own, however many ranks there are. Backward they come again, and the gradients
-of a step's keys and values return to their owner during the next, who adds them up
+While a step is computed, the next one's keys and values travel, so a rank holds those of two ranks
+beside its own, for any number of ranks. Backward they come again, and the gradients of a step's
+keys and values return to their owner during the next step, where they are added up
 (arXiv 2310.01889).
 
-In step i a rank sends what the queries of the rank i after it attend straight to that rank: half
-of a zig-zag to those after it, nothing to those that have no part of its documents. Handing on what
-came, from neighbour to neighbour, would take as many messages and more numbers. Under full
-attention a rank of n that holds s positions sends, forward, (n - 1) · s keys and as many values;
-backward these again, and as many gradients of each as it was given.
+In step i a rank sends the keys that the rank i after it attends straight to that rank: half of a
+zig-zag, or nothing if the two share no document. Passing keys from neighbour to neighbour takes as
+many messages and more numbers. Under full attention a rank of n that holds s positions sends,
+forward, (n - 1) · s keys and as many values; backward it sends these again, and (n - 1) · s
+gradients of each.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from commgrid.context_parallel.agreement import names_peers
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.kernels import wide
-from commgrid.context_parallel.merge import Backward, Partial
+from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
 from commgrid.context_parallel.plans import Step
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import add_runs, take_runs
@@ -65,7 +66,7 @@ class _Ring(torch.autograd.Function):
         ctx.steps, ctx.group, ctx.scale = steps, group, scale
         links = Links(group, steps)
         keys = _Keys(k, v, links)
-        found = Partial(q, scale)
+        found = OnlineSoftmax(q, scale)
         coming = keys.start(1)
         found.add(k, v, steps[0].tiles)
         for i, step in enumerate(steps[1:], 1):
@@ -79,12 +80,13 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @names_peers
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         steps: tuple[Step, ...] = ctx.steps
         links = Links(ctx.group, steps)
         keys = _Keys(k, v, links)
-        found = Backward(gradient, q, out, lse, ctx.scale)
+        found = SoftmaxBackward(gradient, q, out, lse, ctx.scale)
         dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
         coming = keys.start(1)
         found.add(k, v, steps[0].tiles, dk, dv)
@@ -159,7 +161,7 @@ class Coming:
     what: str = ""
 
     def wait(self) -> Tensor:
-        """What has come, once it is there and what was sent has left.
+        """The rows received, once they are here and the sent ones have left.
 
         Raises:
             GoneError: a rank that it is awaited from or sent to is gone, or does not answer.

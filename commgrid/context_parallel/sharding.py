@@ -176,6 +176,13 @@ class SequenceSharding:
         return hashlib.blake2b(said, digest_size=16).hexdigest()
 
     @property
+    def described(self) -> str:
+        """A short text that is different for every sharding."""
+        first = str(self.ranges[0])
+        held = first if len(first) < 60 else f"{first[:60]}…"
+        return f"{self} (rank 0 holds {held}; {self.digest})"
+
+    @property
     def parts(self) -> int:
         """How many ranks."""
         return len(self.ranges)
@@ -226,7 +233,7 @@ class SequenceSharding:
         group: str | ProcessGroup = "cp",
         grid: HyperCommGrid | None = None,
     ) -> Batch:
-        """What a rank holds of a tensor, or of each tensor of a batch, differentiable.
+        """A rank's part of a tensor, or of each tensor of a batch, differentiable.
 
         Args:
             batch: a tensor whose `dim` is the sequence; or a mapping of such tensors, such as
@@ -280,42 +287,53 @@ class SequenceSharding:
             group, grid: see there.
 
         Raises:
-            ShapeError: shards of another sharding.
+            ShapeError: shards of another sharding, on any rank.
+            SpecError: ranks have other shardings.
         """
         import torch
 
         if isinstance(shards, torch.Tensor):
             from commgrid.collectives import gather_from_group, resolve
+            from commgrid.context_parallel.agreement import agree
 
-            rank = self._own_rank(group, grid)
-            self._check_shard(shards, rank, dim)
-            joined = gather_from_group(
-                shards, resolve(group, grid), dim=dim, sizes=self.local_lengths
+            members = resolve(group, grid)
+            complaint = self._group_complaint(members) or self._shard_complaint(
+                shards, members.rank(), dim
             )
+            about = f"unshard over group {members.group_desc!r} of {members.size()} ranks"
+            agree(members, about, (("shardings", self.described),), complaint)
+            joined = gather_from_group(shards, members, dim=dim, sizes=self.local_lengths)
         else:
             if len(shards) != self.parts:
                 raise ShapeError(f"{len(shards)} shards of a sharding over {self.parts} ranks")
             for rank, shard in enumerate(shards):
-                self._check_shard(shard, rank, dim)
+                if complaint := self._shard_complaint(shard, rank, dim):
+                    raise ShapeError(complaint)
             joined = torch.cat(list(shards), dim)
         return take_runs(joined, sorting_runs(self.ranges), dim)
 
-    def _check_shard(self, shard: Tensor, rank: int, dim: int) -> None:
-        if shard.shape[dim] != self.local_lengths[rank]:
-            raise ShapeError(
-                f"rank {rank}'s shard of shape {tuple(shard.shape)} has {shard.shape[dim]} "
-                f"positions in dim {dim}, its share of this sharding is {self.local_lengths[rank]}"
-            )
+    def _shard_complaint(self, shard: Tensor, rank: int, dim: int) -> str | None:
+        if shard.shape[dim] == self.local_lengths[rank]:
+            return None
+        return (
+            f"rank {rank}'s shard of shape {tuple(shard.shape)} has {shard.shape[dim]} positions "
+            f"in dim {dim}, its share of this sharding is {self.local_lengths[rank]}"
+        )
+
+    def _group_complaint(self, members: ProcessGroup) -> str | None:
+        if members.size() == self.parts:
+            return None
+        return (
+            f"a sharding over {self.parts} ranks, but group {members.group_desc!r} has "
+            f"{members.size()}"
+        )
 
     def _own_rank(self, group: str | ProcessGroup, grid: HyperCommGrid | None) -> int:
         from commgrid.collectives import resolve
 
         members = resolve(group, grid)
-        if members.size() != self.parts:
-            raise ShapeError(
-                f"a sharding over {self.parts} ranks, but group {members.group_desc!r} has "
-                f"{members.size()}"
-            )
+        if complaint := self._group_complaint(members):
+            raise ShapeError(complaint)
         return members.rank()
 
     # -- levels ---------------------------------------------------------------------------
@@ -355,7 +373,7 @@ def take_runs(tensor: Tensor, runs: Ranges, dim: int = 0) -> Tensor:
 
 
 def add_runs(tensor: Tensor, runs: Ranges, rows: Tensor) -> None:
-    """Adds rows to those that `take_runs` would take, along dim 0."""
+    """Add rows to the ones that `take_runs` would take, along dim 0."""
     at = 0
     for start, stop in runs:
         tensor[start:stop] += rows[at : at + stop - start]

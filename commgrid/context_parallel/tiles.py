@@ -1,4 +1,4 @@
-"""Which rectangles of the attention matrix a kernel has to compute, and which keys they need.
+"""Tiles: the rectangles of the attention matrix that kernels compute, and the keys they need.
 
 Queries and keys lie in buffers of ranges of positions. Two different ranges are ordered, so that
 under a causal mask a rectangle of them is whole or empty; only a range beside itself is cut by the
@@ -10,8 +10,8 @@ rectangles without a mask, so that rectangles are cut until few rows need one.
     queries 1                    whole   .           causal  .       .       .
             4                    whole   .           whole   causal  whole   whole
 
-The whole ones above each other are one rectangle, and what is in a document the rank's own keys
-against its own queries is one causal rectangle, whatever lies between.
+Whole ones above each other become one rectangle. A rank's own queries against its own keys of one
+document are one causal rectangle, even with gaps between their ranges.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _Of = tuple[Ranges, Ranges, tuple[int, ...], Mask]
 
 
 class Tiles(tuple[Tile, ...]):
-    """What `tiles` gives, cut for a kernel that knows no window; and uncut, for one that does."""
+    """Tiles cut for a kernel without windows; `uncut` gives them for one with windows."""
 
-    passes: Any = None
-    """What such a kernel makes of them; kept, since a step of training calls it again."""
+    calls: Any = None
+    """Cache of `varlen_calls`, since a step of training calls it again."""
     _of: _Of
 
     def __new__(cls, found: Iterable[Tile], of: _Of) -> Tiles:
@@ -185,7 +185,7 @@ def _band(
 ) -> Iterator[Tile]:
     """Queries from `start` to `stop` beside the keys from `left` to `right` that a piece has."""
     left, right = max(left, key.start), min(right, key.stop)
-    start, stop = max(start, left), min(stop, right - 1 + window)  # those that attend any of them
+    start, stop = max(start, left), min(stop, right - 1 + window)  # queries that attend any key
     if left >= right or start >= stop:
         return
     row, column = query.row + start - query.start, key.row + left - key.start

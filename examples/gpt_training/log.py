@@ -62,7 +62,7 @@ class Log:
             f"model  {parameters:,} parameters{shared}: {several(args.layers, 'block')} of width "
             f"{args.hidden}{mlp}, {args.dtype}"
         )
-        for line in about(args, grid, self.device.type):
+        for line in about(args, self.device.type):
             self.say(line)
         self.say(
             f"steps  {args.steps:,} of {self.tokens:,} tokens each: {args.batch_size} sequences of "

@@ -115,7 +115,7 @@ def check_context(args: argparse.Namespace, grid: commgrid.HyperCommGrid | None)
 # -- what is said -------------------------------------------------------------------------
 
 
-def about(args: argparse.Namespace, grid: commgrid.HyperCommGrid, device: str) -> list[str]:
+def about(args: argparse.Namespace, device: str) -> list[str]:
     """Lines that say how sequences are shared out; none where each rank has whole texts."""
     packed = "packs of documents, each attending itself" if args.packed else ""
     if args.cp == 1:
@@ -130,8 +130,6 @@ def about(args: argparse.Namespace, grid: commgrid.HyperCommGrid, device: str) -
             sharding,
             heads=args.heads // args.tp,
             kv_heads=max(args.kv_heads // args.tp, 1),
-            head_size=args.hidden // args.heads,
-            batch=args.batch_size // grid.size("dp") // args.microbatches,
             device=device,
         )
         way = f"{chosen}"

@@ -15,11 +15,6 @@ in a zig-zag, `packed` has documents of long-tailed lengths in balanced shares. 
 
 `auto` runs the way that it takes, so its times and that way's are one row's, compared with the
 fastest of our ways: 1.00 is the best that it can be.
-
-`lengths` takes as many tokens as a batch of documents and gives microseconds a token: groups per
-length (`plan_lengths`), beside the whole group for every document, packed in balanced shares, and
-beside the whole group with each document in a zig-zag of its own, padded to a multiple of twice the
-ranks, as Megatron cuts them.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +40,9 @@ from torch import Tensor
 import commgrid
 from commgrid.context_parallel import (
     WAYS,
-    Costs,
-    LengthGroups,
-    LengthPlan,
     SequenceSharding,
     attention,
     choose,
-    plan_lengths,
 )
 from commgrid.testing import run_on_ranks
 from tests.benchmarks.race import Build, race
@@ -60,10 +51,6 @@ from tests.benchmarks.report import Row, compare, main
 RANKS, HEADS, SIZE = 4, 8, 32
 TORCHS = {"ring": "alltoall", "allgather": "allgather"}
 LEVELS = {"cp_levels": {"of": "cp", "split": {"cp_ring": 2, "cp_a2a": 2}}}
-PARTS = LengthGroups(RANKS)
-# A pair of 8 heads took 40 ns forward and backward on the machine this was written on; the keys and
-# values of a token, there and back, 3 × 2 KB over loopback, some 6 µs.
-COSTS = Costs(exchange=150)
 
 
 def documents(tokens: int) -> list[int]:
@@ -98,35 +85,6 @@ def of_ours(way: str, sharding: SequenceSharding) -> Callable[[], object]:
         y.backward(upstream)
 
     return once
-
-
-def of_plan(plan: LengthPlan) -> Callable[[], object]:
-    place = commgrid.get_local_rank("cp")
-    parts = []
-    for turn in plan.of(place):
-        sharding = SequenceSharding(turn.tokens, plan.ranges(turn), [0, *accumulate(turn.lengths)])
-        own = sharding.local_lengths[turn.part.members.index(place)]
-        parts.append((turn.group, sharding, inputs(own)))
-
-    def once() -> None:
-        for group, sharding, (q, k, v, upstream) in parts:
-            taken = [x.detach().requires_grad_() for x in (q, k, v)]
-            attention(*taken, sharding=sharding, group=group).backward(upstream)
-
-    return once
-
-
-def each_in_a_zigzag(lengths: list[int]) -> SequenceSharding:
-    """Every document padded to a multiple of 2 · ranks and cut over all of them."""
-    unit = 2 * RANKS
-    padded = [-(-length // unit) * unit for length in lengths]
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(RANKS)]
-    for start, length in zip(accumulate([0, *padded[:-1]]), padded, strict=True):
-        step = length // unit
-        for rank, own in enumerate(ranges):
-            for chunk in (rank, unit - 1 - rank):
-                own.append((start + chunk * step, start + (chunk + 1) * step))
-    return SequenceSharding(sum(padded), ranges, [0, *accumulate(padded)])
 
 
 def of_torch(method: str, sharding: SequenceSharding) -> Callable[[], object]:
@@ -177,45 +135,14 @@ def contest(case: str, tokens: int, repeats: int) -> tuple[dict[str, list[float]
             who[f"torch, {name}"] = partial(of_torch, method, sharding)
     who["full attention"] = partial(of_one_rank, sharding)
     spent = race(who, repeats, "cpu")
-    taken = choose(sharding, heads=HEADS, head_size=SIZE, inner=2, device="cpu").way
+    taken = choose(sharding, heads=HEADS, inner=2, device="cpu").way
     commgrid.shutdown()
     return spent, taken
-
-
-def batches(tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of a batch of documents, over groups per length and over all ranks."""
-    torch.set_num_threads(1)
-    commgrid.initialize(cp=RANKS, groups=PARTS.rows())
-    lengths = documents(tokens)
-    plan = plan_lengths(lengths, PARTS, tokens_per_rank=tokens // 2, costs=COSTS)
-    spent = race(
-        {
-            "groups": partial(of_plan, plan),
-            "packed": partial(of_ours, "auto", SequenceSharding.packed(lengths, RANKS)),
-            "zig-zag": partial(of_ours, "auto", each_in_a_zigzag(lengths)),
-        },
-        repeats, "cpu",
-    )  # fmt: skip
-    commgrid.shutdown()
-    return spent
-
-
-def lengths_of(tokens: int, repeats: int) -> Iterator[Row]:
-    found: Any = run_on_ranks(
-        batches, RANKS, tokens, repeats, backend=None, launcher="torchrun", timeout=1800
-    )
-    each = {name: [1e3 * ms / tokens for ms in spent] for name, spent in found[0].items()}
-    case = f"lengths, {tokens:,} tokens"
-    for peer, name in (("packed", "all ranks, packed"), ("zig-zag", "all ranks, zig-zag each")):
-        yield compare(case, "groups per length", "µs/token", name, each["groups"], each[peer])
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     for case in args.cases:
         for tokens in args.tokens:
-            if case == "lengths":
-                yield from lengths_of(tokens, args.repeats)
-                continue
             found: Any = run_on_ranks(
                 contest, RANKS, case, tokens, args.repeats, backend=None, launcher="torchrun",
                 timeout=1800,
@@ -242,7 +169,7 @@ if __name__ == "__main__":
         __doc__, measure,
         ("--tokens", {"type": int, "nargs": "+", "default": [4096, 8192, 16_384, 32_768],
                       "help": "lengths of the sequence"}),
-        ("--cases", {"nargs": "+", "choices": ("causal", "packed", "lengths"),
-                     "default": ["causal", "packed", "lengths"]}),
+        ("--cases", {"nargs": "+", "choices": ("causal", "packed"),
+                     "default": ["causal", "packed"]}),
         ("--repeats", {"type": int, "default": 5, "help": "of each contestant (default 5)"}),
     )  # fmt: skip

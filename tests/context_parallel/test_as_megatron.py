@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid.context_parallel import SequenceSharding
+from commgrid.context_parallel import WAYS, SequenceSharding, attention
 from commgrid.testing import run_on_ranks
 from tests.peers import parallel_state
 
@@ -49,3 +49,17 @@ def levels(across: int, inside: int) -> None:
 def test_two_levels_are_megatrons_hierarchical_groups() -> None:
     # Megatron, or its stand-ins for CUDA, change torch and the environment.
     run_on_ranks(levels, 8, 2, 2, check=False)
+
+
+@pytest.mark.ranks(2)
+def test_ways_have_megatrons_names_too(rank: int) -> None:
+    commgrid.initialize(cp=2, groups={"cp_levels": {"of": "cp", "split": {"r": 1, "a": 2}}})
+    sharding = SequenceSharding.zigzag(8, 2)
+    q, k, v = torch.randn(3, 1, 2, 4, 4, dtype=torch.float64)
+    for way, name in zip(WAYS, ("p2p", "all_gather", "a2a", "a2a+p2p"), strict=True):
+        ours = attention(q, k, v, sharding=sharding, way=way, levels=("r", "a"))
+        mixed = way if rank else name
+        assert torch.equal(
+            ours, attention(q, k, v, sharding=sharding, way=mixed, levels=("r", "a"))
+        )
+    commgrid.shutdown()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commgrid.context_parallel.kernels import Kernel, _OnCpu, _Products
-from commgrid.context_parallel.merge import Backward, Partial
+from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
 from commgrid.context_parallel.tiles import Tile
 
 TILES = [
@@ -83,7 +83,7 @@ def test_parts_in_any_order_are_the_whole() -> None:
     for _ in range(10):
         draw.shuffle(parts)
         with torch.no_grad():
-            partial = Partial(q, 1.0)
+            partial = OnlineSoftmax(q, 1.0)
             for tile in parts:
                 partial.add(k, v, [tile])
             found, found_lse = partial.result()
@@ -91,7 +91,7 @@ def test_parts_in_any_order_are_the_whole() -> None:
             assert (found_lse[:, :, 6:] == -torch.inf).all()
             torch.testing.assert_close(found[:, :, :6], out, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(found_lse[:, :, :6], lse, rtol=1e-12, atol=1e-12)
-            back = Backward(gradient, q, found, found_lse, 1.0)
+            back = SoftmaxBackward(gradient, q, found, found_lse, 1.0)
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
             back.add(k, v, parts, dk, dv)
         for ours, theirs in zip((back.dq, dk, dv), wanted, strict=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commgrid import ShapeError, SpecError
-from commgrid.cli import main
 from commgrid.context_parallel import SequenceSharding, explain
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.tiles import needed, tiles
@@ -149,41 +148,34 @@ def test_few_rectangles_are_computed() -> None:
 # -- in words -------------------------------------------------------------------------------
 
 
-def test_a_sharding_explains_who_sends_what_when() -> None:
-    sharding = SequenceSharding.packed([3, 9, 4], 2)
-    assert explain(sharding, "allgather").splitlines() == [
-        "16 positions in 3 documents over 2 ranks, causal",
-        "documents 0-2, 3-11, 12-15",
-        "rank 0 holds 0-1, 10-15: 8 positions, 30 pairs",
-        "rank 1 holds 2-9: 8 positions, 31 pairs",
-        "allgather, forward:",
-        "  rank 0 sends keys and values 0-1 to rank 1",
-        "  rank 1 sends keys and values 3-9 to rank 0",
-    ]
-    whole = SequenceSharding.packed([8, 8], 2)
-    assert explain(whole, "ring").splitlines()[-1] == "  nothing is sent"
-    text = explain(SequenceSharding.zigzag(16, 4), "2d", inner=2)
-    step = "step 1: each of ranks 2-3 sends keys and values 4-11 of its 1/2 of the heads to its"
-    assert f"  {step} like in ranks 0-1" in text.splitlines()
-    assert "  rank 2 sends outputs 6-9 of its 1/2 of the heads back to rank 3" in text.splitlines()
-    text = explain(SequenceSharding.contiguous(6, 3), "ulysses", window=2)
-    assert text.startswith("6 positions in 1 document over 3 ranks, window 2\nrank 0 holds 0-1")
-    assert text.splitlines()[5] == (
-        "  rank 0 sends queries, keys and values 0-1 to ranks 1-2, to each 1/3 of the heads"
-    )
+@examples
+@given(shardings(), st.sampled_from([(True, None), (False, None), (True, 3)]))
+def test_a_sharding_explains_who_attends_what(
+    sharding: SequenceSharding, mask: tuple[bool, int | None]
+) -> None:
+    whole = allowed(Case(sharding, causal=mask[0], window=mask[1]))
+    lines = explain(sharding, causal=mask[0], window=mask[1]).splitlines()[-sharding.parts :]
+    for rank, line in enumerate(lines):
+        own = sharding.positions(rank)
+        keys = whole[own].any(0)
+        wanted = {int(key) for key in keys.nonzero()} - set(own.tolist())
+        holds, attends = line.split("attends ")
+        assert holds.startswith(f"rank {rank} holds ")
+        assert f"{len(own)} position" in holds
+        assert f" {int(whole[own].sum())} pairs; " in holds
+        said = set()
+        for text in re.findall(r"((?:\d+(?:-\d+)?(?:, )?)+) of rank (\d+)", attends):
+            found = spelled(text[0])
+            assert found <= set(sharding.positions(int(text[1])).tolist())
+            said |= found
+        assert said == wanted
+        assert wanted or attends == "no others"
 
 
-def test_the_command_line_says_it_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "--sharding", "3,9,4", "--cp", "2", "--way", "allgather"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        "rank 0 sends keys and values 0-1 to rank 1",
-        "rank 1 sends keys and values 3-9 to rank 0",
-    ]
-    flags = ["show", "--sharding", "16", "--cp", "4", "--way", "2d", "--inside", "2", "--json"]
-    assert main(flags) == 0
-    assert len(json.loads(capsys.readouterr().out)["messages"]) == 4 + 2 + 4
-    assert main(["show", "--way", "ring"]) != 0
-    assert "--way ring: goes with --sharding LENGTHS" in capsys.readouterr().err
+def spelled(text: str) -> set[int]:
+    """Positions of ranges such as `0-2, 5`."""
+    ends = [one.split("-") for one in text.split(", ") if one]
+    return {p for one in ends for p in range(int(one[0]), int(one[-1]) + 1)}
 
 
 # -- what is refused ------------------------------------------------------------------------
@@ -226,9 +218,6 @@ def test_the_command_line_says_it_too(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (lambda: SequenceSharding(8, []), "ranges is empty"),
         (lambda: SequenceSharding.zigzag(8, 4).merged(3), "blocks of 3 ranks do not divide the 4"),
-        (lambda: explain(SequenceSharding.zigzag(8, 4), "rnig"), "expected one of .*ring"),
-        (lambda: explain(SequenceSharding.zigzag(8, 4), "2d"), "way='2d': give inner="),
-        (lambda: explain(SequenceSharding.zigzag(8, 4), "auto"), "way='auto' depends on heads"),
         (
             lambda: SequenceSharding.zigzag(8, 4).attended_pairs(0, causal=False, window=3),
             "window=3 with causal=False",

@@ -15,17 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commgrid
 from commgrid import CommGridError, ShapeError, SpecError, UnknownGroupError
 from commgrid.context_parallel import SequenceSharding, attention, choose
-from commgrid.context_parallel.balance import Mask
-from commgrid.context_parallel.volume import (
-    Heads,
-    sent_for_heads,
-    sent_gathered,
-    sent_in_ring,
-    sent_two_level,
-)
 from commgrid.runtime.failures import GoneError
 from commgrid.testing import run_on_ranks
-from tests.context_parallel.plain import Case, inputs
+from tests.context_parallel.plain import Case, allowed, inputs
 from tests.memory import peak_bytes
 
 LEVELS = {"cp_levels": {"of": "cp", "split": {"cp_ring": -1, "cp_a2a": 2}}}
@@ -45,7 +37,9 @@ class Sent(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = str(function)
-        if "c10d" in name:
+        if "c10d" in name and "allgather" in name and args[1].dtype == torch.uint8:
+            pass  # ranks agree
+        elif "c10d" in name:
             rank = commgrid.get_local_rank("cp")
             if "send" in name:
                 self.numbers += sum(tensor.numel() for tensor in args[0])
@@ -75,7 +69,7 @@ def volumes(case: Case) -> dict[str, tuple[int, int]]:
                 q, k, v, sharding=case.sharding, way=way, causal=case.causal, window=case.window
             )
 
-        run()  # the first time ranks agree
+        run()  # the first time two levels connect
         with Sent() as forward:
             out = run()
         with Sent() as backward:
@@ -83,6 +77,28 @@ def volumes(case: Case) -> dict[str, tuple[int, int]]:
         found[way] = (forward.numbers, backward.numbers)
     assert grid.get_local_rank("cp") == grid.rank
     return found
+
+
+def of_keys(case: Case, sharding: SequenceSharding, rank: int, row: int) -> tuple[int, int]:
+    """Numbers that a rank sends so that each gets the keys and values that it attends, counted in
+    the mask; backward these again, and the gradients of those that it got."""
+    mask, own = allowed(case), sharding.positions(rank)
+    others = [sharding.positions(other) for other in range(sharding.parts) if other != rank]
+    given = sum(int(mask[other][:, own].any(0).sum()) for other in others)
+    got = sum(int(mask[own][:, other].any(0).sum()) for other in others)
+    return 2 * row * given, 2 * row * (given + got)
+
+
+def of_heads(case: Case, block: range, rank: int) -> tuple[int, int]:
+    """Numbers that a rank of n sends so that each has its H / n query heads, and K / n or 1 of keys
+    and values, at all positions, and gives the outputs of H / n heads back."""
+    n, size = len(block), case.size * case.batch
+    own = case.sharding.local_lengths[rank]
+    others = sum(case.sharding.local_lengths[i] for i in block) - own
+    outputs = case.heads // n * size
+    rows = outputs + 2 * max(case.kv_heads // n, 1) * size
+    there, back = (n - 1) * own, others
+    return there * rows + back * outputs, back * rows + there * outputs
 
 
 def counted(all_cases: list[Case]) -> list[dict[str, tuple[int, int]]]:
@@ -102,13 +118,15 @@ def test_what_is_sent_is_what_the_formulas_say() -> None:
     found = run_on_ranks(counted, 4, all_cases)
     for rank, by_case in enumerate(found):
         for case, numbers in zip(all_cases, by_case, strict=True):
-            held, bounds = case.sharding.ranges, case.sharding.documents
-            mask = Mask(case.causal, case.window)
-            heads = Heads(case.heads, case.kv_heads, case.size * case.batch)
-            assert numbers["ring"] == sent_in_ring(held, bounds, rank, mask, heads)
-            assert numbers["allgather"] == sent_gathered(held, bounds, rank, mask, heads)
-            assert numbers["ulysses"] == sent_for_heads(held, rank, heads)
-            assert numbers["2d"] == sent_two_level(held, bounds, rank, mask, heads, 2)
+            size = case.size * case.batch
+            keys = of_keys(case, case.sharding, rank, case.kv_heads * size)
+            assert numbers["ring"] == numbers["allgather"] == keys
+            assert numbers["ulysses"] == of_heads(case, range(4), rank)
+            block = range(rank // 2 * 2, rank // 2 * 2 + 2)
+            inside = of_heads(case, block, rank)
+            local = max(case.kv_heads // 2, 1) * size
+            across = of_keys(case, case.sharding.merged(2), rank // 2, local)
+            assert numbers["2d"] == (inside[0] + across[0], inside[1] + across[1])
         # And these are the closed forms of the docs: n = 4 ranks, s = 8 positions, 2 rows of 8.
         keys = 3 * 8 * 2 * 4 * 16
         assert by_case[0]["ring"] == by_case[0]["allgather"] == (keys, 2 * keys)
@@ -158,14 +176,13 @@ def test_a_rings_memory_does_not_grow_with_its_ranks() -> None:
 
 def test_auto_takes_what_hides_or_sends_least_and_says_so() -> None:
     short, middle, long = (SequenceSharding.zigzag(n, 8) for n in (4096, 32_768, 65_536))
-    hidden = choose(long, heads=32, kv_heads=32, head_size=128)
+    hidden = choose(long, heads=32)
     assert hidden.way == "ring"
     assert "8192 positions a rank hide its transfers (8192 do); ulysses sends less" in str(hidden)
     assert choose(middle, heads=32, kv_heads=32, device="cpu").way == "ring"
-    many = choose(middle, heads=32, kv_heads=32, head_size=128)
+    many = choose(middle, heads=32)
     assert many.way == "ulysses"
-    assert many.sent["ulysses"] < many.sent["ring"]
-    assert str(many).startswith("ulysses: sends least: ")
+    assert str(many) == "ulysses: sends least: 112 heads a position, ring and allgather 336"
     assert choose(long, heads=32, kv_heads=2, window=512).way == "ring"
     assert choose(long, heads=30, kv_heads=1).way == "ring"
     assert choose(short, heads=30, kv_heads=1).way == "ring"  # few keys to hide
@@ -174,7 +191,6 @@ def test_auto_takes_what_hides_or_sends_least_and_says_so() -> None:
     assert choose(short, heads=30, kv_heads=15, device="cpu").way == "ring"  # where steps are slow
     split = choose(middle, heads=4, kv_heads=4, inner=4)  # heads for 4 ranks, not for 8
     assert split.way == "2d"
-    assert set(split.sent) == {"ring", "allgather", "2d"}
     assert choose(SequenceSharding.packed([64] * 64, 8), heads=8).reason.startswith("no document")
     assert choose(SequenceSharding.contiguous(7, 1), heads=8).way == "ring"
 
@@ -183,7 +199,7 @@ def as_chosen(sharding: SequenceSharding) -> None:
     commgrid.initialize(cp=4, groups=LEVELS)
     case = Case(sharding, 2, 2)
     q, k, v = (sharding.shard(x, dim=2) for x in inputs(case, torch.float64)[:3])
-    way = choose(sharding, heads=2, kv_heads=2, head_size=8, batch=2, inner=2, device="cpu").way
+    way = choose(sharding, heads=2, kv_heads=2, inner=2, device="cpu").way
     assert way == "2d"
     made = attention(q, k, v, sharding=sharding)
     assert torch.equal(made, attention(q, k, v, sharding=sharding, way=way))
@@ -282,12 +298,12 @@ def test_what_cannot_be_is_one_error_on_all_ranks() -> None:
 def one_is_gone() -> str:
     grid = commgrid.initialize(cp=3, timeout=6.0)
     sharding = SequenceSharding.contiguous(12, 3)
-    x = torch.zeros(1, 2, 4, 8)
-    attention(x, x, x, sharding=sharding, way="ring", causal=False)
+    x = torch.zeros(1, 2, 4, 8, requires_grad=True)
+    y = attention(x, x, x, sharding=sharding, way="ring", causal=False)
     if grid.rank == 2:
         return ""
     with pytest.raises(GoneError, match=r"does not answer: rank [01] waited in ring") as e:
-        attention(x, x, x, sharding=sharding, way="ring", causal=False)
+        y.sum().backward()
     return str(e.value)
 
 
@@ -303,8 +319,6 @@ def one_does_not_come(way: str, where: str) -> str:
     x = torch.zeros(1, 3, 4, 8, requires_grad=True)
     y = attention(x, x, x, sharding=sharding, way=way)
     if grid.rank == 2:
-        with pytest.raises(ShapeError, match="its share of the sharding"):
-            attention(x[:, :, :2], x, x, sharding=sharding, way=way)
         return ""
     with pytest.raises(GoneError) as error:
         attention(x, x, x, sharding=sharding, way=way) if where == "later" else y.sum().backward()

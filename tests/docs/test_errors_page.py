@@ -53,7 +53,11 @@ FILLED_IN = {
     "SpecError: …, line …: expected …, got …": ["…, line …: expected …, got …"],
     "SpecError: …: a tensor on …: …": ["…: a tensor on …: …"],
     "SpecError: nccl_communicator_config_path=…: …": ["nccl_communicator_config_path=…"],
-    "ShapeError: …": ["…: the router's logits are NaN or infinite on ranks …"],
+    "ShapeError: …": [
+        "…: the router's logits are NaN or infinite on ranks …",
+        "rank …'s shard of shape … has … positions in dim …",
+        "a sharding over … ranks, but group … has …",
+    ],
     "ShapeError: …: …": [
         "…: num_kv_heads=… does not divide num_heads=…",
         "…: num_kv_heads=… neither is a multiple of the … ranks of group … nor divides them",

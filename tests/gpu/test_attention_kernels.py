@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 from commgrid.context_parallel import SequenceSharding
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.kernels import Kernel, _Efficient, _Flash, _Products, kernel_for
-from commgrid.context_parallel.merge import Backward, Partial
-from commgrid.context_parallel.passes import passes
+from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
 from commgrid.context_parallel.plans import ring_steps
 from commgrid.context_parallel.tiles import Tile, needed
+from commgrid.context_parallel.varlen import varlen_calls
 from tests.context_parallel.test_kernel import TILES, mask_of, softmax
 
 # As parts of the largest number: bf16 keeps 8 bits and TF32, which fp32 may multiply in, 11; each
@@ -108,10 +108,10 @@ def softmax_of(
 
 def attend(tensors: list[Tensor], parts: list[Tile], scale: float) -> list[Tensor]:
     q, k, v, gradient = tensors
-    partial = Partial(q, scale)
+    partial = OnlineSoftmax(q, scale)
     partial.add(k, v, parts)
     out, lse = partial.result()
-    back = Backward(gradient, q, out, lse, scale)
+    back = SoftmaxBackward(gradient, q, out, lse, scale)
     dk, dv = (torch.zeros_like(x, dtype=back.dq.dtype) for x in (k, v))
     back.add(k, v, parts, dk, dv)
     return [out, lse, back.dq, dk, dv]
@@ -138,19 +138,19 @@ def test_one_document_is_left_to_the_kernel_that_torch_takes(size: int, causal: 
     out, lse, dq, _, _ = softmax_of([q, k, v, gradient], allowed, size**-0.5)
     rows = torch.tensor([row for run in zigzag.ranges[1] for row in range(*run)])
     given = [x[:, :, rows].cuda() for x in (q, gradient)]
-    partial = Partial(given[0], size**-0.5)
+    partial = OnlineSoftmax(given[0], size**-0.5)
     cuts = []
     for step in ring_steps(zigzag.ranges, zigzag.documents, 1, mask):
         held = zigzag.ranges[step.source]
         wanted = needed(zigzag.ranges[1], held, zigzag.documents, mask)
         theirs = torch.tensor([row for run in wanted for row in range(*run)])
         cuts.append(([x[:, :, theirs].cuda() for x in (k, v)], step.tiles))
-        assert all(part.recurs for part in passes(step.tiles))
+        assert all(part.recurs for part in varlen_calls(step.tiles))
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         for keys, tiles in cuts:
             partial.add(*keys, tiles)
         found, found_lse = partial.result()
-        back = Backward(given[1], given[0], found, found_lse, size**-0.5)
+        back = SoftmaxBackward(given[1], given[0], found, found_lse, size**-0.5)
         for keys, tiles in cuts:
             dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in keys)
             back.add(*keys, tiles, dk, dv)

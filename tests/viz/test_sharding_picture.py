@@ -98,8 +98,6 @@ def test_the_command_line_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--sharding", "5", "--cp", "two"], "--cp two: expected a whole number"),
         (["--sharding", "5", "--cp", "2", "--mask", "odd"], "--mask odd: expected causal, full"),
         (["--sharding", "5", "--cp", "2", "--mask", "0"], "window=0: expected 1 key"),
-        (["--sharding", "5x4", "--cp", "4", "--way", "2d"], "--way 2d and --inside N go together"),
-        (["--sharding", "5", "--cp", "2", "--inside", "2"], "--way 2d and --inside N go together"),
     ],
 )
 def test_what_cannot_be_shown_is_said(

@@ -1,4 +1,4 @@
-"""Attention over keys that come in parts: how partial results become one, and their gradients.
+"""Online softmax: attention over keys that come in parts, forward and backward.
 
 A kernel gives the output o and the log-sum-exp l of each query over the keys it was given. Those of
 two sets of keys are joined by l = log(exp l₁ + exp l₂), o = o₁ · exp(l₁ - l) + o₂ · exp(l₂ - l)
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commgrid.context_parallel.kernels import Part, kernel_for, wide
+from commgrid.context_parallel.kernels import Part, kernel_for, no_autocast, readable, wide
 from commgrid.context_parallel.tiles import Tile
 
 
-class Partial:
+class OnlineSoftmax:
     """Output and log-sum-exp of queries over the keys that were added so far.
 
     Args:
@@ -74,27 +74,29 @@ class Partial:
         return self._out.to(self.q.dtype), self._lse
 
 
-class Backward:
+class SoftmaxBackward:
     """Gradients of the queries, added up over the keys that are asked for one after the other.
 
     Args:
         gradient: of the output.
-        q, out, lse: the queries, and what `Partial.result` gave.
-        scale: as `Partial`'s.
+        q, out, lse: the queries, and what `OnlineSoftmax.result` gave.
+        scale: as `OnlineSoftmax`'s.
     """
 
     def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
-        self.gradient, self.q, self.out, self.lse = gradient, q, out, lse
+        self.gradient, self.q, self.out, self.lse = readable(gradient), q, out, lse
         self.scale, self.kernel = scale, kernel_for(q)
         self.dq = torch.zeros_like(q, dtype=wide(q.dtype))
 
     def add(self, k: Tensor, v: Tensor, tiles: Sequence[Tile], dk: Tensor, dv: Tensor) -> None:
         """Adds what some keys and values contribute to `dq`, and to their own `dk` and `dv`."""
         for part in self.kernel.parts(tiles):
-            dq, dk_part, dv_part = self.kernel.backward(
-                _rows(self.gradient, part), _rows(self.q, part), _columns(k, part),
-                _columns(v, part), _rows(self.out, part), _rows(self.lse, part), part, self.scale,
-            )  # fmt: skip
+            with no_autocast(self.q):
+                dq, dk_part, dv_part = self.kernel.backward(
+                    _rows(self.gradient, part), _rows(self.q, part), _columns(k, part),
+                    _columns(v, part), _rows(self.out, part), _rows(self.lse, part), part,
+                    self.scale,
+                )  # fmt: skip
             _rows(self.dq, part).add_(dq)
             _columns(dk, part).add_(dk_part)
             _columns(dv, part).add_(dv_part)

@@ -1,5 +1,5 @@
-"""Many rectangles in one call of a kernel that takes sequences of several lengths one after the
-other, as flash attention on CUDA does.
+"""Calls of a kernel for sequences of variable length, such as flash attention on CUDA: many
+rectangles in one.
 
 Such a kernel is given rows of queries and of keys that are cut into segments, the n-th of queries
 for the n-th of keys, and one mask for all: query i of s attends key j of t if
@@ -31,7 +31,7 @@ its rectangle; -1: all the way."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class VarlenCall:
     """Rectangles for one call.
 
     Args:
@@ -90,16 +90,16 @@ class Pass:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The most queries and the most keys of a segment, or more, as the kernel is to be told.
+        """The kernel's arguments for the longest segment, in queries and in keys.
 
-        Where it is told of one query it expects one in each segment, and where of no more keys
-        than a side of the band it takes that side for one without end.
+        They are more than the truth where the kernel would misread it: for 1 query it expects one
+        in each segment, and a side of the band that is not below the keys counts as endless.
         """
         queries, keys = self.segments
         return max(2, *queries), max(*keys, *self.band) + 1
 
     def on(self, device: torch.device, batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the kernel takes beside tensors of (batch · rows, heads, head_size).
+        """The kernel's arguments beside tensors of (batch · rows, heads, head_size).
 
         Returns:
             Where the segments end, of queries and of keys, int32, after a zero, and (rows,) which
@@ -118,23 +118,23 @@ class Pass:
         return self._made[device, batch]
 
 
-def passes(tiles: Sequence[Tile]) -> tuple[Pass, ...]:
+def varlen_calls(tiles: Sequence[Tile]) -> tuple[VarlenCall, ...]:
     """Tiles in as few calls as a greedy search finds; kept with `Tiles`.
 
     Example:
         >>> documents = [Tile(0, 4, 0, 4, 0), Tile(4, 6, 4, 6, 0), Tile(6, 9, 6, 9, 0)]
-        >>> [(found.band, len(found.tiles)) for found in passes(documents)]
+        >>> [(found.band, len(found.tiles)) for found in varlen_calls(documents)]
         [((-1, 0), 3)]
     """
     if not isinstance(tiles, Tiles):
-        return _passes(tiles)
-    found: tuple[Pass, ...] | None = tiles.passes
+        return _calls(tiles)
+    found: tuple[VarlenCall, ...] | None = tiles.calls
     if found is None:
-        found = tiles.passes = _passes(tiles.uncut(), one_document=tiles.of_one_document)
+        found = tiles.calls = _calls(tiles.uncut(), one_document=tiles.of_one_document)
     return found
 
 
-def _passes(tiles: Sequence[Tile], one_document: bool = False) -> tuple[Pass, ...]:
+def _calls(tiles: Sequence[Tile], one_document: bool = False) -> tuple[VarlenCall, ...]:
     calls: dict[Band, list[list[Tile]]] = {}
     for tile in sorted(map(_trimmed, tiles)):
         for call in calls.setdefault(_band(tile), []):
@@ -144,7 +144,7 @@ def _passes(tiles: Sequence[Tile], one_document: bool = False) -> tuple[Pass, ..
         else:
             calls[_band(tile)].append([tile])
     return tuple(
-        Pass(band, tuple(call), one_document and _is_plain(call))
+        VarlenCall(band, tuple(call), one_document and _is_plain(call))
         for band, found in calls.items()
         for call in found
     )

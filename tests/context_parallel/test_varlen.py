@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commgrid.context_parallel import SequenceSharding, kernels, merge
+from commgrid.context_parallel import SequenceSharding, kernels, online_softmax
 from commgrid.context_parallel.balance import Mask
-from commgrid.context_parallel.merge import Backward, Partial
-from commgrid.context_parallel.passes import passes
+from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
 from commgrid.context_parallel.plans import ring_steps
 from commgrid.context_parallel.ring import pack, unpack
 from commgrid.context_parallel.sharding import take_runs
 from commgrid.context_parallel.tiles import Tile, tiles
+from commgrid.context_parallel.varlen import varlen_calls
 from tests.context_parallel.plain import Case, inputs, plain
 from tests.context_parallel.test_kernel import TILES, mask_of
 
@@ -103,7 +103,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's kernel, on the CPU."""
     fakes = {"_flash_attention_forward": forward, "_flash_attention_backward": backward}
     monkeypatch.setattr(kernels, "_ops", SimpleNamespace(**fakes))
-    monkeypatch.setattr(merge, "kernel_for", lambda _: kernels._Flash)
+    monkeypatch.setattr(online_softmax, "kernel_for", lambda _: kernels._Flash)
 
 
 def ring_on_one_process(case: Case) -> list[Tensor]:
@@ -129,11 +129,11 @@ def ring_on_one_process(case: Case) -> list[Tensor]:
             rows = pack(theirs[1], theirs[2])
             runs = plans[step.source][i].send if i else ((0, len(rows)),)
             met.append((unpack(take_runs(rows, runs)), runs, step))
-        partial = Partial(mine[0], scale)
+        partial = OnlineSoftmax(mine[0], scale)
         for keys, _, step in met:
             partial.add(*keys, step.tiles)
         out, lse = partial.result()
-        back = Backward(mine[3], mine[0], out, lse, scale)
+        back = SoftmaxBackward(mine[3], mine[0], out, lse, scale)
         put(whole[0], out, sharding, rank)
         for (keys, values), runs, step in met:
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
@@ -184,7 +184,7 @@ def test_each_pair_is_in_one_pass(lengths: list[int], parts: int, window: int | 
             wanted, found = torch.zeros(shape), torch.zeros(shape)
             for tile in cut:
                 wanted[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop] += mask_of(tile)
-            for one in passes(cut):
+            for one in varlen_calls(cut):
                 for tile in one.tiles:
                     rows, columns = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
                     seen = band(rows, columns, one.longest[1], *one.band)
@@ -194,7 +194,7 @@ def test_each_pair_is_in_one_pass(lengths: list[int], parts: int, window: int | 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_a_rectangle_is_one_band(tile: Tile) -> None:
-    (one,) = passes([tile])
+    (one,) = varlen_calls([tile])
     (kept,) = one.tiles
     rows, columns = kept.q_stop - kept.q_start, kept.k_stop - kept.k_start
     wanted = mask_of(tile)
@@ -206,7 +206,7 @@ def test_a_rectangle_is_one_band(tile: Tile) -> None:
 def test_more_queries_than_keys_see_no_further_than_they_should() -> None:
     """The kernel takes a side as long as the longest keys for one without end."""
     tile = Tile(0, 139, 0, 20, offset=0, window=120)
-    (one,) = passes([tile])
+    (one,) = varlen_calls([tile])
     assert one.band[1] > 20
     assert torch.equal(band(139, 20, one.longest[1], *one.band), mask_of(tile))
 

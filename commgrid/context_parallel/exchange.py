@@ -1,0 +1,268 @@
+"""Attention after one exchange: of keys for the whole sequence, or of heads for positions.
+
+All-gather: each rank gets the keys and values that its queries attend, then computes. One exchange
+before, one after the backward, where a ring has one a step; in return a rank holds the keys of all
+that it attends at once. Where every rank attends everything, which is full attention over one
+document, the exchange is an all-gather and backward a reduce-scatter; else an all-to-all in which
+each rank gets only the keys that it attends, and backward returns their gradients. Under full
+attention a rank of n that holds s positions sends, forward, (n - 1) · s keys and as many values;
+backward it sends these again, and (n - 1) · s gradients of each.
+
+Ulysses: an all-to-all from a slice of the sequence with all heads to all of it with a slice of the
+heads, attention as on one rank, and the way back (arXiv 2309.14509).
+
+    2 ranks, 4 heads, 8 positions     before                 after
+    rank 0                            heads 0-3, 0-3         heads 0-1, 0-7
+    rank 1                            heads 0-3, 4-7         heads 2-3, 0-7
+
+Each of n ranks has H / n of the H query heads, and K / n of the K heads of keys and values, or if
+K < n the one head that its queries use. A rank that holds s positions sends, forward, s rows of
+H / n + 2 · max(K / n, 1) heads to each other rank, and then back, for each position of another
+rank, its output of H / n heads. Backward is the same the other way.
+
+Two levels: Ulysses inside, ring across; each alone where the other has one rank.
+
+    cp 4 = ring 2 × a2a 2     ranks 0, 1 exchange heads      ranks 0, 2 are a ring of keys
+                              ranks 2, 3 exchange heads      ranks 1, 3 are another
+
+The ranks inside follow each other in the group and are to be those of one node, where an
+all-to-all is cheap and heads bound how many there can be; the ring goes from node to node. A ring
+then has what all ranks inside hold together, of their share of the heads (arXiv 2406.18485).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.asynchronous import (
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from commgrid.context_parallel.agreement import names_peers
+from commgrid.context_parallel.balance import Mask
+from commgrid.context_parallel.kernels import wide
+from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
+from commgrid.context_parallel.plans import (
+    Gathering,
+    HeadExchange,
+    Step,
+    head_exchange,
+    kv_heads_of,
+    ring_steps,
+)
+from commgrid.context_parallel.ranges import count, inverse
+from commgrid.context_parallel.ring import pack, ring_attention, unpack
+from commgrid.context_parallel.sharding import SequenceSharding, add_runs, take_runs
+
+# -- all-gather ---------------------------------------------------------------------------
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, plan: Gathering, group: ProcessGroup, scale: float
+) -> Tensor:
+    """Attention of this rank's queries over the sequence.
+
+    Args:
+        q: (batch, heads, positions, head_size).
+        k, v: (batch, kv_heads, positions, head_size).
+        plan: of `gathering`.
+        group: whose ranks hold the sequence.
+        scale: of the products of queries and keys.
+    """
+    made: Tensor = _Gathered.apply(q, k, v, plan, group, scale)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Gathering, group: ProcessGroup,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        ctx.plan, ctx.group, ctx.scale = plan, group, scale
+        found = OnlineSoftmax(q, scale)
+        keys, values = _gather(pack(k, v), plan, group).unbind()
+        found.add(keys, values, plan.tiles)
+        out, lse = found.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    @names_peers
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        both = _gather(pack(k, v), ctx.plan, ctx.group)  # keeping them would cost their memory
+        found = SoftmaxBackward(gradient, q, out, lse, ctx.scale)
+        gradients = torch.zeros_like(both, dtype=wide(k.dtype))
+        keys, values = both.unbind()
+        found.add(keys, values, ctx.plan.tiles, gradients[0], gradients[1])
+        dk, dv = unpack(_give_back(gradients.to(k.dtype), k.shape[2], ctx.plan, ctx.group))
+        return found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _gather(rows: Tensor, plan: Gathering, group: ProcessGroup) -> Tensor:
+    """Gather the keys and values that this rank attends, by position: (2, batch, kv_heads, …).
+
+    A head's positions lie one after the other, which a kernel on the CPU takes up to a tenth less
+    time for than for rows of all heads.
+    """
+    if plan.everything:
+        pending = start_all_gather(rows, group, sizes=plan.receive)
+    else:
+        sent = take_runs(rows, tuple(run for runs in plan.send for run in runs))
+        pending = start_all_to_all(sent, group, [count(runs) for runs in plan.send], plan.receive)
+    return take_runs(pending.wait().permute(1, 2, 3, 0, 4), plan.order, 3).contiguous()
+
+
+def _give_back(gradients: Tensor, length: int, plan: Gathering, group: ProcessGroup) -> Tensor:
+    """Return gradients to the owners of the rows; this rank's, as `pack` lays them."""
+    rows = gradients.permute(3, 0, 1, 2, 4)
+    gradients = take_runs(rows, inverse(plan.order)).contiguous()
+    if plan.everything:
+        return start_reduce_scatter(gradients, group, sizes=plan.receive).wait()
+    returned = [count(runs) for runs in plan.send]
+    arrived = start_all_to_all(gradients, group, plan.receive, returned).wait()
+    total = gradients.new_zeros(length, *gradients.shape[1:], dtype=wide(gradients.dtype))
+    for runs, part in zip(plan.send, torch.split(arrived, returned), strict=True):
+        add_runs(total, runs, part)
+    return total
+
+
+# -- Ulysses ------------------------------------------------------------------------------
+
+
+def to_heads(
+    q: Tensor, k: Tensor, v: Tensor, exchange: HeadExchange, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From all heads of this rank's positions to its heads of all positions, differentiable.
+
+    Args:
+        q: (batch, heads, own positions, head_size).
+        k, v: (batch, kv_heads, own positions, head_size).
+        exchange: of the ranks of the group.
+        group: whose ranks share the heads.
+
+    Returns:
+        q (batch, heads / n, positions, head_size), k and v (batch, max(kv_heads / n, 1), …).
+    """
+    size = group.size()
+    parts = [q.shape[1] // size, max(k.shape[1] // size, 1)]
+    if k.shape[1] < size:
+        used = [kv_heads_of(q.shape[1], k.shape[1], size, rank)[0] for rank in range(size)]
+        k, v = k[:, used], v[:, used]
+    rows = torch.cat([_by_rank(x, size) for x in (q, k, v)], 2)
+    rows = rows.permute(1, 3, 0, 2, 4).flatten(0, 1)  # (rank · own positions, batch, heads, d)
+    own = exchange.sizes[group.rank()]
+    arrived = _exchange(rows, group, (own,) * size, exchange.sizes)
+    # By head and then by position, which kernels on the CPU take less time for.
+    whole = take_runs(arrived.permute(1, 2, 0, 3), exchange.order, 2).contiguous()
+    q, k, v = torch.split(whole, [parts[0], parts[1], parts[1]], 1)
+    return q, k, v
+
+
+def to_positions(x: Tensor, exchange: HeadExchange, group: ProcessGroup) -> Tensor:
+    """The way back of an output, differentiable.
+
+    Args:
+        x: (batch, heads / n, positions, head_size).
+
+    Returns:
+        (batch, heads, own positions, head_size).
+    """
+    rows = take_runs(x.permute(2, 0, 1, 3), inverse(exchange.order))
+    own = exchange.sizes[group.rank()]
+    arrived = _exchange(rows, group, exchange.sizes, (own,) * group.size())
+    by_rank = arrived.view(group.size(), own, *arrived.shape[1:])
+    return by_rank.permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+def _by_rank(tensor: Tensor, size: int) -> Tensor:
+    """Dim 1 as (ranks, heads of each)."""
+    return tensor.reshape(tensor.shape[0], size, tensor.shape[1] // size, *tensor.shape[2:])
+
+
+def _exchange(
+    rows: Tensor, group: ProcessGroup, send: tuple[int, ...], receive: tuple[int, ...]
+) -> Tensor:
+    """Rows to and from each rank of the group; backward the other way."""
+    made: Tensor = _Exchange.apply(rows, group, send, receive)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, group: ProcessGroup, send: tuple[int, ...],
+        receive: tuple[int, ...],
+    ) -> Tensor:  # fmt: skip
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return start_all_to_all(rows, group, send, receive).wait()
+
+    @staticmethod
+    @once_differentiable
+    @names_peers
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        back = start_all_to_all(gradient, ctx.group, ctx.receive, ctx.send).wait()
+        return back, None, None, None
+
+
+# -- two levels ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A rank's part on both.
+
+    Args:
+        exchange: of heads for positions, among the ranks inside.
+        steps: of the ring across.
+    """
+
+    exchange: HeadExchange
+    steps: tuple[Step, ...]
+
+
+@lru_cache(maxsize=64)
+def two_levels(sharding: SequenceSharding, rank: int, mask: Mask, inner: int) -> Levels:
+    """A rank's part where `inner` ranks that follow each other exchange heads.
+
+    Example:
+        >>> levels = two_levels(SequenceSharding.contiguous(8, 4), 3, Mask(), 2)
+        >>> levels.exchange.sizes, [step.source for step in levels.steps]
+        ((2, 2), [1, 0])
+    """
+    block = rank // inner * inner
+    merged = sharding.merged(inner)
+    return Levels(
+        head_exchange(sharding.ranges[block : block + inner]),
+        ring_steps(merged.ranges, merged.documents, rank // inner, mask),
+    )
+
+
+def two_level_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, levels: Levels, inside: ProcessGroup | None,
+    across: ProcessGroup | None, scale: float,
+) -> Tensor:  # fmt: skip
+    """Attention of this rank's queries over the sequence.
+
+    Args:
+        q: (batch, heads, positions, head_size).
+        k, v: (batch, kv_heads, positions, head_size).
+        levels: of `two_levels`.
+        inside: whose ranks exchange heads; None: one rank.
+        across: the ring; None: one rank.
+        scale: of the products of queries and keys.
+    """
+    if inside is not None:
+        q, k, v = to_heads(q, k, v, levels.exchange, inside)
+    out = ring_attention(q, k, v, steps=levels.steps, group=across, scale=scale)
+    return out if inside is None else to_positions(out, levels.exchange, inside)
