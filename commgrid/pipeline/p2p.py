@@ -106,7 +106,10 @@ class StageLinks:
     # -- sending and receiving ----------------------------------------------------------
 
     def start(self, exchange: Exchange, tensors_of: Callable[[Send], Sequence[Tensor]]) -> None:
-        """Posts all of an exchange and returns.
+        """Posts all of an exchange and returns; what is sent is copied first.
+
+        So a module may fill its output's memory again while a message is on its way, as one with a
+        buffer or a captured CUDA graph does.
 
         Args:
             exchange: of this stage's program.
@@ -116,13 +119,12 @@ class StageLinks:
             ShapeError: tensors of other shapes or dtypes than were declared.
             GoneError: the stage that a header is awaited from is gone.
         """
-        sent = {send: [t.detach() for t in tensors_of(send)] for send in exchange.sends}
+        sent = {send: tensors_of(send) for send in exchange.sends}
         self._declare(exchange, sent)
         leaving, arriving = [], []
         for send, tensors in sent.items():
             self._check(send.message, tensors)
-            whole = [tensor.contiguous() for tensor in tensors]
-            leaving.append(_Travelling(send.peer, send.message, whole))
+            leaving.append(_Travelling(send.peer, send.message, _copied(tensors)))
         for recv in exchange.recvs:
             buffers = [
                 torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
@@ -144,9 +146,8 @@ class StageLinks:
         return arriving.tensors
 
     def hand_over(self, message: Message, tensors: Iterable[Tensor]) -> None:
-        """A message from one chunk of this stage to another, which `take` finds."""
-        kept = [tensor.detach() for tensor in tensors]
-        self._arriving[message] = _Travelling(self.stage, message, kept)
+        """A message from one chunk of this stage to another, which `take` finds; copied, too."""
+        self._arriving[message] = _Travelling(self.stage, message, _copied(tensors))
 
     def finish(self) -> None:
         """Returns when everything that was sent has left.
@@ -222,7 +223,7 @@ class StageLinks:
         kind = self._declared if message.kind == "activation" else self._gradients
         return kind[message.boundary]
 
-    def _declare(self, exchange: Exchange, sent: dict[Send, list[Tensor]]) -> None:
+    def _declare(self, exchange: Exchange, sent: dict[Send, Sequence[Tensor]]) -> None:
         """Sends and receives headers of what crosses a boundary for the first time."""
         leaving: list[_Travelling] = []
         arriving: dict[int, _Travelling] = {}
@@ -270,6 +271,10 @@ class StageLinks:
                 f"{_said(declared)}; give every microbatch one shape (pad it), or call "
                 "forget_shapes() on all stages between two steps"
             )
+
+
+def _copied(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def _said(specs: Specs) -> str:

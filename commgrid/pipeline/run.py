@@ -206,10 +206,12 @@ class Run:
                 assert self.stage.loss is not None
                 assert self.batch.targets is not None
                 output = self.stage.loss(output, self.batch.targets[microbatch])
-            self._found[microbatch] = output.detach() if self.train else output
-        if is_last and not self.train:
-            return ()
+            if not self.train:
+                self._found[microbatch] = _copied(output)
+                return ()
         outputs = self._as_tensors(output, action, is_last=is_last)
+        if is_last:
+            self._found[microbatch] = output.detach().clone()
         if self.train:
             self._live[action.chunk, microbatch] = _Live(
                 received,
@@ -289,6 +291,17 @@ class Run:
             if edge is not None
         ]
         return live, [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _copied(output: Any) -> Any:
+    """The output with tensors of its own, which no later microbatch overwrites."""
+    if isinstance(output, Tensor):
+        return output.clone()
+    if type(output) in (tuple, list):
+        return type(output)(map(_copied, output))
+    if type(output) is dict:
+        return {key: _copied(value) for key, value in output.items()}
+    return output
 
 
 def _differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
