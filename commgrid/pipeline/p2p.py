@@ -7,11 +7,11 @@
 
 A message's shapes and dtypes are declared once: what crosses a boundary for the first time is
 preceded by a header that describes it, and every later message must be the same, so that nothing
-but tensors travels and nobody waits to learn what will come. Gradients are like the activations
+but tensors travels and no stage waits for a description. Gradients are like the activations
 they belong to, those of floating point.
 
-On NCCL an exchange is one batch, on gloo its messages travel one by one; both beside what the
-stage computes meanwhile.
+On NCCL an exchange is one batch, on gloo its messages travel one by one; both beside the
+stage's computations.
 """
 
 from __future__ import annotations
@@ -219,12 +219,12 @@ class StageLinks:
         self._leaving.clear()
 
     def specs_of(self, message: Message) -> Specs:
-        """What a message that was declared consists of."""
+        """The shapes and dtypes of a message that was declared."""
         kind = self._declared if message.kind == "activation" else self._gradients
         return kind[message.boundary]
 
     def _declare(self, exchange: Exchange, sent: dict[Send, Sequence[Tensor]]) -> None:
-        """Sends and receives headers of what crosses a boundary for the first time."""
+        """Send and receive headers of boundaries that are crossed for the first time."""
         leaving: list[_Travelling] = []
         arriving: dict[int, _Travelling] = {}
         for send in exchange.sends:

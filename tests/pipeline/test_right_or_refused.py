@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import commgrid
+from commgrid.data_parallel import GradientReducer
+from commgrid.errors import SpecError
 from commgrid.pipeline import Pipeline
 from commgrid.testing import run_on_ranks
 
@@ -95,3 +99,46 @@ def reused(stages: int) -> None:
 def test_a_stage_may_write_every_output_into_the_same_memory() -> None:
     for stages in (1, 2):
         run_on_ranks(reused, stages, stages)
+
+
+# -- who reduces the gradients ------------------------------------------------------------------
+
+
+def refused() -> list[str]:
+    """Pipelines whose weights would differ between copies of the pipeline."""
+    grid = commgrid.initialize(pp=2)
+    stage, said = grid.get_local_rank("pp"), []
+
+    def make(chunks: list[nn.Module], reducer: GradientReducer | None = None) -> None:
+        with pytest.raises(SpecError) as caught:
+            Pipeline(chunks, "gpipe", num_microbatches=2, loss=loss, reducer=reducer)
+        said.append(str(caught.value))
+
+    one, other = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    some = GradientReducer(nn.ModuleList([one, other]) if stage == 0 else one)
+    make([one, other], some)
+    some.close()
+    alone = GradientReducer(one) if stage == 0 else None
+    make([one], alone)
+    wrapped = DistributedDataParallel(one, process_group=grid.get_group("dp"))
+    make([other, nn.Sequential(wrapped)] if stage else [other, one])
+    # Right: frozen parameters need no reducer, and a reducer may know more than the chunks.
+    other.requires_grad_(stage == 0)
+    whole = nn.ModuleList([other, nn.Linear(1, 1)])
+    Pipeline(
+        other, num_microbatches=2, loss=loss, reducer=None if stage else GradientReducer(whole)
+    )
+    return said
+
+
+def test_gradients_that_would_not_be_reduced_are_refused_on_every_stage() -> None:
+    """A reducer of some chunks or stages left the others apart; so did DDP around a stage."""
+    for said in run_on_ranks(refused, 4):
+        some, alone, wrapped = said
+        assert "stage 1 (rank " in some
+        assert "of some of its 2 chunks only: '0.weight' of chunk 1 is not in its model" in some
+        assert "stage 1 (rank " in alone
+        assert "has no reducer, but rank " in alone
+        assert "stage 1 (rank " in wrapped
+        assert "has a DistributedDataParallel in chunk 1 at '0', which" in wrapped
+        assert "expected reducer=GradientReducer(torch.nn.ModuleList(chunks))" in wrapped
