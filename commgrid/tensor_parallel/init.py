@@ -173,13 +173,13 @@ def _fill(
     fill_tile: Callable[..., object],
     seed: int,
 ) -> None:
-    """Fills the part of a full tensor that begins at `starts`, tile by tile."""
+    """Fill the part of a full tensor that begins at `starts`, tile by tile."""
     generator = torch.Generator(device="cpu")
     dims = map(_spans, starts, target.shape, full_shape, tile_shape(full_shape))
     for spans in product(*dims):
         corner = [span.corner for span in spans]
         tile = torch.empty([span.size for span in spans], device="cpu", dtype=torch.float32)
-        # Of a seed, torch's CPU generator keeps 32 bits: a few of 100,000 tiles may be equal.
+        # torch's CPU generator keeps 32 bits of a seed: of 100,000 tiles about one pair is equal.
         fill_tile(tile, generator=generator.manual_seed(seed_of(f"{seed}/{corner}")))
         target[tuple(span.own for span in spans)] = tile[tuple(span.used for span in spans)]
 
