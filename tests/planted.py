@@ -304,7 +304,7 @@ MUTANTS = (
     # -- pipeline ----------------------------------------------------------------------------
     Mutant(
         "deferred weight gradients of the last microbatches are dropped",
-        "commgrid/pipeline/run.py",
+        "commgrid/pipeline/stage.py",
         "                weights()\n",
         "                pass\n",
         ("tests/pipeline/test_runner.py::test_losses_and_gradients_are_the_unsplit_models[2]",),

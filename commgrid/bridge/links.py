@@ -30,7 +30,7 @@ from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_groups, torch_world, watching
 from commgrid.runtime.failures import GoneError, who_is_missing
-from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers
+from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers, version_of
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -51,7 +51,7 @@ class _Leaving:
 
     works: list[dist.Work]
     tensors: list[Addressed]
-    versions: list[int]
+    versions: list[int | None]
 
 
 class Links:
@@ -181,7 +181,7 @@ class Links:
             raise self._explain(error, peer, call) from error
         self._check_watch(call)  # what was woken has no number that anybody has sent
         if one_by_one and sends:
-            versions = [_version(tensor) for tensor, _ in leaving]
+            versions = [version_of(tensor) for tensor, _ in leaving]
             self._leaving[call] = _Leaving(works[: len(sends)], list(leaving), versions)
         while len(self._leaving) > MOST_AHEAD:
             self.let_leave(next(iter(self._leaving)))
@@ -202,7 +202,7 @@ class Links:
                 work.wait()
             except RuntimeError as error:
                 raise self._explain(error, peer, call) from error
-        if left.versions != [_version(tensor) for tensor, _ in left.tensors]:
+        if left.versions != [version_of(tensor) for tensor, _ in left.tensors]:
             raise CommGridError(
                 f"{self.about}: a tensor that {call} was sending was changed in place before it "
                 "had left; clone it before, or change it after backward or bridge.finish()"
@@ -263,7 +263,3 @@ class Links:
             raise GoneError(
                 f"{learnt} (in {self.about}: rank {torch_world.world_rank()} was in {call}{got})"
             ) from error
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -34,15 +34,7 @@ from commgrid.collectives.asynchronous import as_output
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule, mark_parameters
-from commgrid.tensor_parallel.init import (
-    Init,
-    draw,
-    draw_slice,
-    has_numbers,
-    known_law,
-    other_random_state,
-    seed_of,
-)
+from commgrid.tensor_parallel.init import Init, draw, has_numbers, other_random_state, seed_of
 from commgrid.tensor_parallel.matmul import wanted
 
 if TYPE_CHECKING:
@@ -151,29 +143,19 @@ class GroupedExperts(ShardedModule):
     def reset_parameters(self) -> None:
         """Draws this rank's part of its experts.
 
-        An expert's weights depend on torch's global random state and its number only. An `init`
-        that commgrid does not know (see `Init`) fills the full weights of this rank's experts, one
-        at a time and each from a random stream of its own.
+        What an expert gets depends on torch's global random state and its number only: each draws
+        from a random stream of its own.
         """
+        first = self.group.rank * self.num_local_experts
         for name, shape in zip(("up", "down"), self._shapes, strict=True):
             parameter, bound = getattr(self, name), 1 / math.sqrt(shape[-1])
             init = self._init[name] or partial(nn.init.uniform_, a=-bound, b=bound)
             if not has_numbers(parameter):
                 continue
-            law = known_law(init, shape, parameter)
-            if law is not None:
-                full = (self.num_experts, *shape)
-                draw_slice(parameter, full, law, self.shards_of(name))
-            else:
-                self._draw_each(name, shape, init)
-
-    def _draw_each(self, name: str, shape: Sequence[int], init: Init) -> None:
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        first = self.group.rank * self.num_local_experts
-        for local in range(self.num_local_experts):
-            with other_random_state(seed_of(f"{seed}/{first + local}")):
-                one = getattr(self, name)[local]
-                draw(one, shape, init, self._etp_dim(name), self.etp)
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            for local in range(self.num_local_experts):
+                with other_random_state(seed_of(f"{seed}/{first + local}")):
+                    draw(parameter[local], shape, init, self._etp_dim(name), self.etp)
 
     def forward(self, x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """The outputs, times the weights.

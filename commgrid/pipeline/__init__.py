@@ -29,7 +29,7 @@ from commgrid.pipeline.simulator import Simulation, Times, simulate
 
 if TYPE_CHECKING:
     from commgrid.pipeline.p2p import StageLinks
-    from commgrid.pipeline.runner import Pipeline
+    from commgrid.pipeline.stage import Pipeline
 
 __all__ = [
     "Backward",
@@ -55,6 +55,6 @@ __all__ = [
     "zb_h1",
 ]
 
-_LIVE = {"Pipeline": "commgrid.pipeline.runner", "StageLinks": "commgrid.pipeline.p2p"}
+_LIVE = {"Pipeline": "commgrid.pipeline.stage", "StageLinks": "commgrid.pipeline.p2p"}
 
 __getattr__, __dir__ = on_demand(globals(), _LIVE)

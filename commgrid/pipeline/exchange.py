@@ -1,23 +1,22 @@
-"""What the stages send each other for a schedule, in an order in which nobody waits for ever.
+"""Exchanges: the messages between stages for a schedule, in an order without a deadlock.
 
 A schedule is first simulated with every forward, input gradient and weight gradient taking 1. The
 result of an action that ends at time t is sent at t, and received at t: on both stages after all
-actions that have ended by then. What a stage sends and receives at one time is one exchange.
+actions that have ended by then. The messages of a stage at one time are one exchange.
 
     stage 0   F0 ─┬─ F1 ─┬─ …            at time 1: stage 0 sends F0's result, stage 1 receives it
     stage 1    .  └─ F0 ─┼─ B0 ══ …      at time 2: stage 0 sends F1's, and so on
                          └ received before B0, which runs meanwhile
 
-So every exchange meets exchanges of the same time only, and time goes on: even stages that would
-wait in each exchange until it is complete never wait for each other in a circle. It takes no care
-of the network's buffering, nor of the order in which one exchange's messages are started.
+So every exchange meets exchanges of the same time only. Even if stages waited in each exchange
+until it is complete, they would never wait for each other in a circle. This needs no buffering by
+the network, and no order of the messages within one exchange.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import (
     BackwardWeight,
     Computation,
@@ -32,7 +31,7 @@ from commgrid.pipeline.simulator import simulate
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a stage sends and receives at one time, in one batch."""
+    """The messages of a stage at one time, in one batch."""
 
     sends: tuple[Send, ...]
     recvs: tuple[Recv, ...]
@@ -99,7 +98,7 @@ def _program(order: list[tuple[float, Computation]], exchanges: dict[float, Exch
 
 
 def message_of(schedule: Schedule, action: Computation) -> Message | None:
-    """What an action's result is to another part; None: nothing."""
+    """The message that carries an action's result to another part; None: there is none."""
     part = schedule.part(action)
     if isinstance(action, Forward):
         last = part + 1 == schedule.num_parts
@@ -107,57 +106,3 @@ def message_of(schedule: Schedule, action: Computation) -> Message | None:
     if isinstance(action, BackwardWeight) or part == 0:
         return None
     return Message("gradient", part - 1, action.microbatch)
-
-
-def check_programs(stages: tuple[Program, ...]) -> None:
-    """Proves that stages that wait in every exchange until it is complete all come to an end.
-
-    Raises:
-        SpecError: a message that is sent or received only, or stages that wait in a circle; names
-            the exchanges they are stuck in.
-    """
-    sent = {send.message for program in stages for step in program for send in _sends(step)}
-    received = {recv.message for program in stages for step in program for recv in _recvs(step)}
-    for message in sent ^ received:
-        how = "sent, but never received" if message in sent else "received, but never sent"
-        raise SpecError(f"the {message} is {how}")
-    at = [0] * len(stages)
-    moving = True
-    while moving:
-        moving = False
-        for stage, program in enumerate(stages):
-            while at[stage] < len(program) and isinstance(program[at[stage]], Computation):
-                at[stage] += 1
-                moving = True
-        for group in _complete(stages, at):
-            moving = True
-            for stage in group:
-                at[stage] += 1
-    stuck = [f"stage {s} at step {i}" for s, i in enumerate(at) if i < len(stages[s])]
-    if stuck:
-        raise SpecError(f"the stages wait for each other in a circle: {', '.join(stuck)}")
-
-
-def _complete(stages: tuple[Program, ...], at: list[int]) -> list[set[int]]:
-    """Sets of stages whose current exchanges are complete among themselves."""
-    current = {s: program[at[s]] for s, program in enumerate(stages) if at[s] < len(program)}
-    offered = {send.message for step in current.values() for send in _sends(step)}
-    wanted = {recv.message for step in current.values() for recv in _recvs(step)}
-    waiting = {stage for stage, step in current.items() if isinstance(step, Exchange)}
-    while True:
-        met = {
-            stage for stage in waiting
-            if all(s.message in wanted and s.peer in waiting for s in _sends(current[stage]))
-            and all(r.message in offered and r.peer in waiting for r in _recvs(current[stage]))
-        }  # fmt: skip
-        if met == waiting:
-            return [met] if met else []
-        waiting = met
-
-
-def _sends(step: Step) -> tuple[Send, ...]:
-    return step.sends if isinstance(step, Exchange) else ()
-
-
-def _recvs(step: Step) -> tuple[Recv, ...]:
-    return step.recvs if isinstance(step, Exchange) else ()

@@ -7,11 +7,11 @@
 
 A message's shapes and dtypes are declared once: what crosses a boundary for the first time is
 preceded by a header that describes it, and every later message must be the same, so that nothing
-but tensors travels and nobody waits to learn what will come. Gradients are like the activations
+but tensors travels and no stage waits for a description. Gradients are like the activations
 they belong to, those of floating point.
 
-On NCCL an exchange is one batch, on gloo its messages travel one by one; both beside what the
-stage computes meanwhile.
+On NCCL an exchange is one batch, on gloo its messages travel one by one; both beside the
+stage's computations.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ class StageLinks:
     # -- sending and receiving ----------------------------------------------------------
 
     def start(self, exchange: Exchange, tensors_of: Callable[[Send], Sequence[Tensor]]) -> None:
-        """Posts all of an exchange and returns.
+        """Posts all of an exchange and returns; what is sent is copied first.
+
+        So a module may fill its output's memory again while a message is on its way, as one with a
+        buffer or a captured CUDA graph does.
 
         Args:
             exchange: of this stage's program.
@@ -116,13 +119,12 @@ class StageLinks:
             ShapeError: tensors of other shapes or dtypes than were declared.
             GoneError: the stage that a header is awaited from is gone.
         """
-        sent = {send: [t.detach() for t in tensors_of(send)] for send in exchange.sends}
+        sent = {send: tensors_of(send) for send in exchange.sends}
         self._declare(exchange, sent)
         leaving, arriving = [], []
         for send, tensors in sent.items():
             self._check(send.message, tensors)
-            whole = [tensor.contiguous() for tensor in tensors]
-            leaving.append(_Travelling(send.peer, send.message, whole))
+            leaving.append(_Travelling(send.peer, send.message, _copied(tensors)))
         for recv in exchange.recvs:
             buffers = [
                 torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
@@ -144,9 +146,8 @@ class StageLinks:
         return arriving.tensors
 
     def hand_over(self, message: Message, tensors: Iterable[Tensor]) -> None:
-        """A message from one chunk of this stage to another, which `take` finds."""
-        kept = [tensor.detach() for tensor in tensors]
-        self._arriving[message] = _Travelling(self.stage, message, kept)
+        """A message from one chunk of this stage to another, which `take` finds; copied, too."""
+        self._arriving[message] = _Travelling(self.stage, message, _copied(tensors))
 
     def finish(self) -> None:
         """Returns when everything that was sent has left.
@@ -218,12 +219,12 @@ class StageLinks:
         self._leaving.clear()
 
     def specs_of(self, message: Message) -> Specs:
-        """What a message that was declared consists of."""
+        """The shapes and dtypes of a message that was declared."""
         kind = self._declared if message.kind == "activation" else self._gradients
         return kind[message.boundary]
 
-    def _declare(self, exchange: Exchange, sent: dict[Send, list[Tensor]]) -> None:
-        """Sends and receives headers of what crosses a boundary for the first time."""
+    def _declare(self, exchange: Exchange, sent: dict[Send, Sequence[Tensor]]) -> None:
+        """Send and receive headers of boundaries that are crossed for the first time."""
         leaving: list[_Travelling] = []
         arriving: dict[int, _Travelling] = {}
         for send in exchange.sends:
@@ -270,6 +271,10 @@ class StageLinks:
                 f"{_said(declared)}; give every microbatch one shape (pad it), or call "
                 "forget_shapes() on all stages between two steps"
             )
+
+
+def _copied(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def _said(specs: Specs) -> str:

@@ -1,24 +1,71 @@
-"""Parameters of which several stages have copies, such as embeddings tied to the head.
+"""Gradients of a stage: who reduces them, and sums over stages that share a parameter.
 
-What each stage's copy finds as gradient is added up over their group. A GradientReducer does that
-itself, before its sum over data; without one, this does it at the end of a step.
+Stages may have copies of a parameter, such as an embedding tied to the head. The gradients of the
+copies are added up over their group. A GradientReducer does that itself, before its sum over data;
+without one, this does it at the end of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.objects import gathered
-from commgrid.errors import GridMismatchError
+from commgrid.errors import GridMismatchError, SpecError
 from commgrid.parameters import placements
 
+if TYPE_CHECKING:
+    from commgrid.data_parallel.reducer import GradientReducer
+
 Gradients = dict[nn.Parameter, Tensor | None]
+
+
+def check_reduced(
+    chunks: Sequence[nn.Module], reducer: GradientReducer | None, pipeline: ProcessGroup
+) -> None:
+    """Refuse stages of which some gradients would not be reduced over data, or more than once.
+
+    Raises:
+        SpecError: on every stage; names the first such stage, chunk and parameter.
+    """
+    trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
+    told = gathered((_not_reduced(chunks, reducer), trains, reducer is not None), pipeline)
+    ranks = dist.get_process_group_ranks(pipeline)
+    some = [rank for rank, (_, _, reduces) in zip(ranks, told, strict=True) if reduces]
+    for stage, (rank, (wrong, trains, reduces)) in enumerate(zip(ranks, told, strict=True)):
+        if some and trains and not reduces:
+            wrong = f"has no reducer, but rank {some[0]} has one; give each stage one of its chunks"
+        if wrong:
+            raise SpecError(f"Pipeline: stage {stage} (rank {rank}) {wrong}")
+
+
+def _not_reduced(chunks: Sequence[nn.Module], reducer: GradientReducer | None) -> str:
+    """Describe the first parameter of a stage that is not reduced as it should be, or ""."""
+    advice = "expected reducer=GradientReducer(torch.nn.ModuleList(chunks)), of all its chunks"
+    known = set() if reducer is None else {id(p) for p in reducer.model.parameters()}
+    for index, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            if isinstance(module, DistributedDataParallel):
+                return (
+                    f"has a DistributedDataParallel in chunk {index}{name and f' at {name!r}'}, "
+                    "which reduces some microbatches' gradients alone; give the module inside "
+                    f"it, and {advice}"
+                )
+        for name, parameter in chunk.named_parameters():
+            if reducer is not None and parameter.requires_grad and id(parameter) not in known:
+                return (
+                    f"has a reducer of some of its {len(chunks)} chunks only: {name!r} of chunk "
+                    f"{index} is not in its model and would train on this rank's data alone; "
+                    f"{advice}"
+                )
+    return ""
 
 
 def shared_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, ProcessGroup]]:

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from commgrid.runtime.torch_calls import batched
 
@@ -25,6 +26,11 @@ def can_send(dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device)
     """Whether a group sends tensors of a dtype and device; one that it cannot is an error of
     torch's on the sender alone, while the receiver waits."""
     return dtype in NCCL_SENDS or "nccl" not in backend_for(group, device)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """A count of changes in place, without those through .data; None where torch keeps none."""
+    return None if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:

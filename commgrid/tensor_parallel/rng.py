@@ -44,10 +44,9 @@ def set_random_seed(
 
 @contextmanager
 def sharded_rng(group: Group = "tp", *, grid: HyperCommGrid | None = None) -> Iterator[None]:
-    """Within it, torch draws other numbers on each rank of the group.
+    """Let torch draw different numbers on each rank of the group, for the block.
 
-    The state outside goes on as if one number had been drawn from the CPU's generator, the same
-    on every rank.
+    Outside, torch's CPU state advances by one number, the same on every rank.
 
     Args:
         group: the ranks among which activations are sharded.
@@ -62,6 +61,6 @@ def sharded_rng(group: Group = "tp", *, grid: HyperCommGrid | None = None) -> It
         >>> commgrid.shutdown()
     """
     rank = group.rank if isinstance(group, GroupRef) else GroupRef(group, grid).rank
-    common = int(torch.randint(2**62, ()))
+    common = int(torch.randint(2**62, (), device="cpu"))
     with other_random_state(seed_of(f"{common}/{rank}")):
         yield

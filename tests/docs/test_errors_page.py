@@ -36,10 +36,6 @@ FILLED_IN = {
         "groups.…: … has listed ranks; split a combination of axes",
     ],
     "SpecError: …: …": ["…: there is no such file", "…: line …: key … is given twice"],
-    "SpecError: the … is …": [
-        "the … is sent, but never received",
-        "the … is received, but never sent",
-    ],
     "SpecError: …=…: expected ……": [
         "create=…: expected all, or a list of group names",
         "connect=…: expected axes, all, none, or a list of group names",

@@ -1,9 +1,14 @@
-"""The same bits are drawn on a CPU and on a GPU."""
+"""The same bits are drawn for a CPU and for a GPU."""
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 import commgrid
 from commgrid.expert import GroupedExperts
@@ -13,26 +18,28 @@ from commgrid.tensor_parallel import (
     VocabParallelEmbedding,
     initialize_parameters,
 )
-from commgrid.tensor_parallel.counter_rng import Law, Normal, Uniform
-from commgrid.tensor_parallel.slices import fill
+from commgrid.tensor_parallel.init import Init, draw
 from tests.gpu.on_gpus import on_gpus
 
-LAWS = [Normal(0, 1), Normal(0.1, 0.02), Uniform(-0.3, 0.3), Uniform(2, 5), Normal(0, 1, -0.5, 1)]
+INITS: list[Init] = [
+    nn.init.normal_, partial(nn.init.uniform_, a=2.0, b=5.0), nn.init.kaiming_uniform_,
+    partial(nn.init.trunc_normal_, a=-0.5, b=1.0), partial(nn.init.constant_, val=0.1),
+]  # fmt: skip
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("law", LAWS, ids=str)
-def test_every_bit(law: Law, dtype: torch.dtype) -> None:
-    for full, starts, shape in (
-        ((2048, 1024), (0, 0), (2048, 1024)), ((2**21, 2**20), (2**20, 77), (301, 1001)),
-        ((9, 33, 7), (3, 11, 2), (5, 20, 3)),
+@pytest.mark.parametrize("init", INITS, ids=str)
+def test_every_bit(init: Init, dtype: torch.dtype) -> None:
+    group: Any = SimpleNamespace(rank=1, size=3)
+    for full, dim, shape in (
+        ((600, 400), 0, (200, 400)), ((600, 400), 1, (600, 134)), ((9, 33, 7), 0, (3, 33, 7))
     ):  # fmt: skip
-        for chunk in (None, 2**14):
-            both = [torch.empty(shape, dtype=dtype, device=device) for device in ("cpu", "cuda")]
-            for target in both:
-                fill(target, full, starts, law, 5, chunk)
-            assert torch.equal(both[0], both[1].cpu()), (full, chunk)
+        both = [torch.empty(shape, dtype=dtype, device=device) for device in ("cpu", "cuda")]
+        for target in both:
+            torch.manual_seed(5)
+            draw(target, full, init, dim, group)
+        assert torch.equal(both[0], both[1].cpu()), (full, dim)
 
 
 def layers() -> int:

@@ -27,7 +27,7 @@ from commgrid.pipeline import (
     programs,
     simulate,
 )
-from commgrid.pipeline.exchange import check_programs
+from commgrid.pipeline.exchange import Program
 from commgrid.pipeline.schedule import SCHEDULES, Computation, Message
 from tests.sizes import full
 
@@ -70,7 +70,29 @@ def test_every_dependency_is_met_and_every_send_matched(name: str) -> None:
         dependencies_hold(schedule, spans)
         stages = programs(schedule)
         messages_match(schedule, stages)
-        check_programs(stages)
+        assert stuck(stages) == []
+
+
+def stuck(stages: tuple[Program, ...]) -> list[int]:
+    """Stages that never finish if each waits in every exchange until it is complete."""
+    left = [[step for step in program if isinstance(step, Exchange)] for program in stages]
+    while any(left):
+        now = {stage: exchanges[0] for stage, exchanges in enumerate(left) if exchanges}
+        met, before = set(now), set()
+        while met != before:
+            before = met
+            sent = {send.message for stage in met for send in now[stage].sends}
+            received = {recv.message for stage in met for recv in now[stage].recvs}
+            met = {
+                stage for stage in met
+                if received.issuperset(send.message for send in now[stage].sends)
+                and sent.issuperset(recv.message for recv in now[stage].recvs)
+            }  # fmt: skip
+        if not met:
+            return sorted(now)
+        for stage in met:
+            del left[stage][0]
+    return []
 
 
 def dependencies_hold(schedule: Schedule, spans: object) -> None:
@@ -179,7 +201,7 @@ def test_forward_only_takes_any_number_of_microbatches() -> None:
             for microbatches in MICROBATCHES:
                 schedule = forward_only(stages, microbatches, chunks)
                 found = simulate(schedule)
-                check_programs(programs(schedule))
+                assert stuck(programs(schedule)) == []
                 if microbatches % stages == 0:
                     assert found.makespan == microbatches * chunks + stages - 1
 
@@ -262,7 +284,7 @@ def test_any_order_that_can_run_gets_exchanges_that_end(data: st.DataObject) -> 
     schedule = Schedule("own", stages, microbatches, chunks, tuple(map(tuple, orders)))
     stages_programs = programs(schedule)
     messages_match(schedule, stages_programs)
-    check_programs(stages_programs)
+    assert stuck(stages_programs) == []
 
 
 def test_orders_that_wait_in_a_circle_are_refused() -> None:
@@ -282,11 +304,9 @@ def test_programs_that_wait_in_a_circle_are_found() -> None:
     crossed = [step for step in first if isinstance(step, Exchange)]
     swapped = {crossed[0]: crossed[1], crossed[1]: crossed[0]}
     wrong = tuple(swapped.get(step, step) if isinstance(step, Exchange) else step for step in first)
-    with pytest.raises(SpecError, match="wait for each other in a circle: stage 0 at step"):
-        check_programs((wrong, second))
+    assert stuck((wrong, second)) == [0, 1]
     less = tuple(step for step in first if step != crossed[0])
-    with pytest.raises(SpecError, match=r"activation of microbatch 0 .* received, but never sent"):
-        check_programs((less, second))
+    assert stuck((less, second)) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,22 @@ def test_equal_where_replicated_and_different_where_sharded() -> None:
     assert not torch.equal(ranks[0][1], ranks[2][1])
 
 
+def under_another_default_device() -> tuple[Tensor, Tensor]:
+    """What sharded_rng draws; under torch.device("meta") its number for the ranks had no value."""
+    commgrid.initialize()
+    found = []
+    for device in ("cpu", "meta"):
+        set_random_seed(11)
+        with torch.device(device), sharded_rng("tp"):
+            found.append(torch.rand(8, device="cpu"))
+    return found[0], found[1]
+
+
+def test_the_default_device_does_not_matter() -> None:
+    ((on_cpu, on_meta),) = run_on_ranks(under_another_default_device, 1)
+    assert torch.equal(on_cpu, on_meta)
+
+
 def recomputed() -> None:
     commgrid.initialize(tp=2)
 

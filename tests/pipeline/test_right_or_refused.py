@@ -1,0 +1,144 @@
+"""Programs that a pipeline once trained wrong in silence: right now, or refused on every stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commgrid
+from commgrid.data_parallel import GradientReducer
+from commgrid.errors import SpecError
+from commgrid.pipeline import Pipeline
+from commgrid.testing import run_on_ranks
+
+WIDTH, ROWS, MICROBATCHES = 4, 3, 4
+
+
+def microbatches() -> list[Tensor]:
+    torch.manual_seed(7)
+    return list(torch.randn(MICROBATCHES, ROWS, WIDTH, dtype=torch.float64))
+
+
+def loss(output: Tensor, _: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+# -- a stage that reuses its output's memory ----------------------------------------------------
+
+
+class _Static(torch.autograd.Function):
+    """x Wᵀ into the same memory each time, as a captured CUDA graph does, and ∂x too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor, dx: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dx = dx
+        return torch.mm(x, weight.t(), out=y).detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return torch.mm(dy, weight, out=ctx.dx).detach(), dy.t() @ x, None, None
+
+
+class Static(nn.Linear):
+    """Its ∂x has one place for all microbatches; so has y, unless the loss's graph needs it."""
+
+    def __init__(self, part: int) -> None:
+        torch.manual_seed(part)
+        super().__init__(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+        self.y, self.dx = torch.empty(2, ROWS, WIDTH, dtype=torch.float64)
+        self.calls, self.is_last = 0, part == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.y.clone() if self.is_last and self.training else self.y
+        y: Tensor = _Static.apply(x, self.weight, out, self.dx)  # type: ignore[no-untyped-call]
+        self.calls += 1
+        if self.calls == MICROBATCHES and dist.get_world_size() > 1:
+            meet()  # the other stage has received nothing yet
+        return y
+
+
+def meet() -> None:
+    dist.barrier(group=commgrid.get_group("dp_pp"))
+
+
+def reused(stages: int) -> None:
+    """A model of two such parts against plain ones: losses, gradients and outputs."""
+    grid = commgrid.initialize(pp=stages)
+    stage, x = grid.get_local_rank("pp"), microbatches()
+    mine = range(stage, 2, stages)
+    chunks = [Static(part) for part in mine]
+    pipeline = Pipeline(chunks, "gpipe", num_microbatches=MICROBATCHES, loss=loss)
+    parts = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(2)]
+    for part, linear in enumerate(parts):
+        linear.load_state_dict(Static(part).state_dict())
+    whole = nn.Sequential(*parts)
+    expected = torch.stack([loss(whole(one), one) for one in x])
+    expected.sum().backward()
+    if stage:
+        meet()
+        chunks[0].calls = MICROBATCHES
+    losses = pipeline.step(x, x)
+    if losses is not None:
+        torch.testing.assert_close(losses, expected.detach(), rtol=1e-12, atol=0)
+    for part, chunk in zip(mine, chunks, strict=True):
+        torch.testing.assert_close(chunk.weight.grad, parts[part].weight.grad, rtol=1e-12, atol=0)
+    for chunk in chunks:
+        chunk.eval()
+    outputs = pipeline.forward(x)
+    if outputs is not None:
+        torch.testing.assert_close(outputs, [whole(one).detach() for one in x], rtol=1e-12, atol=0)
+
+
+def test_a_stage_may_write_every_output_into_the_same_memory() -> None:
+    for stages in (1, 2):
+        run_on_ranks(reused, stages, stages)
+
+
+# -- who reduces the gradients ------------------------------------------------------------------
+
+
+def refused() -> list[str]:
+    """Pipelines whose weights would differ between copies of the pipeline."""
+    grid = commgrid.initialize(pp=2)
+    stage, said = grid.get_local_rank("pp"), []
+
+    def make(chunks: list[nn.Module], reducer: GradientReducer | None = None) -> None:
+        with pytest.raises(SpecError) as caught:
+            Pipeline(chunks, "gpipe", num_microbatches=2, loss=loss, reducer=reducer)
+        said.append(str(caught.value))
+
+    one, other = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    some = GradientReducer(nn.ModuleList([one, other]) if stage == 0 else one)
+    make([one, other], some)
+    some.close()
+    alone = GradientReducer(one) if stage == 0 else None
+    make([one], alone)
+    wrapped = DistributedDataParallel(one, process_group=grid.get_group("dp"))
+    make([other, nn.Sequential(wrapped)] if stage else [other, one])
+    # Right: frozen parameters need no reducer, and a reducer may know more than the chunks.
+    other.requires_grad_(stage == 0)
+    whole = nn.ModuleList([other, nn.Linear(1, 1)])
+    Pipeline(
+        other, num_microbatches=2, loss=loss, reducer=None if stage else GradientReducer(whole)
+    )
+    return said
+
+
+def test_gradients_that_would_not_be_reduced_are_refused_on_every_stage() -> None:
+    """A reducer of some chunks or stages left the others apart; so did DDP around a stage."""
+    for said in run_on_ranks(refused, 4):
+        some, alone, wrapped = said
+        assert "stage 1 (rank " in some
+        assert "of some of its 2 chunks only: '0.weight' of chunk 1 is not in its model" in some
+        assert "stage 1 (rank " in alone
+        assert "has no reducer, but rank " in alone
+        assert "stage 1 (rank " in wrapped
+        assert "has a DistributedDataParallel in chunk 1 at '0', which" in wrapped
+        assert "expected reducer=GradientReducer(torch.nn.ModuleList(chunks))" in wrapped
