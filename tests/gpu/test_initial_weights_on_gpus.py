@@ -29,7 +29,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("init", INITS, ids=str)
+@pytest.mark.parametrize("init", INITS, ids=lambda init: getattr(init, "func", init).__name__)
 def test_every_bit(init: Init, dtype: torch.dtype) -> None:
     group: Any = SimpleNamespace(rank=1, size=3)
     for full, dim, shape in (
