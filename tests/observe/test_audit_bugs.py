@@ -45,13 +45,6 @@ TRAIN_GPT = [
         'return mark_parameters(made, partial="tp") if args.sequence_parallel else made',
         "return made",
         ("norm.weight", ("tp",), "not reduced"),
-        more={
-            "gpt_training/trainer.py": (  # which finds it by itself
-                "            self.reducer = GradientReducer(self.model, shard=args.zero1)\n",
-                "            self.reducer = GradientReducer(self.model, shard=args.zero1)\n"
-                "            self.reducer._replicas.compare = lambda held: None\n",
-            )
-        },
     ),
     Bug(
         "dp instead of dp_cp",
