@@ -226,12 +226,10 @@ class _Embed(torch.autograd.Function):
             rows, dy = rows[own], dy[own]  # on CUDA the host would wait for how many there are
         else:
             dy = dy.masked_fill(~own.unsqueeze(-1), 0)  # also where it is infinite
-        # Many tokens of one row: added up in fp32, rounded to the dtype of `.grad` once.
+        # Many tokens of one row: added up in fp32, rounded once.
         exact = torch.promote_types(weight.dtype, torch.float32)
         made = torch.zeros_like(weight, dtype=exact).index_add_(0, rows, dy.to(exact))
-        keeps_fp32 = weight.is_leaf and not torch.compiler.is_compiling()
-        dtype = weight.grad_dtype if keeps_fp32 else weight.dtype
-        return None, made.to(dtype), None, None
+        return None, made.to(weight.dtype), None, None
 
 
 class _Without(torch.autograd.Function):

@@ -105,6 +105,9 @@ MISTAKES = {
         3, "initialize(tp=2)", "initialize(tp=1 if __import__('os').environ['RANK'] == '3' else 2)",
     ),
     "no_finish": (2, "reducer.finish()", "pass"),
+    "data_by_global_rank": (
+        3, 'chunk(grid.size("dp"))[grid.get_local_rank("dp")]', "chunk(grid.world_size)[grid.rank]",
+    ),
     "torchs_clipping": (
         4, "reducer.clip_gradients(1.0)", "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
     ),
@@ -139,20 +142,3 @@ def test_without_a_launcher() -> None:
     said = run_on_ranks(run_changed, 1, text_of(3), backend=None, check=False)[0]
     assert said in re.sub(r"\s+", " ", PAGE)
     assert "run it under torchrun" in said
-
-
-@pytest.mark.full
-def test_data_by_global_rank_is_seen_in_the_loss_alone(plain: list[float]) -> None:
-    """Which is why the page says to compare losses."""
-    by_rank = text_of(3).replace(
-        'chunk(grid.size("dp"))[grid.get_local_rank("dp")]', "chunk(grid.world_size)[grid.rank]"
-    )
-    assert by_rank != text_of(3)
-    found = run_on_ranks(losses_of, 4, by_rank, backend=None, launcher="torchrun", check=False)[0]
-    assert abs(found[0] - plain[0]) > 1e-3
-
-
-def losses_of(text: str) -> list[float]:
-    script: dict[str, object] = {"__name__": "changed"}
-    exec(compile(text, "changed", "exec"), script)
-    return script["main"]()  # type: ignore[operator]
