@@ -1,9 +1,9 @@
-"""Whether tensors that ranks should have copies of are equal, to the last bit.
+"""Bitwise comparison of replicas between ranks.
 
-Every tensor gets a digest: the sum of its bits, each 8 bytes' times an odd number of their own,
-modulo 2^64. A changed, swapped or moved element changes it, and so in practice does any difference.
-Ranks of a group compare digests by their largest and smallest, two numbers a tensor however many
-ranks there are; only where these differ are all of them looked at, to name who has what.
+Every tensor gets a digest: the sum of its 8-byte words, each times its own odd number, modulo
+2^64. A changed, swapped or moved element changes it, and so in practice does any difference.
+Ranks of a group compare the largest and smallest digest, two numbers a tensor for any number of
+ranks; only if these differ are all digests gathered, to name the ranks that differ.
 
     copies along dp and tp      compared along dp, then along tp: equal along each is equal on all
 """
@@ -39,13 +39,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor of which the ranks of some groups should have copies.
+    """A tensor that should be equal on all ranks of some groups.
 
     Args:
-        name: what messages call it.
-        tensor: this rank's.
-        groups: along each of which it should be equal.
-        key: what it is called on all their ranks; "": its name.
+        name: its name in messages.
+        tensor: this rank's tensor.
+        groups: the groups along which it should be equal.
+        key: its common name on all ranks of the groups; "": `name`.
     """
 
     name: str
@@ -71,7 +71,7 @@ def digest(tensor: Tensor) -> Tensor:
     whole = len(bits) - len(bits) % (8 // bits.element_size())
     words, rest = bits[:whole], bits[whole:].to(torch.int64)
     if words.storage_offset() * words.element_size() % 8:
-        words = words.clone()  # torch views only what begins at a multiple as longer numbers
+        words = words.clone()  # torch views only aligned data as longer integers
     sums = [*_sums_of_blocks(words.view(torch.int64)), *_sums_of_blocks(rest)]
     total = sums[0] if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
     for each in sums[1:]:
@@ -80,10 +80,10 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def _sums_of_blocks(words: Tensor) -> Iterator[Tensor]:
-    """Of each block the sum of its words, the i-th times (2 i + 1) · _ODD.
+    """For each block, the sum of its words, the i-th times (2 i + 1) · _ODD.
 
-    That is one sum over rows and one over columns, whose products are few: with i = r · _ROW + c,
-    Σ w (2 i + 1) = Σ_r (2 r · _ROW + 1) Σ_c w + Σ_c 2 c Σ_r w. It takes about half the time.
+    Computed from row sums and column sums, which takes about half the time: with i = r · _ROW + c,
+    Σ w (2 i + 1) = Σ_r (2 r · _ROW + 1) Σ_c w + Σ_c 2 c Σ_r w.
     """
     rows, columns, each = _weights(words.device)
     whole = len(words) - len(words) % _BLOCK
@@ -97,7 +97,7 @@ def _sums_of_blocks(words: Tensor) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What the sums of a block's rows and of its columns count, and what each of its words does."""
+    """Weights of a block's row sums, of its column sums, and of its single words."""
     odd = (torch.arange(_BLOCK, dtype=torch.int64, device=device) * 2 + 1) * _ODD
     columns = odd[:_ROW] - odd[0]
     return odd[::_ROW].contiguous(), columns, odd
@@ -108,19 +108,19 @@ def differing(
     everyone: ProcessGroup | None = None,
     groups: Iterable[ProcessGroup] = (),
 ) -> str | None:
-    """What differs between ranks that should have copies; None: nothing.
+    """Describe how replicas differ, or return None.
 
-    Collective over every group that is named, and over `everyone`; on all of their ranks there are
-    the same groups in the same order.
+    Collective over every group given, and over `everyone`; all of their ranks must give the same
+    groups in the same order.
 
     Args:
         copies: this rank's, in one order on all ranks of their groups.
-        everyone: all ranks that are to hear of it, also where their own are equal; None: only
-            those of the group in which something differs.
-        groups: what is compared over first, also on a rank that has no copies along them.
+        everyone: ranks that all return a description if any of them differ; None: only the ranks
+            of a group with a difference do.
+        groups: compared over first, also on a rank that has no copies along them.
 
     Returns:
-        A sentence that names tensor and ranks; on ranks that only heard of it, without them.
+        A sentence that names tensor and ranks; on ranks whose own copies are equal, without them.
     """
     by_group: dict[ProcessGroup, list[tuple[Copy, Tensor]]] = {group: [] for group in groups}
     for copy in copies:
@@ -139,7 +139,7 @@ def differing(
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    """Where a group's numbers are exchanged, wherever the tensors are that they are of."""
+    """The device for exchanging a group's digests: CUDA with nccl, else the CPU."""
     cuda = "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -175,7 +175,7 @@ def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: Sequence[Tens
 
 
 def _holders(ranks: Sequence[int], found: Sequence[Any]) -> list[tuple[Any, list[int]]]:
-    """Who has which value, the few before the many."""
+    """Each distinct value with its ranks, fewest ranks first."""
     holders: dict[Any, list[int]] = {}
     for rank, value in zip(ranks, found, strict=True):
         holders.setdefault(value, []).append(rank)
@@ -192,8 +192,8 @@ def _spread(numbers: Tensor, group: ProcessGroup) -> Tensor:
 def groups_along(axes: Iterable[str], grid: HyperCommGrid) -> tuple[ProcessGroup, ...]:
     """The grid's groups along each of some axes, of more than one rank.
 
-    Where one was not created, a created group of just these axes serves; without it those that
-    were.
+    If one was not created, returns a created group of just these axes instead; failing that, the
+    groups that were created.
     """
     wanted = [axis for axis in axes if grid.size(axis) > 1]
     found = []
@@ -214,8 +214,8 @@ def copied_axes(placement: Placement, grid: HyperCommGrid) -> tuple[str, ...] | 
     """The axes of its region along which ranks have copies of a parameter.
 
     Returns:
-        None where it is cut over a group that is not known by a name of the grid's, or that lists
-        its ranks.
+        None if it is sliced over a group that is not one of the grid's names, or that lists its
+        ranks.
     """
     try:
         return layout_of(placement, grid).copied_axes

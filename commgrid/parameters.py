@@ -1,8 +1,8 @@
-"""How each parameter of a model lies on the grid: sliced, equal, or with partial gradients.
+"""Layout of each parameter of a model on the grid: sliced, replicated, or with partial gradients.
 
-Gradient reduction, norms, sharded optimizers and checkpoints all ask here, so that a layer
-says once what its parameters are. Modules say it rather than parameters, because attributes of
-a parameter are lost when a model is deep-copied.
+Gradient reduction, norms, sharded optimizers and checkpoints all read it here, so that a layer
+declares it once. Modules declare it rather than parameters, because attributes of a parameter
+are lost when a model is deep-copied.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class ShardedModule(nn.Module):
-    """A module that says which of its parameters are slices.
+    """A module that declares which of its parameters are slices.
 
     Subclasses set `group` and `shard_dims`, parameter name to the dim it is sliced along;
-    parameters not in it are equal on all ranks of the group. `partial` names those of the equal
-    ones whose gradient is this rank's part of a sum over the group. One that is sliced over several
+    parameters not in it are equal on all ranks of the group. `partial` names equal parameters
+    whose gradient is this rank's part of a sum over the group. A module sliced over several
     groups overrides `shards_of`.
     """
 
@@ -46,16 +46,16 @@ class ShardedModule(nn.Module):
     partial: tuple[str, ...] = ()
 
     def shards_of(self, name: str) -> tuple[tuple[int, GroupRef], ...]:
-        """Along which dims a parameter is sliced, and over which group."""
+        """The dims along which a parameter is sliced, each with its group."""
         return ((self.shard_dims[name], self.group),) if name in self.shard_dims else ()
 
     @property
     def sliced_names(self) -> tuple[str, ...]:
-        """The parameters that are slices; who overrides `shards_of` overrides this too."""
+        """Names of the parameters that are slices; override it together with `shards_of`."""
         return tuple(self.shard_dims)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """Of the unsharded parameter; slices that are padded override it."""
+        """Shape of the unsharded parameter; override it for padded slices."""
         shape = list(self.get_parameter(name).shape)
         for dim, group in self.shards_of(name):
             shape[dim] *= group.size
@@ -64,11 +64,11 @@ class ShardedModule(nn.Module):
 
 @dataclass(frozen=True)
 class Foreign:
-    """Whose slice a parameter is.
+    """The library that has sliced a parameter.
 
     Args:
-        what: what it is, for a message: `is a slice of Megatron-core's`.
-        instead_of_saving, instead_of_reducing: what its maker has for that.
+        what: description for a message: `is a slice of Megatron-core's`.
+        instead_of_saving, instead_of_reducing: the library's own function for that.
     """
 
     what: str
@@ -79,12 +79,12 @@ class Foreign:
 def foreign_slice(
     module: nn.Module, parameter: nn.Parameter, grid: HyperCommGrid
 ) -> Foreign | None:
-    """Whether a parameter looks whole and is a slice that somebody else's layer has cut.
+    """The library that sliced a parameter that looks whole; None: it is no such slice.
 
     Args:
-        module: whose parameter it is.
-        parameter: as FSDP2 leaves it, or not sharded by it.
-        grid: where it lies; without tensor parallelism there a marked parameter is whole.
+        module: the parameter's module.
+        parameter: sharded by FSDP2 or not.
+        grid: its grid; without tensor parallelism there a marked parameter is whole.
     """
     mesh = getattr(module, "_hf_device_mesh", None)
     if type(parameter).__name__ == "FlatParameter":
@@ -109,7 +109,7 @@ def foreign_slice(
 
 @dataclass(frozen=True)
 class Mark:
-    """What `mark_parameters` says of a module's parameters."""
+    """The arguments of `mark_parameters` for a module."""
 
     partial: GroupRef | None = None
     region: str = "dense"
@@ -118,17 +118,17 @@ class Mark:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one parameter lies on the grid.
+    """A parameter and its layout on the grid.
 
     Args:
         name: its first name in the model.
         parameter: this rank's tensor.
-        shards: which dims of the full parameter it is sliced along, and over which group.
+        shards: the dims of the full parameter that it is sliced along, each with its group.
         partial: the group over which its gradients are parts of a sum; None: none.
-        region: "dense" or "expert": which data-parallel group holds copies of it.
+        region: "dense" or "expert": selects the data-parallel group that holds copies of it.
         shape: of the full parameter.
-        shared: the group whose ranks each use a copy of it for something else, as first and last
-            stage do tied embeddings, so that its gradient is the sum over them; None: none.
+        shared: the group whose ranks each use a copy of it differently, as first and last stage
+            use tied embeddings, so that its gradient is the sum over them; None: none.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Placement:
 
     @property
     def num_slices(self) -> int:
-        """How many ranks' slices make up the full parameter."""
+        """Number of slices that make up the full parameter."""
         slices = 1
         for _, group in self.shards:
             slices *= group.size
@@ -152,7 +152,7 @@ class Placement:
 
 
 class Distinct:
-    """Along an axis whose other indices have other parameters, as the stages of a pipeline do."""
+    """Layout along an axis with other parameters at each index, such as a pipeline's stages."""
 
     def __repr__(self) -> str:
         return "Distinct()"
@@ -160,16 +160,16 @@ class Distinct:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter lies along the axes of its region.
+    """Layout of one parameter along the axes of its region.
 
     Args:
         weight: by axis, `Shard(dim)`: this rank has a slice; `Replicate()`: a copy; `Distinct()`:
             other indices have other parameters.
-        grad: by axis, `Partial()`: each rank finds a part of a sum; `Replicate()`: all of it. Along
-            data axes it is `Partial` after backward too, which the reducer adds.
+        grad: by axis, `Partial()`: each rank has a part of a sum; `Replicate()`: all of it. Along
+            data axes gradients are partial after backward too, and the reducer sums them.
         shape: of the full parameter.
         sizes: of the axes.
-        sharers: how many stages have a copy that each uses for something else.
+        sharers: number of stages that each use a copy of it differently.
     """
 
     weight: Mapping[str, Shard | Replicate | Distinct]
@@ -180,12 +180,12 @@ class ParameterLayout:
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have copies of what this rank has."""
+        """The axes along which ranks have copies of this rank's tensor."""
         return tuple(axis for axis, kind in self.weight.items() if isinstance(kind, Replicate))
 
     @property
     def num_distinct(self) -> float:
-        """How many different slices or parameters there are in the places of this one."""
+        """Number of distinct shards or parameters held across the grid in this one's place."""
         apart = [axis for axis in self.weight if axis not in self.copied_axes]
         return math.prod(self.sizes[axis] for axis in apart) / self.sharers
 
@@ -193,18 +193,18 @@ class ParameterLayout:
 def layout_of(
     placement: Placement, grid: HyperCommGrid, further: Iterable[tuple[str, int]] = ()
 ) -> ParameterLayout:
-    """How a parameter lies along the axes of a grid.
+    """Layout of a parameter along the axes of a grid.
 
-    Stages have parameters of their own, and so have the experts of an expert-parallel group.
+    Each pipeline stage has its own parameters, and so has each rank of an expert-parallel group.
 
     Args:
         placement: the parameter.
-        grid: where it lies.
-        further: names of groups over which what the layer has is cut once more, as by FSDP2 or a
-            sharded optimizer, and along which dim.
+        grid: its grid.
+        further: groups over which the layer's tensor is sliced once more, as by FSDP2 or a
+            sharded optimizer: (name, dim) of each.
 
     Raises:
-        SpecError: it is cut over a group that is not known by a name of the grid's, that lists its
+        SpecError: it is sliced over a group that is not one of the grid's names, that lists its
             ranks, or that is of another region.
     """
     regions = {region.name: region.axes for region in grid.spec.regions}
@@ -270,26 +270,26 @@ def mark_parameters(
     shared: str | ProcessGroup | None = None,
     grid: HyperCommGrid | None = None,
 ) -> Module:
-    """Says how the parameters of a plain module, and of all modules in it, lie on the grid.
+    """Declares the layout of the parameters of a plain module and of all modules in it.
 
-    What was said before of a module in it stays true: marks add up.
+    Earlier marks on these modules stay: marks add up.
 
     Args:
         module: such as an nn.LayerNorm.
         partial: the group whose ranks each see a part of the input, as a norm under sequence
             parallelism does, so that its gradients are summed over that group.
         region: "expert" for parameters that other expert-parallel ranks do not have.
-        shared: the group whose ranks have copies that are to stay equal although each uses its own
-            elsewhere, such as the embedding group of first and last stage for tied embeddings; what
-            each of them finds as gradient is added up.
+        shared: the group whose ranks each use a copy in another place, such as the embedding group
+            of first and last stage for tied embeddings; their gradients are summed, so that the
+            copies stay equal.
         grid: where to look the group's name up; None: the default grid.
 
     Returns:
         The module itself.
 
     Raises:
-        SpecError: another region, a module marked with another group before, or copies shared over
-            another axis than pp.
+        SpecError: an unknown region, a module marked with another group before, or copies shared
+            over an axis other than pp.
 
     Example:
         >>> import commgrid
@@ -332,11 +332,11 @@ def mark_parameters(
 
 
 def placements(model: nn.Module) -> Iterator[Placement]:
-    """How every parameter of the model lies on the grid, one shared by modules once.
+    """Layout of every parameter of the model; a parameter shared by modules comes once.
 
     Raises:
-        SpecError: modules that share a parameter say different things of it, or something has
-            taken a slice's place: a parametrization, weight_norm, pruning.
+        SpecError: modules that share a parameter declare different layouts, or a slice was
+            replaced by a parametrization, weight_norm or pruning.
     """
     found: dict[int, Placement] = {}
     marks: dict[str, Mark] = {}
@@ -353,7 +353,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                 if name in module.partial:
                     partial = module.group
                 elif partial is not None and partial.name in _names_of(module, shards):
-                    partial = None  # the layer knows better than a mark of what it is in
+                    partial = None  # the layer's declaration precedes a mark on its parent
             full = f"{prefix}.{name}" if prefix else name
             placement = Placement(full, parameter, shards, partial, mark.region, shape, mark.shared)
             _check_mesh(placement)
@@ -368,7 +368,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
 
 
 def _check_mesh(placement: Placement) -> None:
-    """Refuses what FSDP2 has sharded over ranks that hold different slices of a parameter.
+    """Refuses a parameter that FSDP2 has sharded over ranks that hold different slices of it.
 
     Raises:
         SpecError: names parameter and ranks.
@@ -389,15 +389,15 @@ def _check_mesh(placement: Placement) -> None:
 
 
 def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> set[str]:
-    """The groups of which a layer says itself how a parameter lies over them."""
+    """The groups along which a layer itself declares a parameter's layout."""
     return {module.group.name, *(group.name for _, group in shards)}
 
 
 def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None:
-    """That no two of the ranks have different slices of a parameter, which DDP would make one.
+    """Refuses DDP over ranks with different slices of a parameter, which it would make equal.
 
     Raises:
-        SpecError: some have.
+        SpecError: names the parameter and the ranks.
     """
     for placement in placements(module):
         for dim, group in placement.shards:
@@ -412,7 +412,7 @@ def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None
 
 
 def _copies_group(cut: GroupRef) -> str:
-    """What to give DistributedDataParallel where a parameter is cut over a group."""
+    """Suggested `process_group=` of DistributedDataParallel for a parameter sliced over a group."""
     grid = get_grid(cut.grid_name or "default")
     spec = grid.spec
     with suppress(LookupError):
@@ -425,7 +425,7 @@ def _copies_group(cut: GroupRef) -> str:
 
 
 def _mark_of(prefix: str, module: nn.Module, marks: Mapping[str, Mark]) -> Mark:
-    """What was said of a module; of a parametrization that came later, what its parent's says."""
+    """A module's mark; a parametrization added later takes its parent's."""
     mark: Mark | None = getattr(module, "_commgrid_mark", None)
     parent, inside, _ = f".{prefix}".rpartition(".parametrizations.")
     if mark is None and inside:
@@ -434,7 +434,7 @@ def _mark_of(prefix: str, module: nn.Module, marks: Mapping[str, Mark]) -> Mark:
 
 
 def _check_declared(prefix: str, module: ShardedModule) -> None:
-    """Refuses what a layer says of parameters that it does not have, or cannot say."""
+    """Refuses declarations for parameters or dims that a layer does not have."""
     who = f"{f'{prefix}: ' if prefix else ''}{type(module).__name__}"
     if not isinstance(getattr(module, "group", None), GroupRef):
         raise SpecError(
@@ -488,7 +488,7 @@ def _name(group: GroupRef | None) -> str | None:
 
 
 def own_slice(full: Tensor, dim: int, group: GroupRef, size: int) -> Tensor:
-    """This rank's `size` of `full` along `dim`; what lies past the end of `full` is zero."""
+    """This rank's slice of `full` of length `size` along `dim`, zero past the end of `full`."""
     shape = list(full.shape)
     start = min(group.rank * size, shape[dim])
     real = min(size, shape[dim] - start)

@@ -1,4 +1,4 @@
-"""Collectives that return before they are done, so that work goes on beside them.
+"""Asynchronous collectives, so that computation continues while they run.
 
 Each takes a live `ProcessGroup` of more than one rank and returns a `Pending`, whose `wait()`
 gives the result. They are what `collectives` and the layers are written with.
@@ -30,14 +30,14 @@ class Pending:
 
     Args:
         work: torch's handle; None: done already.
-        finish: what gives the result once the handle says done.
+        finish: returns the result once the handle is done.
     """
 
     work: dist.Work | None
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
-        """The result, as soon as it is there (on CUDA: as soon as the stream may use it)."""
+        """The result, once it has arrived (on CUDA: once the stream may use it)."""
         if self.work is not None and _beside():
             self.work.wait()
         return self.finish()
@@ -126,13 +126,13 @@ def _start_reduce_scatter(tensor: Tensor, group: ProcessGroup, own: Tensor) -> P
 def start_all_to_all(
     tensor: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
 ) -> Pending:
-    """Rows of dim 0, so many to each rank, and so many from each, in group order."""
+    """Exchange rows of dim 0: `send[i]` rows to rank i, `receive[i]` from it, in group order."""
     tensor = tensor.contiguous()
     received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     work = dist.all_to_all_single(
         received, tensor, list(receive), list(send), group=group, async_op=_beside()
     )
-    # What is sent lives as long as the handle: gloo does not hold it.
+    # The lambda keeps the sent tensor alive as long as the handle: gloo does not.
     return Pending(work, lambda: (received, tensor)[0])
 
 
@@ -165,28 +165,28 @@ def _start_uneven_reduce_scatter(
 
 
 def _beside() -> bool:
-    """Whether to start and return; torch.compile knows collectives only as calls that wait.
+    """Whether collectives are asynchronous; torch.compile supports only blocking calls.
 
-    What it takes for their handle may then be a tensor (torch 2.11).
+    Under torch.compile the returned handle may be a tensor (torch 2.11).
     """
     return not torch.compiler.is_compiling()
 
 
 def as_output(made: Tensor) -> Tensor:
-    """What a forward returns that has written into `made`, as all that is received is.
+    """A forward's output `made` by in-place writes, as received tensors are: a view if compiled.
 
-    torch 2.11 compiles an autograd.Function whose output was written into so that no gradient
-    comes back to it, and says nothing; a view of it has one. Eagerly the tensor itself, into which
-    the caller may write.
+    torch 2.11 compiles an autograd.Function with such an output so that it silently gets no
+    gradient; a view of the output does. In eager mode, returns the tensor itself, and the caller
+    may write into it.
     """
     return made.view_as(made) if torch.compiler.is_compiling() else made
 
 
 def share(tensor: Tensor, group: ProcessGroup, dim: int) -> int:
-    """How much of `dim` each rank gets.
+    """Elements of `dim` for each rank.
 
     Raises:
-        ShapeError: not equally much.
+        ShapeError: the group's size does not divide the dim.
     """
     if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % group.size():
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""GroupRef: a group as layers keep it, by name, so that they copy, pickle and outlive a grid."""
+"""GroupRef: a reference to a group by name, so that layers copy, pickle and outlive a grid."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class GroupRef:
-    """The communicator that a name means, found once and found again when its grid is gone.
+    """The communicator of a name, looked up once, and again after its grid was destroyed.
 
     Args:
         group: a group name, or a bare ProcessGroup.
-        grid: the grid to look in; None: the default one of the registry.
-        owner: whom messages speak of, such as `ColumnParallelLinear(64, 256)`.
+        grid: the grid to look in; None: the registry's default grid.
+        owner: prefix of error messages, such as `ColumnParallelLinear(64, 256)`.
 
     Raises:
         UnknownGroupError, NotInGroupError, GridNotInitializedError: the look-up failed.

@@ -1,8 +1,8 @@
 """Plain Python values over a group, pickled; torch's own object collectives need numpy.
 
-`gathered` gives everybody everybody's value. `at_first` has one rank put them together: what
-each has goes to the group's first rank, and one answer, or one error that says who failed, comes
-back to all, so that no rank goes on where another has stopped.
+`gathered` returns every rank's value on every rank. `at_first` combines them on one rank: the
+values go to the group's first rank, and one answer, or one error that names the failed ranks,
+comes back to all, so that no rank continues after another has failed.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def at_first(
     whole: Callable[[list[Value]], Answer],
     failed: Callable[[str], Exception],
 ) -> Answer:
-    """What `whole` makes, on the group's first rank, of what `mine` gives on every rank.
+    """Return `whole(values)` on every rank, computed on the first from each rank's `mine()`.
 
     Collective over the group.
 
     Args:
         group: None: this process alone.
-        mine: called on every rank.
-        whole: called on the first, unless `mine` has failed somewhere.
-        failed: makes the error that every rank raises, of what was told: `rank 3: OSError: …`.
+        mine: called on every rank; its value is pickled.
+        whole: called on the group's first rank, unless `mine` has failed on any rank.
+        failed: makes the error that every rank raises from a text such as `rank 3: OSError: …`.
 
     Raises:
-        Exception: what `failed` makes; on the rank that failed its cause is the rank's own.
+        Exception: the result of `failed`; on a rank that failed, its own error is the cause.
     """
     cause: Exception | None = None
     try:
@@ -77,13 +77,13 @@ def at_first(
 
 
 def _told(error: Exception) -> str:
-    """The error in words; of commgrid's own the words are enough."""
+    """The error as text, with its type unless it is one of commgrid's."""
     own = isinstance(error, CommGridError)
     return f"{error}" if own else f"{type(error).__name__}: {error}"
 
 
 def _who(ranks: list[int], errors: list[str | None]) -> str | None:
-    """Each error with the ranks that have it, or None where nobody has one."""
+    """Each error with the ranks that raised it; None: no rank did."""
     having: dict[str, list[int]] = {}
     for rank, error in zip(ranks, errors, strict=True):
         if error is not None:
@@ -123,7 +123,7 @@ def _broadcast(value: Value, group: ProcessGroup) -> Value:
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    """Where the group's tensors live; the CPU where it may."""
+    """A device on which the group communicates, the CPU if possible."""
     return min(torch_groups.devices_of(group), key=lambda device: device.type != "cpu")
 
 

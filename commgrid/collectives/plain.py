@@ -92,11 +92,11 @@ def all_to_all(
     receive: Sequence[int] | None = None,
     grid: HyperCommGrid | None = None,
 ) -> Tensor:
-    """Slices of dim 0, the i-th to the group's i-th rank, received ones joined in group order.
+    """Sends the i-th slice of dim 0 to rank i of the group; joins received ones in group order.
 
     Args:
-        send: how many rows go to each rank; None: equal shares.
-        receive: how many rows come from each rank; None: equal shares.
+        send: number of rows to each rank; None: equal shares.
+        receive: number of rows from each rank; None: equal shares.
 
     Raises:
         ShapeError: the rows do not add up, or cannot be shared equally.

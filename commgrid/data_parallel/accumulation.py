@@ -1,4 +1,4 @@
-"""How the gradient of a parameter goes through a step, and what is refused on the way.
+"""States of a parameter's gradient during a step, and the errors for calls in the wrong state.
 
     none ──backward──► local ──finish()──► reduced ──optimizer.step()──► used
       ▲                │    ▲                  │                          │
@@ -6,9 +6,10 @@
       └──── zero_grad() from any of them ─────── or the next backward ────┘
 
 `.grad` is the gradient in every state: a view of the reducer's buffer, to which backward adds in
-place. What arrives elsewhere, as after `zero_grad()`, is copied there, and `.grad` is the view
-again. With half-precision parameters and a plain optimizer, `finish` hands out a copy of the
-parameter's dtype instead. A slot says whether `.grad` is reduced, and whether a step has used it.
+place. A gradient that arrives elsewhere, as after `zero_grad()`, is copied there, and `.grad`
+becomes the view again. With half-precision parameters and a plain optimizer, `finish` hands out a
+copy of the parameter's dtype instead. A slot records whether `.grad` is reduced and whether a step
+has used it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Owner:
-    """Which reducer has a parameter, and in which slot; a pickle of the parameter has none."""
+    """A parameter's reducer and slot; not pickled with the parameter."""
 
     def __init__(self, reducer: GradientReducer, slot: Slot) -> None:
         self._reducer, self._slot = weakref.ref(reducer), weakref.ref(slot)
@@ -59,7 +60,7 @@ def owner_of(parameter: Tensor) -> Owner | None:
 
 
 def take_over(slot: Slot, owner: Owner) -> None:
-    """Makes a slot's reducer the owner of its parameter, and of the gradient that it has."""
+    """Makes a slot's reducer the owner of its parameter and of any gradient already there."""
     parameter: Any = slot.parameter
     left: bool | None = vars(parameter).pop("grad_stepped", None)
     slot.reduced = parameter.grad is None or left is not None
@@ -69,12 +70,12 @@ def take_over(slot: Slot, owner: Owner) -> None:
 
 
 def begin(slot: Slot, *, after_step: bool) -> None:
-    """Makes a parameter ready for a gradient that backward is about to add to `.grad`.
+    """Prepares a parameter for a gradient that backward is about to add to `.grad`.
 
     Args:
-        slot: the parameter's.
+        slot: the parameter's slot.
         after_step: whether an optimizer has updated parameters of the reducer since `finish`;
-            then a gradient that no optimizer ever uses is dropped too.
+            if so, a gradient that no optimizer ever uses is dropped too.
 
     Raises:
         CommGridError: `.grad` is reduced, and neither a step nor zero_grad() came since.
@@ -97,11 +98,11 @@ def begin(slot: Slot, *, after_step: bool) -> None:
 
 
 def take_in(slot: Slot, *, graph: bool = False) -> None:
-    """Copies a gradient that lies elsewhere into the buffer, and points `.grad` there.
+    """Copies a gradient stored elsewhere into the buffer, and points `.grad` there.
 
     Args:
-        slot: whose `.grad` is looked at.
-        graph: also where `.grad` has a graph, as after `backward(create_graph=True)`.
+        slot: the parameter's slot.
+        graph: also copy if `.grad` has a graph, as after `backward(create_graph=True)`.
     """
     gradient = slot.parameter.grad
     if gradient is None or gradient is slot.view or (gradient.requires_grad and not graph):
@@ -110,7 +111,7 @@ def take_in(slot: Slot, *, graph: bool = False) -> None:
 
 
 def hand_out(slot: Slot, gradient: Tensor | None) -> None:
-    """Sets `.grad` to what `finish` found."""
+    """Sets `.grad` to the gradient that `finish` computed."""
     parameter = slot.parameter
     parameter.grad = None
     if gradient is not None:
@@ -139,7 +140,7 @@ def _is_zero(gradient: Tensor) -> bool:
 
 
 def release(slots: Iterable[Slot]) -> None:
-    """Takes what a reducer has put there off its parameters; gradients stay in `.grad`."""
+    """Removes a reducer's attributes from its parameters; gradients stay in `.grad`."""
     for slot in slots:
         parameter: Any = slot.parameter
         vars(parameter).pop("grad_owner", None)
@@ -160,9 +161,9 @@ def release(slots: Iterable[Slot]) -> None:
 
 
 class StepHooks:
-    """torch's hooks of all optimizers' steps, there while any reducer is.
+    """torch's step hooks on all optimizers, registered while any reducer exists.
 
-    Before a step a gradient that is not reduced is refused; after it, gradients count as used.
+    Before a step, an unreduced gradient raises an error; after it, gradients count as used.
     """
 
     def __init__(self) -> None:
@@ -191,7 +192,7 @@ STEP_HOOKS = StepHooks()
 
 
 def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[GradientReducer, Slot]]:
-    """The parameters that an optimizer updates and reducers have."""
+    """The parameters that an optimizer updates and a reducer owns."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             owner = owner_of(parameter)
@@ -213,7 +214,7 @@ def mark_used(optimizer: torch.optim.Optimizer) -> None:
 
 _OF_WHOLE_MATRICES = frozenset(
     ("adafactor", "galore", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap")
-)  # optimizers whose update of an element depends on others, by what their names contain
+)  # optimizers whose update of an element depends on others, by substrings of their names
 
 
 def check_slices(optimizer: torch.optim.Optimizer) -> None:
@@ -280,7 +281,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     mark_used(optimizer)
 
 
-# -- layers of others that add to `main_grad` ---------------------------------------------------
+# -- third-party layers that add to `main_grad` -------------------------------------------------
 
 
 def fuses_gradients(module: nn.Module) -> bool:

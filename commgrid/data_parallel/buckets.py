@@ -1,14 +1,14 @@
-"""Gradients laid out in flat buffers, so that many of them travel in one collective.
+"""Gradients laid out in flat buffers, so that one collective carries many of them.
 
     lane dp_cp      bucket 0                       bucket 1
                     head.weight norm.weight … pad | block1.up.weight … pad | …
                     └ rank 0 ┘└ rank 1 ┘            └ rank 0 ┘└ rank 1 ┘      (sharded)
 
-A lane is a communicator and the buckets that go over it. The buckets of all lanes are sent in
+A lane is a communicator and the buckets that it reduces. The buckets of all lanes are sent in
 one order, the same on all ranks, so that no two ranks wait for each other in different lanes.
 A bucket holds parameters of one dtype and device, last registered first, as backward reaches
-them; parameters of which other stages have copies come last, in buckets of their own. Where
-gradients are sharded each rank keeps one of n equal parts.
+them; parameters with copies on other stages come last, in buckets of their own. With sharded
+gradients, each rank keeps one of n equal parts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from commgrid.data_parallel.kept import IN_FLIGHT, IN_PARTS, KeptGradient
 from commgrid.parameters import Placement
 
 Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]
-"""What the parameters of one bucket have in common."""
+"""Lane group, group of stages with a copy (or None), dtype and device of a bucket's parameters."""
 
 _LEAST_BYTES = 25 * 2**20
 _BYTES_PER_RANK = 4_000_000
-_ALIGNMENT = 64  # elements: every parameter begins on a cache line, whatever its dtype
+_ALIGNMENT = 64  # elements: every parameter begins on a cache line, for any dtype
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Slot:
     """One parameter's place in a bucket.
 
     Args:
-        placement: the parameter, and how it lies on the grid.
+        placement: the parameter and its layout on the grid.
         start: its first element in the bucket.
 
     Attributes:
@@ -46,12 +46,12 @@ class Slot:
         kind: the dtype and device that the parameter had when the slot was made.
         reduced: whether `.grad`, if there is one, is reduced; False once backward has added to it.
         stepped: whether an optimizer has used the reduced gradient.
-        optimized: whether any optimizer ever did; some parameters are in none.
+        optimized: whether any optimizer ever updated the parameter.
         sent: whether this rank had a gradient in the last reduction.
         used: whether any rank had one.
-        handed_out: what `finish` set `.grad` to.
+        handed_out: the tensor that `finish` put into `.grad`.
         held_back: a reduced gradient that waits for its step, while others are reduced.
-        kept, in_flight: what stands in `.grad` while the gradient is in parts, or being summed.
+        kept, in_flight: placeholders in `.grad` while the gradient is sharded, or being summed.
         fused: whether the parameter's layer adds to `main_grad`, which is then zero between steps.
     """
 
@@ -73,12 +73,12 @@ class Slot:
 
     @cached_property
     def kept(self) -> KeptGradient:
-        """What stands in `.grad` while this rank has a part of the gradient only."""
+        """Placeholder in `.grad` while this rank has only a part of the gradient."""
         return KeptGradient(self.view, IN_PARTS)
 
     @cached_property
     def in_flight(self) -> KeptGradient:
-        """What stands in `.grad` while a collective works on the gradient."""
+        """Placeholder in `.grad` while a collective sums the gradient."""
         return KeptGradient(self.view, IN_FLIGHT)
 
     @property
@@ -98,7 +98,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Bucket:
-    """Slots in a flat buffer of gradients, and what is under way with it.
+    """Slots in a flat buffer of gradients, and the state of its collective.
 
     Args:
         slots: in order, without gaps but for alignment.
@@ -131,10 +131,10 @@ class Bucket:
 
 @dataclass(eq=False)
 class Lane:
-    """A communicator and the buckets that go over it, in order.
+    """A communicator and the buckets that it reduces, in order.
 
     Args:
-        group: who holds copies of these parameters.
+        group: the ranks that hold copies of these parameters.
         name: the group's name, for messages.
         buckets: in the order in which they are sent.
     """
@@ -151,11 +151,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank keeps of one parameter's gradient.
+    """The range of one parameter's gradient that this rank keeps.
 
     Args:
-        slot: the parameter.
-        bucket: where its gradient lies.
+        slot: the parameter's slot.
+        bucket: the bucket that holds its gradient.
         start, stop: the kept range, in the parameter's own elements.
     """
 
@@ -171,7 +171,7 @@ class Piece:
 
     @property
     def gradient(self) -> Tensor:
-        """The kept range; of the parameter's shape where that is all of it."""
+        """The kept range, flat; in the parameter's shape if it is the whole gradient."""
         return self.slot.view if self.is_whole else self.of(self.bucket.gradient)
 
     def of(self, flat: Tensor) -> Tensor:
@@ -192,9 +192,9 @@ def make_lanes(
     Args:
         placements: in order of use.
         group_of: the communicator, and its name, over which a parameter's gradient is summed.
-        shard: whether each rank keeps a part of each bucket only.
-        bucket_bytes: where a bucket is closed; None: at 25 MiB, or 4 MB for each rank of its group
-            where that is more, since a part of less takes longer to start than to send (Megatron's
+        shard: whether each rank keeps only a part of each bucket.
+        bucket_bytes: size at which a bucket is closed; None: the larger of 25 MiB and 4 MB per
+            rank of its group, since a smaller part takes longer to start than to send (Megatron's
             rule for DistributedDataParallel).
         dtype: of the buffers; None: fp32 for half-precision parameters, else the parameter's.
 
@@ -254,7 +254,7 @@ def _make_bucket(
 
 
 def pieces_of(buckets: Iterable[Bucket]) -> list[Piece]:
-    """What this rank keeps, in bucket order."""
+    """The ranges of gradients that this rank keeps, in bucket order."""
     pieces = []
     for bucket in buckets:
         for slot in bucket.slots:

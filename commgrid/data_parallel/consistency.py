@@ -1,8 +1,8 @@
-"""Whether the ranks of a reducer have the same model: parameters, marks and values.
+"""Checks that the ranks of a reducer have the same model: parameters, marks and values.
 
-Gradients are only worth adding up where ranks hold copies of the same parameters. Ranks first
-compare what they have, in names, shapes and marks, since other checks would not meet otherwise;
-then the values of everything that is taken as equal.
+Summing gradients is only meaningful between copies of the same parameters. Ranks first compare
+names, shapes and marks, since with other ones the collectives of further checks would not match;
+then the values of all replicas.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def check_own(model: nn.Module, grid: HyperCommGrid) -> None:
-    """Refuses parameters that look whole and are slices of somebody else's making.
+    """Refuses parameters that look whole and were sliced by another library.
 
     Raises:
-        SpecError: names the parameter and what cut it.
+        SpecError: names the parameter and the library.
     """
     for prefix, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
@@ -70,7 +70,7 @@ def check_grid(placements: Iterable[Placement], grid: HyperCommGrid) -> None:
 def compare_models(
     lanes: Sequence[Lane], options: tuple[object, ...], model: nn.Module, grid: HyperCommGrid
 ) -> None:
-    """Refuses a model that is another one on other ranks, whose collectives would not meet.
+    """Refuses a model that differs between ranks, since its collectives would not match.
 
     Raises:
         GridMismatchError: names the ranks.
@@ -99,7 +99,7 @@ def compare_models(
 
 
 def changed(model: nn.Module, slots: Iterable[Slot]) -> CommGridError | None:
-    """Whether the model still trains the parameters that the buckets were made for; the error."""
+    """The error if the model no longer trains the parameters that the buckets were made for."""
     now = {id(p): p for p in model.parameters() if p.requires_grad}
     for slot in slots:
         parameter = now.pop(id(slot.parameter), None)
@@ -132,17 +132,17 @@ def compare_values(
     group_of: dict[int, ProcessGroup],
     used: set[str],
 ) -> None:
-    """Refuses copies of a parameter that are not equal, which would train apart.
+    """Refuses replicas of a parameter that are not equal, since they would diverge.
 
     Args:
         placements: of all parameters, frozen ones too.
-        grid: along whose axes ranks have copies.
-        group_of: by the parameter's id, what its gradients are summed over: where copies are
-            compared if it is cut over a group of which the grid does not know the name.
+        grid: the grid along whose axes ranks have copies.
+        group_of: by the parameter's id, the group that its gradients are summed over; copies are
+            compared over it if the parameter is sliced over a group unknown to the grid.
         used: the axes to compare along.
 
     Raises:
-        GridMismatchError: on all ranks of the stage; names parameter and ranks where they differ.
+        GridMismatchError: on all ranks of the stage; names parameter and ranks that differ.
     """
     copies: list[Copy] = []
     num_shared = 0
@@ -167,9 +167,9 @@ def compare_values(
 
 @torch.no_grad()
 def compare_slices(lanes: Sequence[Lane]) -> None:
-    """Refuses slices that are equal on all ranks, as after one rank's state_dict for everybody.
+    """Refuses slices that are equal on all ranks, as after loading one rank's state_dict on all.
 
-    Constant ones, such as zeros, may be; two slices of anything else are not equal in every bit.
+    Constant slices, such as zeros, may be equal; any others differ in some bit.
 
     Raises:
         GridMismatchError: names the first such parameter and the ranks.
@@ -244,19 +244,19 @@ def _groups_of(
 
 
 def _lists_ranks(group: ProcessGroup, grid: HyperCommGrid) -> bool:
-    """Whether a group is one of a row that lists ranks, of which no axes say who is in it."""
+    """Whether a group is defined by rank lists instead of axes."""
     listed = (d.name for d in grid.spec.definitions.values() if d.lists is not None)
     return any(grid.is_member(name) and grid.get_group(name) is group for name in listed)
 
 
 def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: str) -> set[str]:
-    """The axes over which a model is one model: those of data, tp, and what its layers name.
+    """The axes over which a model is one model: data axes, tp, and the axes its layers name.
 
-    Along others, such as one of an ensemble's members, ranks may mean to have other weights.
+    Along other axes, such as the members of an ensemble, weights may differ on purpose.
 
     Args:
         placements: of the model.
-        grid: where it lies.
+        grid: its grid.
         names: the groups that its gradients are summed over.
     """
     found = {"tp"}

@@ -1,7 +1,7 @@
-"""What stands in `.grad` while a gradient cannot be read: in parts, or being summed.
+"""Placeholder in `.grad` for a gradient that is sharded or being summed; any use raises.
 
-Optimizers, clipping and loss scalers of others look at `.grad`. None would tell them that there is
-no gradient, so that torch's clip_grad_norm_ answers 0 and clips nothing; this raises instead.
+Third-party optimizers, clipping and loss scalers read `.grad`. With None there, they would take
+the gradient for missing: torch's clip_grad_norm_ would return 0 and clip nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ IN_FLIGHT = (
 
 
 class KeptGradient(Tensor):
-    """A gradient without numbers: of the parameter's shape, and an error for whoever reads it.
+    """A gradient without data, in the parameter's shape; any use but zeroing raises an error.
 
     Args:
-        gradient: whose shape, dtype and device it has.
-        why: what the error says of it: `IN_PARTS`, which may be zeroed, or `IN_FLIGHT`.
+        gradient: the tensor to take shape, dtype and device from.
+        why: the error's explanation: `IN_PARTS`, which may be zeroed, or `IN_FLIGHT`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class KeptGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raises for every operation but those that zero a gradient."""
+        """Raises CommGridError for every operation except detaching and zeroing."""
         name = func.overloadpacket.__name__
         listed = args[0] if isinstance(args[0], list | tuple) else args
         kept = [arg for arg in listed if isinstance(arg, cls)]

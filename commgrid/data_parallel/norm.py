@@ -1,7 +1,7 @@
-"""The norm of all gradients of the unsharded model, from what each rank holds of them.
+"""The norm of all gradients of the unsharded model, from the shards that each rank holds.
 
 Every rank adds up the squares of its gradients, each divided by the number of ranks that hold
-the same numbers, and one all-reduce of that one number gives every rank the whole.
+the same numbers; one all-reduce of this scalar gives every rank the total.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _summed(gradient: Tensor) -> Tensor:
 
 
 def _num_shards(gradient: Tensor) -> int:
-    """Into how many parts a DTensor is cut."""
+    """Number of parts that a DTensor is cut into."""
     shards = 1
     if isinstance(gradient, DTensor):
         for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
@@ -103,11 +103,14 @@ def clip_gradients(
     sharded: bool | None = None,
     grid: HyperCommGrid | None = None,
 ) -> Tensor:
-    """Scales all gradients so that their norm is at most `max_norm`; returns what it was.
+    """Scales all gradients so that their norm is at most `max_norm`; returns the norm before.
 
     Args:
-        model, data, sharded, grid: as `gradient_norm`'s.
+        model, data, sharded, grid: as for `gradient_norm`.
         max_norm: above 0.
+
+    Returns:
+        A float64 tensor of shape () on the gradients' device.
 
     Raises:
         ShapeError: max_norm is not above 0.
@@ -125,7 +128,7 @@ def clip_gradients(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model is; of a rank without any parameter, where its others would be."""
+    """The model's device; for a rank without parameters, the device that other ranks use."""
     for parameter in model.parameters():
         return parameter.device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,16 +142,16 @@ _KNOWN = frozenset(
 def norm_group(
     grid: HyperCommGrid, data: str | None, used: set[str] | None = None, *, sharded: bool = False
 ) -> ProcessGroup | None:
-    """The ranks that together hold every gradient; None: this one does.
+    """The ranks that together hold every gradient; None: this rank alone does.
 
-    The same answer on every rank, whatever layers it happens to have: the axes beside the data
-    axes, or the whole grid where gradients are sharded or experts fold over other axes. An axis of
-    the user's own is among them where a layer or the data group names it.
+    The result is the same on every rank, even if their layers differ: all axes except the data
+    axes, or the whole grid if gradients are sharded or experts fold over other axes. A user-defined
+    axis is included if a layer or the data group names it.
 
     Args:
         data: the name of the data-parallel group; None: unknown, which takes the whole grid.
         used: the axes that layers and data groups of this rank name (`axes_in_use`); None: all.
-        sharded: whether each rank of it holds a part of the gradients.
+        sharded: whether each rank of the data group holds only a part of the gradients.
     """
     dense = grid.spec.regions[0].axes
     taken: tuple[str, ...] = ()
@@ -168,7 +171,7 @@ def norm_group(
 
 
 def num_parts(placement: Placement, grid: HyperCommGrid) -> float:
-    """How many different parameters or slices there are in the places of this one."""
+    """Number of distinct parameters or shards held across the grid in this one's place."""
     try:
         return layout_of(placement, grid).num_distinct
     except SpecError:  # cut over a group that the grid does not know by axes
@@ -181,12 +184,15 @@ def total_norm(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
-    """The norm of gradients of which each rank of a group holds some.
+    """The 2-norm of gradients that are distributed over the ranks of a group.
 
     Args:
-        held: this rank's gradients, each with the number of different ones in its place.
+        held: this rank's gradients, each with the number of distinct ones in its place.
         group: None: this rank holds them all.
-        device: of the model, also where this rank holds no gradient.
+        device: of the model, also if this rank holds no gradient.
+
+    Returns:
+        A float64 tensor of shape () on `device`, the same on every rank.
     """
     size = group.size() if group is not None else 1
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -1,5 +1,5 @@
 """Gradients that are parts of a sum over a model-parallel group, such as norms' under sequence
-parallelism, where no GradientReducer adds them up: with FSDP2, DDP, or one data-parallel rank."""
+parallelism, for training without a GradientReducer: with FSDP2, DDP, or one data-parallel rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from commgrid.parameters import placements
 
 @torch.no_grad()
 def reduce_partial_gradients(model: nn.Module) -> None:
-    """Adds up, over the group that each was marked with, gradients in `.grad` that are partial.
+    """Sums each partial gradient in `.grad` over the group that its parameter was marked with.
 
-    Once a step, after backward, before norms and the optimizer; in one all-reduce for each group
-    and dtype. The sum over other data may come before or after.
+    Call it once a step, after backward, before norms and the optimizer; one all-reduce for each
+    group and dtype. The sum over other data may come before or after.
 
     Args:
-        model: whose parameters, or parts of them as FSDP2 leaves them, have the same gradients on
-            all ranks of the group, or none.
+        model: its parameters, or FSDP2's parts of them, have a gradient on all ranks of their
+            group or on none.
 
     Raises:
         CommGridError: a GradientReducer does it already.

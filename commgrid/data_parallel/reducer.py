@@ -1,7 +1,7 @@
-"""GradientReducer: gradients averaged over the ranks that saw different data, beside backward.
+"""GradientReducer: averages gradients over data-parallel ranks, overlapped with backward.
 
 Each parameter's `.grad` is a view of a flat bucket (`accumulation`). When the last gradient of a
-bucket has arrived, its collective starts, while backward goes on:
+bucket has arrived, its collective starts, while backward continues:
 
 | parameter | summed over | by default |
 |---|---|---|
@@ -10,17 +10,17 @@ bucket has arrived, its collective starts, while backward goes on:
 | expert | `expert_group` | `edp` |
 | with copies on other stages, as tied embeddings | their group, then as above | `embedding`, `dp_cp` |
 
-The sum is then divided by the size of `group`, or by what `finish(count)` says.
+The sum is then divided by the size of `group`, or by the sum of the counts given to `finish`.
 
 Layers that add a weight's gradient to `weight.main_grad` themselves (Megatron-core's gradient
 accumulation fusion, Transformer Engine) find the bucket's view there, zero between steps, set
 `grad_added_to_main_grad` and return a dummy, which is dropped.
 
-On CUDA, reductions run beside backward on the stream of their communicator. They start late where
-all streams share few hardware queues: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron's tensor
-parallelism asks for, keeps kernels in the order in which they are issued; without tensor
-parallelism leave it at 8 or more. `groups: {dp_cp: {nccl: {is_high_priority_stream: true}}}` lets
-the reductions' kernels go before those of backward that wait for a free multiprocessor.
+On CUDA, reductions run in parallel with backward on the stream of their communicator. They start
+late if all streams share few hardware queues: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron's
+tensor parallelism requires, keeps kernels in the order of issue; without tensor parallelism leave
+it at 8 or more. With `groups: {dp_cp: {nccl: {is_high_priority_stream: true}}}`, the reductions'
+kernels precede backward's kernels that wait for a free multiprocessor.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -85,22 +85,22 @@ class GradientReducer:
         grid: where the names are looked up; None: the default grid.
         shard: each rank keeps 1/n of the sums (reduce-scatter instead of all-reduce), for a
             ShardedOptimizer.
-        bucket_bytes: how much travels at once; None: 25 MiB, or 4 MB for each rank of the group
-            where that is more.
+        bucket_bytes: bytes per collective; None: the larger of 25 MiB and 4 MB per rank of the
+            group.
         dtype: of the buffers; None: fp32 for half-precision parameters, else the parameter's.
         broadcast: make copies of a parameter equal to those of the first rank that has one, and
             buffers to those of the group's first rank, instead of refusing copies that differ.
-        not_finite: what `finish` does where any gradient of the whole model is infinite or NaN:
+        not_finite: what `finish` does if any gradient of the whole model is infinite or NaN:
             "keep" it, "skip" the step (no rank has any gradient, so that optimizers do nothing;
             `is_finite` is then False), or "raise" on all ranks.
 
     Raises:
-        SpecError: the model has a reducer already, is sharded by FSDP2, has slices that somebody
-            else's layers have cut, or partial gradients over a group that cannot be combined with
+        SpecError: the model has a reducer already, is sharded by FSDP2, has slices made by another
+            library's layers, or partial gradients over a group that cannot be combined with
             `group`.
-        GridMismatchError: the ranks of a group have other parameters, shapes or dtypes, or other
-            values of what should be copies. These are compared once, when the reducer is made, and
-            by checkpoint.save: slices that begin equal, such as zeros, are not told from copies.
+        GridMismatchError: the ranks of a group differ in parameters, shapes or dtypes, or in the
+            values of replicas. Values are compared once, when the reducer is made, and by
+            checkpoint.save: slices that begin equal, such as zeros, are mistaken for replicas.
 
     Example:
         >>> import commgrid, torch
@@ -163,8 +163,8 @@ class GradientReducer:
         compare_slices(self.lanes)
         self.pieces = pieces_of(self.buckets)
         self.is_finite = True
-        """Whether the last `finish` found finite gradients only, on all ranks of the grid; always
-        True with `not_finite="keep"`, which does not look."""
+        """Whether the last `finish` found only finite gradients, on all ranks of the grid; always
+        True with `not_finite="keep"`, which does not check."""
         self._optimizer: weakref.ref[ShardedOptimizer] | None = None
         self._next = 0
         self._begun = self._is_exact = self.after_step = False
@@ -196,13 +196,13 @@ class GradientReducer:
         return [slot for bucket in self.buckets for slot in bucket.slots]
 
     def close(self) -> None:
-        """Takes its hooks and buffers off the model, and gradients that it keeps off `.grad`."""
+        """Removes its hooks and buffers from the model, and placeholders from `.grad`."""
         self._detach()
         _REDUCERS.discard(self)
 
     @property
     def optimizer(self) -> ShardedOptimizer | None:
-        """The ShardedOptimizer that was made over it, if it still is there."""
+        """The ShardedOptimizer over this reducer, if it still exists."""
         return self._optimizer() if self._optimizer is not None else None
 
     def attach(self, optimizer: ShardedOptimizer) -> None:
@@ -210,13 +210,13 @@ class GradientReducer:
         self._optimizer, self._is_exact = weakref.ref(optimizer), True
 
     def weights_loaded(self) -> None:
-        """Tells the optimizer that weights were set otherwise than by load_state_dict."""
+        """Tells the optimizer that weights were set without load_state_dict."""
         optimizer = self.optimizer
         if optimizer is not None:
             optimizer.reload()
 
     def wait_for_weights(self) -> None:
-        """Returns when no parameter is half gathered any more."""
+        """Returns when every parameter is gathered."""
         optimizer = self.optimizer
         if optimizer is not None:
             optimizer.wait()
@@ -241,7 +241,7 @@ class GradientReducer:
         return self._grid.get_group(*axes), "_".join(axes)
 
     def _summed_axes(self, placement: Placement) -> set[str]:
-        """Over which a gradient is summed; all of them for a group that lists its ranks."""
+        """The axes over which a gradient is summed; all axes for a group that lists its ranks."""
         spec = self._grid.spec
         definition = spec.definitions[spec.resolve_name(self._group_of(placement)[1])]
         if definition.lists is not None:
@@ -249,7 +249,7 @@ class GradientReducer:
         return set(definition.axes)
 
     def before_step(self) -> None:
-        """Called as an optimizer is about to use gradients."""
+        """Called when an optimizer is about to use gradients."""
         if not self.after_step:
             self._replicas.before_step(self.held)
 
@@ -266,7 +266,7 @@ class GradientReducer:
         return self._group_of(placement)[1] if self.shard else None
 
     def _parts_of(self, placement: Placement) -> float:
-        """How many different pieces of gradient there are in the places of this rank's."""
+        """Number of distinct pieces of gradient in the place of this rank's."""
         parts = self._group_of(placement)[0].size() if self.shard else 1
         return num_parts(placement, self._grid) * parts
 
@@ -334,7 +334,7 @@ class GradientReducer:
 
         with torch.enable_grad():
             node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-        # The node lives as long as somebody holds it; its hooks need it to.
+        # The node lives only while it is referenced, and its hooks with it.
         return node, node.register_prehook(before), node.register_hook(after)
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
@@ -377,7 +377,7 @@ class GradientReducer:
     @staticmethod
     @torch.no_grad()
     def _fill(bucket: Bucket) -> None:
-        """Brings every gradient into the bucket, and zeros where this rank has none."""
+        """Copies every gradient into the bucket, and zeros where this rank has none."""
         absent = []
         for slot in bucket.slots:
             gradient = slot.parameter.grad
@@ -424,25 +424,27 @@ class GradientReducer:
     def finish(self, count: float | Tensor | None = None) -> None:
         """Waits until every gradient is the average; once a step, on all ranks of the grid.
 
-        Afterwards `.grad` holds it, or None for a parameter that no rank used. Where `shard`, the
-        reducer holds a part of it, and reading `.grad` is an error. Where backward has added
-        nothing since the last `finish`, that one's result stays. After the optimizer's step the
-        next backward begins anew; before it, it is an error. The host waits for the device once.
+        Afterwards `.grad` holds the average, or None for a parameter that no rank used. With
+        `shard`, the reducer holds a part of it, and reading `.grad` raises an error. If backward
+        has added nothing since the last `finish`, its result stays. After the optimizer's step, the
+        next backward starts a new gradient; a backward before the step raises an error. The host
+        waits for the device once.
 
         Args:
-            count: what this rank's gradients are a sum over, such as samples or tokens, also as a
+            count: number of samples or tokens that this rank's gradients are a sum over, also as a
                 tensor of shape () on the model's device; the sum over all ranks is divided by the
-                sum of the counts, so that ranks with more microbatches or longer ones weigh more. A
+                sum of the counts, so that ranks with more or longer microbatches weigh more. A
                 rank that counts 0 needs no backward. None: every rank counts the same, and its
                 gradients are averages already.
 
         Raises:
-            GridMismatchError: a parameter has a gradient on some ranks only.
+            GridMismatchError: a parameter has a gradient on some ranks only, replicas have
+                different gradients, or only some ranks gave a count.
             ShapeError: the counts add up to zero.
-            SpecError: gradients are sharded, and nobody has made a ShardedOptimizer for them.
+            SpecError: gradients are sharded without a ShardedOptimizer over this reducer.
             CommGridError: the model was moved, or its parameters replaced, frozen or unfrozen; with
-                `not_finite="raise"`, a gradient is infinite or NaN, and then names parameter and
-                ranks; a gradient was changed after backward had sent it.
+                `not_finite="raise"`, a gradient is infinite or NaN (names parameter and ranks); a
+                gradient was changed after backward had sent it.
         """
         self._check_before_finish()
         wrong = self._changed_after_sending() or self._losses_not_told(count)
@@ -468,7 +470,7 @@ class GradientReducer:
             raise wrong
 
     def _losses_not_told(self, count: float | Tensor | None) -> CommGridError | None:
-        """The error of routers that do not know that losses are sums, which `count` says."""
+        """The error of a router that was not told that losses are sums, as `count` implies."""
         if count is None:
             return None
         for module in self.model.modules():
@@ -481,7 +483,7 @@ class GradientReducer:
         return None
 
     def _changed_after_sending(self) -> CommGridError | None:
-        """The error of a gradient that was taken off while its sum was under way."""
+        """The error for a `.grad` that was replaced while its sum was under way."""
         for bucket in self.buckets:
             for slot in bucket.slots if bucket.pending is not None else ():
                 if slot.sent and slot.parameter.grad is not slot.in_flight:
@@ -507,10 +509,10 @@ class GradientReducer:
             )
 
     def zero_grad(self) -> None:
-        """Forgets what backward has accumulated, for a step that is given up.
+        """Drops the accumulated gradients, to abandon a step.
 
-        On all ranks of the group, or on none, once backward has begun on all of them or on none:
-        what some have begun to send the others have to take. After `finish` it is not needed.
+        Call it on all ranks of the group, or on none, once backward has begun on all of them or on
+        none: a reduction that some ranks have started needs all of them. Not needed after `finish`.
         """
         if self._begun:  # on some ranks a bucket may be under way that is not full on this one
             self._launch(all_of_them=True)
@@ -554,9 +556,9 @@ class GradientReducer:
                 slot.view.zero_()
 
     def held(self, piece: Piece) -> Tensor | None:
-        """What this rank has of a parameter's reduced gradient; None: none, or it was zeroed.
+        """This rank's part of a parameter's reduced gradient; None: none, or it was zeroed.
 
-        Of the parameter's shape where that is all of it, and flat where it is a part.
+        In the parameter's shape if it is the whole gradient, else flat.
         """
         gradient = piece.slot.parameter.grad
         if not self.shard or gradient is None:
@@ -582,13 +584,17 @@ class GradientReducer:
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm is at most `max_norm`; returns what it was.
+        """Scales all gradients so that their norm is at most `max_norm`; returns the norm before.
 
         Args:
             max_norm: above 0.
 
+        Returns:
+            A float64 tensor of shape () on the model's device.
+
         Raises:
             ShapeError: max_norm is not above 0.
+            UnknownGroupError: the grid has no group of the ranks that hold the model.
         """
         if not max_norm > 0:
             raise ShapeError(f"clip_gradients(max_norm={max_norm}): expected above 0")
@@ -600,13 +606,13 @@ class GradientReducer:
         return norm
 
     def gradients_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """What this rank has of some parameters' reduced gradients; of others nothing."""
+        """This rank's parts of the reduced gradients of the given parameters."""
         wanted = {id(parameter) for parameter in parameters}
         held = (self.held(p) for p in self.pieces if id(p.slot.parameter) in wanted)
         return [gradient for gradient in held if gradient is not None]
 
     def gradients(self) -> list[Tensor]:
-        """What this rank has of the reduced gradients, as few tensors as there can be."""
+        """This rank's parts of the reduced gradients, in as few tensors as possible."""
         found: list[Tensor] = []
         for bucket in self.buckets:
             held = [slot.parameter.grad for slot in bucket.slots]
@@ -633,5 +639,5 @@ def _detach(handles: list[tuple[Any, Any, Any]], slots: list[Slot]) -> None:
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the stream that would work on a tensor."""
+    """Whether the current CUDA stream is capturing a graph; False for a CPU tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

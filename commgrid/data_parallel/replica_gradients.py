@@ -1,16 +1,16 @@
-"""Whether replicas of a parameter have equal gradients, where nothing sums them.
+"""Checks that replicas of a parameter have equal gradients along axes that do not sum them.
 
 Along some axes ranks have copies of a parameter and its gradient is not summed: a bias or a norm
-along tp. Their gradients are equal by themselves, or the copies train apart: where a norm sees a
-slice of the sequence and nobody marked it `partial="tp"`, or after torch's clipping, whose norm is
-that of one rank's slices.
+along tp. If these gradients differ, the replicas diverge: for example a norm that sees a slice of
+the sequence and is not marked `partial="tp"`, or torch's clipping, which takes the norm of one
+rank's slices.
 
 Each gradient is compared once, in the first step in which it is not zero (a layer that begins with
 zeros passes none on in the first), by its norm and by its product with a fixed vector of ±1.
 Kernels that add in no fixed order differ in the last bits, so both may differ by a little.
 
     finish   norm, ±1 · g of each gradient that was not compared yet ─► max, min over the axis
-    step     the same of those just compared, if they were edited since ─► with the next finish
+    step     the same of the compared gradients, to find edits ─► compared in the next finish
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from commgrid.runtime.grid import HyperCommGrid
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 _HALF = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
-_NEGLIGIBLE = 1e-5  # of the largest norm: what may be nothing but rounding
-_MOST_STEPS = 20  # in which a gradient is waited for
+_NEGLIGIBLE = 1e-5  # of the largest norm: smaller ones may be nothing but rounding
+_MOST_STEPS = 20  # until comparing stops, also if some gradients were always zero
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Armed:
 
     Args:
         piece: this rank's part of it.
-        groups: along which ranks have the same part.
+        groups: the groups along which ranks have the same part.
     """
 
     piece: Piece
@@ -57,7 +57,7 @@ class ReplicaGradients:
 
     Args:
         pieces: of the reducer.
-        grid: whose axes they lie on.
+        grid: the reducer's grid.
         summed: the axes over which a parameter's gradient is summed.
         used: the axes over which the model is one model.
     """
@@ -82,13 +82,13 @@ class ReplicaGradients:
         self._everyone, self._steps = stage_group(grid), _MOST_STEPS
 
     def before_step(self, held: Callable[[Piece], Tensor | None]) -> None:
-        """Notes gradients that were just compared, as an optimizer is about to use them."""
+        """Records the gradients that were just compared, as an optimizer is about to use them."""
         compared, self._compared = self._compared, []
         if compared:
             self._edited = compared, _fingerprints([held(armed.piece) for armed in compared])
 
     def compare(self, held: Callable[[Piece], Tensor | None]) -> GridMismatchError | None:
-        """The error where they differ, on all ranks of the stage; collective over them."""
+        """The error if they differ, on all ranks of the stage; collective over the stage."""
         wrong: GridMismatchError | None = None
         if not self._steps:
             return None
@@ -141,7 +141,7 @@ def _signs(count: int) -> Tensor:
 def _differing(
     armed: Sequence[_Armed], found: Tensor
 ) -> tuple[list[bool], tuple[Placement, ProcessGroup] | None]:
-    """Which have a gradient on any rank, and the first that differs, with the group."""
+    """Flags of the entries that are nonzero on any rank; the first that differs and its group."""
     nonzero, told = [bool(row.any()) for row in found], None
     by_group: dict[ProcessGroup, list[int]] = {}
     for i, one in enumerate(armed):

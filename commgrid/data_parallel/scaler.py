@@ -1,7 +1,7 @@
-"""GradScaler: loss scaling for fp16 whose verdict is that of the whole model.
+"""GradScaler: loss scaling for fp16 that checks the gradients of the whole model.
 
-torch's own scaler looks at this rank's gradients only: with tensor, expert or pipeline parallelism
-one rank finds an overflow and skips the step, others take it, and the ranks train apart.
+torch's own scaler checks only this rank's gradients: with tensor, expert or pipeline parallelism
+one rank finds an overflow and skips the step, others take it, and the replicas diverge.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device(device))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's; what the step used up, or skipped, nobody needs any more."""
+        """torch's step; afterwards gradients count as used, even if the step was skipped."""
         result = super().step(optimizer, *args, **kwargs)
         mark_used(optimizer)
         return result
@@ -75,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """torch's, on what reducers keep as well, and then the largest verdict of all ranks."""
+        """torch's, also on gradients kept by reducers; `found_inf` is the maximum of all ranks."""
         reducers, others = _split(optimizer)
         for module in (module for reducer in reducers for module in reducer.model.modules()):
             check: Any = getattr(module, "check_losses", None)
@@ -103,7 +103,7 @@ class GradScaler(torch.amp.GradScaler):
 def _split(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[GradientReducer, list[nn.Parameter]], list[nn.Parameter]]:
-    """An optimizer's parameters by the reducer that has their gradients, and those without one."""
+    """An optimizer's parameters by the reducer that owns them, and the parameters without one."""
     reducers: dict[GradientReducer, list[nn.Parameter]] = {}
     others: list[nn.Parameter] = []
     for group in optimizer.param_groups:

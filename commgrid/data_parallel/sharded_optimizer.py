@@ -1,8 +1,8 @@
-"""ShardedOptimizer: each rank updates a part of the parameters, and keeps its state only (ZeRO-1).
+"""ShardedOptimizer: each rank updates a part of the parameters and keeps only its state (ZeRO-1).
 
     backward   gradients are reduce-scattered bucket by bucket: each rank has 1/n of each sum
     step       any element-wise torch.optim optimizer updates that part; parameters are all-gathered
-    forward    with overlap=True the gathers end beside it, awaited by the modules that need them
+    forward    with overlap=True the gathers end during it, awaited by the modules that need them
 
 (ZeRO, arXiv 1910.02054, stage 1.) Half-precision parameters are updated in an fp32 copy.
 """
@@ -26,27 +26,27 @@ ELEMENT_WISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
 )  # fmt: skip
-"""Those of torch.optim that update every element by itself, so that a part can be updated alone."""
+"""Classes of torch.optim that update every element by itself, so that a part can be updated."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An element-wise optimizer over what a reducer keeps of each gradient.
+    """An element-wise optimizer over the part of each gradient that a reducer keeps.
 
     Over a reducer with `shard=True` this is ZeRO-1: state and update are 1/n per rank, the
-    numbers are the unsharded optimizer's. Over one with `shard=False` every rank updates
-    everything; half-precision parameters still get their fp32 copy. Learning-rate schedulers
-    take it as any optimizer.
+    numbers are the unsharded optimizer's. With `shard=False` every rank updates everything;
+    half-precision parameters still get an fp32 copy. Learning-rate schedulers accept it as any
+    optimizer.
 
     The model's parameters become parts of flat buffers: make it after the model is on its
     device and has its weights (loading a state_dict into the model later is noticed).
 
-    By default `step` returns when every parameter is whole, and nothing can see it otherwise. With
-    `overlap=True` the gathers go on beside the next forward: a module's forward waits for all
-    parameters below it, or with `units`, such as the blocks of a transformer, for those that are in
-    no unit below it; `state_dict`, `load_state_dict`, checkpoints and the next `step` wait by
-    themselves. What reads parameters otherwise has to call `optimizer.wait()` first: copy.deepcopy,
-    pickle, AveragedModel, a norm of the weights, `F.linear(x, unit.weight)` outside of the unit's
-    own forward, a parameter kept in a variable.
+    By default `step` returns when every parameter is gathered. With `overlap=True` the gathers
+    continue during the next forward: a module's forward waits for all parameters below it, or with
+    `units`, such as the blocks of a transformer, for the parameters outside of units below it.
+    `state_dict`, `load_state_dict`, checkpoints and the next `step` wait by themselves. Any other
+    code that reads parameters must call `optimizer.wait()` first: copy.deepcopy, pickle,
+    AveragedModel, a norm of the weights, `F.linear(x, unit.weight)` outside of the unit's own
+    forward, a parameter kept in a variable.
 
     On CUDA `fused=True` updates all parts in one kernel.
 
@@ -54,13 +54,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reducer: of the model's gradients.
         optimizer_class: an element-wise class of torch.optim, such as AdamW.
         groups: parameter groups as torch takes them; None: all parameters in one.
-        overlap: gather parameters beside the next forward instead of in `step`.
+        overlap: gather parameters during the next forward instead of in `step`.
         units: with `overlap`, modules of the model that each wait for their own parameters only
-            when their forward begins; nobody else reads these before. None: every forward waits
-            for all below it, so that gathers overlap with what comes before the model is called.
-            Once torch.compile has traced a forward, `step` itself waits.
-        element_wise: says of a class that is not torch's own that it updates every element by
-            itself, whatever other elements are.
+            when their forward begins; no other code may read these before. None: every forward
+            waits for all parameters below it, so that gathers overlap with the code before the
+            model's call. Once torch.compile has traced a forward, `step` itself waits.
+        element_wise: declares that a class from outside of torch.optim updates every element
+            independently of the others.
         **defaults: the optimizer's own arguments.
 
     Raises:
@@ -136,7 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._unwatch = weakref.finalize(self, _remove, hooks)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: which part of which parameter this rank updates is settled.
+        """Refused: the parts that this rank updates are fixed when the optimizer is made.
 
         Raises:
             SpecError: always, once the optimizer is made.
@@ -158,8 +158,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._inner
 
     def parts(self) -> list[tuple[Piece, Tensor, str | None]]:
-        """What this rank updates: which part of which parameter, the tensor that the inner
-        optimizer has of it, and over which group the parameter is cut; None: it is not."""
+        """The parts that this rank updates: for each the piece, the inner optimizer's tensor of
+        it, and the name of the group over which the parameter is sharded (None: it is not)."""
         self._take_changed()
         return [
             (piece, self._masters[id(piece)], self._reducer.cut_over(piece.slot.placement))
@@ -173,21 +173,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return piece.of(self._weights[piece.bucket])
 
     def _make_master(self, piece: Piece) -> Tensor:
-        """What the inner optimizer updates: that part, or an fp32 copy of it."""
+        """The tensor that the inner optimizer updates: that part, or an fp32 copy of it."""
         weight = self._weight(piece)
         exact = torch.promote_types(weight.dtype, torch.float32)
         return weight.to(exact).requires_grad_()
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Takes the model's weights into the fp32 copies, after they were set through `.data`."""
+        """Copies the model's weights to the fp32 copies, after they were set through `.data`."""
         if self._half:
             torch._foreach_copy_([m for *_, m in self._half], [w for _, w, _ in self._half])
         self._note_versions()
 
     @torch.no_grad()
     def _take_changed(self) -> None:
-        """The same for weights that were changed in place, as load_state_dict and init do."""
+        """The same for weights changed in place, as by load_state_dict and init functions."""
         for (parameter, weight, master), version in zip(self._half, self._versions, strict=True):
             if parameter._version != version:
                 master.copy_(weight)
@@ -203,7 +203,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates this rank's part and starts gathering the others'.
 
         Args:
-            closure: as torch's; it calls backward and the reducer's `finish`.
+            closure: as for torch's optimizers; it calls backward and the reducer's `finish`.
+
+        Returns:
+            The closure's loss; None without a closure.
 
         Raises:
             CommGridError: a parameter was moved or replaced since the optimizer was made.
@@ -225,12 +228,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _set_options(self) -> None:
-        """Gives the inner optimizer what schedulers have set in the groups of this one."""
+        """Copies options that schedulers have set in this optimizer's groups to the inner one."""
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
 
     def _set_gradients(self) -> None:
-        """Gives the inner optimizer what the reducer keeps, in the precision of the weights."""
+        """Gives the inner optimizer the reducer's gradients, in the dtype of its weights."""
         others: list[tuple[Tensor, Tensor]] = []
         for piece in self._reducer.pieces:
             master = self._masters[id(piece)]
@@ -250,7 +253,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, also what the reducer has accumulated for a step not taken."""
+        """Drops all gradients, including the reducer's accumulated ones of an abandoned step."""
         self._reducer.zero_grad()
 
     def _check_in_place(self) -> None:
@@ -262,10 +265,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def check_whole(self, bucket: Bucket, placement: Placement) -> None:
-        """Refuses a gradient of a parameter that was read before it was whole.
+        """Refuses a gradient of a parameter that was read before it was gathered.
 
         Args:
-            bucket, placement: where the parameter lies.
+            bucket, placement: of the parameter.
 
         Raises:
             CommGridError: names the parameter.
@@ -279,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def wait(self) -> None:
-        """Returns when every parameter is whole again."""
+        """Returns when every parameter is gathered."""
         for bucket in list(self._gathers):
             self._gathers.pop(bucket).wait()
 
@@ -299,7 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wait()
 
     def compiled(self) -> None:
-        """Gathers no more beside a forward: compiled code does not wait for what it reads."""
+        """Turns overlap off: compiled code does not wait for the parameters that it reads."""
         self._overlap = False
         self.wait()
 
@@ -327,10 +330,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes up where `state_dict` was called.
+        """Restores the state at which `state_dict` was called.
 
         Raises:
-            ShapeError: it is of another model, grid, or rank.
+            ShapeError: the state is from another model, grid, or rank.
         """
         self.wait()
         theirs, mine = state_dict["layout"], self._layout()
@@ -367,7 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class _Hook:
-    """Calls a method of an optimizer that is alive; a copied or pickled model's does nothing."""
+    """Calls a method of a live optimizer; the hook of a copied or pickled model does nothing."""
 
     def __init__(self, method: Callable[..., object] | None = None) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
@@ -376,7 +379,7 @@ class _Hook:
     def __call__(self, *given: Any) -> None:
         if torch.compiler.is_compiling():
             self.trace()
-            if self.traced:  # it is; guarded, so that another model's optimizer is told as well
+            if self.traced:  # always true; a guard, so that torch.compile retraces another model
                 return
         method = self._method() if self._method is not None else None
         if method is not None:
@@ -384,7 +387,7 @@ class _Hook:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def trace(self) -> bool:
-        """Called once, while torch.compile traces a forward, and is no part of what it makes."""
+        """Called once, while torch.compile traces a forward; not part of the compiled code."""
         method: Any = self._method() if self._method is not None else None
         if method is not None:
             method.__self__.compiled()
@@ -401,7 +404,7 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _flatten(reducer: GradientReducer) -> dict[Bucket, Tensor]:
-    """Moves the parameters into flat buffers laid out as their gradients'."""
+    """Moves the parameters into flat buffers with the layout of their gradients."""
     weights = {}
     with torch.no_grad():
         for bucket in reducer.buckets:
@@ -419,9 +422,9 @@ def _flatten(reducer: GradientReducer) -> dict[Bucket, Tensor]:
 def _awaited(
     reducer: GradientReducer, units: list[nn.Module], overlap: bool
 ) -> dict[nn.Module, tuple[int, ...]]:
-    """For each module the buckets, by id, that its forward waits for; none where all wait in step.
+    """For each module, the ids of the buckets that its forward waits for; empty if `step` waits.
 
-    Of a module's whole subtree, but for units below it, which wait for themselves.
+    Covers a module's whole subtree, except units below it, which wait for their own.
 
     Raises:
         SpecError: units without overlap, or that are not modules of the model.

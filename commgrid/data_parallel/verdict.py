@@ -1,7 +1,7 @@
-"""What the ranks of a step agree on once gradients are summed: who had one, and how many tokens.
+"""Agreement of all ranks once gradients are summed: parameters used, divisor, finiteness.
 
 one vector on the device  │ lane dp_cp: has a gradient … , counts nothing │ count │ lane edp …
-each part is summed over its group, and squares over the whole model where they are asked for
+each part is summed over its group, and squares over the whole model where they are needed
 read once by the host     divisor, parameters used, whether all gradients are finite
 """
 
@@ -25,13 +25,14 @@ from commgrid.errors import CommGridError, GridMismatchError, ShapeError
 
 @dataclass(frozen=True)
 class _Told:
-    """Where a group's numbers stand in the vector.
+    """A group's range in the vector.
 
     Args:
-        lane: whose slots' flags come first, and then whether this rank counts nothing; None: no
-            lane goes over this group, which only adds up counts.
-        start, stop: its part.
-        count: where the count is, and after it whether one was given; None: not here.
+        group: the group over which the range is summed.
+        lane: the lane whose slots' flags come first, then whether this rank counts nothing; None:
+            the group has no lane and only adds up counts.
+        start, stop: the range.
+        count: index of the count, followed by whether one was given; None: not in this range.
     """
 
     group: ProcessGroup
@@ -42,14 +43,14 @@ class _Told:
 
 
 class Verdict:
-    """Reached once a step, the same on all ranks that it is about.
+    """Computed once a step, the same on all ranks of each group.
 
     Args:
         lanes, buckets, pieces: the reducer's.
-        group, name: over which counts are added up.
+        group, name: the group over which counts are added up.
         whole: the ranks that together hold every gradient; None: this one does.
-        parts: for each piece, how many different ones are in its place on all ranks.
-        model: whose device is used.
+        parts: for each piece, the number of distinct ones in its place on all ranks.
+        model: the model, whose device is used.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class Verdict:
     def reach(
         self, count: float | Tensor | None, *, look: bool
     ) -> tuple[float, CommGridError | None]:
-        """What to divide by, and what is wrong; afterwards slots are `used` on all ranks or none.
+        """Return the divisor and an error or None, and set each slot's `used` alike on all ranks.
 
         Args:
-            count: as `GradientReducer.finish` takes it.
-            look: whether to find out if all gradients of the model are finite.
+            count: as for `GradientReducer.finish`.
+            look: whether to check that all gradients of the model are finite.
         """
         numbers = self._numbers(count)
         for bucket in self._buckets:
@@ -154,7 +155,10 @@ class Verdict:
         """The sum of the squares of all gradients of the unsharded model.
 
         Args:
-            gradients: of each of this rank's pieces; None: it has none.
+            gradients: one for each of this rank's pieces; None: it has none.
+
+        Returns:
+            A float64 tensor of shape () on the model's device, the same on every rank.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
@@ -171,7 +175,7 @@ class Verdict:
         return total
 
     def _weights_of(self, held: tuple[int, ...]) -> Tensor:
-        """What each square counts, on the device; kept, since most steps have the same pieces."""
+        """The weight of each square, on the device; cached, as most steps have the same pieces."""
         if held not in self._weights:
             shares = [self._shares[i] for i in held]
             self._weights[held] = torch.tensor(shares, dtype=torch.float64, device=self._device)

@@ -143,8 +143,8 @@ class GroupedExperts(ShardedModule):
     def reset_parameters(self) -> None:
         """Draws this rank's part of its experts.
 
-        What an expert gets depends on torch's global random state and its number only: each draws
-        from a random stream of its own.
+        An expert's weights depend only on torch's global random state and the expert's number: each
+        draws from its own random stream.
         """
         first = self.group.rank * self.num_local_experts
         for name, shape in zip(("up", "down"), self._shapes, strict=True):

@@ -274,14 +274,14 @@ class Router(LossOwner):
     # -- balance --------------------------------------------------------------------------
 
     def capacity(self, num_tokens: int) -> int | None:
-        """How many of so many tokens an expert takes at most; None: any number."""
+        """Most choices that an expert takes out of `num_tokens` tokens'; None: any number."""
         if self.capacity_factor is None:
             return None
         share = num_tokens * self.top_k / self.num_experts
         return max(math.ceil(share * self.capacity_factor), 1)
 
     def _within(self, capacity: int, experts: Tensor, weights: Tensor) -> Tensor:
-        """Which choices each expert takes: the heaviest, and of equal ones the earlier."""
+        """Mask of the choices that each expert takes: the heaviest, ties by order. As `experts`."""
         kept = torch.zeros_like(experts, dtype=torch.bool).flatten()
         order = weights.detach().flatten().argsort(descending=True, stable=True)
         by_expert = order[experts.flatten()[order].argsort(stable=True)]

@@ -1,6 +1,6 @@
-"""Pipeline parallelism: schedules as data, a simulator for them, and what runs them.
+"""Pipeline parallelism: schedules as data, a simulator for them, and their execution.
 
-The schedules, the simulator and the partition are arithmetic; only what runs them imports torch.
+The schedules, the simulator and the partition are arithmetic; only the execution imports torch.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Backward in two halves: first the gradients of the inputs, later those of the weights.
 
-The first half runs autograd for the inputs alone. Where the way of a gradient to the inputs passes
-a branch that leads to weights only, such as the W of y = W x, it writes down what arrives there:
+The first half runs autograd for the inputs alone. At a fork, where a branch leads only to weights,
+such as the W of y = W x, it records the gradient that arrives there:
 
     outputs ── GeluBackward ── AddmmBackward ── … ── inputs        first half
                                   └ noted: ∂y          └─► sent to the stage before
                                   TBackward ── W                   second half, starts from ∂y
 
-The second half goes down these branches from what was noted. What the graph has saved stays until
-then. Modules need nothing special; but a fork is run in both halves, so that
+The second half runs these branches from the noted gradients. The graph's saved tensors stay until
+then. Modules need no changes; but a fork is run in both halves, so that
 
-- an autograd.Function of one's own that is one should look at `commgrid.tensor_parallel.wanted`,
-  lest it does all its work twice, or twice adds to a buffer such as `main_grad`;
+- a custom autograd.Function at a fork should check `commgrid.tensor_parallel.wanted`,
+  or it does all its work twice, or adds twice to a buffer such as `main_grad`;
 - a module hook or tensor hook on its output is called in both, with the same effect as once;
-- what was checkpointed (use_reentrant=False) is recomputed in each half.
+- checkpointed activations (use_reentrant=False) are recomputed in each half.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from commgrid.errors import CommGridError
 Gradients = tuple[Tensor | None, ...]
 
 
-# Within it, what was checkpointed is recomputed once, not for every fork; not every torch has it.
+# Recomputes checkpointed activations once, not for every fork; missing in some versions of torch.
 _recomputed_once = getattr(checkpoint, "GraphExecGroup", nullcontext)
 
 
@@ -43,7 +43,7 @@ _NODES_KEEP_GRAPHS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13
 
 @dataclass
 class _Fork:
-    """A node whose gradient goes on to weights, and perhaps to the inputs as well."""
+    """A node whose gradient flows to weights, and perhaps to the inputs as well."""
 
     node: Any
     weights: list[Tensor] = field(default_factory=list)
@@ -51,15 +51,15 @@ class _Fork:
     is_noted: bool = False
 
     def note(self, arriving: Gradients) -> None:
-        """What the node is given in the first half, hooks included."""
+        """Records the gradients that the node receives in the first half, after its hooks."""
         self.arrived, self.is_noted = arriving, True
 
     def recall(self, _: Gradients) -> Gradients:
-        """In the second half, instead of what hooks make of that once more."""
+        """Return the noted gradients in the second half, so that hooks are not applied twice."""
         return self.arrived
 
     def run(self) -> None:
-        """The gradients of its weights."""
+        """Computes the gradients of its weights."""
         roots = [
             (GradientEdge(self.node, i), gradient)
             for i, gradient in enumerate(self.arrived)
@@ -80,14 +80,14 @@ class WeightGradients:
     """The second half of a backward, called once.
 
     Args:
-        forks: where it begins.
+        forks: the nodes where it begins.
         outputs: of the whole graph.
     """
 
     def __init__(self, forks: Sequence[_Fork], outputs: Sequence[GradientEdge] = ()) -> None:
         self._forks = list(forks)
-        # Before torch 2.13 a node in Python, as of an autograd.Function, is gone with its graph,
-        # which only the tokens of its outputs keep.
+        # Before torch 2.13 a Python node, as of an autograd.Function, is freed with its graph,
+        # which only the edges of its outputs keep alive.
         self._kept = () if _NODES_KEEP_GRAPHS else tuple(outputs)
 
     def __call__(self) -> None:
@@ -102,15 +102,18 @@ class WeightGradients:
 def backward_input(
     outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> WeightGradients:
-    """Adds the inputs' gradients to their `.grad`; returns what does so for the weights.
+    """Adds the inputs' gradients to their `.grad`; returns a callable that does so for the weights.
 
     A weight that is used in several places of the graph gets its gradient at once. Without inputs,
-    as on the first stage, nobody waits for the first half, and it does everything.
+    as on the first stage, no other stage waits for the first half, and it computes all gradients.
 
     Args:
-        outputs: where the graph begins, of tensors that need a gradient.
-        gradients: of each.
+        outputs: edges of the outputs that need a gradient.
+        gradients: one for each output, in its shape.
         inputs: leaves that require a gradient.
+
+    Raises:
+        CommGridError: a compiled module frees buffers that the second half needs.
     """
     leading, forks = _find_forks([edge.node for edge in outputs], inputs)
     if not any(edge.node in leading for edge in outputs):
@@ -123,7 +126,7 @@ def backward_input(
         fork.weights = [weight for weight in fork.weights if counts[weight] == 1]
         if fork.weights:
             later.append(fork)
-    # A fork that leads to no input is not passed in the first half: it starts from what is given.
+    # A fork that leads to no input is not run in the first half: it starts from `gradients`.
     given = {fork.node: fork for fork in later if fork.node not in leading}
     for edge, gradient in zip(outputs, gradients, strict=True):
         if edge.node in given:
@@ -152,7 +155,7 @@ def backward_input(
 def _find_forks(
     roots: Iterable[Any], inputs: Sequence[Tensor]
 ) -> tuple[dict[Any, None], list[_Fork]]:
-    """The nodes that lead to an input, and those at which branches to weights only begin.
+    """The nodes that lead to an input, and the forks, where branches to weights begin.
 
     In an order that depends on the graph alone: layers communicate when their node is run.
     """
@@ -182,7 +185,7 @@ def _find_forks(
 
 
 def _children_first(roots: Iterable[Any]) -> Iterable[Any]:
-    """Every node of the graph, after all that it leads to."""
+    """Every node of the graph, after its `next_functions`."""
     seen: set[Any] = set()
     stack = [(root, False) for root in roots]
     while stack:

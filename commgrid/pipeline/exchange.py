@@ -46,7 +46,7 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     """Each stage's computations and exchanges.
 
     Raises:
-        SpecError: the schedule waits for ever.
+        SpecError: the schedule deadlocks.
 
     Example:
         >>> from commgrid.pipeline.schedule import gpipe

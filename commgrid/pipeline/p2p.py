@@ -1,16 +1,16 @@
 """Messages between the stages of a pipeline: several tensors each, along a named axis.
 
     links = StageLinks("pp", device=device)
-    links.start(exchange, tensors_of)      posts what one time of a program sends and receives
-    x, mask = links.take(message)          waits for one message that was posted
-    links.finish()                         waits until everything has left
+    links.start(exchange, tensors_of)      posts the sends and receives of one time of a program
+    x, mask = links.take(message)          waits for one posted message
+    links.finish()                         waits until every send has completed
 
-A message's shapes and dtypes are declared once: what crosses a boundary for the first time is
-preceded by a header that describes it, and every later message must be the same, so that nothing
-but tensors travels and no stage waits for a description. Gradients are like the activations
-they belong to, those of floating point.
+A message's shapes and dtypes are declared once: the first message across a boundary is preceded
+by a header that describes it, and every later message must match, so that only tensors travel and
+no stage waits for a description. Gradients have the shapes and dtypes of the floating-point
+activations that they belong to.
 
-On NCCL an exchange is one batch, on gloo its messages travel one by one; both beside the
+On NCCL an exchange is one batch, on gloo its messages travel one by one; both in parallel with the
 stage's computations.
 """
 
@@ -80,7 +80,7 @@ class StageLinks:
     Args:
         group: the axis whose ranks are the stages, first to last.
         grid: where it is looked up; None: the default grid.
-        device: where received tensors are put.
+        device: of received tensors.
 
     Example:
         >>> import commgrid
@@ -106,14 +106,14 @@ class StageLinks:
     # -- sending and receiving ----------------------------------------------------------
 
     def start(self, exchange: Exchange, tensors_of: Callable[[Send], Sequence[Tensor]]) -> None:
-        """Posts all of an exchange and returns; what is sent is copied first.
+        """Posts all of an exchange and returns; sent tensors are copied first.
 
-        So a module may fill its output's memory again while a message is on its way, as one with a
-        buffer or a captured CUDA graph does.
+        So a module with a static buffer or a captured CUDA graph may overwrite its output while a
+        message is on its way.
 
         Args:
             exchange: of this stage's program.
-            tensors_of: what a Send sends.
+            tensors_of: the tensors of a Send.
 
         Raises:
             ShapeError: tensors of other shapes or dtypes than were declared.
@@ -136,7 +136,7 @@ class StageLinks:
         self._let_leave(_MOST_LEAVING)
 
     def take(self, message: Message) -> list[Tensor]:
-        """A message's tensors, once they are there (on CUDA: once the stream may use them).
+        """A message's tensors, once they have arrived (on CUDA: once the stream may use them).
 
         Raises:
             GoneError: the stage that sends it is gone, or does not answer.
@@ -150,7 +150,7 @@ class StageLinks:
         self._arriving[message] = _Travelling(self.stage, message, _copied(tensors))
 
     def finish(self) -> None:
-        """Returns when everything that was sent has left.
+        """Returns when every send has completed.
 
         Raises:
             GoneError: a stage that should receive is gone, or does not answer.

@@ -1,7 +1,7 @@
-"""Which layers go into which part of the model.
+"""Partition of a model's layers into parts.
 
-Layers stay in order, so a partition is a few cut points. The best one makes the slowest part as
-fast as can be, since every other waits for it, and of those the one whose parts differ least.
+Layers stay in order, so a partition is a few cut points. The best partition makes the slowest part
+as fast as possible, since every other part waits for it; ties go to the most even parts.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def partition_layers(
     embedding: float = 0.0,
     head: float = 0.0,
 ) -> tuple[range, ...]:
-    """Cuts layers into consecutive parts that take as equally long as they can.
+    """Cuts layers into consecutive parts whose times are as equal as possible.
 
     Args:
-        num_layers: how many layers, such as transformer blocks.
+        num_layers: number of layers, such as transformer blocks.
         num_parts: stages times chunks.
-        weights: how long each layer takes, in any unit; None: 1 each.
-        embedding: what the first part does besides, in the same unit.
-        head: what the last part does besides, final norm and loss included.
+        weights: time of each layer, in any unit; None: 1 each.
+        embedding: extra time of the first part, in the same unit.
+        head: extra time of the last part, with final norm and loss.
 
     Returns:
-        The layers of each part, at least one each. Where several cuts are as good, earlier parts
+        The layers of each part, at least one each. If several cuts are equally good, earlier parts
         have fewer layers, since in a pipeline they hold more microbatches at once.
 
     Raises:

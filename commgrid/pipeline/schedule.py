@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what every stage computes, in which order.
+"""Pipeline schedules as data: the computations of every stage, in order.
 
 A pipeline of p stages with v chunks each cuts the model into p·v *parts*, dealt out like cards:
 stage s has the parts s, s + p, s + 2p, …, its chunks 0, 1, 2, …
@@ -7,8 +7,8 @@ stage s has the parts s, s + p, s + 2p, …, its chunks 0, 1, 2, …
             chunk 0   part 0    part 1    part 2    part 3
             chunk 1   part 4    part 5    part 6    part 7
 
-A schedule lists each stage's computations. What has to be sent for them follows from it
-(`exchange`), and so does how long they take (`simulator`).
+A schedule lists each stage's computations. The messages between stages follow from it (`exchange`),
+and so does the duration (`simulator`).
 
 | schedule | from | bubble, of ideal time | live microbatches, at most |
 |---|---|---|---|
@@ -80,12 +80,12 @@ class BackwardWeight(Computation):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What crosses the boundary between parts `boundary` and `boundary + 1`, for a microbatch.
+    """A microbatch's tensors that cross from part `boundary` to `boundary + 1`, or back.
 
     Args:
         kind: "activation", which goes to the later part, or "gradient", which comes back.
         boundary: the number of the earlier part.
-        microbatch: whose.
+        microbatch: the number of the microbatch.
     """
 
     kind: str
@@ -120,13 +120,13 @@ Order = tuple[Computation, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage computes in one step.
+    """The computations of every stage in one step.
 
     Args:
-        name: what messages call it.
+        name: its name in messages.
         num_stages, num_microbatches, num_chunks: its size; chunks are per stage.
-        orders: one per stage. Any will do whose dependencies can be met, also one of your own.
-        backwards: whether it has any; else it is for evaluation.
+        orders: one per stage. Any orders whose dependencies can be met, custom ones too.
+        backwards: whether it has backwards; False: it is for evaluation.
 
     Raises:
         SpecError: an action that is missing, there twice, or on another stage than its own.
@@ -181,7 +181,7 @@ class Schedule:
 
     @property
     def num_parts(self) -> int:
-        """How many pieces the model is cut into."""
+        """Number of parts that the model is cut into."""
         return self.num_stages * self.num_chunks
 
     def part(self, action: Action) -> int:

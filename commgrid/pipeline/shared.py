@@ -1,4 +1,4 @@
-"""Gradients of a stage: who reduces them, and sums over stages that share a parameter.
+"""Gradients of a stage: checks that they are reduced, and sums over stages that share a parameter.
 
 Stages may have copies of a parameter, such as an embedding tied to the head. The gradients of the
 copies are added up over their group. A GradientReducer does that itself, before its sum over data;
@@ -77,7 +77,7 @@ def shared_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, ProcessG
 
 
 def set_aside(model: nn.Module) -> Gradients:
-    """Takes off the gradients of earlier steps, which are sums over all copies already."""
+    """Detaches the gradients of earlier steps, which are sums over all copies already."""
     before: Gradients = {}
     for parameter, _ in shared_parameters(model):
         before[parameter], parameter.grad = parameter.grad, None

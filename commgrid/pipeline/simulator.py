@@ -1,7 +1,7 @@
-"""How long a schedule takes, how much of that is idle, and what it keeps alive.
+"""Simulator: a schedule's duration, idle time and live microbatches.
 
 A stage computes one action at a time, in its order; an action starts when its stage is free and
-what it needs is there:
+its dependencies are met:
 
     forward of part q            the forward of part q - 1, and its transfer
     backward (input) of part q   the forward of part q; the backward of part q + 1, and its transfer
@@ -36,7 +36,7 @@ Seconds = float | Mapping[tuple[int, int], float]
 
 @dataclass(frozen=True)
 class Times:
-    """How long each kind of action takes, in any one unit.
+    """Time of each kind of action, in any one unit.
 
     Args:
         forward, backward_input, backward_weight: of one chunk. A Backward takes the sum of the
@@ -85,7 +85,7 @@ _STAGES = 8  # that a line lists
 
 @dataclass(frozen=True, repr=False)
 class Simulation:
-    """What a schedule comes to with given times.
+    """The simulated course of a schedule with given times.
 
     >>> from commgrid.pipeline.schedule import one_f_one_b
     >>> print(simulate(one_f_one_b(4, 8)))
@@ -96,9 +96,9 @@ class Simulation:
 
     Args:
         schedule: what was simulated.
-        spans: when each action starts and ends.
-        peak_live: for each stage, how many microbatches of a chunk are at most between their
-            forward and the end of their backward (where it is split, of its weight part).
+        spans: start and end of each action, in the unit of the times.
+        peak_live: for each stage, the largest number of pairs of a chunk and a microbatch between
+            its forward and the end of its backward (of the weight part, if split).
     """
 
     schedule: Schedule
@@ -120,7 +120,7 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time over ideal time: what the busiest stage waits, as a share of what it works."""
+        """Idle time over ideal time: the busiest stage's waiting time over its computing time."""
         ideal = max(self.busy)
         return (self.makespan - ideal) / ideal if ideal else 0.0
 
@@ -148,8 +148,8 @@ class Simulation:
 
         Args:
             width: characters per unit of time; None: as needed.
-            columns: how long lines may be; what comes later stands in further parts below, with an
-                empty line between. None: as long as they are.
+            columns: maximum length of a line; longer ones continue in blocks below, after an empty
+                line. None: no limit.
 
         >>> from commgrid.pipeline.schedule import one_f_one_b
         >>> print(simulate(one_f_one_b(3, 3)).draw())
@@ -179,7 +179,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
-    """Runs a schedule on paper.
+    """Simulates a schedule.
 
     Args:
         schedule: any.
@@ -231,7 +231,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
 
 
 def _needs(schedule: Schedule, action: Computation) -> list[tuple[str, int, int]]:
-    """What has to be there before an action starts."""
+    """The actions that must end before an action starts."""
     part, microbatch = schedule.part(action), action.microbatch
     if isinstance(action, Forward):
         return [("forward", part - 1, microbatch)] if part > 0 else []

@@ -1,4 +1,4 @@
-"""Pipeline: this rank's stage, what it agrees on with the others, and the steps it takes."""
+"""Pipeline: this rank's stage, its agreement with the other stages, and its steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _SAID = {
 
 
 class Pipeline:
-    """This rank's stage of a pipeline, and how it takes part in a step.
+    """This rank's stage of a pipeline.
 
     Chunk c of stage s is part c · p + s of the model, p being the number of stages. The first
     part is called with a microbatch's inputs, every other with the tensors that the one before it
@@ -66,8 +66,8 @@ class Pipeline:
     Args:
         chunks: this stage's modules, on their device; a single one, or several in order, also as
             an nn.ModuleList.
-        schedule: gpipe, 1f1b, interleaved, zb-h1, or a Schedule of one's own.
-        num_microbatches: how many a step takes.
+        schedule: gpipe, 1f1b, interleaved, zb-h1, or a custom Schedule.
+        num_microbatches: number of microbatches per step.
         loss: from the last part's output and a microbatch's target to a scalar; None: the last
             part returns the scalar itself.
         reducer: of the data-parallel gradients of all chunks; it starts to reduce a chunk's when
@@ -76,9 +76,9 @@ class Pipeline:
         grid: where the group is looked up; None: the default grid.
 
     Raises:
-        SpecError: a schedule that does not fit the sizes, or whose stages would wait for each other
-            in a circle; chunks that do not fit the schedule; a chunk in DistributedDataParallel, or
-            with parameters that are not in the reducer's model.
+        SpecError: a schedule that does not fit the sizes, or that deadlocks; chunks that do not fit
+            the schedule; a chunk in DistributedDataParallel, or with parameters that are not in
+            the reducer's model.
         GridMismatchError: the stages were given different schedules, microbatches or chunks.
 
     Example:
@@ -176,9 +176,9 @@ class Pipeline:
         *,
         kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> Tensor | None:
-        """Run forward and backward of all microbatches; add the gradients to those that exist.
+        """Run forward and backward of all microbatches; add the gradients to `.grad`.
 
-        Call it on all stages. Each argument matters only on the stages that it is for.
+        Call it on all stages. Each argument matters only on its own stages.
 
         Args:
             inputs: a microbatch each, on the first stage: a tensor, or a tuple of arguments.
@@ -280,7 +280,7 @@ class Pipeline:
 
 
 def _final_backwards(order: Order) -> set[Computation]:
-    """Those after which no weight that they are about gets a gradient again."""
+    """The last backward of each chunk: its weights get no gradient afterwards."""
     final = set()
     for chunk in {action.chunk for action in order}:
         backwards = [a for a in order if a.chunk == chunk and not isinstance(a, Forward)]
@@ -298,8 +298,8 @@ class _Live:
     """A microbatch between its forward and its backward.
 
     Args:
-        inputs: what was received and can have a gradient.
-        edges: where the graph begins, for each output that can have a gradient; None: it has none.
+        inputs: the received tensors that can have a gradient.
+        edges: the graph's edge for each output that can have a gradient; None: it has none.
         ones: the loss's gradient; None: not the last part.
     """
 
@@ -311,7 +311,7 @@ class _Live:
 class _Pass:
     """One walk of a stage through its program of computations and exchanges.
 
-    exchange       post what the program sends and receives now, and go on
+    exchange       post the sends and receives of this time, and continue
     forward        take the activation, run the chunk, keep the graph's end and the inputs
     backward       take the gradient, run autograd, let the microbatch go
     backward input, backward weight    the two halves of a backward, with other work in between
@@ -360,7 +360,7 @@ class _Pass:
         )
 
     def check(self) -> None:
-        """Refuses what this stage cannot run.
+        """Refuses a pass that this stage cannot run.
 
         Raises:
             CommGridError: gradients are switched off.
@@ -386,7 +386,7 @@ class _Pass:
                 )
 
     def through(self, program: Program) -> dict[int, Any]:
-        """Runs it all; losses or outputs by microbatch, on the last stage."""
+        """Runs the program; returns losses or outputs by microbatch, on the last stage."""
         work: dict[type[Computation], Callable[[Computation], Sequence[Tensor]]] = {
             Forward: self._forward,
             Backward: self._backward,

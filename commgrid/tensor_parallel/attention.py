@@ -120,7 +120,7 @@ class QKVParallelLinear(ParallelLayer):
             raise ShapeError(f"{self.group.owner}: {wrong}")
 
     def reset_parameters(self) -> None:
-        """Draws this rank's rows of weights that torch's global random state decides."""
+        """Draws this rank's rows of full weights determined by torch's global random state."""
         bound = 1 / math.sqrt(self.hidden)
         uniform = partial(nn.init.uniform_, a=-bound, b=bound)
         for name, rows in self._full.items():

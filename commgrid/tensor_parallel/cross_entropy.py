@@ -60,9 +60,9 @@ def vocab_parallel_cross_entropy(
         ignore_index: targets whose loss and gradient are zero.
         reduction: "none", "mean" over targets that are not ignored, or "sum".
         overwrite_logits: forward and backward write over the logits, as Megatron's loss does,
-            which saves memory and time. Nobody may need them any more then; torch raises if
-            another operation's backward does.
-        group: who shares the vocabulary, in group order.
+            which saves memory and time. No other operation may need the logits then; torch
+            raises if another operation's backward does.
+        group: the ranks that share the vocabulary, in group order.
         grid: where to look the group's name up; None: the default grid.
 
     Returns:

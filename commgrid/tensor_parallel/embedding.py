@@ -166,14 +166,14 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 def vocabulary_share(vocabulary: int, group: GroupRef) -> int:
-    """How many rows of the padded vocabulary each rank has."""
+    """Number of rows of the padded vocabulary on each rank."""
     if vocabulary < 1:
         raise ShapeError(f"{group.owner}: a vocabulary of {vocabulary}; expected 1 or more")
     return -(-vocabulary // group.size)
 
 
 def check_indices(indices: Tensor, size: int, who: str, what: str, group: GroupRef) -> None:
-    """Refuses what is no index into a vocabulary, on CUDA without waiting for the device.
+    """Refuses indices outside the vocabulary, on CUDA without waiting for the device.
 
     Raises:
         ShapeError: on the CPU; on CUDA and in compiled code it is an assertion of the same words.

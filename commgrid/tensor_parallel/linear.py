@@ -41,11 +41,11 @@ Output = Tensor | tuple[Tensor, Tensor | None]
 
 
 class ParallelLayer(ShardedModule):
-    """What linear layers over a group share: their group, parameters and checks.
+    """Base of linear layers over a group: their group, parameters and checks.
 
     Args:
-        label: how messages name the layer.
-        group, grid: where its group is found.
+        label: the layer's name in messages.
+        group, grid: the layer's group and the grid to look it up in.
         sequence_parallel: whether activations outside it are sharded along the sequence.
         sequence_dim: which dim of the activations is the sequence.
         device, dtype: of its parameters.
@@ -173,7 +173,7 @@ class _ParallelLinear(ParallelLayer):
         return weight if given is None else self._check_weight(given, *self._local_shape)
 
     def reset_parameters(self) -> None:
-        """Draws this rank's slice of a weight that torch's global random state decides.
+        """Draws this rank's slice of a full weight determined by torch's global random state.
 
         Ranks of the group whose random states are equal get slices of one weight; without
         an `init` it is uniform within ±1/√in_features, as nn.Linear's, and so is the bias. A
@@ -226,9 +226,9 @@ class ColumnParallelLinear(_ParallelLinear):
         With `sequence_parallel`, x has 1/n of y's length in `sequence_dim`.
 
     Communication:
-        Forward none (all-gather of y with `gather_output`); backward all-reduce of ∂x, beside
+        Forward none (all-gather of y with `gather_output`); backward all-reduce of ∂x, during
         the matmul for ∂A. With `sequence_parallel`: forward all-gather of x; backward all-gather
-        of x beside the matmul for ∂x, reduce-scatter of ∂x beside the one for ∂A.
+        of x during the matmul for ∂x, reduce-scatter of ∂x during the matmul for ∂A.
 
     Raises:
         ShapeError: the group's size does not divide out_features, or x has another width.

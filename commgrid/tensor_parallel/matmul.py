@@ -1,4 +1,4 @@
-"""The matmuls of tensor-parallel layers, with what they communicate beside them.
+"""Matmuls of tensor-parallel layers, overlapped with their collectives.
 
 With n ranks, t tokens in all, weight (o, i) per rank, and `seq` for sequence parallelism:
 
@@ -10,9 +10,9 @@ With n ranks, t tokens in all, weight (o, i) per rank, and `seq` for sequence pa
 Gathering x again instead of keeping it is Megatron's sequence parallelism (arXiv 2205.05198,
 section 4.2.2). Several weights of one input share its collectives.
 
-On CUDA, what runs beside a matmul has to be issued before it and to start before it:
+On CUDA, a collective that overlaps with a matmul must be issued and start before it:
 CUDA_DEVICE_MAX_CONNECTIONS=1 makes the device take kernels in the order of their issue, as Megatron
-asks of its users before Blackwell; without it the matmul may take all multiprocessors first.
+requires before Blackwell; without it the matmul may take all multiprocessors first.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def row_matmul(
 class _ColumnMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        # Unnamed: compiled without gradients, one that is given as many arguments as it names
-        # parameters, ctx among them, is called without ctx.
+        # Parameters are unnamed because torch.compile, without gradients, calls a forward without
+        # ctx if it is given as many arguments as it names parameters (ctx included).
         x, group, sequence_dim, *flat = given
         ctx.group, ctx.sequence_dim = group, sequence_dim
         weights, biases = flat[::2], flat[1::2]
@@ -150,20 +150,20 @@ class _RowMatmul(torch.autograd.Function):
 
 
 def wanted(ctx: Any) -> tuple[bool, ...]:
-    """Which inputs' gradients this backward is after; `needs_input_grad` is of any backward.
+    """Which input gradients this backward needs, in the backward of any autograd.Function.
 
-    They differ where a pipeline asks for the inputs' and the weights' gradients one after the
-    other. For the backward of any autograd.Function.
+    Differs from `needs_input_grad`, which covers every backward, if a pipeline computes the inputs'
+    and the weights' gradients in two passes.
 
     Args:
-        ctx: of the backward that is running.
+        ctx: of the running backward.
 
     Returns:
         For each of forward's arguments, whether its gradient is to be computed.
     """
     if torch.compiler.is_compiling():
         return tuple(ctx.needs_input_grad)
-    # One for each tensor among the inputs, None for those that need no gradient.
+    # One entry for each tensor among the inputs, None if it needs no gradient.
     nodes = (node for node, _ in ctx.next_functions if node is not None)
     return tuple(needed and _will_run(next(nodes)) for needed in ctx.needs_input_grad)
 
@@ -176,8 +176,8 @@ def _will_run(node: Any) -> bool:
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """∂W = ∂yᵀ x, of rows of tokens."""
-    return dy.t() @ x.to(dy.dtype)  # under autocast y has another dtype than x and W, as has ∂y
+    """∂W = ∂yᵀ x, (o, i), from rows of tokens ∂y (t, o) and x (t, i)."""
+    return dy.t() @ x.to(dy.dtype)  # under autocast y and ∂y have another dtype than x and W
 
 
 def _rows(x: Tensor) -> Tensor:
