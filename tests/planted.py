@@ -210,7 +210,7 @@ MUTANTS = (
     # -- data_parallel -----------------------------------------------------------------------
     Mutant(
         "partial gradients are summed over the data axes alone",
-        "commgrid/data_parallel/reducer.py",
+        "commgrid/data_parallel/reduction_groups.py",
         "axis for part in (name, partial.name)",
         "axis for part in (name, name)",
         ("tests/data_parallel/test_reducer.py::test_steps_do_not_depend_on_how_they_are_cut",),

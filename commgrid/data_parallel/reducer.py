@@ -59,11 +59,12 @@ from commgrid.data_parallel.consistency import (
     compare_slices,
     compare_values,
 )
-from commgrid.data_parallel.norm import norm_group, num_parts
+from commgrid.data_parallel.norm import norm_group
+from commgrid.data_parallel.reduction_groups import ReductionGroups
 from commgrid.data_parallel.replica_gradients import ReplicaGradients
 from commgrid.data_parallel.verdict import Verdict, check_finite
 from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
-from commgrid.parameters import Placement, placements
+from commgrid.parameters import placements
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
@@ -133,7 +134,10 @@ class GradientReducer:
             raise SpecError(f"not_finite={not_finite!r}: expected one of {', '.join(NOT_FINITE)}")
         self._grid = grid or get_grid()
         self.model, self.shard, self._not_finite = model, shard, not_finite
-        self._name, self._expert_name = group, expert_group
+        self._name, self.groups = (
+            group,
+            ReductionGroups(self._grid, group, expert_group, shard=shard),
+        )
         self.group = self._grid.get_group(group)
         everything = list(placements(model))
         trained = [p for p in everything if p.parameter.requires_grad]
@@ -150,7 +154,7 @@ class GradientReducer:
         check_own(model, self._grid)
         check_grid(everything, self._grid)
         self.lanes, self.buckets = make_lanes(
-            trained, self._group_of, shard=shard, bucket_bytes=bucket_bytes, dtype=dtype
+            trained, self.groups.of, shard=shard, bucket_bytes=bucket_bytes, dtype=dtype
         )
         options = (shard, bucket_bytes, str(dtype), broadcast, not_finite)
         compare_models(self.lanes, options, model, self._grid)
@@ -170,7 +174,7 @@ class GradientReducer:
         self._begun = self._is_exact = self.after_step = False
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
-        parts = [self._parts_of(piece.slot.placement) for piece in self.pieces]
+        parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
         whole, self._has_whole = self._whole_group(used)
         self._verdict = Verdict(
             self.lanes, self.buckets, self.pieces, self.group, self._name,
@@ -181,7 +185,7 @@ class GradientReducer:
             for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes
         )  # fmt: skip
         _REDUCERS.add(self)
-        self._replicas = ReplicaGradients(self.pieces, self._grid, self._summed_axes, used)
+        self._replicas = ReplicaGradients(self.pieces, self._grid, self.groups.axes_of, used)
         self._set_up_fused(model)
         self._handles = [
             self._attach(bucket, index)
@@ -221,54 +225,10 @@ class GradientReducer:
         if optimizer is not None:
             optimizer.wait()
 
-    # -- groups -------------------------------------------------------------------------
-
-    def _group_of(self, placement: Placement) -> tuple[ProcessGroup, str]:
-        name = self._expert_name if placement.region == "expert" else self._name
-        partial = placement.partial
-        if partial is None or partial.size == 1:
-            return self._grid.get_group(name), name
-        spec = self._grid.spec
-        if partial.grid_name != self._grid.name:
-            raise SpecError(
-                f"{placement}: its gradients are partial over {partial}, which was not given as a "
-                f"name of grid {self._grid.name!r} and so cannot be combined with {name!r}"
-            )
-        axes = dict.fromkeys(
-            axis for part in (name, partial.name)
-            for axis in spec.definitions[spec.resolve_name(part)].axes
-        )  # fmt: skip
-        return self._grid.get_group(*axes), "_".join(axes)
-
-    def _summed_axes(self, placement: Placement) -> set[str]:
-        """The axes over which a gradient is summed; all axes for a group that lists its ranks."""
-        spec = self._grid.spec
-        definition = spec.definitions[spec.resolve_name(self._group_of(placement)[1])]
-        if definition.lists is not None:
-            return {axis for region in spec.regions for axis in region.axes}
-        return set(definition.axes)
-
     def before_step(self) -> None:
         """Called when an optimizer is about to use gradients."""
         if not self.after_step:
             self._replicas.before_step(self.held)
-
-    def coordinate(self) -> dict[str, int]:
-        """This rank's place along the axes on which ranks keep different gradients."""
-        spec = self._grid.spec
-        alike: set[str] = set()
-        if not self.shard:
-            alike = set(spec.definitions[spec.resolve_name(self._name)].axes)
-        return {axis: i for axis, i in self._grid.coordinate.items() if axis not in alike}
-
-    def cut_over(self, placement: Placement) -> str | None:
-        """The group whose ranks each keep a part of a parameter's gradient; None: all keep it."""
-        return self._group_of(placement)[1] if self.shard else None
-
-    def _parts_of(self, placement: Placement) -> float:
-        """Number of distinct pieces of gradient in the place of this rank's."""
-        parts = self._group_of(placement)[0].size() if self.shard else 1
-        return num_parts(placement, self._grid) * parts
 
     def _whole_group(self, used: set[str]) -> tuple[ProcessGroup | None, bool]:
         """The ranks that together hold every gradient, and whether that group was created."""

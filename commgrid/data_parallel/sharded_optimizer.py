@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         it, and the name of the group over which the parameter is sharded (None: it is not)."""
         self._take_changed()
         return [
-            (piece, self._masters[id(piece)], self._reducer.cut_over(piece.slot.placement))
+            (piece, self._masters[id(piece)], self._reducer.groups.cut_over(piece.slot.placement))
             for piece in self._reducer.pieces
         ]
 
@@ -322,7 +322,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._set_options()
         return {
             "layout": self._layout(),
-            "coordinate": self._reducer.coordinate(),
+            "coordinate": self._reducer.groups.coordinate(),
             "inner": self._inner.state_dict(),
             "masters": [
                 self._masters[id(piece)].detach().clone() for piece in self._reducer.pieces
@@ -347,7 +347,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{differing[0]} where this rank has {differing[1]} (name, start, stop); load it "
                 "on the same rank of the same grid"
             )
-        saved, own = state_dict.get("coordinate"), self._reducer.coordinate()
+        saved, own = state_dict.get("coordinate"), self._reducer.groups.coordinate()
         if saved not in (None, own):  # None: of an earlier release
             raise ShapeError(
                 f"this optimizer state was saved at {saved} of its grid and is loaded at {own}, "

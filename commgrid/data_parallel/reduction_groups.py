@@ -1,0 +1,75 @@
+"""The group over which each parameter's gradient is summed, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed import ProcessGroup
+
+from commgrid.data_parallel.norm import num_parts
+from commgrid.errors import SpecError
+from commgrid.parameters import Placement
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+
+class ReductionGroups:
+    """Where the gradients of a model's parameters are summed.
+
+    Args:
+        grid: where the names are looked up.
+        dense, expert: names of the groups of ranks that saw different data, for each region.
+        shard: whether each rank of such a group keeps a part of the sum.
+    """
+
+    def __init__(self, grid: HyperCommGrid, dense: str, expert: str, *, shard: bool) -> None:
+        self.grid, self.shard = grid, shard
+        self._dense, self._expert = dense, expert
+
+    def of(self, placement: Placement) -> tuple[ProcessGroup, str]:
+        """The group of a parameter, and its name: that of its region, and what it is partial over.
+
+        Raises:
+            SpecError: it is partial over a group that is not known by a name of the grid.
+        """
+        name = self._expert if placement.region == "expert" else self._dense
+        partial = placement.partial
+        if partial is None or partial.size == 1:
+            return self.grid.get_group(name), name
+        spec = self.grid.spec
+        if partial.grid_name != self.grid.name:
+            raise SpecError(
+                f"{placement}: its gradients are partial over {partial}, which was not given as a "
+                f"name of grid {self.grid.name!r} and so cannot be combined with {name!r}"
+            )
+        axes = dict.fromkeys(
+            axis for part in (name, partial.name)
+            for axis in spec.definitions[spec.resolve_name(part)].axes
+        )  # fmt: skip
+        return self.grid.get_group(*axes), "_".join(axes)
+
+    def axes_of(self, placement: Placement) -> set[str]:
+        """The axes over which a gradient is summed; all axes for a group that lists its ranks."""
+        spec = self.grid.spec
+        definition = spec.definitions[spec.resolve_name(self.of(placement)[1])]
+        if definition.lists is not None:
+            return {axis for region in spec.regions for axis in region.axes}
+        return set(definition.axes)
+
+    def cut_over(self, placement: Placement) -> str | None:
+        """The group whose ranks each keep a part of a parameter's gradient; None: all keep it."""
+        return self.of(placement)[1] if self.shard else None
+
+    def num_distinct(self, placement: Placement) -> float:
+        """Number of distinct pieces of gradient in the place of this rank's."""
+        parts = self.of(placement)[0].size() if self.shard else 1
+        return num_parts(placement, self.grid) * parts
+
+    def coordinate(self) -> dict[str, int]:
+        """This rank's place along the axes on which ranks keep different gradients."""
+        spec = self.grid.spec
+        alike: set[str] = set()
+        if not self.shard:
+            alike = set(spec.definitions[spec.resolve_name(self._dense)].axes)
+        return {axis: i for axis, i in self.grid.coordinate.items() if axis not in alike}
