@@ -134,10 +134,8 @@ class GradientReducer:
             raise SpecError(f"not_finite={not_finite!r}: expected one of {', '.join(NOT_FINITE)}")
         self._grid = grid or get_grid()
         self.model, self.shard, self._not_finite = model, shard, not_finite
-        self._name, self.groups = (
-            group,
-            ReductionGroups(self._grid, group, expert_group, shard=shard),
-        )
+        self.groups = ReductionGroups(self._grid, group, expert_group, shard=shard)
+        self._name = group
         self.group = self._grid.get_group(group)
         everything = list(placements(model))
         trained = [p for p in everything if p.parameter.requires_grad]
