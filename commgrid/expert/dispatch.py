@@ -8,8 +8,8 @@
 | `all_gather_from_group`: all rows of the etp ranks | `reduce_scatter_to_group`: each rank's rows of the sum |
 | `reorder`: by expert, not by sender | `undo`, the other way |
 
-The backward of every step is the step beside it. Weights travel with their rows: experts scale what
-they compute, and their outputs are not kept for backward.
+The backward of every step is the step next to it. Weights travel with their rows: experts scale
+their own outputs, which are not kept for backward.
 
 In `count_rows` the host waits for the device, the one time in a layer. With `pad` every expert
 gets its full capacity, sizes follow from shapes, and the host never waits.
@@ -122,7 +122,7 @@ class Dispatcher:
 
         Args:
             x: (tokens, hidden), this rank's; other ranks may have other numbers of them.
-            routing: where they go.
+            routing: the experts and weights of each token.
 
         Raises:
             ShapeError: tokens and routing do not fit each other, or some rank's logits were not

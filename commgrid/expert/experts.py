@@ -69,7 +69,7 @@ class GroupedExperts(ShardedModule):
         None.
 
     Raises:
-        ShapeError: numbers that cannot be shared out, or rows that are not as many as `counts` say.
+        ShapeError: sizes that the groups do not divide, or rows that do not match `counts`.
         SpecError: an activation with parameters of its own.
     """
 
@@ -199,8 +199,8 @@ class Piece:
     """Rows that are taken through all steps together.
 
     Args:
-        own: which rows.
-        expert: whose they are; None: all experts', each its own, in one kernel.
+        own: the range of rows.
+        expert: the expert of all rows; None: rows of all experts, computed in one kernel.
         ends: for that kernel, (experts,) int32, the row after each expert's last.
         counts: how many rows each of these experts has.
     """
@@ -332,7 +332,7 @@ def _random_states(like: Tensor) -> list[Tensor]:
 
 
 def _content(state: Tensor) -> bytes:
-    """Of a tensor on the host, read without an operation that a mode could see or refuse."""
+    """Values of a tensor on the host, read without an operation that a mode could see or refuse."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 

@@ -23,8 +23,8 @@ class LossOwner(nn.Module):
     """A module that adds losses of its own to the model's.
 
     Attributes:
-        loss_scale: what the model's loss is multiplied by before backward; read in backward. None:
-            not set, taken for 1.
+        loss_scale: factor of the model's loss before backward; read in backward. None: not set,
+            taken for 1.
     """
 
     loss_scale: float | Tensor | None = None

@@ -44,11 +44,11 @@ class Routing:
         experts: (tokens, top_k), each token's experts, the best first.
         weights: (tokens, top_k), fp32, how much each expert's output counts; 0 where dropped.
         kept: (tokens, top_k), which choices are within the experts' capacity; None: all.
-        num_experts: how many there are.
-        capacity: how many tokens an expert takes at most; None: any number.
-        losses: by name, what balancing adds to the loss: this rank's part, to be summed over
-            `group`, and over `cp` averaged, or summed with `summed_loss`.
-        finite: (), whether all logits were; a dispatcher tells all ranks, and raises.
+        num_experts: number of experts over all ranks.
+        capacity: most tokens that an expert takes; None: any number.
+        losses: the balancing losses by name: this rank's part, to be summed over `group`, and
+            over `cp` averaged, or summed with `summed_loss`.
+        finite: (), whether all logits were finite; if not, a dispatcher raises on all ranks.
     """
 
     experts: Tensor
@@ -66,7 +66,7 @@ class Routing:
 
 
 def count(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
-    """(num_experts,), how often each is named; where `kept` is false it does not count.
+    """(num_experts,), number of choices of each expert, without those where `kept` is false.
 
     Unlike `torch.bincount` it does not wait for the device.
     """
@@ -85,7 +85,7 @@ class Router(LossOwner):
         score: "softmax", or "sigmoid", whose chosen scores are divided by their sum.
         softmax_over: "chosen": the weights of a token add up to 1; "all": the chosen ones' share of
             a softmax over all experts.
-        num_groups, top_groups: experts lie in so many groups of equal size, and a token goes to
+        num_groups, top_groups: experts form `num_groups` groups of equal size, and a token goes to
             experts of the best `top_groups` only, rated by the sum of their best scores.
         scale: factor of all weights.
         aux_loss, z_loss: coefficients of the losses above; 0: none.
@@ -215,7 +215,7 @@ class Router(LossOwner):
                 `tp` under sequence parallelism. The auxiliary losses are those of all tokens of
                 `group` and `cp`; each rank has its part of them. None: this rank alone.
             cp: the same where gradients are averaged, or with `summed_loss` counted, such as `cp`.
-            num_tokens: what the capacity is a share of; None: as many as x has.
+            num_tokens: number of tokens that the capacity is a share of; None: that of x.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ShapeError(
@@ -281,7 +281,7 @@ class Router(LossOwner):
         return max(math.ceil(share * self.capacity_factor), 1)
 
     def _within(self, capacity: int, experts: Tensor, weights: Tensor) -> Tensor:
-        """Mask of the choices that each expert takes: the heaviest, ties by order. As `experts`."""
+        """Mask, in the shape of `experts`, of choices within capacity: by weight, ties by order."""
         kept = torch.zeros_like(experts, dtype=torch.bool).flatten()
         order = weights.detach().flatten().argsort(descending=True, stable=True)
         by_expert = order[experts.flatten()[order].argsort(stable=True)]

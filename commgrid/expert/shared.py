@@ -1,4 +1,4 @@
-"""Shared expert: an MLP that sees every token, beside the routed experts."""
+"""Shared expert: an MLP that sees every token, in addition to the routed experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SharedExpert(ParallelLayer):
-    """An MLP without biases that sees every token, beside the routed experts.
+    """An MLP without biases that sees every token, in addition to the routed experts.
 
     Its inner width is shared out over tp, as that of a column and a row-parallel layer is.
 
@@ -80,7 +80,7 @@ class SharedExpert(ParallelLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws this rank's slices of weights that torch's global random state decides."""
+        """Draws this rank's slices of full weights determined by torch's global random state."""
         for name, shape, init in (
             ("up", (self.ffn_hidden, self.hidden), self._init),
             ("gate", (self.ffn_hidden, self.hidden), self._init),

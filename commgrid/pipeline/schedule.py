@@ -326,7 +326,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": interleaved,
     "zb-h1": zb_h1,
 }
-"""What `make_schedule` knows."""
+"""Schedules of `make_schedule`, by name."""
 
 
 def make_schedule(

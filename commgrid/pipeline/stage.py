@@ -280,7 +280,7 @@ class Pipeline:
 
 
 def _final_backwards(order: Order) -> set[Computation]:
-    """The last backward of each chunk: its weights get no gradient afterwards."""
+    """The backwards of each chunk after which its weights get no further gradients."""
     final = set()
     for chunk in {action.chunk for action in order}:
         backwards = [a for a in order if a.chunk == chunk and not isinstance(a, Forward)]
