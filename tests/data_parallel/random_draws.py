@@ -1,4 +1,4 @@
-"""What a randomised run is: a model, how it is cut up, and how it is trained, from one seed.
+"""Description of a randomised run: a model, its sharding and its training, from one seed.
 
 Nothing here knows torch or a grid: a draw is plain values, so that its repr is the whole story.
 """
@@ -51,7 +51,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the model that is added to what passes through it.
+    """A residual part of the model: its output is added to its input.
 
     Args:
         kind: "mlp" (column, then row layer), "gathered" (the same, each by itself), "linear",
@@ -87,7 +87,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Training:
-    """What happens in 6 steps.
+    """The course of 6 steps.
 
     Args:
         microbatches: for each step, how many each data rank has.
@@ -279,7 +279,7 @@ def _step(dice: random.Random, cut: Cut, counting: str, experts: bool) -> tuple[
 
 
 def features(draw: Draw) -> frozenset[str]:
-    """What of all that can be drawn this draw has, in words."""
+    """Names of the features that this draw has."""
     cut, training = draw.cut, draw.training
     found = {
         "tp 1": cut.tp == 1, "tp 2": cut.tp == 2, "tp 4": cut.tp == 4, "cp": cut.cp > 1,

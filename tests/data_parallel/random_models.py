@@ -128,7 +128,7 @@ class Mixture(nn.Module):
             gate = {"gate": (INNER, WIDTH)} if options["gated"] else {}
             self.shared = _Weights(up=(INNER, WIDTH), down=(WIDTH, INNER), **gate)
         self.losses: list[Tensor] = []
-        """What balancing adds to the loss, for each microbatch since it was emptied."""
+        """The balancing loss of each microbatch since the list was emptied."""
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, WIDTH)
@@ -232,13 +232,13 @@ class Model(nn.Module):
 
 
 def blocks_of(draw: Draw, stage: int, stages: int) -> range:
-    """Which blocks a stage has: equally many, and the last stage what is left."""
+    """The blocks of a stage: equally many, and the rest on the last stage."""
     each = len(draw.blocks) // stages
     return range(stage * each, len(draw.blocks) if stage == stages - 1 else (stage + 1) * each)
 
 
 def is_frozen(draw: Draw, name: str) -> bool:
-    """Whether a parameter is one of those that are not trained."""
+    """Whether a parameter is not trained."""
     if name.startswith("blocks."):
         _, index, rest = name.split(".", 2)
         return any(rest.startswith(f"{part}.") for part in draw.blocks[int(index)].frozen)
@@ -304,13 +304,13 @@ def batch_of(draw: Draw, use: str, step: int, data_rank: int, microbatch: int) -
 
 
 def probe_of(draw: Draw) -> Tensor:
-    """What a block by itself is evaluated with, (sequence, batch, width)."""
+    """The input for evaluating a single block, (sequence, batch, width)."""
     generator = torch.Generator().manual_seed(draw.seed)
     return torch.randn(LENGTH, 2, WIDTH, generator=generator, dtype=DTYPE)
 
 
 def group_of(draw: Draw, name: str) -> int | None:
-    """Which of two parameter groups a parameter is in; None: in no group."""
+    """Index of a parameter's group, 0 or 1; None: in no group."""
     if draw.training.groups == "one":
         return 0
     small = name.endswith("bias") or ".norm." in name

@@ -26,7 +26,7 @@ from tests.data_parallel.random_models import (
 
 @dataclass
 class Expected:
-    """What a run should show.
+    """The expected results of a run.
 
     Args:
         losses: of each step, of each data rank.
@@ -96,7 +96,7 @@ def _backward(draw: Draw, model: Model, step: int) -> list[float]:
 
 
 def _balances(model: nn.Module) -> Tensor:
-    """What the routers of a microbatch add to its loss."""
+    """The balancing losses of a microbatch's routers."""
     total = torch.zeros((), dtype=torch.float64)
     for module in model.modules():
         if isinstance(module, Mixture):

@@ -42,7 +42,7 @@ RESUMED = 3
 
 @dataclass
 class Found:
-    """What a rank saw of a run.
+    """The results of a run on one rank.
 
     Args:
         data_rank: which data it trained with.
@@ -206,7 +206,7 @@ class _Run:
         return self.reducer.gradient_norm().item() if self.plan.norm else None
 
     def _give_up(self, step: int) -> None:
-        """A backward whose gradients nobody wants, on all ranks."""
+        """A backward whose gradients are dropped, on all ranks."""
         batches = [batch_of(self.draw, "spoil", step, self.found.data_rank, 0)]
         accumulated = self.plan.abandoned == "accumulated"
         with self.reducer.no_sync() if accumulated else nullcontext():
@@ -239,7 +239,7 @@ class _Run:
     # -- between steps ------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """What reads parameters itself calls it first, where they are gathered beside forward."""
+        """Called before parameters are read, as with overlap they are gathered during forward."""
         if self.sharded is not None and self.plan.overlap:
             self.sharded.wait()
 

@@ -101,7 +101,7 @@ def test_trains_as_one_process_does(world: int, seeds: list[int]) -> None:
 
 
 def compare(this: Draw, found: Found, expected: Expected) -> list[str]:
-    """In which numbers a rank differs from the single process, in the order in which they came."""
+    """The differences between a rank and the single process, in the order of the run."""
     differing: list[str] = []
 
     def same(what: str, mine: Tensor | float, theirs: Tensor | float) -> None:

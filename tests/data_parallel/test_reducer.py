@@ -401,7 +401,7 @@ def test_marks_add_up_and_are_compared() -> None:
 
 
 def by_hand() -> None:
-    """What is put into `.grad` without a backward, as torch's zero-bubble schedules do."""
+    """Gradients assigned to `.grad` without a backward, as by torch's zero-bubble schedules."""
     grid = commgrid.initialize()
     model = nn.Linear(2, 2)
     reducer = GradientReducer(model)
@@ -457,7 +457,7 @@ def experts() -> tuple[float, Tensor]:
     model = nn.ModuleList([dense, mark_parameters(nn.ModuleList(local), region="expert")])
     reducer = GradientReducer(model)
     data = torch.randn(8, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    # What dispatch would do: this rank's experts see the tokens of their whole ep group.
+    # Stands for dispatch: this rank's experts see the tokens of their whole ep group.
     own = data.chunk(grid.size("dp"))[grid.get_local_rank("dp")]
     group = all_gather(own, "ep") if grid.size("ep") > 1 else own
     loss = dense(own).square().sum()

@@ -1,4 +1,4 @@
-"""Copies along tp whose gradients nobody sums: equal, or an error that names the parameter."""
+"""Replicas along tp with unsummed gradients: equal, or an error that names the parameter."""
 
 from __future__ import annotations
 

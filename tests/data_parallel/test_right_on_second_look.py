@@ -1,4 +1,4 @@
-"""What a reader of the reducer, the scaler and their checks found: wrong once, or without words."""
+"""Bugs found by review of the reducer, the scaler and their checks: wrong or silent results."""
 
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ def test_a_parameter_that_some_ranks_lack_is_named_at_once(tmp_path: Path) -> No
 
 
 def frozen_stage() -> None:
-    """A stage without anything to train beside one that has."""
+    """A stage without trained parameters in a pipeline with another that has some."""
     grid = commgrid.initialize(pp=2)
     model = nn.Linear(2, 2)
     if grid.get_local_rank("pp") == 0:
@@ -219,7 +219,7 @@ def forgotten() -> None:
     commgrid.initialize()
     model = nn.Linear(2, 2)
     reducer = GradientReducer(model, shard=True)
-    ShardedOptimizer(reducer, torch.optim.SGD)  # and nobody keeps it
+    ShardedOptimizer(reducer, torch.optim.SGD)  # freed at once, without a reference
     model(ONES).sum().backward()
     with pytest.raises(SpecError, match="there is none over this reducer"):
         reducer.finish()

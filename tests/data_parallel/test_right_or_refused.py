@@ -1,6 +1,6 @@
 """Programs that look right and would train on wrong numbers: right, or an error that says why.
 
-Each test is the story of one that trained on without a word.
+Each test is a program that once trained wrong without an error.
 """
 
 import copy
@@ -132,7 +132,7 @@ def averaged_and_copied() -> None:
         step_of(model, reducer, optimizer, step)
         average.update_parameters(model)
         twin = copy.deepcopy(model)
-        time.sleep(0.3)  # whatever was still under way is there now
+        time.sleep(0.3)  # any gather still under way has ended now
         optimizer.wait()
         for name, parameter in model.named_parameters():
             assert torch.equal(twin.get_parameter(name), parameter), name
@@ -207,7 +207,7 @@ def test_units_wait_for_their_own_parameters_only() -> None:
 
 
 def read_too_early() -> str:
-    """A weight that is a unit's own, read by somebody else in the next forward."""
+    """A unit's own weight, read by another module in the next forward."""
     commgrid.initialize()
     model = Net()
     reducer = GradientReducer(model, shard=True, bucket_bytes=256)
@@ -767,7 +767,7 @@ def test_bf16_embedding_gradients_add_up_in_fp32() -> None:
 
 
 def operations() -> tuple[int, int, int]:
-    """What reducing, clipping and updating 288 parameters takes, and how often the host waits."""
+    """Operations for reducing, clipping and updating 288 parameters, and waits of the host."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
@@ -885,7 +885,7 @@ def test_partial_parameters_are_compared_over_their_group() -> None:
 
 
 def sent_in_backward() -> list[int]:
-    """How many buckets are under way when the gradient of the first layer's input is known."""
+    """Number of buckets under way when the gradient of the first layer's input is known."""
     commgrid.initialize(tp=2)
     model = nn.Sequential(*(ColumnParallelLinear(4, 8, gather_output=True) for _ in range(1)))
     for _ in range(3):

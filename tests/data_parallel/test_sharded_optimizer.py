@@ -37,7 +37,7 @@ def make(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Biases without weight decay, as everybody has them."""
+    """Parameter groups with biases without weight decay."""
     named = dict(model.named_parameters())
     return [
         {"params": [p for name, p in named.items() if "weight" in name], "weight_decay": 0.1},

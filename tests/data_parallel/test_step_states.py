@@ -1,7 +1,7 @@
-"""The states of a step: what backward, finish, zero_grad and an optimizer's step make of `.grad`.
+"""The states of a step: effects of backward, finish, zero_grad and an optimizer's step on `.grad`.
 
 Each case is one rank's inputs in fp64 and a weight of 4 numbers; the oracle is the mean over ranks
-of what torch computes on each of them alone. 1e-12: two orders above the rounding of such a mean.
+of torch's gradient on each rank alone. 1e-12: two orders above the rounding of such a mean.
 """
 
 from __future__ import annotations
@@ -448,7 +448,7 @@ def test_a_reducer_on_another_grid_than_the_layers_is_refused(grid: HyperCommGri
 
 @pytest.mark.ranks(2)
 def test_towers_that_run_in_another_order_on_each_rank(grid: HyperCommGrid) -> None:
-    """Two reducers over one group send in one order, whichever backward comes first."""
+    """Two reducers over one group send in one order, for either order of backwards."""
     towers = [model_of(), nn.Linear(4, 1, bias=False).double()]
     nn.init.constant_(towers[1].weight, 0.5)
     reducers = [GradientReducer(tower) for tower in towers]

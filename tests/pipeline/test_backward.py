@@ -1,4 +1,4 @@
-"""A backward in two halves adds up to the whole, whatever the module is."""
+"""A backward in two halves adds up to the whole, for any module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -105,7 +105,7 @@ def test_two_halves_are_the_whole(case: str) -> None:
 
 
 def gradients(module: nn.Module, inputs: list[Tensor], split: bool) -> dict[str, Tensor]:
-    """Of inputs and parameters; those that are None are left out."""
+    """Gradients of inputs and parameters, without None."""
     module.zero_grad()
     leaves = [x.clone().requires_grad_() for x in inputs]
     outputs = module(*(leaves or [torch.tensor([1, 1, 3])]))

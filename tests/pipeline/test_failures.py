@@ -147,7 +147,7 @@ class Layers(nn.Module):
 
 
 def caught(rank: int) -> str:
-    """What a rank says; the odd one catches its own error and lives on until all have."""
+    """A rank's error text; the failing rank catches its own error and waits for the others'."""
     grid = commgrid.initialize(pp=2, tp=2)
     held = grid.get_group("pp"), grid.get_group("tp")
     pipeline = Pipeline(
@@ -175,7 +175,7 @@ def test_a_rank_that_goes_on_after_its_error_keeps_nobody_waiting() -> None:
 
 
 def in_a_loop(rank: int) -> str:
-    """What has nothing to do with a pipeline is named as well."""
+    """Failures outside of a pipeline are named as well."""
     grid = commgrid.initialize(tp=2)
     try:
         with named_failures(grid, lambda: "step 3"):

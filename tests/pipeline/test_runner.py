@@ -1,4 +1,4 @@
-"""What a pipeline computes: the unsplit model's losses and gradients, whatever the schedule."""
+"""A pipeline computes the unsplit model's losses and gradients, for any schedule."""
 
 import time
 import weakref
@@ -413,7 +413,7 @@ def test_data_parallel_reduction_starts_with_the_last_backward(name: str, num_ch
 
 
 def frozen() -> None:
-    """A first part that needs no gradient, a part that ignores its input, one that has none."""
+    """A first part without gradients, a part that ignores its input, and the part before it."""
     grid = commgrid.initialize(pp=4)
     stage = grid.get_local_rank("pp")
     for name in ("1f1b", "zb-h1"):
@@ -433,7 +433,7 @@ def frozen() -> None:
 
 
 class Ignoring(nn.Module):
-    """Returns its weight, whatever comes."""
+    """Returns its weight, for any input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -520,7 +520,7 @@ def test_a_step_after_one_that_failed() -> None:
 
 
 def own_schedule() -> None:
-    """All microbatches forward on odd stages first: nobody's schedule, but it can run."""
+    """All forwards first, microbatches in another order on each stage: unusual, but it can run."""
     grid = commgrid.initialize(pp=2)
     stage = grid.get_local_rank("pp")
     orders = (

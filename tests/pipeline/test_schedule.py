@@ -34,7 +34,7 @@ from tests.sizes import full
 STAGES, CHUNKS, MICROBATCHES = (
     (range(1, 9), range(1, 5), range(1, 33)) if full() else (range(1, 6), range(1, 4), range(1, 11))
 )
-# Backward twice as long as forward, as it is for matmuls; halves and odd ratios besides.
+# Backward twice as long as forward, as for matmuls; halves and odd ratios besides.
 TIMES = [Times(), Times(1.0, 1.25, 0.75), Times(0.5, 0.5, 0.25)]
 
 
@@ -261,7 +261,7 @@ def test_staircases(name: str, size: tuple[int, int, int], drawn: str) -> None:
 
 @given(st.data())
 def test_any_order_that_can_run_gets_exchanges_that_end(data: st.DataObject) -> None:
-    """Random orders: each stage's actions are drawn one at a time from those that are possible."""
+    """Random orders: each stage's actions are drawn one at a time from the possible ones."""
     stages, chunks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
     microbatches = data.draw(st.integers(1, 4))
     parts = stages * chunks
