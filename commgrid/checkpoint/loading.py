@@ -212,8 +212,6 @@ class Loading:
                 live.take(staged)
         if self._optimizer is not None:
             self._optimizer.take(self._values)
-        else:
-            self._model.tell_loaded()
 
     @property
     def extra(self) -> dict[str, Any]:
