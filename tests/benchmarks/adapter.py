@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import megatron_adapter
 from commgrid.planning.spec import SHARE_CHOICES
-from commgrid.testing import run_on_ranks
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.peers import parallel_state as theirs
 
 GB_EACH = 0.6

@@ -37,10 +37,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid
 from commgrid import checkpoint
 from commgrid.checkpoint import background
-from commgrid.testing import run_on_ranks
 from tests.benchmarks.checkpoint import Case, torch_states, trained
 from tests.benchmarks.race import meet
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:

@@ -21,8 +21,7 @@ import commgrid
 from commgrid.observe.bench import Effort, bench
 from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.cost import COLLECTIVES
-from commgrid.testing import run_on_ranks
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 
 GROUPS = ("tp", "dp_cp", "pp_dp_cp_tp")  # of 2, 4 and 8 ranks
 SIZES = (1 << 16, 1 << 22)

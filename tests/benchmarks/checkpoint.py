@@ -35,9 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid
 from commgrid import checkpoint
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from commgrid.testing import run_on_ranks
 from tests.benchmarks.race import meet
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 
 PEER = "torch.distributed.checkpoint"
 FLAT = torch_state.StateDictOptions(flatten_optimizer_state_dict=True)

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 import commgrid
 from commgrid.data_parallel import GradientReducer
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from commgrid.testing import run_on_ranks
 from tests.benchmarks.race import Build, race, weigh
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 
 RANKS, TP = 4, 2
 CASES = {"block 512": False, "block 512, sequence parallel": True}

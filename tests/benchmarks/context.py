@@ -44,9 +44,8 @@ from commgrid.context_parallel import (
     attention,
     choose,
 )
-from commgrid.testing import run_on_ranks
 from tests.benchmarks.race import Build, race
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 
 RANKS, HEADS, SIZE = 4, 8, 32
 TORCHS = {"ring": "alltoall", "allgather": "allgather"}

@@ -22,8 +22,7 @@ from commgrid.observe.bench import Effort, bench, find_cluster
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.cost import collective_time
 from commgrid.planning.fitting import Measured, fit
-from commgrid.testing import run_on_ranks
-from tests.benchmarks.report import Row, main
+from tests.benchmarks.report import Row, main, run_on_ranks
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 FITTED = ("tp", "cp_tp", "pp_dp_cp_tp")  # of 2, 4 and 8 ranks

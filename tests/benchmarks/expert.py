@@ -31,10 +31,9 @@ from torch import Tensor
 import commgrid
 from commgrid.data_parallel import GradientReducer
 from commgrid.expert import MoELayer, Routing
-from commgrid.testing import run_on_ranks
 from tests import megatron_layers, megatron_moe
 from tests.benchmarks.race import Build, race, weigh
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.gpu.on_gpus import on_gpus
 
 HIDDEN, FFN, TOP_K = 512, 1024, 2

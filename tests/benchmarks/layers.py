@@ -41,10 +41,9 @@ from commgrid.tensor_parallel import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from commgrid.testing import run_on_ranks
 from tests import megatron_layers
 from tests.benchmarks.race import Build, race, weigh
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.gpu.on_gpus import on_gpus
 
 warnings.simplefilter("ignore")

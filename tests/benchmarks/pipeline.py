@@ -49,9 +49,8 @@ from commgrid.pipeline import (
     Times,
     simulate,
 )
-from commgrid.testing import run_on_ranks
 from tests.benchmarks.race import Build, meet, race
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 
 warnings.simplefilter("ignore")
 STAGES, MICROBATCHES, ROWS, WIDTH = 4, 8, 64, 256

@@ -33,9 +33,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import commgrid
 from commgrid import GridSpec, GroupPlan
-from commgrid.testing import run_on_ranks
 from megatron_adapter import MegatronSizes
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.peers import parallel_state as mpu
 
 FAKE = {"tp": 8, "pp": 4, "cp": 2, "ep": 8, "etp": 1}

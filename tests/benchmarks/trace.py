@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid
 from commgrid.runtime import recorder, torch_calls
 from commgrid.runtime.order import OrderCheck
-from commgrid.testing import run_on_ranks
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.examples.curves import load
 
 STATES = ("off", "trace", "order")

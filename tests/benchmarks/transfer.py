@@ -50,12 +50,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid
 from commgrid import checkpoint
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer, TransferPlan
 from commgrid.transfer.carry import most_of
 from commgrid.transfer.layouts import Entry, Form, Side, pack
 from tests.benchmarks.race import meet
-from tests.benchmarks.report import Row, compare, main
+from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.megatron_adapter.wheels import on_release
 from tests.transfer.cuts import Cut
 from tests.transfer.pairs import on

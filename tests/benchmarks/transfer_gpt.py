@@ -11,7 +11,7 @@ from megatron.core.resharding.refit import reshard_model_weights
 from torch import nn
 
 import commgrid
-from commgrid.testing import run_on_ranks
+from tests.benchmarks.report import run_on_ranks
 from tests.benchmarks.transfer import in_turn, runs_of
 from tests.megatron_adapter.modules import gpt, run_on_gloo
 
