@@ -40,14 +40,32 @@ def test_a_digest_is_of_the_values_alone_and_of_every_bit(size: int, dtype: torc
             assert digest(swapped) != number
 
 
+@pytest.mark.parametrize("dtype", [t for t in TYPES if t.is_floating_point], ids=str)
+@pytest.mark.parametrize("size", [2, 4, 16, 64, 1000])
+def test_signs_count_however_many_change(size: int, dtype: torch.dtype) -> None:
+    """A sign is a word's top bit, of which two cancel in a plain weighted sum modulo 2^64."""
+    held = drawn(size, dtype)
+    assert digest(held) != digest(-held)
+    signs = torch.tensor([1 - 2 * (i.bit_count() % 2) for i in range(size)])  # + - - + - + + -
+    for pattern in (signs, signs.flip(0), torch.ones(size).index_fill(0, torch.tensor([0, 1]), -1)):
+        ones = pattern.to(dtype)
+        assert digest(ones) != digest(-ones)
+
+
 def test_a_digest_is_what_its_formula_says() -> None:
-    """Blocks of 2^16 words, the i-th of each times (2 i + 1) · odd, one block after the other."""
+    """The sum of w + (w >> 33) times a number for its place in the block, block after block."""
     odd, modulus, block = 0x1E3779B97F4A7C15, 1 << 64, 1 << 16
-    for count in (1, 100, block - 1, block, 5 * block + 7):
+    weights = [digest(one).item() for one in torch.eye(3, dtype=torch.int64)]
+    assert all(weight % 2 for weight in weights)
+    assert len(set(weights)) == 3
+    ones = [digest(torch.ones(1, dtype=torch.int64)).item()]
+    assert ones == weights[:1]
+    words = torch.randint(-(2**62), 2**62, (3,), generator=torch.manual_seed(0))
+    total = sum((w + (w >> 33)) * weight for w, weight in zip(words.tolist(), weights, strict=True))
+    assert digest(words).item() % modulus == total % modulus
+    for count in (block - 1, block, block + 1, 70 * block + 7):
         words = torch.randint(-(2**62), 2**62, (count,), generator=torch.manual_seed(count))
-        total = 0
+        joined = 0
         for start in range(0, count, block):
-            part = words[start : start + block].tolist()
-            summed = sum(word * (2 * i + 1) for i, word in enumerate(part)) * odd
-            total = (total * odd if start else 0) + summed
-        assert digest(words).item() % modulus == total % modulus
+            joined = joined * odd + digest(words[start : start + block]).item()
+        assert digest(words).item() % modulus == joined % modulus
