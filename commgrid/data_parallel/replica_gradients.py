@@ -1,16 +1,17 @@
 """Checks that replicas of a parameter have equal gradients along axes that do not sum them.
 
-Along some axes ranks have copies of a parameter and its gradient is not summed: a bias or a norm
-along tp. If these gradients differ, the replicas diverge: for example a norm that sees a slice of
-the sequence and is not marked `partial="tp"`, or torch's clipping, which takes the norm of one
-rank's slices.
+Along some axes ranks have copies of a parameter and its gradient is not summed: a bias or a
+LayerNorm along tp. If these gradients differ, the replicas diverge: for example a LayerNorm that
+sees a slice of the sequence and is not marked `partial="tp"`, or torch's clipping, which takes the
+norm of one rank's slices.
 
-Each gradient is compared once, in the first step in which it is not zero (a layer that begins with
-zeros passes none on in the first), by its norm and by its product with a fixed vector of ±1.
-Kernels that add in no fixed order differ in the last bits, so both may differ by a little.
+Each gradient is compared in the first step in which it is finite and not zero (behind a layer that
+begins with zeros it is zero in the first), by its norm and by its product with a fixed vector of
+±1. Kernels that add in no fixed order differ in the last bits, so both may differ by a little.
 
-    finish   norm, ±1 · g of each gradient that was not compared yet ─► max, min over the axis
-    step     the same of the compared gradients, to find edits ─► compared in the next finish
+    finish         norm, ±1 · g of each gradient not compared yet ─► max, min over the axis
+    step           the same of those just compared, as the optimizer uses them
+    next finish    those of the step ─► max, min: an edit, or a step on some ranks only
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.grid import HyperCommGrid
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
-_HALF = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
+_HALF_TOLERANCE = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
 _NEGLIGIBLE = 1e-5  # of the largest norm: smaller ones may be nothing but rounding
 _MOST_STEPS = 20  # until comparing stops, also if some gradients were always zero
 
 
-@dataclass
-class _Armed:
-    """A gradient that is to be compared.
+@dataclass(frozen=True)
+class _Pending:
+    """A gradient that is to be compared along one group.
 
     Args:
         piece: this rank's part of it.
-        groups: the groups along which ranks have the same part.
+        group: whose ranks have the same part.
     """
 
     piece: Piece
-    groups: tuple[ProcessGroup, ...]
+    group: ProcessGroup
 
 
 class ReplicaGradients:
@@ -69,47 +70,45 @@ class ReplicaGradients:
         summed: Callable[[Placement], set[str]],
         used: set[str],
     ) -> None:
-        self._armed: list[_Armed] = []
+        self._pending: list[_Pending] = []
         for piece in pieces:
             placement = piece.slot.placement
             axes = copied_axes(placement, grid) or ()
             left = [axis for axis in axes if axis in used and axis not in summed(placement)]
-            groups = groups_along(left, grid)
-            if groups:
-                self._armed.append(_Armed(piece, groups))
-        self._compared: list[_Armed] = []
-        self._edited: tuple[list[_Armed], Tensor] | None = None
+            self._pending += [_Pending(piece, group) for group in groups_along(left, grid)]
+        self._compared: list[_Pending] = []
+        self._used: Tensor | None = None
         self._everyone, self._steps = stage_group(grid), _MOST_STEPS
 
     def before_step(self, held: Callable[[Piece], Tensor | None]) -> None:
         """Records the gradients that were just compared, as an optimizer is about to use them."""
-        compared, self._compared = self._compared, []
-        if compared:
-            self._edited = compared, _fingerprints([held(armed.piece) for armed in compared])
+        if self._compared:
+            self._used = _fingerprints(self._compared, held)
 
     def compare(self, held: Callable[[Piece], Tensor | None]) -> GridMismatchError | None:
         """The error if they differ, on all ranks of the stage; collective over the stage."""
         wrong: GridMismatchError | None = None
         if not self._steps:
             return None
-        if self._edited is not None:
-            (compared, noted), self._edited = self._edited, None
-            _, told = _differing(compared, noted)
-            wrong = None if told is None else _error(told, edited=True)
-        if self._armed:
-            found = _fingerprints([held(armed.piece) for armed in self._armed])
-            nonzero, told = _differing(self._armed, found)
-            wrong = wrong or (None if told is None else _error(told, edited=False))
-            self._compared = [one for one, is_in in zip(self._armed, nonzero, strict=True) if is_in]
-            self._armed = [
-                one for one, is_in in zip(self._armed, nonzero, strict=True) if not is_in
-            ]
+        compared, self._compared = self._compared, []
+        used, self._used = self._used, None
+        if compared:  # on all ranks of a group, also where no optimizer has stepped
+            stepped = torch.full((len(compared), 1), float(used is not None), dtype=torch.float64)
+            used = torch.zeros(len(compared), 2, dtype=torch.float64) if used is None else used
+            wrong = _differing(compared, torch.cat([used, stepped], 1))[1]
+        if self._pending:
+            found = _fingerprints(self._pending, held)
+            is_done, told = _differing(self._pending, found)
+            wrong = wrong or told
+            both = list(zip(self._pending, is_done, strict=True))
+            self._compared = [pending for pending, done in both if done]
+            self._pending = [pending for pending, done in both if not done]
         self._steps -= 1
         if self._everyone is None:
             return wrong
-        mine = torch.tensor([wrong is not None, bool(self._armed or self._compared)])
-        on = "cuda" if "nccl" in dist.get_backend(self._everyone) else "cpu"
-        is_wrong, goes_on = all_reduce(mine.long().to(on), self._everyone, op="max").tolist()
+        mine = torch.tensor([wrong is not None, bool(self._pending or self._compared)])
+        mine = mine.long().to(_device(self._everyone))
+        is_wrong, goes_on = all_reduce(mine, self._everyone, op="max").tolist()
         self._steps = self._steps if goes_on else 0
         if is_wrong and wrong is None:
             return GridMismatchError(
@@ -119,10 +118,11 @@ class ReplicaGradients:
         return wrong
 
 
-def _fingerprints(gradients: Sequence[Tensor | None]) -> Tensor:
+def _fingerprints(pending: Sequence[_Pending], held: Callable[[Piece], Tensor | None]) -> Tensor:
     """Norm and product with ±1 of each, (n, 2) in fp64 on the CPU; zeros where there is none."""
     rows = []
-    for gradient in gradients:
+    for one in pending:
+        gradient = held(one.piece)
         if gradient is None or isinstance(gradient, KeptGradient):
             rows.append(torch.zeros(2, dtype=torch.float64))
             continue
@@ -138,37 +138,61 @@ def _signs(count: int) -> Tensor:
     return bits.mul_(2).sub_(1).double()
 
 
+def _device(group: ProcessGroup) -> str:
+    return "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+
+
 def _differing(
-    armed: Sequence[_Armed], found: Tensor
-) -> tuple[list[bool], tuple[Placement, ProcessGroup] | None]:
-    """Flags of the entries that are nonzero on any rank; the first that differs and its group."""
-    nonzero, told = [bool(row.any()) for row in found], None
+    pending: Sequence[_Pending], found: Tensor
+) -> tuple[list[bool], GridMismatchError | None]:
+    """Which entries were compared, the same ones on all ranks of their group; the first error.
+
+    Those that are zero on all ranks, or infinite or NaN on any, were not.
+
+    Args:
+        pending: of which gradients, and along which groups.
+        found: (n, 2) after finish; (n, 3) of a step, the last column whether this rank took it.
+    """
+    done, wrong = [False] * len(pending), None
+    found = torch.where(found.isfinite(), found, torch.inf)
     by_group: dict[ProcessGroup, list[int]] = {}
-    for i, one in enumerate(armed):
-        for group in one.groups:
-            by_group.setdefault(group, []).append(i)
+    for i, one in enumerate(pending):
+        by_group.setdefault(one.group, []).append(i)
     for group, held in by_group.items():
         mine = found[held]
-        cuda = "nccl" in dist.get_backend(group)
-        both = torch.cat([mine, -mine]).to("cuda" if cuda else "cpu")
+        both = torch.cat([mine, -mine]).to(_device(group))
         largest, smallest = all_reduce(both, group, op="max").cpu().chunk(2)
         spread = (largest + smallest).abs()
-        norms = largest[:, 0]
+        norms = torch.where(largest.isfinite().all(1), largest[:, 0], 0.0)
         floor = _NEGLIGIBLE * float(norms.max())
         for row, i in enumerate(held):
-            nonzero[i] = nonzero[i] or float(norms[row]) > 0
-            dtype = armed[i].piece.slot.parameter.dtype
-            allowed = _TOLERANCES.get(dtype, _HALF) * float(norms[row])
-            is_over = float(norms[row]) > floor and bool((spread[row] > allowed).any())
-            if told is None and is_over:
-                told = armed[i].piece.slot.placement, group
-    return nonzero, told
+            placement, norm = pending[i].piece.slot.placement, float(norms[row])
+            done[i] = norm > 0
+            allowed = _TOLERANCES.get(placement.parameter.dtype, _HALF_TOLERANCE) * norm
+            if wrong is None and bool((spread[row, 2:] > 0).any()):
+                wrong = _partly_stepped(group)
+            elif wrong is None and norm > floor and bool((spread[row, :2] > allowed).any()):
+                wrong = _unequal(placement, group, edited=found.shape[1] > 2)
+    return done, wrong
 
 
-def _error(told: tuple[Placement, ProcessGroup], *, edited: bool) -> GridMismatchError:
-    placement, group = told
-    axis = group.group_desc.partition(",")[0]
+def _described(group: ProcessGroup) -> tuple[str, str]:
+    """A group's name, and it with its ranks."""
+    name = group.group_desc.partition(",")[0]
     ranks = describe_ranks(dist.get_process_group_ranks(group))
+    return name, f"group {name!r} ({ranks})"
+
+
+def _partly_stepped(group: ProcessGroup) -> GridMismatchError:
+    return GridMismatchError(
+        f"an optimizer has stepped on some ranks of {_described(group)[1]} and not on others since "
+        "the last finish(), so that they train apart; torch's GradScaler decides by one rank's "
+        "slices: use commgrid.data_parallel.GradScaler, and step on all ranks or on none"
+    )
+
+
+def _unequal(placement: Placement, group: ProcessGroup, *, edited: bool) -> GridMismatchError:
+    name, described = _described(group)
     if edited:
         cause = (
             "when the optimizer used it, though finish() had left equal ones; an edit between the "
@@ -178,10 +202,10 @@ def _error(told: tuple[Placement, ProcessGroup], *, edited: bool) -> GridMismatc
     else:
         cause = (
             "after finish(), so that copies would train apart; where each rank sees a part of the "
-            f"sequence, say so with mark_parameters(module, partial={axis!r}); where ranks have "
+            f"sequence, say so with mark_parameters(module, partial={name!r}); where ranks have "
             "slices, with a ShardedModule's shard_dims; elsewhere give all ranks the same input "
             "and the same dropout"
         )
     return GridMismatchError(
-        f"{placement} has another gradient on each rank of group {axis!r} ({ranks}) {cause}"
+        f"{placement} has another gradient on each rank of {described} {cause}"
     )

@@ -67,9 +67,9 @@ def test_what_is_right_is_not_accused_and_costs_nothing_later(
     compared: list[int] = []
     fingerprints = module._fingerprints
 
-    def counted(gradients: Any) -> Tensor:
-        compared.append(len(gradients))
-        return fingerprints(gradients)
+    def counted(pending: Any, held: Any) -> Tensor:
+        compared.append(len(pending))
+        return fingerprints(pending, held)
 
     monkeypatch.setattr(module, "_fingerprints", counted)
     for _ in range(4):
@@ -122,3 +122,43 @@ def test_a_mark_does_not_reach_into_layers_that_know_better(grid: HyperCommGrid)
     bias = model[1].bias.grad
     assert isinstance(bias, Tensor)
     assert bias.tolist() == [5.0] * 4
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_a_gradient_that_is_not_finite_is_compared_in_a_later_step(grid: HyperCommGrid) -> None:
+    """As in fp16's first step, whose loss scale is too large."""
+    model = nn.ModuleDict({"one": nn.Linear(2, 1), "two": nn.Linear(2, 1)})
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    rank = grid.get_local_rank("tp")
+    for step in range(2):
+        model["one"](torch.ones(1, 2)).sum().backward()
+        scale = 1.0 + rank if step else float("inf")
+        (scale * model["two"](torch.ones(1, 2))).sum().backward()
+        if step:
+            with pytest.raises(
+                GridMismatchError, match=r"two\.\w+ .* has another gradient on each"
+            ):
+                reducer.finish()
+        else:
+            reducer.finish()
+        model.zero_grad()
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_a_step_on_some_ranks_only_is_named_by_the_next_finish(grid: HyperCommGrid) -> None:
+    """As where torch's GradScaler finds an overflow in the slices of one rank."""
+    model = nn.Linear(2, 1)
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        if step:
+            with pytest.raises(GridMismatchError, match=r"stepped on some ranks of group 'tp'"):
+                reducer.finish()
+        else:
+            reducer.finish()
+            if grid.get_local_rank("tp"):
+                optimizer.step()
+            optimizer.zero_grad()
