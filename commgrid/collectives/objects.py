@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,21 @@ Answer = TypeVar("Answer")
 
 
 def gathered(value: Value, group: ProcessGroup) -> list[Value]:
-    """Every rank's value, in group order."""
-    mine = _tensor(pickle.dumps(value), _device(group))
+    """Return every rank's value, in group order. Collective.
+
+    Raises:
+        CommGridError: on all ranks, if a rank's value cannot be pickled.
+    """
+    cause, told = _pickled(lambda: value)
+    mine = _tensor(told, _device(group))
     lengths = all_gather(torch.tensor([len(mine)], device=mine.device), group).tolist()
     padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
     rows = all_gather(padded, group).view(len(lengths), -1)
-    return [pickle.loads(_bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+    found = [pickle.loads(_bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+    text = _who(dist.get_process_group_ranks(group), [error for _, error in found])
+    if text is not None:
+        raise CommGridError(f"a value for all ranks cannot be pickled: {text}") from cause
+    return [one for one, _ in found]
 
 
 def at_first(
@@ -53,27 +62,41 @@ def at_first(
     Raises:
         Exception: the result of `failed`; on a rank that failed, its own error is the cause.
     """
-    cause: Exception | None = None
-    try:
-        told = pickle.dumps((mine(), None))
-    except Exception as error:
-        cause, told = error, pickle.dumps((None, _told(error)))
+    cause, told = _pickled(mine)
     packed = _gather_at_first(told, group) if group is not None else [told]
-    answer: tuple[Answer | None, str | None] | None = None
+    answer = told  # of any length, on the ranks that receive it
     if packed is not None:
-        found = [pickle.loads(one) for one in packed]
         ranks = dist.get_process_group_ranks(group) if group is not None else [_own_rank()]
-        text = _who(ranks, [error for _, error in found])
-        try:
-            answer = (whole([one for one, _ in found]), None) if text is None else (None, text)
-        except Exception as error:
-            cause, answer = error, (None, f"rank {ranks[0]}: {_told(error)}")
+
+        def combined() -> Answer:
+            found = [pickle.loads(one) for one in packed]
+            text = _who(ranks, [error for _, error in found])
+            if text is not None:
+                raise _Reported(text)
+            return whole([one for one, _ in found])
+
+        error, answer = _pickled(combined, f"rank {ranks[0]}: ")
+        cause = cause or (None if isinstance(error, _Reported) else error)
     if group is not None:
         answer = _broadcast(answer, group)
-    assert answer is not None
-    if answer[1] is not None:
-        raise failed(answer[1]) from cause
-    return answer[0]  # type: ignore[return-value]
+    value, text = pickle.loads(answer)
+    if text is not None:
+        raise failed(text) from cause
+    return value  # type: ignore[no-any-return]
+
+
+class _Reported(Exception):
+    """Errors of several ranks, each with its ranks already."""
+
+
+def _pickled(make: Callable[[], Any], who: str = "") -> tuple[Exception | None, bytes]:
+    """A pickle of (value, None); or the error, and a pickle of (None, its text)."""
+    try:
+        return None, pickle.dumps((make(), None))
+    except _Reported as error:
+        return error, pickle.dumps((None, str(error)))
+    except Exception as error:
+        return error, pickle.dumps((None, f"{who}{_told(error)}"))
 
 
 def _told(error: Exception) -> str:
@@ -114,12 +137,12 @@ def _gather_at_first(data: bytes, group: ProcessGroup) -> list[bytes] | None:
     return [_bytes(one) for one in torch.split(received, lengths)]
 
 
-def _broadcast(value: Value, group: ProcessGroup) -> Value:
-    data = _tensor(pickle.dumps(value), _device(group))
+def _broadcast(told: bytes, group: ProcessGroup) -> bytes:
+    data = _tensor(told, _device(group))
     length = int(broadcast(torch.tensor([len(data)], device=data.device), group))
     if group.rank() > 0:
         data = data.new_empty(length)
-    return pickle.loads(_bytes(broadcast(data, group)))  # type: ignore[no-any-return]
+    return _bytes(broadcast(data, group))
 
 
 def _device(group: ProcessGroup) -> torch.device:
