@@ -10,6 +10,7 @@ only when such a test runs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ MARKER = "ranks"
 
 
 class OnEachRank:
-    """Stand-in for a fixture outside the ranks: its name, and an error for any other use."""
+    """The value of a fixture before the ranks exist: its name; any other use is an error."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,6 +29,8 @@ class OnEachRank:
         return f"<{self._name} of each rank>"
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # of pickle, before there is a name
+            raise AttributeError(attribute)
         raise AttributeError(
             f"{self._name}.{attribute} was asked for before the ranks exist: {self._name} has a "
             "value in the body of the test only, not in another fixture"
@@ -107,6 +110,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     assert isinstance(world_size, int)  # _sizes has checked it
     test = pyfuncitem.obj
     hypothesis = getattr(test, "hypothesis", None)
+    if inspect.iscoroutinefunction(hypothesis.inner_test if hypothesis else test):
+        pytest.fail(
+            f"{pyfuncitem.name} is async, and @pytest.mark.ranks runs a plain function on each "
+            "rank; call asyncio.run(…) in its body",
+            pytrace=False,
+        )
     on_ranks = _on_ranks(
         hypothesis.inner_test if hypothesis else test,
         world_size,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
 import pytest
+
+from commgrid.testing.plugin import OnEachRank
 
 PASSES = """
     import pytest, torch, torch.distributed as dist
@@ -93,14 +96,19 @@ def test_wrong_uses_say_what_to_do(pytester: pytest.Pytester) -> None:
         @pytest.mark.ranks(2)
         def test_leaves_a_grid(rank, grid):
             commgrid.initialize(name="other")
+
+        @pytest.mark.ranks(2)
+        async def test_async(rank):
+            assert False
         """
     )
     done = pytester.runpytest()
-    done.assert_outcomes(failed=5, errors=1)
+    done.assert_outcomes(failed=6, errors=1)
     said = done.stdout.str()
     assert "fixture 'rank' needs @pytest.mark.ranks(n)" in said
     assert "grid has a value in the body of the test only" in said
     assert "ranks [1] have skipped the test, and the others have not" in said
+    assert "test_async[2 ranks] is async, and @pytest.mark.ranks runs a plain function" in said
     assert "environment variable 'LEFT' was set" in said
     assert "process group '1' is still registered" in said
     assert "grid 'other' is still alive: call commgrid.shutdown()" in said
@@ -142,3 +150,11 @@ def test_a_timeout_prints_stacks(pytester: pytest.Pytester) -> None:
 def test_the_plugin_imports_no_torch() -> None:
     code = "import commgrid.testing.plugin, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_fixture_of_each_rank_reaches_ranks_that_are_spawned() -> None:
+    """As with CUDA: what stands for it until then is pickled."""
+    value = pickle.loads(pickle.dumps(OnEachRank("rank")))
+    assert repr(value) == "<rank of each rank>"
+    with pytest.raises(AttributeError, match=r"rank\.real was asked for before the ranks exist"):
+        _ = value.real
