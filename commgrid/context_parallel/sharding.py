@@ -313,6 +313,8 @@ class SequenceSharding:
         return take_runs(joined, sorting_runs(self.ranges), dim)
 
     def _shard_complaint(self, shard: Tensor, rank: int, dim: int) -> str | None:
+        if not -shard.dim() <= dim < shard.dim():
+            return f"rank {rank}'s shard of shape {tuple(shard.shape)} has no dim {dim}"
         if shard.shape[dim] == self.local_lengths[rank]:
             return None
         return (
@@ -431,7 +433,9 @@ def _check_partition(length: int, ranges: tuple[Ranges, ...]) -> None:
 def _share(length: int, parts: int, divisor: int, name: str) -> int:
     if parts < 1:
         raise SpecError(f"parts={parts}: expected 1 rank or more")
-    if length < 1 or length % divisor:
+    if length < 1:
+        raise SpecError(f"{name}: length={length}: expected 1 position or more")
+    if length % divisor:
         raise SpecError(
             f"{name} cannot cut {length} positions for {parts} ranks: expected a multiple of "
             f"{divisor}; pad the sequence, or use packed([{length}], {parts}), which takes any"

@@ -1,13 +1,14 @@
 """States of a parameter's gradient during a step, and the errors for calls in the wrong state.
 
-    none ──backward──► local ──finish()──► reduced ──optimizer.step()──► used
+    none ──backward──► local ──finish()──► reduced ──optimizer.step()──► used ──backward──► local
       ▲                │    ▲                  │                          │
       │                └────┘ backward adds    └ read, clip, edit         │
-      └──── zero_grad() from any of them ─────── or the next backward ────┘
+      └───────────────────── zero_grad() from any of them ────────────────┘
 
-`.grad` is the gradient in every state: a view of the reducer's buffer, to which backward adds in
-place. A gradient that arrives elsewhere, as after `zero_grad()`, is copied there, and `.grad`
-becomes the view again. With half-precision parameters and a plain optimizer, `finish` hands out a
+Where it can be read, `.grad` is a view of the reducer's buffer, to which backward adds in place. A
+gradient that arrives elsewhere, as after `zero_grad()`, is copied there, and `.grad` becomes the
+view again. While a collective sums a gradient, or if this rank has only a part of it, `.grad` is a
+placeholder that raises. With half-precision parameters and a plain optimizer, `finish` hands out a
 copy of the parameter's dtype instead. A slot records whether `.grad` is reduced and whether a step
 has used it.
 """

@@ -101,7 +101,8 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
             in backward and holds until it is set again.
 
     Raises:
-        SpecError: the scale is not above 0, or a tensor of another shape.
+        SpecError: a number that is not finite and above 0, or a tensor of another shape. A tensor's
+            value is not read here.
     """
     if isinstance(scale, Tensor):
         if scale.dim():
@@ -110,7 +111,7 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
             )
         scale = scale.detach().clone()
     elif not 0 < scale < math.inf:
-        raise SpecError(f"set_loss_scale: scale={scale}: expected above 0")
+        raise SpecError(f"set_loss_scale: scale={scale}: expected finite and above 0")
     _tell(model, scale)
 
 

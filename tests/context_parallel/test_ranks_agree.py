@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commgrid
 from commgrid import ShapeError, SpecError
 from commgrid.context_parallel import WAYS, SequenceSharding, agreement, attention
+from commgrid.runtime.grid import HyperCommGrid
 
 LEVELS = {"cp_levels": {"of": "cp", "split": {"cp_ring": -1, "cp_a2a": 2}}}
 
@@ -133,3 +134,10 @@ def test_a_difference_that_a_device_reports_late_is_an_error_of_the_next_call(
     else:
         agreement.agree(commgrid.get_group("cp"), "about", (("what", "it is"),), None)
     commgrid.shutdown()
+
+
+@pytest.mark.ranks(2, cp=2)
+def test_a_dim_that_a_shard_lacks_is_an_error_on_every_rank(grid: HyperCommGrid) -> None:
+    sharding = SequenceSharding.contiguous(8, 2)
+    with pytest.raises(ShapeError, match=r"rank 1's shard of shape \(4,\) has no dim 3"):
+        sharding.unshard(torch.zeros(4), dim=3 if grid.rank else 0)

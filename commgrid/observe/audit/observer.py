@@ -1,8 +1,9 @@
 """Writes down what a training program computes, step by step, without a line of it changed.
 
-It hangs on torch's public hooks: of every module's forward, of every parameter's gradient, of every
-optimizer's step. A step is what lies between two updates. What was seen of it is written when the
-next one begins, so that weights are those after the update, gathers and all.
+It uses torch's public hooks of modules, gradients and optimizers, and while it runs it wraps
+`torch.autograd.backward`, `Pipeline.step`, dropout and scaled_dot_product_attention. A step lies
+between two updates, and is written when the next one begins: by then its weights are updated and
+gathered.
 """
 
 from __future__ import annotations
@@ -75,7 +76,6 @@ class Observer:
         self._stack: list[nn.Module] = []
         self._hooked: set[int] = set()
         self._updated = self._is_settled = False
-        self._optimizing = 0
         self._reductions = Reductions(self._inside)
         self._undo: list[Callable[[], object]] = []
 
@@ -241,7 +241,6 @@ class Observer:
     # -- updates ------------------------------------------------------------------------
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._optimizing += 1
         self._settle()
         if self.step > self.steps:
             self._leave()
@@ -300,7 +299,6 @@ class Observer:
         return None
 
     def _after_update(self, *_: Any) -> None:
-        self._optimizing -= 1
         self._updated = True
 
     # -- what is written ----------------------------------------------------------------
