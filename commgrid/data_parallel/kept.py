@@ -32,21 +32,22 @@ class KeptGradient(Tensor):
     """A gradient without data, in the parameter's shape; any use but zeroing raises an error.
 
     Args:
-        gradient: the tensor to take shape, dtype and device from.
+        gradient: the buffer that it stands for; it has its shape, dtype and device.
         why: the error's explanation: `IN_PARTS`, which may be zeroed, or `IN_FLIGHT`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     why: str
-    is_zeroed = False
+    buffer: Tensor
+    is_zeroed = False  # by zero_grad(set_to_none=False), since the last finish
 
     @staticmethod
     def __new__(cls, gradient: Tensor, why: str) -> KeptGradient:
         made: KeptGradient = torch.Tensor._make_wrapper_subclass(
             cls, gradient.shape, dtype=gradient.dtype, device=gradient.device
         )
-        made.why = why
+        made.why, made.buffer = why, gradient
         return made
 
     @classmethod
@@ -62,11 +63,7 @@ class KeptGradient(Tensor):
         if name in _ZEROING and all(each.why == IN_PARTS for each in kept):
             for each in kept:
                 each.is_zeroed = True
-            others = [
-                each for each in listed if isinstance(each, Tensor) and not isinstance(each, cls)
-            ]
-            if others:
-                torch._foreach_zero_(others)
+            torch._foreach_zero_([e.buffer if isinstance(e, cls) else e for e in listed])
             return args[0]
         shape = f" of shape {tuple(kept[0].shape)}" if kept else ""
         raise CommGridError(f"{name} was called on a gradient{shape} {kept[0].why if kept else ''}")

@@ -178,6 +178,7 @@ class GradientReducer:
             self.lanes, self.buckets, self.pieces, self.group, self._name,
             whole=whole, parts=parts, model=model,
         )  # fmt: skip
+        # Ranks may reach two models in another order: the later reducer sends only in finish().
         self._defers = any(
             lane.group is other.group
             for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes

@@ -503,3 +503,25 @@ def test_one_ranks_state_dict_on_all_ranks_is_refused(grid: HyperCommGrid) -> No
         GradientReducer(layer)
     layer.load_state_dict(states[grid.rank])
     GradientReducer(layer).close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shard", [False, True])
+def test_zeroed_gradients_are_zeros_to_the_step(grid: HyperCommGrid, shard: bool) -> None:
+    """zero_grad(set_to_none=False) after finish, also where each rank has a part of them."""
+    model = model_of()
+    reducer = GradientReducer(model, shard=shard)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
+    loss_of(model, grid.rank).backward()
+    reducer.finish()
+    model.zero_grad(set_to_none=False)
+    assert reducer.gradient_norm() == 0
+    optimizer.step()
+    assert model.weight.detach().eq(0.5).all()
+    loss_of(model, grid.rank).backward()
+    reducer.finish()
+    model.zero_grad(set_to_none=False)
+    loss_of(model, grid.rank, 1).backward()
+    reducer.finish()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), 0.5 - mean_gradient(1), **CLOSE)
