@@ -377,15 +377,23 @@ def _check_mesh(placement: Placement) -> None:
     if not isinstance(parameter, DTensor):
         return
     ranks = parameter.device_mesh.mesh.flatten().tolist()
+    for dim, group, both in _sliced_within(placement, ranks):
+        raise SpecError(
+            f"fully_shard over {describe_ranks(ranks)} has taken {placement} for one parameter "
+            f"of all of them, but {describe_ranks(both)} have different slices of it, cut "
+            f"along dim {dim} over {group.name!r}; give it the ranks that have copies, "
+            "mesh=grid.device_mesh('dp_cp'), for experts grid.device_mesh('edp')"
+        )
+
+
+def _sliced_within(
+    placement: Placement, ranks: Sequence[int]
+) -> Iterator[tuple[int, GroupRef, list[int]]]:
+    """Dim, group and ranks where several of some ranks have different slices of a parameter."""
     for dim, group in placement.shards:
         both = sorted(set(dist.get_process_group_ranks(group.group)) & set(ranks))
         if len(both) > 1:
-            raise SpecError(
-                f"fully_shard over {describe_ranks(ranks)} has taken {placement} for one parameter "
-                f"of all of them, but {describe_ranks(both)} have different slices of it, cut "
-                f"along dim {dim} over {group.name!r}; give it the ranks that have copies, "
-                "mesh=grid.device_mesh('dp_cp'), for experts grid.device_mesh('edp')"
-            )
+            yield dim, group, both
 
 
 def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> set[str]:
@@ -400,27 +408,22 @@ def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None
         SpecError: names the parameter and the ranks.
     """
     for placement in placements(module):
-        for dim, group in placement.shards:
-            both = sorted(set(dist.get_process_group_ranks(group.group)) & set(ranks))
-            if len(both) > 1:
-                raise SpecError(
-                    f"DistributedDataParallel over {describe_ranks(ranks)} would make "
-                    f"{placement} equal on {describe_ranks(both)}, which have different slices "
-                    f"of it, cut along dim {dim} over {group.name!r}; give it the ranks that have "
-                    f"copies: {_copies_group(group)}, or use GradientReducer"
-                )
+        for dim, group, both in _sliced_within(placement, ranks):
+            raise SpecError(
+                f"DistributedDataParallel over {describe_ranks(ranks)} would make "
+                f"{placement} equal on {describe_ranks(both)}, which have different slices "
+                f"of it, cut along dim {dim} over {group.name!r}; give it the ranks that have "
+                f"copies: {_copies_group(placement, group)}, or use GradientReducer"
+            )
 
 
-def _copies_group(cut: GroupRef) -> str:
-    """Suggested `process_group=` of DistributedDataParallel for a parameter sliced over a group."""
-    grid = get_grid(cut.grid_name or "default")
-    spec = grid.spec
-    with suppress(LookupError):
-        axes = set(spec.definitions[spec.resolve_name(cut.name)].axes)
-        region = next(r for r in spec.regions if axes <= set(r.axes))
-        rest = [a for a in reversed(region.axes) if a not in axes | {"pp"} and grid.size(a) > 1]
-        if rest:
-            return f"process_group=commgrid.get_group({'_'.join(rest)!r})"
+def _copies_group(placement: Placement, cut: GroupRef) -> str:
+    """Suggested `process_group=` of DistributedDataParallel for a sliced parameter."""
+    with suppress(SpecError):
+        grid = get_grid(cut.grid_name or "default")
+        axes = [a for a in layout_of(placement, grid).copied_axes if grid.size(a) > 1]
+        if axes:
+            return f"process_group=commgrid.get_group({'_'.join(reversed(axes))!r})"
     return "here no other rank has one"
 
 
