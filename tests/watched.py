@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def fails(how: str, where: str, folder: str, cuda: bool, rank: int) -> None:
             between = where != "in a step"
             grid, step = (of_two_grids if between else of_one_grid)(how, where, rank)
             with named_failures(grid, lambda: "step 3"):
-                for number in range(1000):  # until it is known that the victim has failed
+                for number in count():  # until it is known that the victim has failed
                     if rank == VICTIM and number == 2 and where != "in a transfer":
                         misbehave(how)
                     step()
