@@ -13,10 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.utils import parametrize
 
 from commgrid.collectives.group_ref import GroupRef
@@ -24,6 +23,7 @@ from commgrid.errors import SpecError
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.registry import get_grid
 from commgrid.runtime.torch_patches import before_ddp
+from commgrid.slices import Slice, check_mesh, watch
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -44,6 +44,14 @@ class ShardedModule(nn.Module):
     group: GroupRef
     shard_dims: ClassVar[Mapping[str, int]] = {}
     partial: tuple[str, ...] = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        watch(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copied or unpickled module
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch(self)
 
     def shards_of(self, name: str) -> tuple[tuple[int, GroupRef], ...]:
         """The dims along which a parameter is sliced, each with its group."""
@@ -117,13 +125,11 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Slice):
     """A parameter and its layout on the grid.
 
     Args:
-        name: its first name in the model.
-        parameter: this rank's tensor.
-        shards: the dims of the full parameter that it is sliced along, each with its group.
+        name, parameter, shards: as for `Slice`.
         partial: the group over which its gradients are parts of a sum; None: none.
         region: "dense" or "expert": selects the data-parallel group that holds copies of it.
         shape: of the full parameter.
@@ -131,24 +137,10 @@ class Placement:
             use tied embeddings, so that its gradient is the sum over them; None: none.
     """
 
-    name: str
-    parameter: nn.Parameter
-    shards: tuple[tuple[int, GroupRef], ...]
     partial: GroupRef | None
     region: str
     shape: tuple[int, ...]
     shared: GroupRef | None = None
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices that make up the full parameter."""
-        slices = 1
-        for _, group in self.shards:
-            slices *= group.size
-        return slices
-
-    def __str__(self) -> str:
-        return f"{self.name} of shape {tuple(self.parameter.shape)}"
 
 
 class Distinct:
@@ -356,7 +348,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                     partial = None  # the layer's declaration precedes a mark on its parent
             full = f"{prefix}.{name}" if prefix else name
             placement = Placement(full, parameter, shards, partial, mark.region, shape, mark.shared)
-            _check_mesh(placement)
+            check_mesh(placement)
             first = found.setdefault(id(parameter), placement)
             if _told(first) != _told(placement):
                 raise SpecError(
@@ -365,35 +357,6 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                     "sums, region and copies"
                 )
     yield from found.values()
-
-
-def _check_mesh(placement: Placement) -> None:
-    """Refuses a parameter that FSDP2 has sharded over ranks that hold different slices of it.
-
-    Raises:
-        SpecError: names parameter and ranks.
-    """
-    parameter: Any = placement.parameter
-    if not isinstance(parameter, DTensor):
-        return
-    ranks = parameter.device_mesh.mesh.flatten().tolist()
-    for dim, group, both in _sliced_within(placement, ranks):
-        raise SpecError(
-            f"fully_shard over {describe_ranks(ranks)} has taken {placement} for one parameter "
-            f"of all of them, but {describe_ranks(both)} have different slices of it, cut "
-            f"along dim {dim} over {group.name!r}; give it the ranks that have copies, "
-            "mesh=grid.device_mesh('dp_cp'), for experts grid.device_mesh('edp')"
-        )
-
-
-def _sliced_within(
-    placement: Placement, ranks: Sequence[int]
-) -> Iterator[tuple[int, GroupRef, list[int]]]:
-    """Dim, group and ranks where several of some ranks have different slices of a parameter."""
-    for dim, group in placement.shards:
-        both = sorted(set(dist.get_process_group_ranks(group.group)) & set(ranks))
-        if len(both) > 1:
-            yield dim, group, both
 
 
 def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> set[str]:
@@ -408,7 +371,7 @@ def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None
         SpecError: names the parameter and the ranks.
     """
     for placement in placements(module):
-        for dim, group, both in _sliced_within(placement, ranks):
+        for dim, group, both in placement.within(ranks):
             raise SpecError(
                 f"DistributedDataParallel over {describe_ranks(ranks)} would make "
                 f"{placement} equal on {describe_ranks(both)}, which have different slices "

@@ -23,9 +23,9 @@ PURE = (
 )  # fmt: skip
 """Rooms, or pure halves of rooms, from the top; none of them imports torch."""
 ROOMS = (
-    "runtime", "failures", "sharding", "collectives", "parameters", "copies", "tensor_parallel",
-    "data_parallel", "context_parallel", "bridge", "checkpoint", "transfer", "recovery",
-    "pipeline", "expert", "observe", "testing", "cli", "__main__",
+    "runtime", "failures", "sharding", "collectives", "slices", "parameters", "copies",
+    "tensor_parallel", "data_parallel", "context_parallel", "bridge", "checkpoint", "transfer",
+    "recovery", "pipeline", "expert", "observe", "testing", "cli", "__main__",
 )  # fmt: skip
 """Rooms that have torch, below all of `PURE`."""
 PURE_HALVES = {

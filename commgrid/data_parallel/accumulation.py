@@ -29,6 +29,8 @@ from torch.optim.optimizer import (
 from commgrid.data_parallel.buckets import Slot
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, SpecError
+from commgrid.planning.rank_lists import describe_ranks
+from commgrid.slices import StepHooks, check_optimizer, check_scaler, zero_ranks
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer
@@ -161,37 +163,6 @@ def release(slots: Iterable[Slot]) -> None:
 # -- optimizers -------------------------------------------------------------------------------
 
 
-class StepHooks:
-    """torch's step hooks on all optimizers, registered while any reducer exists.
-
-    Before a step, an unreduced gradient raises an error; after it, gradients count as used.
-    """
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._handles: list[Any] = []
-
-    def add_user(self) -> None:
-        """Registers the hooks, if they are not."""
-        self._users += 1
-        if not self._handles:
-            self._handles = [
-                register_optimizer_step_pre_hook(_before_step),
-                register_optimizer_step_post_hook(_after_step),
-            ]
-
-    def remove_user(self) -> None:
-        """Takes the hooks off with the last reducer."""
-        self._users -= 1
-        if not self._users:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-
-
-STEP_HOOKS = StepHooks()
-
-
 def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[GradientReducer, Slot]]:
     """The parameters that an optimizer updates and a reducer owns."""
     for group in optimizer.param_groups:
@@ -213,29 +184,26 @@ def mark_used(optimizer: torch.optim.Optimizer) -> None:
                 slot.view.zero_()
 
 
-_OF_WHOLE_MATRICES = frozenset(
-    ("adafactor", "galore", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap")
-)  # optimizers whose update of an element depends on others, by substrings of their names
-
-
 def check_slices(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a step of an optimizer that needs whole matrices over slices.
+    """Refuses an optimizer whose step would be wrong where ranks have different parameters.
 
     Raises:
-        SpecError: names the first slice.
+        SpecError: names the first such parameter.
     """
-    name = type(optimizer).__name__
-    if not any(part in name.lower() for part in _OF_WHOLE_MATRICES):
-        return
-    for _, slot in owned_by(optimizer):
-        if slot.placement.num_slices > 1:
-            group = slot.placement.shards[0][1]
-            raise SpecError(
-                f"{name} does not update elements one by one, and {slot.placement} is a slice over "
-                f"group {group.name!r}, whose update would be another one than the whole "
-                "parameter's; give it whole matrices only, and slices to an element-wise "
-                "optimizer such as AdamW"
-            )
+    owned = list(owned_by(optimizer))
+    check_optimizer(optimizer, [slot.placement for _, slot in owned])
+    ranks = set(zero_ranks(optimizer))
+    for reducer, slot in owned:
+        for axis, theirs in reducer.groups.apart(slot.placement):
+            both = sorted(ranks & set(theirs))
+            if len(both) > 1:
+                raise SpecError(
+                    f"{type(optimizer).__name__} over {describe_ranks(sorted(ranks))} would send "
+                    f"{slot.placement} to {describe_ranks(both)}, which have other parameters "
+                    f"along {axis}; give it process_group=commgrid.get_group('dp_cp'), or use "
+                    "commgrid.data_parallel.ShardedOptimizer"
+                )
+            check_scaler(f"{slot.placement} is another one along {axis}")
 
 
 def check_reduced(optimizer: torch.optim.Optimizer) -> None:
@@ -280,6 +248,16 @@ def _before_step(
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     mark_used(optimizer)
+
+
+STEP_HOOKS = StepHooks(
+    lambda: [
+        register_optimizer_step_pre_hook(_before_step),
+        register_optimizer_step_post_hook(_after_step),
+    ]
+)
+"""Before a step, an unreduced gradient raises an error; after it, gradients count as used.
+Registered while any reducer exists."""
 
 
 # -- third-party layers that add to `main_grad` -------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commgrid.data_parallel.norm import num_parts
 from commgrid.errors import SpecError
-from commgrid.parameters import Placement
+from commgrid.parameters import Distinct, Placement, layout_of
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -56,6 +59,14 @@ class ReductionGroups:
         if definition.lists is not None:
             return {axis for region in spec.regions for axis in region.axes}
         return set(definition.axes)
+
+    def apart(self, placement: Placement) -> Iterator[tuple[str, list[int]]]:
+        """The axes at whose indices other parameters are, each with the ranks along it."""
+        with suppress(SpecError):
+            layout = layout_of(placement, self.grid)
+            for axis, kind in layout.weight.items():
+                if isinstance(kind, Distinct) and layout.sizes[axis] > 1:
+                    yield axis, dist.get_process_group_ranks(self.grid.get_group(axis))
 
     def cut_over(self, placement: Placement) -> str | None:
         """The group whose ranks each keep a part of a parameter's gradient; None: all keep it."""

@@ -195,13 +195,7 @@ def saves(folder: str) -> dict[str, str]:
     told["step"] = raised(checkpoint.save, folder, -1, good, progress=False)
     told["keep"] = raised(checkpoint.save, folder, 2, good, keep=0, progress=False)
     lbfgs = torch.optim.LBFGS(good.parameters())
-
-    def loss() -> float:
-        total = torch.stack([p.square().sum() for p in good.parameters()]).sum()
-        total.backward()
-        return total.item()
-
-    lbfgs.step(loss)
+    lbfgs.state[next(good.parameters())] = {"d": torch.zeros(3)}  # as a step would leave it
     told["lbfgs"] = raised(checkpoint.save, folder, 2, good, lbfgs, progress=False)
     told["a model"] = raised(checkpoint.save, folder, 2, good.state_dict(), progress=False)
     told["an optimizer"] = raised(checkpoint.save, folder, 2, good, [lbfgs], progress=False)

@@ -1,0 +1,134 @@
+"""torch's optimizers and loss scaler over slices: right, or refused on every rank.
+
+With a GradientReducer and without one, as with one data-parallel rank, DDP or FSDP2.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import optimizer as torch_optimizer
+
+import commgrid
+from commgrid import SpecError
+from commgrid.data_parallel import GradientReducer
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, initialize_parameters
+
+with warnings.catch_warnings():  # torch 2.13 warns about its own use of torch.jit.script
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+def model_of() -> nn.Module:
+    model = nn.Sequential(
+        ColumnParallelLinear(4, 8, bias=False), RowParallelLinear(8, 4, bias=False)
+    )
+    initialize_parameters(model, seed=0)
+    return model
+
+
+@pytest.mark.ranks(2, tp=2)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_muon_over_slices(reduced: bool) -> None:
+    model = model_of()
+    reducer = GradientReducer(model) if reduced else None
+    model(torch.ones(1, 4)).square().sum().backward()
+    if reducer is not None:
+        reducer.finish()
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    with pytest.raises(SpecError, match=r"Muon does not update .*weight of shape \(4, 4\) is a sl"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(4, tp=2)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_zero_without_a_group(grid: HyperCommGrid, reduced: bool) -> None:
+    """It takes all ranks, and each sends its slices to those that have other ones."""
+    model = model_of()
+    reducer = GradientReducer(model) if reduced else None
+    everyone = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
+    copies = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, process_group=grid.get_group("dp"), lr=0.5
+    )
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.ones(1, 4)).sum().backward()
+    if reducer is not None:
+        reducer.finish()
+    with pytest.raises(
+        SpecError, match=r"ZeroRedundancyOptimizer over ranks 0-3 .* ranks [02]-[13], which have"
+    ):
+        everyone.step()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    copies.step()
+    for parameter, was, gradient in zip(model.parameters(), before, gradients, strict=True):
+        torch.testing.assert_close(parameter.detach(), was - 0.5 * gradient)
+
+
+@pytest.mark.ranks(2, pp=2)
+def test_zero_over_stages(grid: HyperCommGrid) -> None:
+    model = nn.Linear(2, 2)
+    reducer = GradientReducer(model, broadcast=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    reducer.finish()
+    with pytest.raises(SpecError, match=r"ranks 0-1, which have other parameters along pp"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(2, tp=2)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_torchs_loss_scaler_over_slices(reduced: bool) -> None:
+    """One rank would skip a step that the others take; disabled, it decides nothing."""
+    model = model_of()
+    reducer = GradientReducer(model) if reduced else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for enabled in (False, True):
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled, init_scale=2.0)
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        if reducer is not None:
+            reducer.finish()
+        if enabled:
+            with pytest.raises(SpecError, match=r"torch\.amp\.GradScaler decides .*weight of shap"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_a_loss_scaler_of_ones_own_may_agree_over_ranks() -> None:
+    class Agreeing(torch.amp.GradScaler):
+        pass
+
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = Agreeing("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    scaler.step(optimizer)
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_a_step_of_fsdp_over_other_slices() -> None:
+    layer = ColumnParallelLinear(4, 4, bias=False)
+    fully_shard(layer)  # without mesh= it takes all ranks
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    layer(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(SpecError, match=r"fully_shard over ranks 0-1 .*weight .* have different"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_hooks_of_optimizers_go_with_the_last_sliced_layer(grid: HyperCommGrid) -> None:
+    before = len(torch_optimizer._global_optimizer_pre_hooks)
+    model = model_of()
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == before + 1
+    del model
+    gc.collect()
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == before
+    assert commgrid.get_grid() is grid
