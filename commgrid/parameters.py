@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
 REGIONS = ("dense", "expert")
+_SLICES = "commgrid_slices"  # the key of a module's slices in a state_dict's metadata
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -45,9 +46,11 @@ class ShardedModule(nn.Module):
     shard_dims: ClassVar[Mapping[str, int]] = {}
     partial: tuple[str, ...] = ()
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         watch(self)
+        self.register_state_dict_post_hook(_record_slices)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_check_slices)  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a copied or unpickled module
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -68,6 +71,42 @@ class ShardedModule(nn.Module):
         for dim, group in self.shards_of(name):
             shape[dim] *= group.size
         return tuple(shape)
+
+
+def _slices_of(module: ShardedModule) -> dict[str, list[tuple[int, str, int, int]]]:
+    """Dim, group name, index and number of slices of each sliced parameter."""
+    return {
+        name: [(dim, g.name, g.rank, g.size) for dim, g in module.shards_of(name)]
+        for name in module.sliced_names
+    }
+
+
+def _record_slices(
+    module: ShardedModule, state_dict: Any, prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Adds this rank's slices to the metadata of a state_dict."""
+    metadata[_SLICES] = _slices_of(module)
+
+
+def _check_slices(
+    module: ShardedModule, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Refuses a state_dict of another rank's slices.
+
+    Raises:
+        SpecError: names the first such parameter.
+    """
+    theirs, mine = metadata.get(_SLICES, {}), _slices_of(module)
+    for name in (name for name in mine if name in theirs):
+        for (dim, group, here, size), saved in zip(mine[name], theirs[name], strict=False):
+            there, count = saved[2:]
+            if there != here and count == size:
+                raise SpecError(
+                    f"{prefix}{name} of this state_dict is slice {there} of {size} along dim "
+                    f"{dim}, and this rank has slice {here} of group {group!r}; load each rank's "
+                    "own state_dict, or save and load with commgrid.checkpoint; if you have put "
+                    "the right slices into it, give dict(state_dict)"
+                )
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,21 @@ if TYPE_CHECKING:
     from commgrid.parameters import ShardedModule
 
 _OF_WHOLE_MATRICES = frozenset(
-    ("adafactor", "galore", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap")
+    (
+        "adafactor",
+        "dion",
+        "galore",
+        "lamb",
+        "lars",
+        "lbfgs",
+        "muon",
+        "novograd",
+        "psgd",
+        "scion",
+        "shampoo",
+        "sm3",
+        "soap",
+    )
 )  # optimizers whose update of an element depends on others, by substrings of their names
 
 
@@ -212,10 +226,9 @@ def _slices_in(optimizer: Optimizer) -> Iterator[Slice]:
     and checks them itself."""
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module in _MODULES:
-        for name in module.sliced_names:
-            parameter = module._parameters.get(name)
-            if id(parameter) in updated and not hasattr(parameter, "grad_owner"):
-                assert parameter is not None
+        for name, parameter in module.named_parameters(recurse=False):
+            sliced = name in module.sliced_names and id(parameter) in updated
+            if sliced and not hasattr(parameter, "grad_owner"):
                 yield Slice(f"{type(module).__name__}.{name}", parameter, module.shards_of(name))
 
 

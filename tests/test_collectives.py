@@ -24,6 +24,7 @@ from commgrid.collectives import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.testing import run_on_ranks
 
 
@@ -224,3 +225,12 @@ def test_half_precision_travels() -> None:
             assert torch.equal(all_gather(ones, "tp"), torch.ones(6, dtype=dtype))
 
     run_on_ranks(half, 2)
+
+
+@pytest.mark.ranks([1, 2])
+def test_collectives_without_a_gradient_have_no_graph(grid: HyperCommGrid) -> None:
+    """A loss that is averaged before backward cannot train on this rank's share alone."""
+    x = torch.ones(2, 3, requires_grad=True)
+    made = [all_reduce(x, "dp", op="avg"), all_gather(x, "dp"), reduce_scatter(x, "dp"),
+            broadcast(x, "dp"), all_to_all(x, "dp")]  # fmt: skip
+    assert not any(each.requires_grad for each in made)

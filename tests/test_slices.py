@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import optimizer as torch_optimizer
 
 import commgrid
-from commgrid import SpecError
+from commgrid import ShapeError, SpecError
 from commgrid.data_parallel import GradientReducer
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, initialize_parameters
@@ -132,3 +132,19 @@ def test_hooks_of_optimizers_go_with_the_last_sliced_layer(grid: HyperCommGrid) 
     gc.collect()
     assert len(torch_optimizer._global_optimizer_pre_hooks) == before
     assert commgrid.get_grid() is grid
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_a_layer_in_a_grid_with_another_order_of_ranks(grid: HyperCommGrid) -> None:
+    layer = ColumnParallelLinear(4, 4, bias=False)
+    initialize_parameters(layer, seed=0)
+    y = layer(torch.ones(1, 4))
+    commgrid.destroy()
+    again = commgrid.initialize(tp=2)  # its group is found again
+    torch.testing.assert_close(layer(torch.ones(1, 4)), y)
+    assert again.is_member("tp")
+    commgrid.destroy()
+    commgrid.initialize(tp=2, ranks=[1, 0])
+    told = r"ColumnParallelLinear\(4, 4\): made at place [01] of group 'tp' of ranks \[0, 1\]"
+    with pytest.raises(ShapeError, match=told):
+        layer(torch.ones(1, 4))

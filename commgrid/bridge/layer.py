@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from commgrid.bridge.crossing import Crossing, Facts, conclude
 from commgrid.bridge.links import Links
 from commgrid.bridge.moving import move
 from commgrid.bridge.sides import Cut, GridSide, check_axes, grid_side
+from commgrid.collectives.first_order import first_order
 from commgrid.errors import (
     CommGridError,
     GridDestroyedError,
@@ -351,7 +351,7 @@ class _Crossing(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    @once_differentiable
+    @first_order("a Bridge")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         bridge, crossing = ctx.bridge, ctx.crossing
         given = gradient if bridge.is_target else None

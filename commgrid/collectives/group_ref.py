@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import CommGridError, GridNotInitializedError, ShapeError
@@ -41,6 +42,8 @@ class GroupRef:
             self.name, self.grid_name = group.group_desc, ""
             self._bare = group
         self.size = self.group.size()
+        self._ranks = dist.get_process_group_ranks(self.group)
+        self._rank = self.group.rank()
 
     def _read(self, grid: HyperCommGrid) -> None:
         grid.get_group(self.name)  # raises here rather than at first use
@@ -52,7 +55,7 @@ class GroupRef:
 
         Raises:
             GridNotInitializedError: the grid was destroyed, and no other has its name.
-            ShapeError: a new grid of its name has this group in another size.
+            ShapeError: a new grid of its name has this group in another size or order.
         """
         found = self._bare or self._table.get(self.name)
         return found if found is not None else self._find_again()
@@ -73,6 +76,17 @@ class GroupRef:
             raise ShapeError(
                 f"{who}made for group {self.name!r} of {self.size} ranks, but grid "
                 f"{self.grid_name!r} now has it with {found.size()}; build the layer again"
+            )
+        ranks = dist.get_process_group_ranks(found)
+        place = {rank: i for i, rank in enumerate(ranks)}
+        moved = [r for i, r in enumerate(self._ranks) if place.get(r, i) != i]
+        if moved or found.rank() != self._rank:
+            self._table = {}
+            raise ShapeError(
+                f"{who}made at place {self._rank} of group {self.name!r} of ranks {self._ranks}, "
+                f"but grid {self.grid_name!r} now has this rank at place {found.rank()} of ranks "
+                f"{ranks}, where it would take its slice for another; build the layer again, or "
+                "keep the order of the ranks"
             )
         return found
 

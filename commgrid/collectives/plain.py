@@ -1,4 +1,6 @@
-"""Collectives along a named group; they return new tensors and leave their inputs alone.
+"""Collectives along a named group, without gradients; for those, see `pairs`.
+
+They return new tensors, detached from any graph, and leave their inputs alone.
 
 Every function takes `group`, a name or a `ProcessGroup` or a layer's `GroupRef`, and
 `grid`, where to look the name up (None: the registry's default grid).
@@ -52,7 +54,7 @@ def all_reduce(
     members = resolve(group, grid)
     if op not in _OPS:
         raise ShapeError(f"op={op!r}: expected one of {', '.join(_OPS)}")
-    total = tensor.clone(memory_format=torch.contiguous_format)
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
     if members.size() > 1:
         dist.all_reduce(total, _OPS[op], members)
     return total / members.size() if op == "avg" else total
@@ -66,6 +68,7 @@ def all_gather(
     Scalars, of shape (), are joined to a vector.
     """
     members = resolve(group, grid)
+    tensor = tensor.detach()
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     return start_all_gather(tensor, members, dim).wait() if members.size() > 1 else tensor.clone()
 
@@ -79,6 +82,7 @@ def reduce_scatter(
         ShapeError: the group's size does not divide the dim.
     """
     members = resolve(group, grid)
+    tensor = tensor.detach()
     return (
         start_reduce_scatter(tensor, members, dim).wait() if members.size() > 1 else tensor.clone()
     )
@@ -101,7 +105,7 @@ def all_to_all(
     Raises:
         ShapeError: the rows do not add up, or cannot be shared equally.
     """
-    members = resolve(group, grid)
+    members, tensor = resolve(group, grid), tensor.detach()
     if send is None:
         share(tensor, members, 0)
     elif len(send) != members.size() or sum(send) != tensor.shape[0]:
@@ -125,7 +129,7 @@ def broadcast(
         raise ShapeError(
             f"source={source} is outside group {members.group_desc!r} of {members.size()} ranks"
         )
-    copy = tensor.clone(memory_format=torch.contiguous_format)
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     if members.size() > 1:
         dist.broadcast(copy, group=members, group_src=source)
     return copy

@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import (
@@ -46,6 +45,7 @@ from commgrid.collectives.asynchronous import (
     start_all_to_all,
     start_reduce_scatter,
 )
+from commgrid.collectives.first_order import first_order
 from commgrid.context_parallel.agreement import names_peers
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.kernels import wide
@@ -96,7 +96,7 @@ class _Gathered(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order("context-parallel attention")
     @names_peers
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
@@ -208,7 +208,7 @@ class _Exchange(torch.autograd.Function):
         return start_all_to_all(rows, group, send, receive).wait()
 
     @staticmethod
-    @once_differentiable
+    @first_order("context-parallel attention")
     @names_peers
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         back = start_all_to_all(gradient, ctx.group, ctx.receive, ctx.send).wait()

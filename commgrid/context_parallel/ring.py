@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from commgrid.collectives.first_order import first_order
 from commgrid.context_parallel.agreement import names_peers
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.kernels import wide
@@ -79,7 +79,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order("context-parallel attention")
     @names_peers
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors

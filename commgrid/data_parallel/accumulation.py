@@ -206,6 +206,14 @@ def check_slices(optimizer: torch.optim.Optimizer) -> None:
             check_scaler(f"{slot.placement} is another one along {axis}")
 
 
+def is_unreduced(slot: Slot, reducer: GradientReducer) -> bool:
+    """Whether `.grad` is this rank's alone: from backward, or set without a later finish()."""
+    gradient = slot.parameter.grad
+    if gradient is None or not slot.reduced:
+        return gradient is not None
+    return gradient is not slot.handed_out and (slot.stepped or not reducer.has_finished)
+
+
 def check_reduced(optimizer: torch.optim.Optimizer) -> None:
     """Refuses a step with gradients of this rank alone.
 
@@ -215,7 +223,14 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
     reducers: dict[GradientReducer, None] = {}
     for reducer, slot in owned_by(optimizer):
         reducers[reducer] = None
-        if slot.parameter.grad is not None and not slot.reduced:
+        gradient = slot.parameter.grad
+        if reducer.shard and slot.reduced and not isinstance(gradient, KeptGradient | None):
+            raise CommGridError(
+                f".grad of {slot.placement} was set, which a ShardedOptimizer does not read: its "
+                "reducer keeps gradients in parts; set it before finish(), which sums it over "
+                "ranks, or make the GradientReducer with shard=False"
+            )
+        if is_unreduced(slot, reducer):
             raise CommGridError(
                 f"{type(optimizer).__name__}.step() was called while {slot.placement} has a "
                 "gradient that no finish() has reduced, so that ranks would train apart; call its "

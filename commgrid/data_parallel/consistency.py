@@ -67,6 +67,24 @@ def check_grid(placements: Iterable[Placement], grid: HyperCommGrid) -> None:
                 )
 
 
+def check_lanes(lanes: Iterable[Lane]) -> None:
+    """Refuses sums over ranks that have different slices of a parameter.
+
+    Raises:
+        SpecError: names the first such parameter and the ranks.
+    """
+    for lane in lanes:
+        ranks = dist.get_process_group_ranks(lane.group)
+        for slot in lane.slots:
+            for dim, group, both in slot.placement.within(ranks):
+                raise SpecError(
+                    f"gradients of {slot.placement} would be summed over group {lane.name!r}, in "
+                    f"which {describe_ranks(both)} have different slices of it, cut along dim "
+                    f"{dim} over {group.name!r}; give the GradientReducer the ranks that saw "
+                    "different data, group='dp_cp', and layers the group of their slices"
+                )
+
+
 def compare_models(
     lanes: Sequence[Lane], options: tuple[object, ...], model: nn.Module, grid: HyperCommGrid
 ) -> None:
@@ -252,7 +270,7 @@ def _lists_ranks(group: ProcessGroup, grid: HyperCommGrid) -> bool:
 
 
 def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: str) -> set[str]:
-    """The axes over which a model is one model: data axes, tp, and the axes its layers name.
+    """The axes over which a model is one model: data axes, tp, cp, and the axes its layers name.
 
     Along other axes, such as the members of an ensemble, weights may differ on purpose.
 
@@ -261,7 +279,7 @@ def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: st
         grid: its grid.
         names: the groups that its gradients are summed over.
     """
-    found = {"tp"}
+    found = {"tp", "cp"} & set(grid.shape)
     groups = [group for p in placements for _, group in p.shards] + [
         p.partial for p in placements if p.partial is not None
     ]

@@ -43,6 +43,7 @@ from commgrid.data_parallel.accumulation import (
     begin,
     fuses_gradients,
     hand_out,
+    is_unreduced,
     owner_of,
     release,
     take_in,
@@ -54,6 +55,7 @@ from commgrid.data_parallel.consistency import (
     broadcast_values,
     changed,
     check_grid,
+    check_lanes,
     check_own,
     compare_models,
     compare_slices,
@@ -154,6 +156,7 @@ class GradientReducer:
         self.lanes, self.buckets = make_lanes(
             trained, self.groups.of, shard=shard, bucket_bytes=bucket_bytes, dtype=dtype
         )
+        check_lanes(self.lanes)
         options = (shard, bucket_bytes, str(dtype), broadcast, not_finite)
         compare_models(self.lanes, options, model, self._grid)
         lane_of = {id(s.parameter): lane.group for lane in self.lanes for s in lane.slots}
@@ -169,7 +172,7 @@ class GradientReducer:
         True with `not_finite="keep"`, which does not check."""
         self._optimizer: weakref.ref[ShardedOptimizer] | None = None
         self._next = 0
-        self._begun = self._is_exact = self.after_step = False
+        self._begun = self._is_exact = self.after_step = self.has_finished = False
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
         parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
@@ -416,6 +419,7 @@ class GradientReducer:
         if divisor != 1 and self.buckets:
             torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisor)
         skips, self.after_step = self._not_finite == "skip" and not self.is_finite, False
+        self.has_finished = True
         self._reset()
         for bucket in self.buckets:
             self._hand_out(bucket, skips)
@@ -444,14 +448,24 @@ class GradientReducer:
     def _changed_after_sending(self) -> CommGridError | None:
         """The error for a `.grad` that was replaced while its sum was under way."""
         for bucket in self.buckets:
-            for slot in bucket.slots if bucket.pending is not None else ():
-                if slot.sent and slot.parameter.grad is not slot.in_flight:
+            for slot in bucket.slots if bucket.launched else ():
+                gradient = slot.parameter.grad
+                left = (slot.in_flight, slot.view) if slot.sent else (None, slot.handed_out)
+                if not any(gradient is each for each in left):
                     return CommGridError(
                         f".grad of {slot.placement} was set after backward had begun to sum it "
                         "with other ranks', and before finish(); change gradients after finish(), "
                         "and give a step up with the reducer's zero_grad()"
                     )
         return None
+
+    def _check_reduced(self, call: str) -> None:
+        for slot in self.slots:
+            if is_unreduced(slot, self):
+                raise CommGridError(
+                    f"{call} while {slot.placement} has a gradient that no finish() has reduced; "
+                    "call finish() first, once a step, after the last backward"
+                )
 
     def _check_before_finish(self) -> None:
         if self.shard and self.optimizer is None:
@@ -536,7 +550,9 @@ class GradientReducer:
 
         Raises:
             UnknownGroupError: the grid has no group of the ranks that hold the model.
+            CommGridError: a gradient is not reduced.
         """
+        self._check_reduced("gradient_norm() or clip_gradients() was called")
         if not self._has_whole:
             norm_group(self._grid, self._name, sharded=self.shard)  # which says what is missing
         return self._verdict.squares([self.held(piece) for piece in self.pieces]).sqrt()

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives import (
@@ -36,6 +35,7 @@ from commgrid.collectives import (
     reduce_scatter_to_group,
 )
 from commgrid.collectives.asynchronous import as_output, start_all_to_all
+from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.expert.permutation import (
@@ -246,7 +246,7 @@ class _Exchange(torch.autograd.Function):
         return tuple(as_output(one.wait()) for one in pending)
 
     @staticmethod
-    @once_differentiable
+    @first_order("expert dispatch")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pending = [start_all_to_all(g, ctx.group, ctx.receive, ctx.send) for g in gradients]
         return None, None, None, *(one.wait() for one in pending)

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import as_output
+from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule, mark_parameters
@@ -264,7 +264,7 @@ class _Experts(torch.autograd.Function):
         return as_output(made if y is None else y)
 
     @staticmethod
-    @once_differentiable
+    @first_order("GroupedExperts")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, up, down, *inners = ctx.saved_tensors
         needs_x, needs_weights, needs_up, needs_down = wanted(ctx)[:4]

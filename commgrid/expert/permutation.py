@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commgrid.collectives.asynchronous import as_output
+from commgrid.collectives.first_order import first_order
 from commgrid.expert.router import count
 
 
@@ -187,7 +187,7 @@ class _Move(torch.autograd.Function):
         return as_output(moved)
 
     @staticmethod
-    @once_differentiable
+    @first_order("expert dispatch")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(gradient, ctx.how), None, None, None
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commgrid.collectives.asynchronous import start_all_reduce_
@@ -28,15 +29,25 @@ Gradients = dict[nn.Parameter, Tensor | None]
 
 
 def check_reduced(
-    chunks: Sequence[nn.Module], reducer: GradientReducer | None, pipeline: ProcessGroup
+    chunks: Sequence[nn.Module],
+    reducer: GradientReducer | None,
+    pipeline: ProcessGroup,
+    *,
+    splits: bool,
 ) -> None:
     """Refuse stages of which some gradients would not be reduced over data, or more than once.
+
+    Args:
+        chunks: this stage's.
+        reducer: this stage's; None: it has none.
+        pipeline: the group of all stages.
+        splits: whether the schedule computes gradients of inputs and of weights apart.
 
     Raises:
         SpecError: on every stage; names the first such stage, chunk and parameter.
     """
     trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
-    told = gathered((_not_reduced(chunks, reducer), trains, reducer is not None), pipeline)
+    told = gathered((_not_reduced(chunks, reducer, splits), trains, reducer is not None), pipeline)
     ranks = dist.get_process_group_ranks(pipeline)
     some = [rank for rank, (_, _, reduces) in zip(ranks, told, strict=True) if reduces]
     for stage, (rank, (wrong, trains, reduces)) in enumerate(zip(ranks, told, strict=True)):
@@ -46,7 +57,7 @@ def check_reduced(
             raise SpecError(f"Pipeline: stage {stage} (rank {rank}) {wrong}")
 
 
-def _not_reduced(chunks: Sequence[nn.Module], reducer: GradientReducer | None) -> str:
+def _not_reduced(chunks: Sequence[nn.Module], reducer: GradientReducer | None, splits: bool) -> str:
     """Describe the first parameter of a stage that is not reduced as it should be, or ""."""
     advice = "expected reducer=GradientReducer(torch.nn.ModuleList(chunks)), of all its chunks"
     known = set() if reducer is None else {id(p) for p in reducer.model.parameters()}
@@ -57,6 +68,13 @@ def _not_reduced(chunks: Sequence[nn.Module], reducer: GradientReducer | None) -
                     f"has a DistributedDataParallel in chunk {index}{name and f' at {name!r}'}, "
                     "which reduces some microbatches' gradients alone; give the module inside "
                     f"it, and {advice}"
+                )
+            if splits and isinstance(module, FSDPModule):
+                return (
+                    f"has a module of fully_shard in chunk {index}{name and f' at {name!r}'}, "
+                    "which reduces gradients and frees its weights when the gradients of its "
+                    "inputs are there, before those of the weights; use schedule='1f1b', 'gpipe' "
+                    "or 'interleaved' with FSDP2"
                 )
         for name, parameter in chunk.named_parameters():
             if reducer is not None and parameter.requires_grad and id(parameter) not in known:

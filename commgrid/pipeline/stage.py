@@ -132,13 +132,17 @@ class Pipeline:
         if isinstance(schedule, Schedule):
             check_schedule(schedule)
         self._model = nn.ModuleList(self.chunks)
-        check_reduced(self.chunks, reducer, self.links.group.group)
+        splits = any(
+            isinstance(a, BackwardInput) for order in self.schedule.orders for a in order
+        )  # fmt: skip
+        check_reduced(self.chunks, reducer, self.links.group.group, splits=splits)
         check_shared(self._model, self.links.group.group)
         self._program = programs(self.schedule)[self.stage]
         self._final = _final_backwards(self.schedule.orders[self.stage])
         uses = Counter(id(p) for chunk in self.chunks for p in {*chunk.parameters()})
         self._alone = [all(uses[id(p)] == 1 for p in chunk.parameters()) for chunk in self.chunks]
         self._evaluations: dict[int, tuple[Schedule, Program]] = {}
+        self._has_trained = False
         self.spans: dict[Computation, Span] = {}
         """When each computation of the last step ran, without what it waited for: seconds of
         `time.perf_counter`, which on the CPU is when it was done and on CUDA when it was issued."""
@@ -201,6 +205,8 @@ class Pipeline:
             run.check()
             before = set_aside(self._model) if self.reducer is None else {}
             found = run.through(self._program)
+            if not self._has_trained:
+                self._check_graphs(run.without_graph())
             self.spans = run.spans
             if self.reducer is None:
                 add_up(self._model, before)
@@ -278,6 +284,23 @@ class Pipeline:
                     f"{usual}; give every stage the same"
                 )
 
+    def _check_graphs(self, mine: str) -> None:
+        """Refuse, after the first step, chunks with trained parameters that had no graph.
+
+        Raises:
+            CommGridError: on every stage; names the first such stage and chunk.
+        """
+        found = gathered(mine, self.links.group.group)
+        for stage, (rank, told) in enumerate(zip(self.links.ranks, found, strict=True)):
+            if told:
+                raise CommGridError(
+                    f"Pipeline: stage {stage} (rank {rank}) {told}; it was detached, computed "
+                    "under torch.no_grad(), or behind a checkpoint with use_reentrant=True whose "
+                    "inputs need no gradient; freeze the chunk with requires_grad_(False) if that "
+                    "is meant"
+                )
+        self._has_trained = True
+
 
 def _final_backwards(order: Order) -> set[Computation]:
     """The backwards of each chunk after which its weights get no further gradients."""
@@ -346,6 +369,7 @@ class _Pass:
         self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._leaving: dict[Message, Sequence[Tensor]] = {}
         self._found: dict[int, Any] = {}
+        self._trained: set[int] = set()  # chunks that some microbatch had a graph of
         self._started = 0.0
         self.spans: dict[Computation, Span] = {}
 
@@ -384,6 +408,17 @@ class _Pass:
                     f"{key}: {count} given on stage {stage} of {stages}; "
                     f"expected {wanted} microbatches, as {self.schedule} takes them"
                 )
+
+    def without_graph(self) -> str:
+        """Describe the first chunk with trained parameters that had no graph, or ""."""
+        for index, chunk in enumerate(self.pipeline.chunks):
+            trains = next((n for n, p in chunk.named_parameters() if p.requires_grad), None)
+            if trains is not None and index not in self._trained:
+                return (
+                    f"has not trained chunk {index}: in no microbatch did its output, or the loss, "
+                    f"depend on {trains!r} for autograd"
+                )
+        return ""
 
     def through(self, program: Program) -> dict[int, Any]:
         """Runs the program; returns losses or outputs by microbatch, on the last stage."""
@@ -433,14 +468,13 @@ class _Pass:
         if is_last:
             self._found[microbatch] = output.detach().clone()
         if self.train:
-            self._live[action.chunk, microbatch] = _Live(
-                received,
-                [
-                    get_gradient_edge(t) if t.requires_grad else None
-                    for t in _differentiable(outputs)
-                ],
-                torch.ones_like(output) if is_last else None,
-            )
+            edges = [
+                get_gradient_edge(t) if t.requires_grad else None for t in _differentiable(outputs)
+            ]
+            if any(edge is not None for edge in edges):
+                self._trained.add(action.chunk)
+            ones = torch.ones_like(output) if is_last else None
+            self._live[action.chunk, microbatch] = _Live(received, edges, ones)
         return outputs
 
     def _inputs(self, part: int, microbatch: int) -> tuple[Sequence[Any], list[Tensor]]:
@@ -465,6 +499,8 @@ class _Pass:
         if is_last and (len(outputs) != 1 or not isinstance(output, Tensor) or output.dim() != 0):
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ShapeError(f"{who}: its loss is {shape}; expected one scalar tensor")
+        if is_last and not _differentiable([output]):
+            raise ShapeError(f"{who}: its loss is {output.dtype}; expected a floating-point dtype")
         for one in outputs:
             if not isinstance(one, Tensor):
                 raise ShapeError(

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commgrid.collectives import Group
 from commgrid.collectives.asynchronous import start_all_gather
+from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError
 from commgrid.tensor_parallel.embedding import check_indices
@@ -159,7 +159,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill_(ignored, 0).view(logits.shape[:-1])
 
     @staticmethod
-    @once_differentiable
+    @first_order("vocab_parallel_cross_entropy")
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, ignored, lse, largest = ctx.saved_tensors
         flat, real, smoothing = _rows(logits), ctx.real, ctx.smoothing

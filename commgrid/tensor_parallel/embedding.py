@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import (
@@ -28,6 +27,7 @@ from commgrid.collectives.asynchronous import (
     start_all_reduce_,
     start_reduce_scatter,
 )
+from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.tensor_parallel.init import Init, draw
@@ -216,7 +216,7 @@ class _Embed(torch.autograd.Function):
         return as_output(y)
 
     @staticmethod
-    @once_differentiable
+    @first_order("VocabParallelEmbedding")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, others, weight = ctx.saved_tensors
         if ctx.sequence_dim is not None and ctx.group.size() > 1:
@@ -243,7 +243,7 @@ class _Without(torch.autograd.Function):
         return logits
 
     @staticmethod
-    @once_differentiable
+    @first_order("a vocabulary-parallel head")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradient.clone()
         gradient[..., ctx.real :] = 0

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import (
@@ -31,6 +30,7 @@ from commgrid.collectives.asynchronous import (
     start_all_reduce_,
     start_reduce_scatter,
 )
+from commgrid.collectives.first_order import first_order
 
 Layer = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
@@ -89,7 +89,7 @@ class _ColumnMatmul(torch.autograd.Function):
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    @once_differentiable
+    @first_order("a column-parallel layer")
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, _, _, *needs = wanted(ctx)
@@ -136,7 +136,7 @@ class _RowMatmul(torch.autograd.Function):
         return as_output(y if bias is None else y.add_(bias))
 
     @staticmethod
-    @once_differentiable
+    @first_order("a row-parallel layer")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = wanted(ctx)[:3]

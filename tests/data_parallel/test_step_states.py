@@ -497,7 +497,11 @@ def test_one_ranks_state_dict_on_all_ranks_is_refused(grid: HyperCommGrid) -> No
     layer = ColumnParallelLinear(4, 4)
     states: list[Any] = [None, None]
     torch.distributed.all_gather_object(states, layer.state_dict())
-    layer.load_state_dict(states[0])
+    if grid.rank == 1:
+        told = r"of this state_dict is slice 0 of 2 along dim 0, and this rank has slice 1 of group"
+        with pytest.raises(SpecError, match=told):
+            layer.load_state_dict(states[0])
+    layer.load_state_dict(dict(states[0]))  # without the record of its slices
     with pytest.raises(
         GridMismatchError, match=r"(weight|bias) .* the same numbers on all of ranks"
     ):
@@ -541,3 +545,98 @@ def test_some_slices_may_be_equal(grid: HyperCommGrid) -> None:
     GradientReducer(nn.ModuleList([heads, other])).close()
     with pytest.raises(GridMismatchError, match="the same numbers on all of ranks 0-1, and so hav"):
         GradientReducer(heads)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_gradient_that_was_set_and_not_reduced_is_refused(
+    grid: HyperCommGrid, shard: bool
+) -> None:
+    """As torch.autograd.grad leaves it to the user to set; finish() sums it like any other."""
+    model = model_of()
+    reducer = GradientReducer(model, shard=shard)
+    optimizer: torch.optim.Optimizer = (
+        ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
+        if shard
+        else torch.optim.SGD(model.parameters(), lr=1.0)
+    )
+    for finished in (False, True):
+        (gradient,) = torch.autograd.grad(loss_of(model, grid.rank), [model.weight])
+        model.weight.grad = gradient
+        if finished:
+            reducer.finish()
+            optimizer.step()
+            torch.testing.assert_close(model.weight.detach(), 0.5 - mean_gradient(), **CLOSE)
+            model.weight.grad = gradient  # beside the one that was used
+        with pytest.raises(CommGridError, match=r"weight of shape \(1, 4\)"):
+            optimizer.step()
+        model.weight.grad = None
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_set_after_finish_is_used_or_refused(grid: HyperCommGrid) -> None:
+    for shard in (False, True):
+        model = model_of()
+        reducer = GradientReducer(model, shard=shard)
+        optimizer: torch.optim.Optimizer = (
+            ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
+            if shard
+            else torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        loss_of(model, grid.rank).backward()
+        reducer.finish()
+        model.weight.grad = torch.ones(1, 4, dtype=torch.float64)
+        if shard:
+            with pytest.raises(CommGridError, match="which a ShardedOptimizer does not read"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            torch.testing.assert_close(model.weight.detach(), torch.full((1, 4), -0.5).double())
+        reducer.close()
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_gradient_put_back_after_it_was_sent_is_refused(grid: HyperCommGrid) -> None:
+    model = model_of()
+    taken = []
+
+    def take(parameter: Tensor) -> None:
+        taken.append(parameter.grad)
+        parameter.grad = None
+
+    model.weight.register_post_accumulate_grad_hook(take)
+    reducer = GradientReducer(model)
+    loss_of(model, grid.rank).backward()
+    model.weight.grad = taken[0]
+    with pytest.raises(CommGridError, match=r"\.grad of weight of shape \(1, 4\) was set after"):
+        reducer.finish()
+
+
+@pytest.mark.ranks(2)
+def test_clipping_before_finish_is_refused(grid: HyperCommGrid) -> None:
+    model = model_of()
+    reducer = GradientReducer(model)
+    with reducer.no_sync():
+        loss_of(model, grid.rank).backward()
+    with pytest.raises(CommGridError, match=r"clip_gradients\(\) was called while weight of shape"):
+        reducer.clip_gradients(1.0)
+    reducer.finish()
+    reducer.clip_gradients(1e9)
+    same(model, mean_gradient())
+
+
+@pytest.mark.ranks(2, tp=2)
+@pytest.mark.parametrize("group", ["tp", "dp_cp_tp"])
+def test_a_sum_over_ranks_with_other_slices_is_refused(group: str) -> None:
+    model = ColumnParallelLinear(4, 4, bias=False)
+    with pytest.raises(SpecError, match=r"of weight of shape \(2, 4\) would be summed over group"):
+        GradientReducer(model, group)
+
+
+@pytest.mark.ranks(2, cp=2)
+def test_a_reducer_that_leaves_cp_out_is_refused(grid: HyperCommGrid) -> None:
+    model = model_of()
+    reducer = GradientReducer(model, "dp")
+    loss_of(model, grid.rank).backward()
+    with pytest.raises(GridMismatchError, match="another gradient on each rank of group 'cp'"):
+        reducer.finish()

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commgrid
 from commgrid.data_parallel import GradientReducer
-from commgrid.errors import SpecError
+from commgrid.errors import CommGridError, SpecError
 from commgrid.pipeline import Pipeline
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.testing import run_on_ranks
 
 WIDTH, ROWS, MICROBATCHES = 4, 3, 4
@@ -142,3 +144,68 @@ def test_gradients_that_would_not_be_reduced_are_refused_on_every_stage() -> Non
         assert "stage 1 (rank " in wrapped
         assert "has a DistributedDataParallel in chunk 1 at '0', which" in wrapped
         assert "expected reducer=GradientReducer(torch.nn.ModuleList(chunks))" in wrapped
+
+
+# -- parts without a graph ------------------------------------------------------------------------
+
+
+class Detached(nn.Module):
+    """A layer whose output has no graph, but for one microbatch of `kept`."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__()
+        self.layer, self.kept, self.calls = nn.Linear(WIDTH, WIDTH).double(), kept, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.layer(x)
+        return y if self.calls <= self.kept else y.detach()
+
+
+def untrained(schedule: str, where: int) -> str:
+    grid = commgrid.initialize(pp=2)
+    stage = grid.coordinate["pp"]
+    for kept, frozen in ((1, False), (0, True)):
+        part = Detached(kept if stage == where else MICROBATCHES)
+        part.requires_grad_(not (frozen and stage <= where))
+        Pipeline(part, schedule, num_microbatches=MICROBATCHES, loss=loss).step(
+            microbatches(), microbatches()
+        )
+    part = Detached(0 if stage == where else MICROBATCHES)
+    pipeline = Pipeline(part, schedule, num_microbatches=MICROBATCHES, loss=loss)
+    with pytest.raises(CommGridError) as caught:
+        pipeline.step(microbatches(), microbatches())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_part_that_would_not_be_trained_is_refused(schedule: str, where: int) -> None:
+    """Frozen parts, and parts that some microbatches do not use, are trained as they should be."""
+    for said in run_on_ranks(untrained, 2, schedule, where, check=False):  # it ends the grid
+        assert f"stage {where} (rank {where}) has not trained chunk 0" in said
+        assert "depend on 'layer.weight' for autograd" in said
+
+
+def whole_numbers() -> str:
+    commgrid.initialize(pp=2)
+    pipeline = Pipeline(
+        nn.Linear(WIDTH, WIDTH).double(), num_microbatches=MICROBATCHES,
+        loss=lambda y, _: y.square().sum().long(),
+    )  # fmt: skip
+    with pytest.raises(CommGridError) as caught:
+        pipeline.step(microbatches(), microbatches())
+    return str(caught.value)
+
+
+def test_a_loss_of_whole_numbers_is_refused() -> None:
+    for said in run_on_ranks(whole_numbers, 2, check=False):  # it ends the grid
+        assert "its loss is torch.int64; expected a floating-point dtype" in said
+
+
+@pytest.mark.ranks(4, pp=2)
+def test_fsdp_under_a_schedule_that_splits_backward_is_refused(grid: HyperCommGrid) -> None:
+    part = fully_shard(nn.Linear(WIDTH, WIDTH).double(), mesh=grid.device_mesh("dp_cp"))
+    Pipeline(part, "1f1b", num_microbatches=MICROBATCHES, loss=loss)
+    with pytest.raises(SpecError, match=r"stage 0 \(rank [01]\) has a module of fully_shard in ch"):
+        Pipeline(part, "zb-h1", num_microbatches=MICROBATCHES, loss=loss)
