@@ -134,10 +134,16 @@ def changed(model: nn.Module, slots: Iterable[Slot]) -> CommGridError | None:
     return None
 
 
-def stage_group(grid: HyperCommGrid) -> ProcessGroup | None:
-    """All ranks of this one's pipeline stage; None: it is alone, or no such group was created."""
+def stage_group(grid: HyperCommGrid, used: set[str] | None = None) -> ProcessGroup | None:
+    """The ranks of this one's pipeline stage; None: it is alone, or no such group was created.
+
+    Args:
+        grid: of the model.
+        used: only ranks along these axes; None: along all.
+    """
     dense = grid.spec.regions[0].axes
     axes = [axis for axis in dense if axis != "pp" and grid.size(axis) > 1]
+    axes = [axis for axis in axes if used is None or axis in used]
     try:
         return grid.get_group(*axes) if axes else None
     except UnknownGroupError:

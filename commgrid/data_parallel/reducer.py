@@ -187,7 +187,9 @@ class GradientReducer:
             for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes
         )  # fmt: skip
         _REDUCERS.add(self)
-        self._replicas = ReplicaGradients(self.pieces, self._grid, self.groups.axes_of, used)
+        self._replicas = ReplicaGradients(
+            self.pieces, self._grid, self.groups.axes_of, used, shard=shard
+        )
         self._set_up_fused(model)
         self._handles = [
             self._attach(bucket, index)
@@ -424,7 +426,7 @@ class GradientReducer:
         for bucket in self.buckets:
             self._hand_out(bucket, skips)
         wrong = wrong or changed(self.model, self.slots)
-        told = self._replicas.compare(self.held)
+        told = self._replicas.compare(self.held, divisor)
         wrong = wrong or told
         if self._not_finite == "raise" and not self.is_finite:  # so say all ranks, so all go there
             told = check_finite(self.pieces, self._verdict.whole, self.model)
@@ -578,7 +580,12 @@ class GradientReducer:
         held = self.gradients()
         if held and (norm.device.type != "cpu" or not scale >= 1):  # also where it is NaN
             torch._foreach_mul_(held, scale)
+            self.rescaled()
         return norm
+
+    def rescaled(self) -> None:
+        """Called after gradients were scaled in place by one factor, the same on all ranks."""
+        self._replicas.rescaled(self.held)
 
     def gradients_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's parts of the reduced gradients of the given parameters."""

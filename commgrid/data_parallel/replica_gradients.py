@@ -16,7 +16,7 @@ begins with zeros it is zero in the first), by its norm and by its product with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,10 @@ from commgrid.collectives.plain import all_reduce
 from commgrid.copies import copied_axes, groups_along
 from commgrid.data_parallel.buckets import Piece
 from commgrid.data_parallel.consistency import stage_group
+from commgrid.data_parallel.edits import Edits
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import GridMismatchError
+from commgrid.inputs import KEPT, InputRecord
 from commgrid.parameters import Placement
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.grid import HyperCommGrid
@@ -61,6 +63,7 @@ class ReplicaGradients:
         grid: the reducer's grid.
         summed: the axes over which a parameter's gradient is summed.
         used: the axes over which the model is one model.
+        shard: whether each rank keeps a part of each gradient.
     """
 
     def __init__(
@@ -69,7 +72,15 @@ class ReplicaGradients:
         grid: HyperCommGrid,
         summed: Callable[[Placement], set[str]],
         used: set[str],
+        *,
+        shard: bool,
     ) -> None:
+        pieces = list(pieces)
+        edited = None if shard else stage_group(grid, used)  # parts cannot be edited
+        self._edits = Edits(pieces, edited, _MOST_STEPS)
+        groups = (g for p in pieces for g in _layer_groups(p.slot.placement))
+        self._input_groups = list(dict.fromkeys(groups))
+        self._inputs = InputRecord()
         self._pending: list[_Pending] = []
         for piece in pieces:
             placement = piece.slot.placement
@@ -82,20 +93,36 @@ class ReplicaGradients:
 
     def before_step(self, held: Callable[[Piece], Tensor | None]) -> None:
         """Records the gradients that were just compared, as an optimizer is about to use them."""
+        self._edits.before_step(held)
         if self._compared:
             self._used = _fingerprints(self._compared, held)
 
-    def compare(self, held: Callable[[Piece], Tensor | None]) -> GridMismatchError | None:
-        """The error if they differ, on all ranks of the stage; collective over the stage."""
-        wrong: GridMismatchError | None = None
+    def rescaled(self, held: Callable[[Piece], Tensor | None]) -> None:
+        """Records gradients that were scaled by one factor, the same on all ranks."""
+        self._edits.finished(held)
+
+    def compare(
+        self, held: Callable[[Piece], Tensor | None], divisor: float
+    ) -> GridMismatchError | None:
+        """The error if they differ, on all ranks of the stage; collective over the model.
+
+        Args:
+            held: the reducer's gradient of a piece.
+            divisor: what `finish` has divided sums by.
+        """
+        wrong = self._edits.compare()
+        self._edits.finished(held)
         if not self._steps:
-            return None
+            return wrong
+        for group in self._input_groups:
+            told = _unequal_inputs(self._inputs, group, divisor)
+            wrong = wrong or told
         compared, self._compared = self._compared, []
         used, self._used = self._used, None
         if compared:  # on all ranks of a group, also where no optimizer has stepped
             stepped = torch.full((len(compared), 1), float(used is not None), dtype=torch.float64)
             used = torch.zeros(len(compared), 2, dtype=torch.float64) if used is None else used
-            wrong = _differing(compared, torch.cat([used, stepped], 1))[1]
+            wrong = wrong or _differing(compared, torch.cat([used, stepped], 1))[1]
         if self._pending:
             found = _fingerprints(self._pending, held)
             is_done, told = _differing(self._pending, found)
@@ -104,18 +131,67 @@ class ReplicaGradients:
             self._compared = [pending for pending, done in both if done]
             self._pending = [pending for pending, done in both if not done]
         self._steps -= 1
+        if not self._steps:
+            self._inputs.close()
         if self._everyone is None:
             return wrong
-        mine = torch.tensor([wrong is not None, bool(self._pending or self._compared)])
-        mine = mine.long().to(_device(self._everyone))
+        left = bool(self._pending or self._compared or self._input_groups)
+        mine = torch.tensor([wrong is not None, left], device=_device(self._everyone)).long()
         is_wrong, goes_on = all_reduce(mine, self._everyone, op="max").tolist()
         self._steps = self._steps if goes_on else 0
         if is_wrong and wrong is None:
             return GridMismatchError(
-                "other ranks have copies of a parameter with gradients that differ; their errors "
-                "name them"
+                "other ranks have copies of a parameter with gradients that differ, or layers "
+                "with inputs that differ; their errors name them"
             )
         return wrong
+
+
+def _layer_groups(placement: Placement) -> Iterator[ProcessGroup]:
+    """The groups whose ranks compute one layer together on equal inputs."""
+    groups = [group for _, group in placement.shards if placement.region == "dense"]
+    if placement.partial is not None:
+        groups.append(placement.partial)
+    yield from (group.group for group in groups if group.size > 1)
+
+
+def _unequal_inputs(
+    record: InputRecord, group: ProcessGroup, divisor: float
+) -> GridMismatchError | None:
+    """The error if ranks of a group noted other inputs, or divide by other counts."""
+    notes, count = record.take(group)
+    mine = torch.zeros(KEPT + 1, 3, dtype=torch.float64)
+    mine[0, :2] = torch.tensor([count, divisor])
+    for row, (_, numbers) in enumerate(notes, 1):
+        mine[row] = numbers
+    mine = torch.where(mine.isfinite(), mine, 0.0)
+    largest, smallest = all_reduce(
+        torch.cat([mine, -mine]).to(_device(group)), group, op="max"
+    ).cpu().chunk(2)  # fmt: skip
+    spread, described = largest + smallest, _described(group)[1]
+    if spread[0, 0] > 0:
+        return GridMismatchError(
+            f"the ranks of {described} have called its layers {int(-smallest[0, 0])} to "
+            f"{int(largest[0, 0])} times since the last finish(), as if one of them had evaluated "
+            "alone; each forward of a sliced model needs all ranks of the group"
+        )
+    for row, (what, _) in enumerate(notes, 1):
+        allowed = largest[row, 0] * largest[row, 1:].abs().max()
+        if spread[row, 0] > 0 or bool((spread[row, 1:] > allowed).any()):
+            return GridMismatchError(
+                f"{what} is not equal on all ranks of {described}, which compute one model "
+                "together; give all of them the same batch: seed data loaders by "
+                "grid.get_local_rank('dp_cp'), or broadcast each batch over the group; with "
+                "dropout before it use one seed along the group; a slice of the sequence needs "
+                "sequence_parallel=True"
+            )
+    if spread[0, 1] > 0:
+        return GridMismatchError(
+            f"finish(count=…) divides by {-float(smallest[0, 1]):g} to {float(largest[0, 1]):g} on "
+            f"ranks of {described}, which have the same samples; count those of the whole batch, "
+            "not of this rank's slice of the sequence"
+        )
+    return None
 
 
 def _fingerprints(pending: Sequence[_Pending], held: Callable[[Piece], Tensor | None]) -> Tensor:

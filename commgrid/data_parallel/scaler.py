@@ -95,6 +95,8 @@ class GradScaler(torch.amp.GradScaler):
             found = worst.to(device, copy=True)
             torch._amp_foreach_non_finite_check_and_unscale_(same, found, inv_scale.to(device))
             worst = torch.maximum(worst, found.to(worst.device))
+        for reducer in reducers:
+            reducer.rescaled()
         if self._whole is not None:
             start_all_reduce_(worst, self._whole, dist.ReduceOp.MAX).wait()
         return {worst.device: worst}

@@ -16,6 +16,7 @@ from commgrid.expert.dispatch import Dispatcher
 from commgrid.expert.experts import Activation, GroupedExperts
 from commgrid.expert.router import Router, Routing
 from commgrid.expert.shared import SharedExpert
+from commgrid.inputs import note
 from commgrid.parameters import mark_parameters
 from commgrid.runtime.registry import get_grid
 from commgrid.tensor_parallel.init import Init
@@ -143,6 +144,7 @@ class MoELayer(nn.Module):
             )
         tokens, shares, most = x.reshape(-1, self.hidden), None, None
         if not self.sequence_parallel:
+            note(f"{self.group.owner}'s tokens", x, self.group)
             whole, rest = divmod(len(tokens), self.group.size)
             shares = [whole + (rank < rest) for rank in range(self.group.size)]
             most = shares[0]

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives import all_gather_from_group
 from commgrid.errors import ShapeError
+from commgrid.inputs import note
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ParallelLayer
 from commgrid.tensor_parallel.matmul import Layer, column_matmul
@@ -131,6 +132,8 @@ class QKVParallelLinear(ParallelLayer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check_input(x, self.hidden)
+        if not self.sequence_parallel:
+            note(f"{self.group.owner}'s input", x, self.group)
         layers: list[Layer] = [(self.q_weight, self.q_bias), (self.kv_weight, self.kv_bias)]
         q, kv = column_matmul(x, layers, self.group.group, self._sharded_dim)
         if self.num_kv_heads < self.group.size:

@@ -22,6 +22,7 @@ from commgrid.collectives.asynchronous import start_all_gather
 from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError
+from commgrid.inputs import note
 from commgrid.tensor_parallel.embedding import check_indices
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def vocab_parallel_cross_entropy(
         raise ShapeError(f"{who}: label_smoothing={label_smoothing}; expected 0 to 1")
     if reduction not in ("none", "mean", "sum"):
         raise ShapeError(f"{who}: reduction={reduction!r}; expected none, mean or sum")
+    note(f"{who}'s target", target, ref)
     padded = logits.shape[-1] * ref.size
     size = padded if vocabulary is None else vocabulary
     if not 1 <= size <= padded:

@@ -30,6 +30,7 @@ from commgrid.collectives.asynchronous import (
 from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
+from commgrid.inputs import note
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ColumnParallelLinear, Output, ParallelLayer
 
@@ -106,6 +107,7 @@ class VocabParallelEmbedding(ParallelLayer):
                 f"{self.sequence_dim} for the sequence"
             )
         self._check_sequence(tokens)
+        note(f"{self.group.owner}'s tokens", tokens, self.group)
         dim = self._sharded_dim
         if dim is not None and dim < 0:
             dim -= 1  # y has one more dim than the tokens

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
+from commgrid.inputs import note
 from commgrid.parameters import ShardedModule
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.matmul import column_matmul, row_matmul
@@ -270,6 +271,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Output:
         self._check_input(x, self.in_features)
+        if not self.sequence_parallel:
+            note(f"{self.group.owner}'s input", x, self.group)
         added = None if self.skip_bias_add else self.bias
         (y,) = column_matmul(
             x, [(self._weight(weight), added)], self.group.group, self._sharded_dim
@@ -350,6 +353,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Output:
         if not self.input_is_parallel:
             self._check_input(x, self.in_features)
+            note(f"{self.group.owner}'s input", x, self.group)
             x = scatter_to_group(x, self.group, dim=-1)
         self._check_input(x, self.in_features // self.group.size)
         self._check_sequence(x)

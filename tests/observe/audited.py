@@ -43,7 +43,7 @@ def _rank(argv: list[str]) -> None:
     for name in [*sys.modules]:  # as another test of this process may have imported them
         if name.startswith("gpt_"):
             del sys.modules[name]
-    ReplicaGradients.compare = lambda self, held: None  # type: ignore[method-assign]  # finds some
+    ReplicaGradients.compare = lambda self, held, divisor: None  # type: ignore[method-assign]  # finds some
     child.main(argv)
 
 

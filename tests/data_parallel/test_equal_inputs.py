@@ -1,0 +1,139 @@
+"""Inputs that must be equal along tp: other ones on each rank are refused in the first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commgrid import GridMismatchError
+from commgrid.data_parallel import GradientReducer
+from commgrid.expert import MoELayer
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    initialize_parameters,
+    vocab_parallel_cross_entropy,
+)
+
+VOCABULARY, WIDTH = 11, 4
+Batch = tuple[Tensor, Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(VOCABULARY, WIDTH)
+        self.head = VocabParallelHead(WIDTH, VOCABULARY)
+        initialize_parameters(self, seed=0)
+
+    def forward(self, batch: Batch) -> Tensor:
+        tokens, targets = batch
+        return vocab_parallel_cross_entropy(
+            self.head(self.embedding(tokens)), targets, vocabulary=VOCABULARY
+        ).sum()
+
+
+def batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (2, 5), generator=generator)
+    return tokens, tokens.roll(-1, 1)
+
+
+def other_batch(rank: int) -> Batch:
+    return batch(rank)
+
+
+def other_targets(rank: int) -> Batch:
+    return batch(0)[0], batch(rank)[1]
+
+
+@pytest.mark.ranks(2, tp=2)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (other_batch, r"VocabParallelEmbedding\(11, 4\)'s tokens is not equal on all ranks of gr"),
+        (other_targets, r"vocab_parallel_cross_entropy's target is not equal on all ranks of gro"),
+    ],
+    ids=["batch", "targets"],
+)
+def test_a_batch_of_each_rank_is_refused(
+    grid: HyperCommGrid, given: Callable[[int], Batch], told: str
+) -> None:
+    model = Model()
+    reducer = GradientReducer(model)
+    for _ in range(3):
+        model(batch(7)).backward()
+        reducer.finish()
+        reducer.zero_grad()
+    model(given(grid.rank)).backward()
+    with pytest.raises(GridMismatchError, match=told):
+        reducer.finish()
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_a_model_without_copies(grid: HyperCommGrid) -> None:
+    """No gradient along tp could differ; floating-point inputs do."""
+    model = nn.Sequential(
+        ColumnParallelLinear(64, 64, bias=False), RowParallelLinear(64, 64, bias=False)
+    )
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(grid.rank))
+    model(x).square().sum().backward()
+    with pytest.raises(GridMismatchError, match=r"ColumnParallelLinear\(64, 64\)'s input is not e"):
+        reducer.finish()
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_a_forward_on_one_rank_alone_is_counted(grid: HyperCommGrid) -> None:
+    """As of an evaluation on rank 0, whose collectives meet those of the next step."""
+    model = ColumnParallelLinear(4, 4, bias=False)  # without a collective in forward
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    if grid.rank == 0:
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(GridMismatchError, match=r"have called its layers 1 to 2 times since the l"):
+        reducer.finish()
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_counts_of_each_ranks_slice_are_refused(grid: HyperCommGrid) -> None:
+    model = ColumnParallelLinear(4, 4, sequence_parallel=True, bias=False)
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    model(torch.ones(2, 1, 4)).sum().backward()
+    with pytest.raises(GridMismatchError, match=r"finish\(count=…\) divides by 3 to 4 on ranks of"):
+        reducer.finish(count=3 + grid.rank)
+
+
+@pytest.mark.ranks(2, tp=2, etp=1)
+def test_a_slice_of_the_sequence_without_the_flag(grid: HyperCommGrid) -> None:
+    model = MoELayer(4, 8, 4, 2)
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    model(torch.randn(3, 4, generator=torch.Generator().manual_seed(grid.rank))).sum().backward()
+    with pytest.raises(GridMismatchError, match=r"tokens is not equal .*needs sequence_parallel"):
+        reducer.finish()
+
+
+@pytest.mark.ranks(4, tp=2)
+def test_other_batches_along_dp_and_evaluations_are_right(grid: HyperCommGrid) -> None:
+    model = Model()
+    reducer = GradientReducer(model)
+    for step in range(25):
+        for microbatch in range(2):
+            with reducer.no_sync():
+                model(batch(100 * step + 10 * microbatch + grid.coordinate["dp"])).backward()
+        if grid.coordinate["dp"] == 0:
+            with torch.no_grad():
+                model(batch(step))
+        reducer.finish(count=20)
+        reducer.zero_grad()
