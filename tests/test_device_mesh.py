@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commgrid
 from commgrid import SpecError, UnknownGroupError
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.torch_groups import group_count
 from commgrid.tensor_parallel import ColumnParallelLinear
 from commgrid.testing import run_on_ranks
@@ -565,3 +566,20 @@ def hybrid_beside_tp() -> None:
 @pytest.mark.full
 def test_fsdp1_over_copies_of_shards_beside_tp() -> None:
     run_on_ranks(hybrid_beside_tp, 8)
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_dtensor_works_on_a_later_grid_of_the_same_shape(grid: HyperCommGrid) -> None:
+    """torch caches plans by a mesh's ranks and names, and in them the names of its groups."""
+    for name in ("first", "second", "third"):
+        later = commgrid.initialize(tp=2, name=name)
+        mesh = later.device_mesh("tp")
+        x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+        assert (x + 1).full_tensor().sum().item() == 36
+        assert x.sum().full_tensor().item() == 28
+        if name != "second":  # which lives on beside the third
+            commgrid.destroy(name)
+    mesh = commgrid.get_grid("second").device_mesh("tp")
+    x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh)
+    assert x.redistribute(placements=[Shard(0)]).full_tensor().sum().item() == 28
+    commgrid.destroy("second")

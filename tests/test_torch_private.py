@@ -13,6 +13,7 @@ import torch._subclasses
 import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem
 import torch.distributed.tensor._redistribute
+import torch.distributed.tensor.debug
 import torch.testing._internal.distributed.fake_pg
 from torch import nn
 from torch.distributed import distributed_c10d as c10d

@@ -8,7 +8,7 @@ then the values of all replicas.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -114,6 +114,42 @@ def compare_models(
             "dtypes, order or marks, or other arguments of GradientReducer; this rank has "
             f"{len(mine)} parameters"
         )
+    _compare_options(model, group)
+
+
+def _compare_options(model: nn.Module, group: ProcessGroup) -> None:
+    """Refuses commgrid's layers with other options on each rank, such as a router's top_k.
+
+    Raises:
+        GridMismatchError: names layer, option and ranks.
+    """
+    mine = dict(_options_of(model))
+    digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "big")
+    if len(set(gathered(digest, group))) == 1:
+        return
+    found, ranks = gathered(mine, group), dist.get_process_group_ranks(group)
+    for option, value in found[0].items():
+        for rank, theirs in zip(ranks, found, strict=True):
+            if theirs.get(option) != value:
+                raise GridMismatchError(
+                    f"{option} is {value} on rank {ranks[0]} and {theirs.get(option)} on rank "
+                    f"{rank}; give the layers of one model the same options on all ranks"
+                )
+    raise GridMismatchError(f"layers of the model have other options on each of ranks {ranks}")
+
+
+def _options_of(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The public options of commgrid's own layers, by a name such as `moe.router.top_k`."""
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith("commgrid."):
+            continue
+        for key, value in vars(module).items():
+            if key.startswith("_") or key == "training":
+                continue
+            if callable(value) and not isinstance(value, nn.Module):  # such as an activation
+                value = getattr(value, "__qualname__", "")
+            if isinstance(value, bool | int | float | str | None):
+                yield f"{name or type(module).__name__}.{key}", repr(value)
 
 
 def changed(model: nn.Module, slots: Iterable[Slot]) -> CommGridError | None:

@@ -65,7 +65,13 @@ from commgrid.data_parallel.norm import norm_group
 from commgrid.data_parallel.reduction_groups import ReductionGroups
 from commgrid.data_parallel.replica_gradients import ReplicaGradients
 from commgrid.data_parallel.verdict import Verdict, check_finite
-from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
+from commgrid.errors import (
+    CommGridError,
+    GridDestroyedError,
+    ShapeError,
+    SpecError,
+    UnknownGroupError,
+)
 from commgrid.parameters import placements
 from commgrid.runtime.registry import get_grid
 
@@ -322,6 +328,11 @@ class GradientReducer:
             self._launch(all_of_them=False)
 
     def _launch(self, *, all_of_them: bool) -> None:
+        if self._grid.is_destroyed:
+            raise GridDestroyedError(
+                f"grid {self._grid.name!r} of this GradientReducer was destroyed; close() the "
+                "reducer and make a new one, also if a grid of that name exists again"
+            )
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             if bucket.missing and not all_of_them:

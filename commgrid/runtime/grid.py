@@ -21,6 +21,7 @@ from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.named_groups import NamedGroups
 from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.sub_grid import SubGrid
+from commgrid.runtime.torch_patches import forget_plans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -319,6 +320,8 @@ class HyperCommGrid(NamedGroups):
         while self._before_destroy:
             self._before_destroy.pop()()
         self._forget()
+        if self._meshes is not None:
+            forget_plans()
         self._meshes = None
         made, self._communicators = self._communicators, []
         return [communicator.group for communicator in made] if self._owns_groups else []

@@ -122,6 +122,22 @@ def _is_uneven_gather(step: Any) -> bool:
     return uneven
 
 
+def forget_plans() -> None:
+    """Clears DTensor's cached plans, which name the groups of a mesh that is gone.
+
+    They are looked up by the mesh's ranks and axis names, so that the mesh of a later grid of the
+    same shape found them, and with them groups that no longer exist.
+    """
+    for module, name in (
+        ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache"),
+        ("torch.distributed.tensor._redistribute", "_gen_transform_infos"),
+    ):
+        found = getattr(import_module(module), name, None)
+        clear = getattr(found, "cache_clear", found)
+        if clear is not None:
+            clear()
+
+
 def before_ddp(check: Callable[[nn.Module, Sequence[int]], None]) -> None:
     """Has DistributedDataParallel show a module, and the ranks it goes to, before it copies it.
 

@@ -16,9 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import commgrid
-from commgrid import CommGridError, GridMismatchError, ShapeError, SpecError
+from commgrid import (
+    CommGridError,
+    GridDestroyedError,
+    GridMismatchError,
+    ShapeError,
+    SpecError,
+)
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer, gradient_norm
-from commgrid.expert import GroupedExperts
+from commgrid.expert import GroupedExperts, MoELayer
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, initialize_parameters
 
@@ -640,3 +646,33 @@ def test_a_reducer_that_leaves_cp_out_is_refused(grid: HyperCommGrid) -> None:
     loss_of(model, grid.rank).backward()
     with pytest.raises(GridMismatchError, match="another gradient on each rank of group 'cp'"):
         reducer.finish()
+
+
+@pytest.mark.ranks(2)
+def test_a_reducer_kept_over_a_new_grid_is_refused(grid: HyperCommGrid) -> None:
+    model = model_of()
+    reducer = GradientReducer(model)
+    commgrid.destroy()
+    commgrid.initialize()
+    with reducer.no_sync():
+        loss_of(model, grid.rank).backward()
+    with pytest.raises(GridDestroyedError, match="of this GradientReducer was destroyed"):
+        reducer.finish()
+    reducer.close()
+    GradientReducer(model).finish()
+    same(model, mean_gradient())
+
+
+@pytest.mark.ranks(2, ep=2)
+@pytest.mark.parametrize("option", ["top_k", "aux_loss", "capacity_factor", "activation"])
+def test_other_options_on_each_rank_are_refused(grid: HyperCommGrid, option: str) -> None:
+    values: dict[str, list[Any]] = {
+        "top_k": [1, 2], "aux_loss": [0.0, 0.1], "capacity_factor": [None, 2.0],
+        "activation": [nn.functional.silu, nn.functional.relu],
+    }  # fmt: skip
+    given: dict[str, Any] = {"top_k": 2, option: values[option][grid.rank]}
+    model = nn.Sequential(MoELayer(4, 8, 4, given.pop("top_k"), **given))
+    initialize_parameters(model, seed=0)
+    told = rf"^0\.\w+\.{option} is .* on rank 0 and .* on rank 1; give the layers of one model"
+    with pytest.raises(GridMismatchError, match=told):
+        GradientReducer(model)
