@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from commgrid.collectives.asynchronous import Pending, start_all_gather_
+from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.buckets import Bucket, Piece
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import CommGridError, ShapeError, SpecError
@@ -332,10 +334,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores the state at which `state_dict` was called.
 
+        With `shard=True` all ranks call it, since the weights are gathered.
+
         Raises:
-            ShapeError: the state is from another model, grid, or rank.
+            ShapeError: the state of this rank, or of another one that shares the weights, is from
+                another model, grid, or rank.
         """
         self.wait()
+        wrong: ShapeError | None = None
+        try:
+            self._check_fits(state_dict)
+        except ShapeError as error:
+            wrong = error
+        for lane in self._reducer.lanes:
+            if self._reducer.shard and lane.group.size() > 1:
+                ranks = dist.get_process_group_ranks(lane.group)
+                for rank, told in zip(ranks, gathered(str(wrong or ""), lane.group), strict=True):
+                    wrong = wrong or (ShapeError(f"rank {rank}: {told}") if told else None)
+        if wrong is not None:
+            raise wrong
+        self._inner.load_state_dict(state_dict["inner"])
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            outer.update({key: value for key, value in inner.items() if key != "params"})
+        with torch.no_grad():
+            for piece, master in zip(self._reducer.pieces, state_dict["masters"], strict=True):
+                self._masters[id(piece)].copy_(master)
+                self._weight(piece).copy_(master)
+        self._note_versions()
+        self._gather()
+        self.wait()
+
+    def _check_fits(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuses a state_dict that is not this rank's.
+
+        Raises:
+            ShapeError: names the part or the place in the grid.
+        """
         theirs, mine = state_dict["layout"], self._layout()
         if theirs != mine:
             differing = next(
@@ -354,16 +388,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "where parameters are other slices or other parts; load each rank's own state, or "
                 "save and load with commgrid.checkpoint, which fits any grid"
             )
-        self._inner.load_state_dict(state_dict["inner"])
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            outer.update({key: value for key, value in inner.items() if key != "params"})
-        with torch.no_grad():
-            for piece, master in zip(self._reducer.pieces, state_dict["masters"], strict=True):
-                self._masters[id(piece)].copy_(master)
-                self._weight(piece).copy_(master)
-        self._note_versions()
-        self._gather()
-        self.wait()
 
     def _layout(self) -> list[tuple[str, int, int]]:
         return [(p.slot.placement.name, p.start, p.stop) for p in self._reducer.pieces]

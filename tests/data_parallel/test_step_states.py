@@ -442,6 +442,19 @@ def test_another_ranks_optimizer_state_is_refused(grid: HyperCommGrid) -> None:
         optimizer.load_state_dict(states[1 - grid.rank])
 
 
+@pytest.mark.ranks(2)
+def test_one_ranks_optimizer_state_on_all_is_refused_on_all(grid: HyperCommGrid) -> None:
+    model = nn.Linear(64, 4).double()
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.5)
+    optimizer = ShardedOptimizer(GradientReducer(model, shard=True), torch.optim.Adam, lr=0.1)
+    states: list[Any] = [None, None]
+    torch.distributed.all_gather_object(states, optimizer.state_dict())
+    with pytest.raises(ShapeError, match="this optimizer state was saved "):
+        optimizer.load_state_dict(states[0])
+    optimizer.load_state_dict(states[grid.rank])
+
+
 @pytest.mark.ranks(2, tp=2)
 def test_a_reducer_on_another_grid_than_the_layers_is_refused(grid: HyperCommGrid) -> None:
     layer = ColumnParallelLinear(4, 4, bias=False)
