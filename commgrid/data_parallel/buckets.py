@@ -122,6 +122,11 @@ class Bucket:
             slot.view = slot.of(self.gradient)
         self.missing = set(range(len(self.slots)))
 
+    @property
+    def prescale(self) -> int:
+        """The divisor before a sum, without which fp16 overflows at 65,504; else 1."""
+        return self.group.size() if self.gradient.dtype == torch.float16 else 1
+
     def wait(self) -> None:
         """Returns when its collective, if one is under way, has ended."""
         if self.pending is not None:

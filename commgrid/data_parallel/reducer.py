@@ -340,6 +340,9 @@ class GradientReducer:
             self._next += 1
             bucket.launched = True
             self._fill(bucket)
+            if bucket.prescale > 1:
+                with torch.no_grad():
+                    bucket.gradient.div_(bucket.prescale)
             if bucket.shared is not None:
                 bucket.pending = self._start_shared(bucket, bucket.shared)
             elif bucket.group.size() > 1:
@@ -429,8 +432,9 @@ class GradientReducer:
         divisor, told = self._verdict.reach(count, look=self._not_finite != "keep")
         wrong = wrong or told
         self.is_finite = self._verdict.is_finite
-        if divisor != 1 and self.buckets:
-            torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisor)
+        divisors = [divisor / bucket.prescale for bucket in self.buckets]
+        if any(each != 1 for each in divisors):
+            torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisors)
         skips, self.after_step = self._not_finite == "skip" and not self.is_finite, False
         self.has_finished = True
         self._reset()

@@ -350,7 +350,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._reducer.shard and lane.group.size() > 1:
                 ranks = dist.get_process_group_ranks(lane.group)
                 for rank, told in zip(ranks, gathered(str(wrong or ""), lane.group), strict=True):
-                    wrong = wrong or (ShapeError(f"rank {rank}: {told}") if told else None)
+                    if told and wrong is None:
+                        wrong = ShapeError(f"on rank {rank}, which shares these weights, {told}")
         if wrong is not None:
             raise wrong
         self._inner.load_state_dict(state_dict["inner"])

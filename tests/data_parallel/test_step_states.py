@@ -689,3 +689,19 @@ def test_other_options_on_each_rank_are_refused(grid: HyperCommGrid, option: str
     told = rf"^0\.\w+\.{option} is .* on rank 0 and .* on rank 1; give the layers of one model"
     with pytest.raises(GridMismatchError, match=told):
         GradientReducer(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shard", [False, True])
+def test_fp16_sums_do_not_overflow(grid: HyperCommGrid, shard: bool) -> None:
+    """The average of two gradients of 40,000 is in fp16's range, and their sum is not."""
+    model = nn.Linear(2, 1, bias=False)
+    reducer = GradientReducer(model, dtype=torch.float16, shard=shard)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
+    for count, expected in ((None, -40_000.0), (4, -10_000.0)):
+        nn.init.zeros_(model.weight)
+        optimizer.reload()
+        model(torch.full((1, 2), 40_000.0)).sum().backward()
+        reducer.finish(count)
+        optimizer.step()
+        assert model.weight.tolist() == [[expected] * 2]
