@@ -1,17 +1,24 @@
-"""A draw trained on a rank of its grid: what a careful user of commgrid would write."""
+"""A draw trained on a rank of its grid, as a careful user of commgrid would write it.
+
+A third of the draws is written as a careless one would: `misuse_of`. Each is right, or refused on
+every rank.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commgrid
+from commgrid import CommGridError
 from commgrid.data_parallel import (
     GradientReducer,
     ShardedOptimizer,
@@ -34,10 +41,35 @@ from tests.data_parallel.random_models import (
     slice_of,
 )
 
+_GROUPS = ("group tp", "group dp")
+
 GIVEN_UP = 2
 """The step with a backward that is given up, where the draw has one."""
 RESUMED = 3
 """The step before which a saved state is loaded, where the draw does that."""
+
+
+MISUSED = 1
+"""The step in which a careless program does something else once."""
+MISUSES = (
+    "finish twice", "identity hooks", "gradients reassigned", "zeros kept", "torch's clipping",
+    "clipping before finish", "other batches along tp", "no finish", "group tp", "group dp",
+)  # fmt: skip
+
+
+def misuse_of(draw: Draw) -> str | None:
+    """The careless act of a draw; None: it has none."""
+    if draw.seed % 3 != 1:
+        return None
+    act, cut = MISUSES[draw.seed // 3 % len(MISUSES)], draw.cut
+    if act == "torch's clipping" and cut.pp > 1:
+        return None  # not noticed: each stage clips alone, and stages have no copies to compare
+    everyone_has_some = all(draw.training.microbatches[MISUSED])
+    if act in ("clipping before finish", "no finish") and not everyone_has_some:
+        return None  # ranks without a gradient go on and wait for the others
+    if act == "group tp" and cut.tp == 1:
+        return None  # a group of one rank says that no data is to be averaged
+    return act
 
 
 @dataclass
@@ -52,9 +84,11 @@ class Found:
             numbers, with how they are sliced.
         parameters, averages: slices at the end, and of the EMA or the copy of each step.
         cuts: how parameters are sliced.
+        refused: the error of a careless program.
     """
 
     data_rank: int
+    refused: str | None = None
     losses: list[float | None] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, str, Tensor, Cuts]] = field(default_factory=list)
@@ -72,6 +106,7 @@ def train_all(seeds: list[int]) -> list[Found]:
             found.append(train(this))
         except Exception as error:
             raise AssertionError(f"draw {seed}: {this}") from error
+        gc.collect()  # a refused run's reducer, which is in cycles with its error
     return found
 
 
@@ -84,6 +119,10 @@ def train(draw: Draw) -> Found:
     commgrid.initialize(tp=cut.tp, cp=cut.cp, pp=cut.pp, order=cut.order, **options)
     try:
         return _Run(draw).through()
+    except CommGridError as error:
+        if misuse_of(draw) is None:
+            raise
+        return Found(0, refused=f"{type(error).__name__}: {error}")
     finally:
         commgrid.destroy()
 
@@ -92,7 +131,7 @@ class _Run:
     """A model with its reducer and optimizers, and what is done with them."""
 
     def __init__(self, draw: Draw) -> None:
-        self.draw, self.plan = draw, draw.training
+        self.draw, self.plan, self.misuse = draw, draw.training, misuse_of(draw)
         self.grid = commgrid.get_grid()
         self.found = Found(self.grid.get_local_rank("dp_cp"))
         self._build()
@@ -109,8 +148,13 @@ class _Run:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(slice_of(full[name], cuts[name]))
+        if self.misuse == "identity hooks":
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: gradient.clone())
+        group = self.misuse.removeprefix("group ") if self.misuse in _GROUPS else "dp_cp"
         self.reducer = GradientReducer(
-            self.model, shard=plan.wrapper == "zero1", bucket_bytes=plan.bucket_bytes
+            self.model, group, shard=plan.wrapper == "zero1", bucket_bytes=plan.bucket_bytes
         )
         self.sharded: ShardedOptimizer | None = None
         groups = parameter_groups(draw, self.model)
@@ -153,15 +197,35 @@ class _Run:
     def _step(self, use: str, step: int) -> tuple[float | None, float | None]:
         number = self.plan.microbatches[step][self.found.data_rank]
         batches = [batch_of(self.draw, use, step, self.found.data_rank, i) for i in range(number)]
+        act = self.misuse if use == "train" and step == MISUSED else None
+        if act == "other batches along tp" and self.grid.get_local_rank("tp"):
+            batches = [
+                batch_of(self.draw, "spoil", step, self.found.data_rank, i) for i in range(number)
+            ]
         loss = self._backward(batches)
-        if self.plan.counting == "tokens":
-            self.reducer.finish(count=sum(int((target >= 0).sum()) for _, target in batches))
+        count = sum(int((target >= 0).sum()) for _, target in batches)
+        given = count if self.plan.counting == "tokens" else None
+        if act == "clipping before finish":
+            try:
+                self.reducer.clip_gradients(self.plan.max_norm)
+            except CommGridError:
+                self.reducer.zero_grad()  # sums may be under way
+                raise
+        for _ in range({"no finish": 0, "finish twice": 2}.get(act or "", 1)):
+            self.reducer.finish(given)
+        if act == "gradients reassigned":
+            for parameter in self.model.parameters():
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        if act == "torch's clipping" and self.plan.norm == "clip":
+            norm: float | None = clip_grad_norm_(self.model.parameters(), self.plan.max_norm).item()
         else:
-            self.reducer.finish()
-        norm = self._norm()
+            norm = self._norm()
         for optimizer in self.optimizers:
             optimizer.step()
-        if self.plan.zero_grad == "optimizer":
+        if act == "zeros kept" and self.plan.zero_grad:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=False)
+        elif self.plan.zero_grad == "optimizer":
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         elif self.plan.zero_grad == "model":
