@@ -17,6 +17,7 @@ from commgrid.testing.leftovers import snapshot
 from tests.killing import KILLED, kill_me, run_killable
 
 ROWS, BATCH = 12, 2
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on one core
 
 
 class Rows(Dataset[float]):

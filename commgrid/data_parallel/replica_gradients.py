@@ -179,7 +179,7 @@ def _unequal_inputs(
         allowed = largest[row, 0] * largest[row, 1:].abs().max()
         if spread[row, 0] > 0 or bool((spread[row, 1:] > allowed).any()):
             return GridMismatchError(
-                f"{what} is not equal on all ranks of {described}, which compute one model "
+                f"the ranks of {described} have different values of {what}, and compute one model "
                 "together; give all of them the same batch: seed data loaders by "
                 "grid.get_local_rank('dp_cp'), or broadcast each batch over the group; with "
                 "dropout before it use one seed along the group; a slice of the sequence needs "

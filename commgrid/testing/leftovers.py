@@ -271,7 +271,9 @@ def _is_kept(thread: threading.Thread) -> bool:
         return True
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.") and name.endswith(".async_compile"):  # inductor's pool
-            return thread in getattr(module.AsyncCompile.pool(), "_threads", ())
+            threads = getattr(module, "get_compile_threads", lambda: 1)()
+            pool = module.AsyncCompile.pool() if threads > 1 else None  # one core has none
+            return thread in getattr(pool, "_threads", ())
     return False
 
 
