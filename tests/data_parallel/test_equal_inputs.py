@@ -86,9 +86,7 @@ def test_a_model_without_copies(grid: HyperCommGrid) -> None:
     reducer = GradientReducer(model)
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(grid.rank))
     model(x).square().sum().backward()
-    with pytest.raises(
-        GridMismatchError, match=r"of ColumnParallelLinear\(64, 64\)'s input"
-    ):
+    with pytest.raises(GridMismatchError, match=r"of ColumnParallelLinear\(64, 64\)'s input"):
         reducer.finish()
 
 
