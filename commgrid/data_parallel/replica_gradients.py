@@ -76,7 +76,11 @@ class ReplicaGradients:
         shard: bool,
     ) -> None:
         pieces = list(pieces)
-        edited = None if shard else stage_group(grid, used)  # parts cannot be edited
+        split = any(
+            piece.slot.placement.num_slices > 1 or piece.slot.placement.region == "expert"
+            for piece in pieces
+        )  # else all ranks have the same gradients, and scale them by the same factor
+        edited = stage_group(grid, used) if split and not shard else None  # parts cannot be edited
         self._edits = Edits(pieces, edited, _MOST_STEPS)
         groups = (g for p in pieces for g in _layer_groups(p.slot.placement))
         self._input_groups = list(dict.fromkeys(groups))
