@@ -1,9 +1,9 @@
 """Inputs of layers that must be equal on all ranks of a group, such as tokens along tp.
 
-Tensor-parallel layers give each rank a part of the work on one input. With other inputs on each
-rank they compute the output of a mixture, equal on all ranks, so that nothing later differs. The
-layers note their inputs here while a GradientReducer records them, in its first steps; its
-`finish` compares the notes.
+Tensor-parallel layers give each rank a part of the work on one input. With different inputs, the
+result mixes them but is the same on all ranks, so that no later check notices. The layers note
+their inputs here while a GradientReducer records them, in its first steps; its `finish` compares
+the notes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from commgrid.collectives.group_ref import GroupRef
 
 KEPT = 16
-"""Number of notes that are compared one by one, the first of a step; of more only the number is."""
+"""Number of notes that are compared, the first of a step; beyond that, only their count is."""
 _PERIOD = 17  # of the weights in a fingerprint
 _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.1  # of the norm; whole numbers are compared exactly
 
@@ -50,6 +50,7 @@ class InputRecord:
         """Record no more."""
         _RECORDS.discard(self)
         self._notes.clear()
+        self._counts.clear()
 
 
 _RECORDS: weakref.WeakSet[InputRecord] = weakref.WeakSet()
@@ -57,7 +58,7 @@ _RECORDS: weakref.WeakSet[InputRecord] = weakref.WeakSet()
 
 @torch.no_grad()
 def note(what: str, tensor: Tensor, group: GroupRef) -> None:
-    """Note an input that must be equal on all ranks of a group; nothing unless one records."""
+    """Note an input that must be equal on all ranks of a group, if any InputRecord is open."""
     if not _RECORDS or group.size == 1 or torch.compiler.is_compiling():
         return
     if tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -54,6 +54,10 @@ _OF_WHOLE_MATRICES = frozenset(
 )  # optimizers whose update of an element depends on others, by substrings of their names
 
 
+_SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler", "torch.cpu.amp.grad_scaler")
+"""Modules of loss scalers that decide by one rank's gradients; FSDP's asks all ranks."""
+
+
 @dataclass(frozen=True)
 class Slice:
     """A parameter and the dims along which it is sliced; whole if there are none.
@@ -161,7 +165,7 @@ def check_scaler(why: str) -> None:
     while frame is not None:
         if frame.f_code is torch.amp.GradScaler.step.__code__:
             scaler = frame.f_locals["self"]
-            if type(scaler) is torch.amp.GradScaler and scaler.is_enabled():
+            if type(scaler).__module__ in _SCALERS and scaler.is_enabled():
                 raise SpecError(
                     "torch.amp.GradScaler decides by one rank's gradients whether to skip a step, "
                     f"and {why}, so that after an overflow some ranks would step and others would "
@@ -228,7 +232,7 @@ def _slices_in(optimizer: Optimizer) -> Iterator[Slice]:
     for module in _MODULES:
         for name, parameter in module.named_parameters(recurse=False):
             sliced = name in module.sliced_names and id(parameter) in updated
-            if sliced and not hasattr(parameter, "grad_owner"):
+            if sliced and getattr(parameter, "grad_owner", None) is None:
                 yield Slice(f"{type(module).__name__}.{name}", parameter, module.shards_of(name))
 
 

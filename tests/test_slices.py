@@ -6,6 +6,7 @@ With a GradientReducer and without one, as with one data-parallel rank, DDP or F
 from __future__ import annotations
 
 import gc
+import io
 import warnings
 
 import pytest
@@ -99,6 +100,20 @@ def test_torchs_loss_scaler_over_slices(reduced: bool) -> None:
         else:
             scaler.step(optimizer)
         optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_a_model_saved_beside_a_reducer_is_checked_without_one() -> None:
+    model = model_of()
+    reducer = GradientReducer(model)
+    data = io.BytesIO()
+    torch.save(model, data)
+    reducer.close()
+    data.seek(0)
+    loaded = torch.load(data, weights_only=False)
+    loaded(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(SpecError, match="Muon does not update"):
+        torch.optim.Muon(loaded.parameters(), lr=0.1).step()
 
 
 @pytest.mark.ranks(2, tp=2)

@@ -1,7 +1,7 @@
 """Backwards that cannot be differentiated again, and the error of a program that tries.
 
 torch's `once_differentiable` does not see that a gradient also depends on saved weights, and then
-leaves that part of a second derivative out.
+silently omits that part of a second derivative.
 """
 
 from __future__ import annotations

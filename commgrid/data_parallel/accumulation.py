@@ -56,6 +56,20 @@ class Owner:
         return type(None), ()
 
 
+class Released:
+    """The gradient that a closed reducer has left in `.grad`; not pickled with the parameter."""
+
+    def __init__(self, gradient: Tensor, stepped: bool) -> None:
+        self._gradient, self.stepped = weakref.ref(gradient), stepped
+
+    def is_in(self, parameter: Tensor) -> bool:
+        """Whether `.grad` is still that gradient."""
+        return self._gradient() is parameter.grad
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 def owner_of(parameter: Tensor) -> Owner | None:
     """The owner of a parameter; None: no reducer has it."""
     owner: Owner | None = getattr(parameter, "grad_owner", None)
@@ -65,9 +79,10 @@ def owner_of(parameter: Tensor) -> Owner | None:
 def take_over(slot: Slot, owner: Owner) -> None:
     """Makes a slot's reducer the owner of its parameter and of any gradient already there."""
     parameter: Any = slot.parameter
-    left: bool | None = vars(parameter).pop("grad_stepped", None)
-    slot.reduced = parameter.grad is None or left is not None
-    slot.stepped = bool(left)
+    left: Released | None = vars(parameter).pop("grad_released", None)
+    known = left is not None and left.is_in(parameter)
+    slot.reduced = parameter.grad is None or known
+    slot.stepped = left is not None and known and left.stepped
     slot.handed_out = parameter.grad if slot.reduced else None
     parameter.grad_owner = owner
 
@@ -157,7 +172,7 @@ def release(slots: Iterable[Slot]) -> None:
             parameter.grad_dtype = parameter.dtype
             parameter.grad = slot.view.to(parameter.dtype, copy=True)
         if slot.reduced and parameter.grad is not None:  # for the next reducer
-            parameter.grad_stepped = slot.stepped
+            parameter.grad_released = Released(parameter.grad, slot.stepped)
 
 
 # -- optimizers -------------------------------------------------------------------------------

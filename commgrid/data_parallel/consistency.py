@@ -8,6 +8,7 @@ then the values of all replicas.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -205,7 +206,7 @@ def compare_values(
         GridMismatchError: on all ranks of the stage; names parameter and ranks that differ.
     """
     copies: list[Copy] = []
-    num_shared = 0
+    num_shared: Counter[ProcessGroup] = Counter()
     for placement in placements:
         told, parameter = str(placement), placement.parameter
         if isinstance(parameter, DTensor):  # frozen, and FSDP2's
@@ -213,8 +214,8 @@ def compare_values(
         copies.append(Copy(told, parameter, _groups_of(placement, grid, group_of, used)))
         if placement.shared is not None and placement.shared.size > 1:  # under a name per stage
             group = (placement.shared.group,)
-            copies.append(Copy(told, parameter, group, f"shared parameter {num_shared}"))
-            num_shared += 1
+            copies.append(Copy(told, parameter, group, f"shared parameter {num_shared[group[0]]}"))
+            num_shared[group[0]] += 1
     found = differing((copy for copy in copies if copy.groups), stage_group(grid))
     if found is not None:
         raise GridMismatchError(

@@ -1,7 +1,7 @@
-"""Edits of gradients between finish and step: refused where ranks have scaled them apart.
+"""Edits of gradients between finish and step: refused if ranks scaled them by different factors.
 
 torch's clip_grad_norm_ takes the norm of this rank's gradients. Where ranks have slices or experts,
-each scales by another factor, and the step is none of the whole model's.
+each scales by a different factor, so the step is not one for the whole model.
 
     finish          largest number and norm of each gradient
     step            the same again: all of them times one factor?
@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.buckets import Piece
+from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import GridMismatchError
 from commgrid.runtime.torch_transfers import version_of
 
@@ -83,6 +84,7 @@ class Edits:
     def _measure(self, held: Held) -> Tensor:
         """(pieces, 2): the largest absolute value and the norm of each gradient; 0: none."""
         found = [held(piece) for piece in self._pieces]
+        found = [None if isinstance(g, KeptGradient) else g for g in found]
         sizes = torch.zeros(len(found), 2, dtype=torch.float64)
         own = [(i, g) for i, g in enumerate(found) if g is not None and g.numel()]
         rows = []

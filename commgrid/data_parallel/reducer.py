@@ -212,6 +212,7 @@ class GradientReducer:
     def close(self) -> None:
         """Removes its hooks and buffers from the model, and placeholders from `.grad`."""
         self._detach()
+        self._replicas.close()
         _REDUCERS.discard(self)
 
     @property

@@ -38,6 +38,7 @@ from commgrid.runtime.grid import HyperCommGrid
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 _HALF_TOLERANCE = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
+_ROUNDING = 1e-9  # of counts that are fractions, added up in another order
 _NEGLIGIBLE = 1e-5  # of the largest norm: smaller ones may be nothing but rounding
 _MOST_STEPS = 20  # until comparing stops, also if some gradients were always zero
 
@@ -108,7 +109,7 @@ class ReplicaGradients:
     def compare(
         self, held: Callable[[Piece], Tensor | None], divisor: float
     ) -> GridMismatchError | None:
-        """The error if they differ, on all ranks of the stage; collective over the model.
+        """The error if they differ, on all ranks of the stage; collective over the stage.
 
         Args:
             held: the reducer's gradient of a piece.
@@ -126,7 +127,8 @@ class ReplicaGradients:
         if compared:  # on all ranks of a group, also where no optimizer has stepped
             stepped = torch.full((len(compared), 1), float(used is not None), dtype=torch.float64)
             used = torch.zeros(len(compared), 2, dtype=torch.float64) if used is None else used
-            wrong = wrong or _differing(compared, torch.cat([used, stepped], 1))[1]
+            told = _differing(compared, torch.cat([used, stepped], 1))[1]
+            wrong = wrong or told
         if self._pending:
             found = _fingerprints(self._pending, held)
             is_done, told = _differing(self._pending, found)
@@ -135,20 +137,30 @@ class ReplicaGradients:
             self._compared = [pending for pending, done in both if done]
             self._pending = [pending for pending, done in both if not done]
         self._steps -= 1
-        if not self._steps:
-            self._inputs.close()
         if self._everyone is None:
+            self._stop_if_done()
             return wrong
         left = bool(self._pending or self._compared or self._input_groups)
         mine = torch.tensor([wrong is not None, left], device=_device(self._everyone)).long()
         is_wrong, goes_on = all_reduce(mine, self._everyone, op="max").tolist()
         self._steps = self._steps if goes_on else 0
+        self._stop_if_done()
         if is_wrong and wrong is None:
             return GridMismatchError(
                 "other ranks have copies of a parameter with gradients that differ, or layers "
                 "with inputs that differ; their errors name them"
             )
         return wrong
+
+    def _stop_if_done(self) -> None:
+        if not self._steps:
+            self._compared.clear()
+            self._inputs.close()
+
+    def close(self) -> None:
+        """Compares and records no more."""
+        self._steps = 0
+        self._stop_if_done()
 
 
 def _layer_groups(placement: Placement) -> Iterator[ProcessGroup]:
@@ -189,7 +201,7 @@ def _unequal_inputs(
                 "dropout before it use one seed along the group; a slice of the sequence needs "
                 "sequence_parallel=True"
             )
-    if spread[0, 1] > 0:
+    if spread[0, 1] > _ROUNDING * largest[0, 1]:
         return GridMismatchError(
             f"finish(count=…) divides by {-float(smallest[0, 1]):g} to {float(largest[0, 1]):g} on "
             f"ranks of {described}, which have the same samples; count those of the whole batch, "

@@ -705,3 +705,20 @@ def test_fp16_sums_do_not_overflow(grid: HyperCommGrid, shard: bool) -> None:
         reducer.finish(count)
         optimizer.step()
         assert model.weight.tolist() == [[expected] * 2]
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_made_between_two_reducers_is_not_reduced(grid: HyperCommGrid) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reducer = GradientReducer(model)
+    loss_of(model, grid.rank).backward()
+    reducer.finish()
+    reducer.close()
+    model.zero_grad()
+    loss_of(model, grid.rank).backward()  # of this rank alone
+    again = GradientReducer(model)
+    with pytest.raises(CommGridError, match="has a gradient that no finish"):
+        optimizer.step()
+    again.finish()
+    same(model, mean_gradient())
