@@ -171,6 +171,8 @@ def release(slots: Iterable[Slot]) -> None:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = slot.view.to(parameter.dtype, copy=True)
+        if parameter.grad is None and parameter.grad_dtype != parameter.dtype:
+            parameter.grad_dtype = parameter.dtype
         if slot.reduced and parameter.grad is not None:  # for the next reducer
             parameter.grad_released = Released(parameter.grad, slot.stepped)
 

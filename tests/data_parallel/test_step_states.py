@@ -722,3 +722,22 @@ def test_a_gradient_made_between_two_reducers_is_not_reduced(grid: HyperCommGrid
         optimizer.step()
     again.finish()
     same(model, mean_gradient())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_closed_reducer_leaves_gradients_of_the_weights_dtype(
+    grid: HyperCommGrid, shard: bool
+) -> None:
+    model = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    reducer = GradientReducer(model, shard=shard)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    reducer.finish()
+    optimizer.step()
+    optimizer.zero_grad()
+    reducer.close()
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert grad_of(model).dtype == torch.bfloat16
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
