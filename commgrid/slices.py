@@ -4,7 +4,7 @@ copies.
 | over slices | |
 |---|---|
 | SGD, AdamW and others that update each element by itself | right |
-| Muon, Adafactor, LBFGS and others of whole matrices | another update than the whole parameter's |
+| Muon, Adafactor, LBFGS and others of whole matrices | not the whole parameter's update |
 | ZeroRedundancyOptimizer, FSDP2 over ranks with other slices | one rank's slice replaces others |
 | torch.amp.GradScaler | ranks decide apart whether to skip a step |
 
@@ -18,7 +18,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,25 +35,11 @@ from commgrid.planning.rank_lists import describe_ranks
 if TYPE_CHECKING:
     from commgrid.parameters import ShardedModule
 
-_OF_WHOLE_MATRICES = frozenset(
-    (
-        "adafactor",
-        "dion",
-        "galore",
-        "lamb",
-        "lars",
-        "lbfgs",
-        "muon",
-        "novograd",
-        "psgd",
-        "scion",
-        "shampoo",
-        "sm3",
-        "soap",
-    )
-)  # optimizers whose update of an element depends on others, by substrings of their names
-
-
+_OF_WHOLE_MATRICES = (
+    "adafactor", "dion", "galore", "lamb", "lars", "lbfgs", "muon", "novograd", "psgd", "scion",
+    "shampoo", "sm3", "soap",
+)  # fmt: skip
+"""Optimizers whose update of an element depends on others, by substrings of their names."""
 _SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler", "torch.cpu.amp.grad_scaler")
 """Modules of loss scalers that decide by one rank's gradients; FSDP's asks all ranks."""
 
@@ -111,7 +97,7 @@ def check_mesh(one: Slice) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
-    """Refuses an optimizer whose step over slices would be another one than over the whole.
+    """Refuses an optimizer whose step over slices would differ from that of the whole.
 
     Args:
         optimizer: about to step.
@@ -120,13 +106,12 @@ def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
     Raises:
         SpecError: names the first such parameter.
     """
-    name = type(optimizer).__name__
-    ranks = zero_ranks(optimizer)
+    name, ranks, scaled = type(optimizer).__name__, zero_ranks(optimizer), is_scaled()
     of_matrices = any(part in name.lower() for part in _OF_WHOLE_MATRICES)
     for one in slices:
         if one.num_slices == 1:
             continue
-        dim, group = next((dim, group) for dim, group in one.shards if group.size > 1)
+        group = next(group for _, group in one.shards if group.size > 1)
         if of_matrices:
             raise SpecError(
                 f"{name} does not update elements one by one, and {one} is a slice over group "
@@ -141,7 +126,8 @@ def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
                 "it the ranks that have copies, process_group=commgrid.get_group('dp_cp'), or use "
                 "commgrid.data_parallel.ShardedOptimizer"
             )
-        check_scaler(f"{one} is a slice over group {group.name!r}")
+        if scaled:
+            refuse_scaler(f"{one} is a slice over group {group.name!r}")
 
 
 def zero_ranks(optimizer: Optimizer) -> list[int]:
@@ -152,8 +138,19 @@ def zero_ranks(optimizer: Optimizer) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def check_scaler(why: str) -> None:
-    """Refuses an optimizer's step under torch's GradScaler, which asks this rank alone.
+def is_scaled() -> bool:
+    """Whether torch's GradScaler, which decides by one rank's gradients, has called the step."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler = frame.f_locals["self"]
+            return type(scaler).__module__ in _SCALERS and bool(scaler.is_enabled())
+        frame = frame.f_back
+    return False
+
+
+def refuse_scaler(why: str) -> NoReturn:
+    """Refuses a step under torch's GradScaler.
 
     Args:
         why: the clause on the parameter, for the message.
@@ -161,18 +158,11 @@ def check_scaler(why: str) -> None:
     Raises:
         SpecError: with `why`.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
-            scaler = frame.f_locals["self"]
-            if type(scaler).__module__ in _SCALERS and scaler.is_enabled():
-                raise SpecError(
-                    "torch.amp.GradScaler decides by one rank's gradients whether to skip a step, "
-                    f"and {why}, so that after an overflow some ranks would step and others would "
-                    "not; use commgrid.data_parallel.GradScaler, which decides for all ranks"
-                )
-            return
-        frame = frame.f_back
+    raise SpecError(
+        "torch.amp.GradScaler decides by one rank's gradients whether to skip a step, and "
+        f"{why}, so that after an overflow some ranks would step and others would not; use "
+        "commgrid.data_parallel.GradScaler, which decides for all ranks"
+    )
 
 
 # -- torch's step hooks -----------------------------------------------------------------------

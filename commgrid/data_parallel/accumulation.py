@@ -30,7 +30,7 @@ from commgrid.data_parallel.buckets import Slot
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, SpecError
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.slices import StepHooks, check_optimizer, check_scaler, zero_ranks
+from commgrid.slices import StepHooks, check_optimizer, is_scaled, refuse_scaler, zero_ranks
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer
@@ -209,7 +209,9 @@ def check_slices(optimizer: torch.optim.Optimizer) -> None:
     """
     owned = list(owned_by(optimizer))
     check_optimizer(optimizer, [slot.placement for _, slot in owned])
-    ranks = set(zero_ranks(optimizer))
+    ranks, scaled = set(zero_ranks(optimizer)), is_scaled()
+    if not ranks and not scaled:
+        return
     for reducer, slot in owned:
         for axis, theirs in reducer.groups.apart(slot.placement):
             both = sorted(ranks & set(theirs))
@@ -220,7 +222,8 @@ def check_slices(optimizer: torch.optim.Optimizer) -> None:
                     f"along {axis}; give it process_group=commgrid.get_group('dp_cp'), or use "
                     "commgrid.data_parallel.ShardedOptimizer"
                 )
-            check_scaler(f"{slot.placement} is another one along {axis}")
+            if scaled:
+                refuse_scaler(f"{slot.placement} differs along {axis}")
 
 
 def is_unreduced(slot: Slot, reducer: GradientReducer) -> bool:

@@ -104,8 +104,8 @@ def compare_models(
         group = lanes[0].group if lanes[0].group.size() > 1 else None
     if group is None:
         return
-    digest = int.from_bytes(hashlib.sha256(repr((mine, options)).encode()).digest()[:7], "big")
-    found = gathered(digest, group)
+    mark = int.from_bytes(hashlib.sha256(repr((mine, options)).encode()).digest()[:7], "big")
+    found = gathered(mark, group)
     if len(set(found)) > 1:
         ranks = dist.get_process_group_ranks(group)
         usual = max(found, key=found.count)
@@ -125,8 +125,8 @@ def _compare_options(model: nn.Module, group: ProcessGroup) -> None:
         GridMismatchError: names layer, option and ranks.
     """
     mine = dict(_options_of(model))
-    digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "big")
-    if len(set(gathered(digest, group))) == 1:
+    mark = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "big")
+    if len(set(gathered(mark, group))) == 1:
         return
     found, ranks = gathered(mine, group), dist.get_process_group_ranks(group)
     for option, value in found[0].items():
