@@ -70,6 +70,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: GridSpec.from_dict({"axes": {"node": 2}}),
         r"order: missing; needed to place axis 'node'",
     ),
+    "axis mistyped": (
+        lambda: GridSpec.from_dict({"axes": {"tpp": 2}}),
+        r"order: missing; needed to place axis 'tpp'; did you mean 'tp'\?",
+    ),
     "two meanings": (
         lambda: build(a=2, b=2, a_b=2, order="a-b-a_b-dp"),
         r"'a_b' would mean both a × b and a_b; rename",

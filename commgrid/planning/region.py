@@ -181,7 +181,8 @@ def make_region(
     places = _place(list(order) if order is not None else [], checked)
     for axis in places:
         if order is None and axis not in STANDARD:
-            raise SpecError(f"{order_key}: missing; needed to place axis {axis!r}")
+            meant = nearest(axis, STANDARD)
+            raise SpecError(f"{order_key}: missing; needed to place axis {axis!r}{meant}")
         if order is not None and checked[axis] != 1 and axis not in _expand(order, checked):
             given = "-".join(order)
             raise SpecError(
