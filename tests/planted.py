@@ -466,15 +466,15 @@ MUTANTS = (
     # -- copies ------------------------------------------------------------------------------
     Mutant(
         "blocks that changed places have one digest",
-        "commgrid/copies.py",
+        "commgrid/replicas.py",
         "total = total * _ODD + each",
         "total = total + each",
-        ("tests/test_copies.py",),
+        ("tests/test_replicas.py",),
     ),
     # -- parameters --------------------------------------------------------------------------
     Mutant(
         "a second mark takes the first one's region away",
-        "commgrid/parameters.py",
+        "commgrid/parameters/placement.py",
         'region if region != "dense" else mark.region,',
         "region,",
         ("tests/data_parallel/test_reducer.py::test_a_second_mark_keeps_what_the_first_one_says",),

@@ -15,7 +15,7 @@ from tests.planted import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MODULES = {"copies", "parameters", "recovery", "sharding"}
+MODULES = {"replicas", "recovery", "sharding"}
 """Modules beside the folders that have faults of their own."""
 
 FOLDERS = {path.parent.name for path in ROOT.glob("commgrid/*/__init__.py")} - {"testing"}

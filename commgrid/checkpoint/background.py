@@ -35,9 +35,9 @@ from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.storage import Report, Written, write, write_metadata
 from commgrid.checkpoint.trust import read_written
-from commgrid.copies import Copy
 from commgrid.errors import CheckpointError, GridMismatchError
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.replicas import Copy
 from commgrid.runtime.registry import _registry
 
 if TYPE_CHECKING:

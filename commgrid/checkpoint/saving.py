@@ -33,8 +33,8 @@ from commgrid.checkpoint.optimizer_state import OptimizerState
 from commgrid.checkpoint.progress import size
 from commgrid.checkpoint.storage import write, write_metadata
 from commgrid.collectives.objects import at_first
-from commgrid.copies import Copy, differing, groups_along
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
+from commgrid.replicas import Copy, differing, groups_along
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:

@@ -29,8 +29,14 @@ from torch.optim.optimizer import (
 from commgrid.data_parallel.buckets import Slot
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, SpecError
+from commgrid.parameters.slices import (
+    StepHooks,
+    check_optimizer,
+    is_scaled,
+    refuse_scaler,
+    zero_ranks,
+)
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.slices import StepHooks, check_optimizer, is_scaled, refuse_scaler, zero_ranks
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer

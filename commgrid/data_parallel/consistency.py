@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from commgrid.collectives.objects import gathered
 from commgrid.collectives.plain import all_gather
-from commgrid.copies import Copy, copied_axes, differing, digest, groups_along
 from commgrid.data_parallel.buckets import Lane, Slot
 from commgrid.errors import CommGridError, GridMismatchError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, foreign_slice
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.replicas import Copy, copied_axes, differing, digest, groups_along
 from commgrid.runtime.torch_world import FAKE
 
 if TYPE_CHECKING:

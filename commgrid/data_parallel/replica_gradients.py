@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_reduce
-from commgrid.copies import copied_axes, groups_along
 from commgrid.data_parallel.buckets import Piece
 from commgrid.data_parallel.consistency import stage_group
 from commgrid.data_parallel.edits import Edits
@@ -34,6 +33,7 @@ from commgrid.errors import GridMismatchError
 from commgrid.inputs import KEPT, InputRecord
 from commgrid.parameters import Placement
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.replicas import copied_axes, groups_along
 from commgrid.runtime.grid import HyperCommGrid
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}

@@ -21,10 +21,10 @@ from commgrid.checkpoint.items import Item, Shared, Value, key_of
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.saving import differing_copies
 from commgrid.collectives.plain import all_gather, all_reduce
-from commgrid.copies import digest
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.planning.boxes import Box
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.replicas import digest
 from commgrid.runtime import torch_groups
 from commgrid.transfer.held import Held, Model, Names, TransferredModel, mapped_items, tensors_of
 from commgrid.transfer.layouts import Form, Side

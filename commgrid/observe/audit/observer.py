@@ -23,7 +23,6 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
-from commgrid.copies import digest
 from commgrid.data_parallel.accumulation import owner_of
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError
@@ -40,6 +39,7 @@ from commgrid.observe.audit.records import (
 )
 from commgrid.observe.audit.reductions import Reductions
 from commgrid.pipeline import Pipeline
+from commgrid.replicas import digest
 from commgrid.runtime import torch_calls
 from commgrid.runtime.registry import get_grid, is_initialized
 

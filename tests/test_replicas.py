@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from commgrid.copies import digest
+from commgrid.replicas import digest
 
 TYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool,

@@ -20,10 +20,10 @@ from torch.nn.utils import parametrize
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
+from commgrid.parameters.slices import Slice, check_mesh, watch
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.registry import get_grid
 from commgrid.runtime.torch_patches import before_ddp
-from commgrid.slices import Slice, check_mesh, watch
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
