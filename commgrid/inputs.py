@@ -12,14 +12,20 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from commgrid.collectives.group_ref import described
+from commgrid.collectives.plain import all_reduce
+from commgrid.errors import GridMismatchError
 
 if TYPE_CHECKING:
     from commgrid.collectives.group_ref import GroupRef
 
 KEPT = 16
 """Number of notes that are compared, the first of a step; beyond that, only their count is."""
+_ROUNDING = 1e-9  # of counts that are fractions, added up in another order
 _PERIOD = 17  # of the weights in a fingerprint
 _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.1  # of the norm; whole numbers are compared exactly
 
@@ -46,11 +52,67 @@ class InputRecord:
         """The first notes of a group, and the number of all; then forget them."""
         return self._notes.pop(group, []), self._counts.pop(group, 0)
 
+    def unequal(self, group: ProcessGroup, divisor: float) -> GridMismatchError | None:
+        """The error if ranks of a group have different notes or counts; collective over the group.
+
+        The notes are those since the last call.
+
+        Args:
+            group: whose ranks compute layers together.
+            divisor: the sum of counts by which gradients are divided.
+        """
+        notes, count = self.take(group)
+        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        mine = torch.zeros(KEPT + 1, 3, dtype=torch.float64)
+        mine[0, :2] = torch.tensor([count, divisor])
+        for row, (_, numbers) in enumerate(notes, 1):
+            mine[row] = numbers
+        mine = torch.where(mine.isfinite(), mine, 0.0)
+        largest, smallest = all_reduce(
+            torch.cat([mine, -mine]).to(device), group, op="max"
+        ).cpu().chunk(2)  # fmt: skip
+        spread = largest + smallest
+        if spread[0, 0] > 0:
+            return _other_calls(group, int(-smallest[0, 0]), int(largest[0, 0]))
+        for row, (what, _) in enumerate(notes, 1):
+            allowed = largest[row, 0] * largest[row, 1:].abs().max()
+            if spread[row, 0] > 0 or bool((spread[row, 1:] > allowed).any()):
+                return _other_values(group, what)
+        if spread[0, 1] > _ROUNDING * largest[0, 1]:
+            return _other_counts(group, -float(smallest[0, 1]), float(largest[0, 1]))
+        return None
+
     def close(self) -> None:
         """Record no more."""
         _RECORDS.discard(self)
         self._notes.clear()
         self._counts.clear()
+
+
+def _other_calls(group: ProcessGroup, fewest: int, most: int) -> GridMismatchError:
+    return GridMismatchError(
+        f"the ranks of {described(group)} have called its layers {fewest} to {most} times since "
+        "the last finish(), as if one of them had evaluated alone; each forward of a sliced model "
+        "needs all ranks of the group"
+    )
+
+
+def _other_values(group: ProcessGroup, what: str) -> GridMismatchError:
+    return GridMismatchError(
+        f"the ranks of {described(group)} have different values of {what}, and compute one model "
+        "together; give all of them the same batch: seed data loaders by "
+        "grid.get_local_rank('dp_cp'), or broadcast each batch over the group; with dropout "
+        "before it use one seed along the group; a slice of the sequence needs "
+        "sequence_parallel=True"
+    )
+
+
+def _other_counts(group: ProcessGroup, least: float, most: float) -> GridMismatchError:
+    return GridMismatchError(
+        f"finish(count=…) divides by {least:g} to {most:g} on ranks of {described(group)}, which "
+        "have the same samples; count those of the whole batch, not of this rank's slice of the "
+        "sequence"
+    )
 
 
 _RECORDS: weakref.WeakSet[InputRecord] = weakref.WeakSet()

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from commgrid.collectives.group_ref import name_of
 from commgrid.collectives.plain import all_gather, all_reduce
-from commgrid.errors import NotInGroupError, SpecError, UnknownGroupError
-from commgrid.parameters import Placement, layout_of
+from commgrid.errors import NotInGroupError, UnknownGroupError
 from commgrid.planning.rank_lists import describe_ranks
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _device(group: ProcessGroup) -> torch.device:
 
 def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: Sequence[Tensor]) -> str | None:
     device, ranks = _device(group), dist.get_process_group_ranks(group)
-    named = group.group_desc.partition(",")[0]
+    named = name_of(group)
     listed = hashlib.sha256("\n".join(c.key or c.name for c in copies).encode()).digest()[:7]
     mine = torch.zeros(0, dtype=torch.int64, device=device)
     if copies:  # one bit of a digest goes, so that every number has a negative
@@ -209,16 +209,3 @@ def groups_along(axes: Iterable[str], grid: HyperCommGrid) -> tuple[ProcessGroup
         if definition.is_whole and long == set(wanted):
             return (grid.get_group(name),)
     return tuple(found)
-
-
-def copied_axes(placement: Placement, grid: HyperCommGrid) -> tuple[str, ...] | None:
-    """The axes of its region along which ranks have copies of a parameter.
-
-    Returns:
-        None if it is sliced over a group that is not one of the grid's names, or that lists its
-        ranks.
-    """
-    try:
-        return layout_of(placement, grid).copied_axes
-    except SpecError:
-        return None

@@ -474,7 +474,7 @@ MUTANTS = (
     # -- parameters --------------------------------------------------------------------------
     Mutant(
         "a second mark takes the first one's region away",
-        "commgrid/parameters/placement.py",
+        "commgrid/parameters/marks.py",
         'region if region != "dense" else mark.region,',
         "region,",
         ("tests/data_parallel/test_reducer.py::test_a_second_mark_keeps_what_the_first_one_says",),

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import CommGridError, GridNotInitializedError, ShapeError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.registry import get_grid, is_initialized
 
 if TYPE_CHECKING:
@@ -118,3 +119,14 @@ class GroupRef:
 
     def __repr__(self) -> str:
         return f"{self.name!r} ({self.size} ranks)"
+
+
+def name_of(group: ProcessGroup) -> str:
+    """The first of a communicator's names in its grid."""
+    return group.group_desc.partition(",")[0]
+
+
+def described(group: ProcessGroup) -> str:
+    """Name and ranks of a communicator, for messages: `group 'tp' (ranks 0-3)`."""
+    ranks = describe_ranks(dist.get_process_group_ranks(group))
+    return f"group {name_of(group)!r} ({ranks})"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +23,9 @@ from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.buckets import Lane, Slot
 from commgrid.errors import CommGridError, GridMismatchError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, foreign_slice
+from commgrid.parameters.layout import copied_axes
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.replicas import Copy, copied_axes, differing, digest, groups_along
+from commgrid.replicas import Copy, differing, digest, groups_along
 from commgrid.runtime.torch_world import FAKE
 
 if TYPE_CHECKING:
@@ -310,24 +310,3 @@ def _lists_ranks(group: ProcessGroup, grid: HyperCommGrid) -> bool:
     """Whether a group is defined by rank lists instead of axes."""
     listed = (d.name for d in grid.spec.definitions.values() if d.lists is not None)
     return any(grid.is_member(name) and grid.get_group(name) is group for name in listed)
-
-
-def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: str) -> set[str]:
-    """The axes over which a model is one model: data axes, tp, cp, and the axes its layers name.
-
-    Along other axes, such as the members of an ensemble, weights may differ on purpose.
-
-    Args:
-        placements: of the model.
-        grid: its grid.
-        names: the groups that its gradients are summed over.
-    """
-    found = {"tp", "cp"} & set(grid.shape)
-    groups = [group for p in placements for _, group in p.shards] + [
-        p.partial for p in placements if p.partial is not None
-    ]
-    known = [group.name for group in groups if group.grid_name == grid.name]
-    for name in {*names, *known}:
-        with suppress(UnknownGroupError):
-            found |= set(grid.spec.definitions[grid.spec.resolve_name(name)].axes)
-    return found

@@ -6,7 +6,6 @@ the same numbers; one all-reduce of this scalar gives every rank the total.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -17,10 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from commgrid.collectives.objects import gathered
-from commgrid.data_parallel.consistency import axes_in_use
 from commgrid.data_parallel.kept import KeptGradient
-from commgrid.errors import CommGridError, ShapeError, SpecError
-from commgrid.parameters import Placement, layout_of, placements
+from commgrid.errors import CommGridError, ShapeError
+from commgrid.parameters import placements
+from commgrid.parameters.layout import axes_in_use, num_distinct
+from commgrid.planning.region import STANDARD
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def gradient_norm(
         gradient = placement.parameter.grad
         if gradient is not None:
             gradient = _summed(gradient)
-            held.append((local_of(gradient), num_parts(placement, grid) * _num_shards(gradient)))
+            held.append((local_of(gradient), num_distinct(placement, grid) * _num_shards(gradient)))
     if sharded is None:
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     used = axes_in_use(everything, grid, data)
@@ -134,11 +134,6 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-_KNOWN = frozenset(
-    ("tp", "pp", "dp", "cp", "ep", "etp", "edp", "dp_replicate", "dp_shard")
-)  # along others, the user's own, each index may have a model of its own
-
-
 def norm_group(
     grid: HyperCommGrid, data: str | None, used: set[str] | None = None, *, sharded: bool = False
 ) -> ProcessGroup | None:
@@ -157,7 +152,7 @@ def norm_group(
     taken: tuple[str, ...] = ()
     if data is not None and not sharded and len(grid.spec.regions) == 1:
         taken = grid.spec.definitions[grid.spec.resolve_name(data)].axes
-    apart = {axis for axis in dense if axis not in _KNOWN and grid.size(axis) > 1}
+    apart = {axis for axis in dense if axis not in STANDARD and grid.size(axis) > 1}
     if apart and used is not None:
         named = sorted(apart & used)
         everyone = grid.get_group(*(axis for axis in dense if grid.size(axis) > 1))
@@ -168,15 +163,6 @@ def norm_group(
         apart = set()
     axes = [a for a in dense if a not in taken and a not in apart and grid.size(a) > 1]
     return grid.get_group(*axes) if axes else None
-
-
-def num_parts(placement: Placement, grid: HyperCommGrid) -> float:
-    """Number of distinct parameters or shards held across the grid in this one's place."""
-    try:
-        return layout_of(placement, grid).num_distinct
-    except SpecError:  # cut over a group that the grid does not know by axes
-        apart = [axis for axis in ("pp",) if axis in grid.shape]
-        return placement.num_slices * math.prod(grid.size(axis) for axis in apart)
 
 
 def total_norm(

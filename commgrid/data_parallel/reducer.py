@@ -51,7 +51,6 @@ from commgrid.data_parallel.accumulation import (
 )
 from commgrid.data_parallel.buckets import Bucket, Piece, Slot, make_lanes, pieces_of
 from commgrid.data_parallel.consistency import (
-    axes_in_use,
     broadcast_values,
     changed,
     check_grid,
@@ -73,6 +72,7 @@ from commgrid.errors import (
     UnknownGroupError,
 )
 from commgrid.parameters import placements
+from commgrid.parameters.layout import axes_in_use
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from commgrid.data_parallel.norm import num_parts
 from commgrid.errors import SpecError
 from commgrid.parameters import Distinct, Placement, layout_of
+from commgrid.parameters.layout import num_distinct
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -75,7 +75,7 @@ class ReductionGroups:
     def num_distinct(self, placement: Placement) -> float:
         """Number of distinct pieces of gradient in the place of this rank's."""
         parts = self.of(placement)[0].size() if self.shard else 1
-        return num_parts(placement, self.grid) * parts
+        return num_distinct(placement, self.grid) * parts
 
     def coordinate(self) -> dict[str, int]:
         """This rank's place along the axes on which ranks keep different gradients."""

@@ -24,21 +24,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from commgrid.collectives.group_ref import described, name_of
 from commgrid.collectives.plain import all_reduce
 from commgrid.data_parallel.buckets import Piece
 from commgrid.data_parallel.consistency import stage_group
 from commgrid.data_parallel.edits import Edits
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import GridMismatchError
-from commgrid.inputs import KEPT, InputRecord
+from commgrid.inputs import InputRecord
 from commgrid.parameters import Placement
-from commgrid.planning.rank_lists import describe_ranks
-from commgrid.replicas import copied_axes, groups_along
+from commgrid.parameters.layout import copied_axes
+from commgrid.replicas import groups_along
 from commgrid.runtime.grid import HyperCommGrid
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 _HALF_TOLERANCE = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
-_ROUNDING = 1e-9  # of counts that are fractions, added up in another order
 _NEGLIGIBLE = 1e-5  # of the largest norm: smaller ones may be nothing but rounding
 _MOST_STEPS = 20  # until comparing stops, also if some gradients were always zero
 
@@ -120,7 +120,7 @@ class ReplicaGradients:
         if not self._steps:
             return wrong
         for group in self._input_groups:
-            told = _unequal_inputs(self._inputs, group, divisor)
+            told = self._inputs.unequal(group, divisor)
             wrong = wrong or told
         compared, self._compared = self._compared, []
         used, self._used = self._used, None
@@ -169,45 +169,6 @@ def _layer_groups(placement: Placement) -> Iterator[ProcessGroup]:
     if placement.partial is not None:
         groups.append(placement.partial)
     yield from (group.group for group in groups if group.size > 1)
-
-
-def _unequal_inputs(
-    record: InputRecord, group: ProcessGroup, divisor: float
-) -> GridMismatchError | None:
-    """The error if ranks of a group noted other inputs, or divide by other counts."""
-    notes, count = record.take(group)
-    mine = torch.zeros(KEPT + 1, 3, dtype=torch.float64)
-    mine[0, :2] = torch.tensor([count, divisor])
-    for row, (_, numbers) in enumerate(notes, 1):
-        mine[row] = numbers
-    mine = torch.where(mine.isfinite(), mine, 0.0)
-    largest, smallest = all_reduce(
-        torch.cat([mine, -mine]).to(_device(group)), group, op="max"
-    ).cpu().chunk(2)  # fmt: skip
-    spread, described = largest + smallest, _described(group)[1]
-    if spread[0, 0] > 0:
-        return GridMismatchError(
-            f"the ranks of {described} have called its layers {int(-smallest[0, 0])} to "
-            f"{int(largest[0, 0])} times since the last finish(), as if one of them had evaluated "
-            "alone; each forward of a sliced model needs all ranks of the group"
-        )
-    for row, (what, _) in enumerate(notes, 1):
-        allowed = largest[row, 0] * largest[row, 1:].abs().max()
-        if spread[row, 0] > 0 or bool((spread[row, 1:] > allowed).any()):
-            return GridMismatchError(
-                f"the ranks of {described} have different values of {what}, and compute one model "
-                "together; give all of them the same batch: seed data loaders by "
-                "grid.get_local_rank('dp_cp'), or broadcast each batch over the group; with "
-                "dropout before it use one seed along the group; a slice of the sequence needs "
-                "sequence_parallel=True"
-            )
-    if spread[0, 1] > _ROUNDING * largest[0, 1]:
-        return GridMismatchError(
-            f"finish(count=…) divides by {-float(smallest[0, 1]):g} to {float(largest[0, 1]):g} on "
-            f"ranks of {described}, which have the same samples; count those of the whole batch, "
-            "not of this rank's slice of the sequence"
-        )
-    return None
 
 
 def _fingerprints(pending: Sequence[_Pending], held: Callable[[Piece], Tensor | None]) -> Tensor:
@@ -268,36 +229,28 @@ def _differing(
     return done, wrong
 
 
-def _described(group: ProcessGroup) -> tuple[str, str]:
-    """A group's name, and it with its ranks."""
-    name = group.group_desc.partition(",")[0]
-    ranks = describe_ranks(dist.get_process_group_ranks(group))
-    return name, f"group {name!r} ({ranks})"
-
-
 def _partly_stepped(group: ProcessGroup) -> GridMismatchError:
     return GridMismatchError(
-        f"an optimizer has stepped on some ranks of {_described(group)[1]} and not on others since "
+        f"an optimizer has stepped on some ranks of {described(group)} and not on others since "
         "the last finish(), so that they train apart; torch's GradScaler decides by one rank's "
         "slices: use commgrid.data_parallel.GradScaler, and step on all ranks or on none"
     )
 
 
 def _unequal(placement: Placement, group: ProcessGroup, *, edited: bool) -> GridMismatchError:
-    name, described = _described(group)
     if edited:
         cause = (
             "when the optimizer used it, though finish() had left equal ones; an edit between the "
-            "two was another one on each rank, as torch's clip_grad_norm_ is where ranks have "
+            "two differed between ranks, as torch's clip_grad_norm_ is where ranks have "
             "slices: use the reducer's clip_gradients()"
         )
     else:
         cause = (
             "after finish(), so that copies would train apart; where each rank sees a part of the "
-            f"sequence, say so with mark_parameters(module, partial={name!r}); where ranks have "
-            "slices, with a ShardedModule's shard_dims; elsewhere give all ranks the same input "
-            "and the same dropout"
+            f"sequence, say so with mark_parameters(module, partial={name_of(group)!r}); where "
+            "ranks have slices, with a ShardedModule's shard_dims; elsewhere give all ranks the "
+            "same input and the same dropout"
         )
     return GridMismatchError(
-        f"{placement} has another gradient on each rank of {described} {cause}"
+        f"{placement} has different gradients on the ranks of {described(group)} {cause}"
     )

@@ -4,19 +4,12 @@ Gradient reduction, norms, sharded optimizers and checkpoints all read it here, 
 declares it once.
 """
 
-from commgrid.parameters.placement import (
-    Distinct,
-    Foreign,
-    Mark,
-    ParameterLayout,
-    Placement,
-    ShardedModule,
-    foreign_slice,
-    layout_of,
-    mark_parameters,
-    own_slice,
-    placements,
-)
+import commgrid.parameters.ddp  # noqa: F401  DistributedDataParallel is checked from now on
+from commgrid.parameters.foreign import Foreign, foreign_slice
+from commgrid.parameters.layout import Distinct, ParameterLayout, layout_of
+from commgrid.parameters.marks import Mark, mark_parameters
+from commgrid.parameters.placement import Placement, own_slice, placements
+from commgrid.parameters.sharded_module import ShardedModule
 
 __all__ = [
     "Distinct",

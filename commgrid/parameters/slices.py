@@ -33,7 +33,7 @@ from commgrid.errors import SpecError
 from commgrid.planning.rank_lists import describe_ranks
 
 if TYPE_CHECKING:
-    from commgrid.parameters import ShardedModule
+    from commgrid.parameters.sharded_module import ShardedModule
 
 _OF_WHOLE_MATRICES = (
     "adafactor", "dion", "galore", "lamb", "lars", "lbfgs", "muon", "novograd", "psgd", "scion",

@@ -657,7 +657,7 @@ def test_a_reducer_that_leaves_cp_out_is_refused(grid: HyperCommGrid) -> None:
     model = model_of()
     reducer = GradientReducer(model, "dp")
     loss_of(model, grid.rank).backward()
-    with pytest.raises(GridMismatchError, match="another gradient on each rank of group 'cp'"):
+    with pytest.raises(GridMismatchError, match="different gradients on the ranks of group 'cp'"):
         reducer.finish()
 
 
