@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from commgrid.collectives.common_group import common_group
 from commgrid.collectives.group_ref import name_of
 from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.errors import NotInGroupError, UnknownGroupError
@@ -190,22 +191,25 @@ def _spread(numbers: Tensor, group: ProcessGroup) -> Tensor:
     return largest != -smallest
 
 
-def groups_along(axes: Iterable[str], grid: HyperCommGrid) -> tuple[ProcessGroup, ...]:
+def groups_along(
+    axes: Iterable[str], grid: HyperCommGrid, data: str = "dp_cp"
+) -> tuple[ProcessGroup, ...]:
     """The grid's groups along each of some axes, of more than one rank.
 
     If one was not created, returns a created group of just these axes instead; failing that, the
-    groups that were created.
+    groups that were created. Of groups with the same ranks, the one that `common_group` takes for
+    `data`.
     """
     wanted = [axis for axis in axes if grid.size(axis) > 1]
     found = []
     for axis in wanted:
         with suppress(UnknownGroupError, NotInGroupError):
-            found.append(grid.get_group(axis))
+            found.append(common_group(grid.get_group(axis), grid, data))
     if len(found) == len(wanted):
         return tuple(found)
     for name in grid.group_names:
         definition = grid.spec.definitions[name]
         long = {axis for axis in definition.axes if grid.size(axis) > 1}
         if definition.is_whole and long == set(wanted):
-            return (grid.get_group(name),)
+            return (common_group(grid.get_group(name), grid, data),)
     return tuple(found)

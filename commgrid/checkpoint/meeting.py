@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from commgrid.checkpoint.model_state import chunks_of
 from commgrid.checkpoint.progress import ProgressLine
 from commgrid.checkpoint.storage import Report
+from commgrid.collectives.common_group import common_group
 from commgrid.errors import (
     CheckpointError,
     CommGridError,
@@ -61,7 +62,7 @@ def everyone(grid: HyperCommGrid) -> ProcessGroup | None:
     """The group of all ranks of the grid; None: there is one."""
     axes = [axis for axis in reversed(grid.spec.regions[0].axes) if grid.size(axis) > 1]
     try:
-        return grid.get_group(*axes) if axes else None
+        return common_group(grid.get_group(*axes), grid) if axes else None
     except UnknownGroupError as error:
         raise UnknownGroupError(
             f"the ranks of a checkpoint meet in the group of all of them, {'_'.join(axes)!r}; "

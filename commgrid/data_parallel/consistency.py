@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from commgrid.collectives.objects import gathered
 from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.buckets import Lane, Slot
-from commgrid.errors import CommGridError, GridMismatchError, SpecError, UnknownGroupError
+from commgrid.data_parallel.reduction_groups import ReductionGroups
+from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.parameters import Placement, foreign_slice
-from commgrid.parameters.layout import copied_axes
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.replicas import Copy, differing, digest, groups_along
+from commgrid.replicas import Copy, differing, digest
 from commgrid.runtime.torch_world import FAKE
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def check_lanes(lanes: Iterable[Lane]) -> None:
 
 
 def compare_models(
-    lanes: Sequence[Lane], options: tuple[object, ...], model: nn.Module, grid: HyperCommGrid
+    lanes: Sequence[Lane], options: tuple[object, ...], model: nn.Module, groups: ReductionGroups
 ) -> None:
     """Refuses a model that differs between ranks, since its collectives would not match.
 
@@ -99,7 +99,7 @@ def compare_models(
          str(slot.parameter.dtype), lane.name)
         for lane in lanes for slot in lane.slots for placement in [slot.placement]
     ]  # fmt: skip
-    group = stage_group(grid)
+    group = groups.stage()
     if group is None and lanes:
         group = lanes[0].group if lanes[0].group.size() > 1 else None
     if group is None:
@@ -171,36 +171,16 @@ def changed(model: nn.Module, slots: Iterable[Slot]) -> CommGridError | None:
     return None
 
 
-def stage_group(grid: HyperCommGrid, used: set[str] | None = None) -> ProcessGroup | None:
-    """The ranks of this one's pipeline stage; None: it is alone, or no such group was created.
-
-    Args:
-        grid: of the model.
-        used: only ranks along these axes; None: along all.
-    """
-    dense = grid.spec.regions[0].axes
-    axes = [axis for axis in dense if axis != "pp" and grid.size(axis) > 1]
-    axes = [axis for axis in axes if used is None or axis in used]
-    try:
-        return grid.get_group(*axes) if axes else None
-    except UnknownGroupError:
-        return None
-
-
 def compare_values(
-    placements: Iterable[Placement],
-    grid: HyperCommGrid,
-    group_of: dict[int, ProcessGroup],
-    used: set[str],
+    placements: Iterable[Placement], groups: ReductionGroups, group_of: dict[int, ProcessGroup]
 ) -> None:
     """Refuses replicas of a parameter that are not equal, since they would diverge.
 
     Args:
         placements: of all parameters, frozen ones too.
-        grid: the grid along whose axes ranks have copies.
+        groups: the reducer's.
         group_of: by the parameter's id, the group that its gradients are summed over; copies are
             compared over it if the parameter is sliced over a group unknown to the grid.
-        used: the axes to compare along.
 
     Raises:
         GridMismatchError: on all ranks of the stage; names parameter and ranks that differ.
@@ -211,12 +191,12 @@ def compare_values(
         told, parameter = str(placement), placement.parameter
         if isinstance(parameter, DTensor):  # frozen, and FSDP2's
             continue
-        copies.append(Copy(told, parameter, _groups_of(placement, grid, group_of, used)))
+        copies.append(Copy(told, parameter, _groups_of(placement, groups, group_of)))
         if placement.shared is not None and placement.shared.size > 1:  # under a name per stage
             group = (placement.shared.group,)
             copies.append(Copy(told, parameter, group, f"shared parameter {num_shared[group[0]]}"))
             num_shared[group[0]] += 1
-    found = differing((copy for copy in copies if copy.groups), stage_group(grid))
+    found = differing((copy for copy in copies if copy.groups), groups.stage())
     if found is not None:
         raise GridMismatchError(
             f"{found}; these should be copies of one parameter, and would train apart. Seed all "
@@ -266,19 +246,18 @@ def compare_slices(lanes: Sequence[Lane]) -> None:
 def broadcast_values(
     model: nn.Module,
     placements: Iterable[Placement],
-    grid: HyperCommGrid,
+    groups: ReductionGroups,
     group_of: dict[int, ProcessGroup],
-    data: ProcessGroup,
-    used: set[str],
 ) -> None:
-    """Makes copies equal to those of each group's first rank; buffers along `data` likewise."""
+    """Makes copies equal to those of each group's first rank; buffers along the data group."""
     for placement in placements:
         if isinstance(placement.parameter, DTensor):
             continue
         shared = placement.shared
         sharers = (shared.group,) if shared is not None and shared.size > 1 else ()
-        for group in (*_groups_of(placement, grid, group_of, used), *sharers):
+        for group in (*_groups_of(placement, groups, group_of), *sharers):
             _broadcast(placement.parameter, group)
+    data = groups.grid.get_group(groups.dense)
     if data.size() > 1:
         for buffer in model.buffers():
             _broadcast(buffer, data)
@@ -292,18 +271,15 @@ def _broadcast(tensor: Tensor, group: ProcessGroup) -> None:
 
 
 def _groups_of(
-    placement: Placement,
-    grid: HyperCommGrid,
-    group_of: dict[int, ProcessGroup],
-    used: set[str],
+    placement: Placement, groups: ReductionGroups, group_of: dict[int, ProcessGroup]
 ) -> tuple[ProcessGroup, ...]:
-    axes = copied_axes(placement, grid)
+    axes = groups.copies_along(placement)
     known = group_of.get(id(placement.parameter))
     reduced = (known,) if known is not None and known.size() > 1 else ()
     if axes is None:
         return reduced
-    found = groups_along([axis for axis in axes if axis in used], grid)
-    return (*found, *(group for group in reduced if _lists_ranks(group, grid)))
+    listed = (group for group in reduced if _lists_ranks(group, groups.grid))
+    return (*groups.along(axes), *listed)
 
 
 def _lists_ranks(group: ProcessGroup, grid: HyperCommGrid) -> bool:

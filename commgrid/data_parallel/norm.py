@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
+from commgrid.collectives.common_group import common_group
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, ShapeError
@@ -155,14 +156,16 @@ def norm_group(
     apart = {axis for axis in dense if axis not in STANDARD and grid.size(axis) > 1}
     if apart and used is not None:
         named = sorted(apart & used)
-        everyone = grid.get_group(*(axis for axis in dense if grid.size(axis) > 1))
+        everyone = common_group(
+            grid.get_group(*(axis for axis in dense if grid.size(axis) > 1)), grid, data or "dp_cp"
+        )
         if grid.size("pp") > 1:  # other stages have other layers
             named = sorted({axis for theirs in gathered(named, everyone) for axis in theirs})
         apart -= set(named)
     else:
         apart = set()
     axes = [a for a in dense if a not in taken and a not in apart and grid.size(a) > 1]
-    return grid.get_group(*axes) if axes else None
+    return common_group(grid.get_group(*axes), grid, data or "dp_cp") if axes else None
 
 
 def total_norm(

@@ -72,7 +72,6 @@ from commgrid.errors import (
     UnknownGroupError,
 )
 from commgrid.parameters import placements
-from commgrid.parameters.layout import axes_in_use
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
@@ -142,10 +141,10 @@ class GradientReducer:
             raise SpecError(f"not_finite={not_finite!r}: expected one of {', '.join(NOT_FINITE)}")
         self._grid = grid or get_grid()
         self.model, self.shard, self._not_finite = model, shard, not_finite
-        self.groups = ReductionGroups(self._grid, group, expert_group, shard=shard)
         self._name = group
         self.group = self._grid.get_group(group)
         everything = list(placements(model))
+        self.groups = ReductionGroups(self._grid, everything, group, expert_group, shard=shard)
         trained = [p for p in everything if p.parameter.requires_grad]
         for placement in trained:
             if isinstance(placement.parameter, DTensor):
@@ -164,13 +163,12 @@ class GradientReducer:
         )
         check_lanes(self.lanes)
         options = (shard, bucket_bytes, str(dtype), broadcast, not_finite)
-        compare_models(self.lanes, options, model, self._grid)
+        compare_models(self.lanes, options, model, self.groups)
         lane_of = {id(s.parameter): lane.group for lane in self.lanes for s in lane.slots}
-        used = axes_in_use(everything, self._grid, group, expert_group)
         if broadcast:
-            broadcast_values(model, everything, self._grid, lane_of, self.group, used)
+            broadcast_values(model, everything, self.groups, lane_of)
         else:
-            compare_values(everything, self._grid, lane_of, used)
+            compare_values(everything, self.groups, lane_of)
         compare_slices(self.lanes)
         self.pieces = pieces_of(self.buckets)
         self.is_finite = True
@@ -182,7 +180,7 @@ class GradientReducer:
         self._synchronizing = True
         self._in_flight: list[Bucket] = []
         parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
-        whole, self._has_whole = self._whole_group(used)
+        whole, self._has_whole = self._whole_group()
         self._verdict = Verdict(
             self.lanes, self.buckets, self.pieces, self.group, self._name,
             whole=whole, parts=parts, model=model,
@@ -193,9 +191,7 @@ class GradientReducer:
             for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes
         )  # fmt: skip
         _REDUCERS.add(self)
-        self._replicas = ReplicaGradients(
-            self.pieces, self._grid, self.groups.axes_of, used, shard=shard
-        )
+        self._replicas = ReplicaGradients(self.pieces, self.groups)
         self._set_up_fused(model)
         self._handles = [
             self._attach(bucket, index)
@@ -241,10 +237,10 @@ class GradientReducer:
         if not self.after_step:
             self._replicas.before_step(self.held)
 
-    def _whole_group(self, used: set[str]) -> tuple[ProcessGroup | None, bool]:
+    def _whole_group(self) -> tuple[ProcessGroup | None, bool]:
         """The ranks that together hold every gradient, and whether that group was created."""
         try:
-            return norm_group(self._grid, self._name, used, sharded=self.shard), True
+            return norm_group(self._grid, self._name, self.groups.used, sharded=self.shard), True
         except UnknownGroupError:
             if self._not_finite != "keep":
                 raise

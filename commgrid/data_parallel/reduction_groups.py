@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from commgrid.errors import SpecError
+from commgrid.collectives.common_group import common_group
+from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.parameters import Distinct, Placement, layout_of
-from commgrid.parameters.layout import num_distinct
+from commgrid.parameters.layout import axes_in_use, copied_axes, num_distinct
+from commgrid.replicas import groups_along
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -22,13 +24,24 @@ class ReductionGroups:
 
     Args:
         grid: where the names are looked up.
+        model: placements of all its parameters.
         dense, expert: names of the groups of ranks that saw different data, for each region.
         shard: whether each rank of such a group keeps a part of the sum.
     """
 
-    def __init__(self, grid: HyperCommGrid, dense: str, expert: str, *, shard: bool) -> None:
-        self.grid, self.shard = grid, shard
-        self._dense, self._expert = dense, expert
+    def __init__(
+        self,
+        grid: HyperCommGrid,
+        model: Iterable[Placement],
+        dense: str,
+        expert: str,
+        *,
+        shard: bool,
+    ) -> None:
+        self.grid, self.shard, self.dense = grid, shard, dense
+        self._expert = expert
+        self.used = axes_in_use(model, grid, dense, expert)
+        """The axes along which ranks have one model."""
 
     def of(self, placement: Placement) -> tuple[ProcessGroup, str]:
         """The group of a parameter, and its name: that of its region, and what it is partial over.
@@ -36,10 +49,10 @@ class ReductionGroups:
         Raises:
             SpecError: it is partial over a group that is not known by a name of the grid.
         """
-        name = self._expert if placement.region == "expert" else self._dense
+        name = self._expert if placement.region == "expert" else self.dense
         partial = placement.partial
         if partial is None or partial.size == 1:
-            return self.grid.get_group(name), name
+            return self._common(self.grid.get_group(name)), name
         spec = self.grid.spec
         if partial.grid_name != self.grid.name:
             raise SpecError(
@@ -50,7 +63,10 @@ class ReductionGroups:
             axis for part in (name, partial.name)
             for axis in spec.definitions[spec.resolve_name(part)].axes
         )  # fmt: skip
-        return self.grid.get_group(*axes), "_".join(axes)
+        return self._common(self.grid.get_group(*axes)), "_".join(axes)
+
+    def _common(self, group: ProcessGroup) -> ProcessGroup:
+        return common_group(group, self.grid, self.dense)
 
     def axes_of(self, placement: Placement) -> set[str]:
         """The axes over which a gradient is summed; all axes for a group that lists its ranks."""
@@ -68,6 +84,29 @@ class ReductionGroups:
                 if isinstance(kind, Distinct) and layout.sizes[axis] > 1:
                     yield axis, dist.get_process_group_ranks(self.grid.get_group(axis))
 
+    def copies_along(self, placement: Placement) -> list[str] | None:
+        """The axes along which copies of a parameter must stay equal; None: not known by axes."""
+        axes = copied_axes(placement, self.grid)
+        return None if axes is None else [axis for axis in axes if axis in self.used]
+
+    def along(self, axes: Iterable[str]) -> tuple[ProcessGroup, ...]:
+        """Groups in which ranks differ along some axes only, as `replicas.groups_along`."""
+        return groups_along(axes, self.grid, self.dense)
+
+    def stage(self, used: set[str] | None = None) -> ProcessGroup | None:
+        """The ranks of this one's pipeline stage; None: it is alone, or no such group was created.
+
+        Args:
+            used: only ranks along these axes; None: along all.
+        """
+        dense = self.grid.spec.regions[0].axes
+        axes = [axis for axis in dense if axis != "pp" and self.grid.size(axis) > 1]
+        axes = [axis for axis in axes if used is None or axis in used]
+        try:
+            return self._common(self.grid.get_group(*axes)) if axes else None
+        except UnknownGroupError:
+            return None
+
     def cut_over(self, placement: Placement) -> str | None:
         """The group whose ranks each keep a part of a parameter's gradient; None: all keep it."""
         return self.of(placement)[1] if self.shard else None
@@ -82,5 +121,5 @@ class ReductionGroups:
         spec = self.grid.spec
         alike: set[str] = set()
         if not self.shard:
-            alike = set(spec.definitions[spec.resolve_name(self._dense)].axes)
+            alike = set(spec.definitions[spec.resolve_name(self.dense)].axes)
         return {axis: i for axis, i in self.grid.coordinate.items() if axis not in alike}

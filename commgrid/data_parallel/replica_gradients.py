@@ -27,15 +27,12 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.group_ref import described, name_of
 from commgrid.collectives.plain import all_reduce
 from commgrid.data_parallel.buckets import Piece
-from commgrid.data_parallel.consistency import stage_group
 from commgrid.data_parallel.edits import Edits
 from commgrid.data_parallel.kept import KeptGradient
+from commgrid.data_parallel.reduction_groups import ReductionGroups
 from commgrid.errors import GridMismatchError
 from commgrid.inputs import InputRecord
 from commgrid.parameters import Placement
-from commgrid.parameters.layout import copied_axes
-from commgrid.replicas import groups_along
-from commgrid.runtime.grid import HyperCommGrid
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 _HALF_TOLERANCE = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
@@ -61,40 +58,29 @@ class ReplicaGradients:
 
     Args:
         pieces: of the reducer.
-        grid: the reducer's grid.
-        summed: the axes over which a parameter's gradient is summed.
-        used: the axes over which the model is one model.
-        shard: whether each rank keeps a part of each gradient.
+        groups: of the reducer.
     """
 
-    def __init__(
-        self,
-        pieces: Iterable[Piece],
-        grid: HyperCommGrid,
-        summed: Callable[[Placement], set[str]],
-        used: set[str],
-        *,
-        shard: bool,
-    ) -> None:
+    def __init__(self, pieces: Iterable[Piece], groups: ReductionGroups) -> None:
         pieces = list(pieces)
         split = any(
             piece.slot.placement.num_slices > 1 or piece.slot.placement.region == "expert"
             for piece in pieces
         )  # else all ranks have the same gradients, and scale them by the same factor
-        edited = stage_group(grid, used) if split and not shard else None  # parts cannot be edited
+        edited = groups.stage(groups.used) if split and not groups.shard else None
         self._edits = Edits(pieces, edited, _MOST_STEPS)
-        groups = (g for p in pieces for g in _layer_groups(p.slot.placement))
-        self._input_groups = list(dict.fromkeys(groups))
+        layers = (g for p in pieces for g in _layer_groups(p.slot.placement))
+        self._input_groups = list(dict.fromkeys(layers))
         self._inputs = InputRecord()
         self._pending: list[_Pending] = []
         for piece in pieces:
             placement = piece.slot.placement
-            axes = copied_axes(placement, grid) or ()
-            left = [axis for axis in axes if axis in used and axis not in summed(placement)]
-            self._pending += [_Pending(piece, group) for group in groups_along(left, grid)]
+            summed = groups.axes_of(placement)
+            left = [axis for axis in groups.copies_along(placement) or () if axis not in summed]
+            self._pending += [_Pending(piece, group) for group in groups.along(left)]
         self._compared: list[_Pending] = []
         self._used: Tensor | None = None
-        self._everyone, self._steps = stage_group(grid), _MOST_STEPS
+        self._everyone, self._steps = groups.stage(), _MOST_STEPS
 
     def before_step(self, held: Callable[[Piece], Tensor | None]) -> None:
         """Records the gradients that were just compared, as an optimizer is about to use them."""
