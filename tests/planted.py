@@ -231,7 +231,7 @@ MUTANTS = (
     ),
     Mutant(
         "the buffer of a parameter without gradient keeps the step before",
-        "commgrid/data_parallel/reducer.py",
+        "commgrid/data_parallel/accumulation.py",
         "torch._foreach_zero_(absent)",
         "pass",
         (
@@ -304,7 +304,7 @@ MUTANTS = (
     # -- pipeline ----------------------------------------------------------------------------
     Mutant(
         "deferred weight gradients of the last microbatches are dropped",
-        "commgrid/pipeline/stage.py",
+        "commgrid/pipeline/execution.py",
         "                weights()\n",
         "                pass\n",
         ("tests/pipeline/test_runner.py::test_losses_and_gradients_are_the_unsplit_models[2]",),

@@ -16,27 +16,15 @@ has used it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from commgrid.data_parallel.buckets import Slot
+from commgrid.data_parallel.buckets import Bucket, Slot
 from commgrid.data_parallel.kept import KeptGradient
-from commgrid.errors import CommGridError, SpecError
-from commgrid.parameters.slices import (
-    StepHooks,
-    check_optimizer,
-    is_scaled,
-    refuse_scaler,
-    zero_ranks,
-)
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.errors import CommGridError
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer
@@ -163,6 +151,70 @@ def _is_zero(gradient: Tensor) -> bool:
     return not bool(gradient.any())
 
 
+@torch.no_grad()
+def fill(bucket: Bucket) -> None:
+    """Copies every gradient into the bucket, and zeros where this rank has none."""
+    absent = []
+    for slot in bucket.slots:
+        gradient = slot.parameter.grad
+        slot.sent = gradient is not None and not (slot.reduced and gradient is slot.handed_out)
+        if slot.sent:
+            take_in(slot, graph=True)
+            continue
+        if gradient is not None and not slot.stepped:
+            slot.held_back = slot.view.clone()
+        absent.append(slot.view)
+    if absent:
+        torch._foreach_zero_(absent)
+
+
+def hand_out_bucket(bucket: Bucket, *, skips: bool, shard: bool, exact: bool) -> None:
+    """Sets `.grad` of each parameter to its view, or to a copy of the dtype that optimizers expect.
+
+    Args:
+        bucket: with reduced gradients.
+        skips: whether this step has no gradients.
+        shard: whether this rank has a part of each sum only.
+        exact: whether gradients keep the bucket's dtype.
+    """
+    dtype = bucket.slots[0].parameter.dtype
+    copies = None
+    if not shard and not exact and bucket.gradient.dtype != dtype:
+        copies = bucket.gradient.to(dtype)
+    for slot in bucket.slots:
+        held_back, slot.held_back = slot.held_back, None
+        if skips or not (slot.used or held_back is not None):
+            slot.used = False
+            hand_out(slot, None)
+        elif not slot.used:
+            slot.view.copy_(held_back)  # type: ignore[arg-type]
+            slot.used = True
+        elif shard:
+            slot.kept.is_zeroed = False
+            hand_out(slot, slot.kept)
+        elif copies is not None:
+            hand_out(slot, slot.of(copies))
+        else:
+            hand_out(slot, slot.view.clone() if slot.fused else slot.view)
+        if slot.fused and not shard:
+            slot.view.zero_()
+
+
+def changed_after_sending(buckets: Iterable[Bucket]) -> CommGridError | None:
+    """The error for a `.grad` that was replaced while its sum was under way."""
+    for bucket in buckets:
+        for slot in bucket.slots if bucket.launched else ():
+            gradient = slot.parameter.grad
+            left = (slot.in_flight, slot.view) if slot.sent else (None, slot.handed_out)
+            if not any(gradient is each for each in left):
+                return CommGridError(
+                    f".grad of {slot.placement} was set after backward had begun to sum it "
+                    "with other ranks', and before finish(); change gradients after finish(), "
+                    "and give a step up with the reducer's zero_grad()"
+                )
+    return None
+
+
 def release(slots: Iterable[Slot]) -> None:
     """Removes a reducer's attributes from its parameters; gradients stay in `.grad`."""
     for slot in slots:
@@ -183,122 +235,12 @@ def release(slots: Iterable[Slot]) -> None:
             parameter.grad_released = Released(parameter.grad, slot.stepped)
 
 
-# -- optimizers -------------------------------------------------------------------------------
-
-
-def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[GradientReducer, Slot]]:
-    """The parameters that an optimizer updates and a reducer owns."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            owner = owner_of(parameter)
-            if owner is not None:
-                reducer, slot = owner.reducer, owner.slot
-                if reducer is not None and slot is not None:
-                    yield reducer, slot
-
-
-def mark_used(optimizer: torch.optim.Optimizer) -> None:
-    """After a step, taken or skipped: the next backward begins anew."""
-    for reducer, slot in owned_by(optimizer):
-        slot.stepped, slot.optimized = slot.reduced, True
-        reducer.after_step = True
-        if slot.stepped and slot.fused:  # its layer adds to zeros
-            with torch.no_grad():
-                slot.view.zero_()
-
-
-def check_slices(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer whose step would be wrong where ranks have different parameters.
-
-    Raises:
-        SpecError: names the first such parameter.
-    """
-    owned = list(owned_by(optimizer))
-    check_optimizer(optimizer, [slot.placement for _, slot in owned])
-    ranks, scaled = set(zero_ranks(optimizer)), is_scaled()
-    if not ranks and not scaled:
-        return
-    for reducer, slot in owned:
-        for axis, theirs in reducer.groups.apart(slot.placement):
-            both = sorted(ranks & set(theirs))
-            if len(both) > 1:
-                raise SpecError(
-                    f"{type(optimizer).__name__} over {describe_ranks(sorted(ranks))} would send "
-                    f"{slot.placement} to {describe_ranks(both)}, which have other parameters "
-                    f"along {axis}; give it process_group=commgrid.get_group('dp_cp'), or use "
-                    "commgrid.data_parallel.ShardedOptimizer"
-                )
-            if scaled:
-                refuse_scaler(f"{slot.placement} differs along {axis}")
-
-
 def is_unreduced(slot: Slot, reducer: GradientReducer) -> bool:
     """Whether `.grad` is this rank's alone: from backward, or set without a later finish()."""
     gradient = slot.parameter.grad
     if gradient is None or not slot.reduced:
         return gradient is not None
     return gradient is not slot.handed_out and (slot.stepped or not reducer.has_finished)
-
-
-def check_reduced(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a step with gradients of this rank alone.
-
-    Raises:
-        CommGridError: names the first such parameter.
-    """
-    reducers: dict[GradientReducer, None] = {}
-    for reducer, slot in owned_by(optimizer):
-        reducers[reducer] = None
-        gradient = slot.parameter.grad
-        if reducer.shard and slot.reduced and not isinstance(gradient, KeptGradient | None):
-            raise CommGridError(
-                f".grad of {slot.placement} was set, which a ShardedOptimizer does not read: its "
-                "reducer keeps gradients in parts; set it before finish(), which sums it over "
-                "ranks, or make the GradientReducer with shard=False"
-            )
-        if is_unreduced(slot, reducer):
-            raise CommGridError(
-                f"{type(optimizer).__name__}.step() was called while {slot.placement} has a "
-                "gradient that no finish() has reduced, so that ranks would train apart; call its "
-                "GradientReducer's finish() once a step, after the last backward and before "
-                "clipping and step()"
-            )
-    for reducer in reducers:
-        reducer.before_step()
-
-
-def _before_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    given: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    check_slices(optimizer)
-    if given is None:
-        check_reduced(optimizer)
-        return None
-    closure = given
-
-    def checked() -> Any:
-        loss = closure()
-        check_reduced(optimizer)
-        return loss
-
-    if len(args) > 1:
-        return (args[0], checked, *args[2:]), kwargs
-    return args, {**kwargs, "closure": checked}
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    mark_used(optimizer)
-
-
-STEP_HOOKS = StepHooks(
-    lambda: [
-        register_optimizer_step_pre_hook(_before_step),
-        register_optimizer_step_post_hook(_after_step),
-    ]
-)
-"""Before a step, an unreduced gradient raises an error; after it, gradients count as used.
-Registered while any reducer exists."""
 
 
 # -- third-party layers that add to `main_grad` -------------------------------------------------
@@ -311,3 +253,8 @@ def fuses_gradients(module: nn.Module) -> bool:
         getattr(module, flag, False) is True
         for flag in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
     )
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether the current CUDA stream is capturing a graph; False for a CPU tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

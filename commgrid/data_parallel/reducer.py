@@ -38,11 +38,14 @@ from torch.distributed.tensor import DTensor
 
 from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
 from commgrid.data_parallel.accumulation import (
-    STEP_HOOKS,
     Owner,
     begin,
+    changed_after_sending,
+    fill,
     fuses_gradients,
     hand_out,
+    hand_out_bucket,
+    is_capturing,
     is_unreduced,
     owner_of,
     release,
@@ -59,8 +62,10 @@ from commgrid.data_parallel.consistency import (
     compare_models,
     compare_slices,
     compare_values,
+    losses_not_told,
 )
 from commgrid.data_parallel.norm import norm_group
+from commgrid.data_parallel.optimizer_checks import STEP_HOOKS
 from commgrid.data_parallel.reduction_groups import ReductionGroups
 from commgrid.data_parallel.replica_gradients import ReplicaGradients
 from commgrid.data_parallel.verdict import Verdict, check_finite
@@ -336,7 +341,7 @@ class GradientReducer:
                 return
             self._next += 1
             bucket.launched = True
-            self._fill(bucket)
+            fill(bucket)
             if bucket.prescale > 1:
                 with torch.no_grad():
                     bucket.gradient.div_(bucket.prescale)
@@ -348,23 +353,6 @@ class GradientReducer:
                 for slot in bucket.slots:
                     if slot.sent:
                         slot.parameter.grad = slot.in_flight
-
-    @staticmethod
-    @torch.no_grad()
-    def _fill(bucket: Bucket) -> None:
-        """Copies every gradient into the bucket, and zeros where this rank has none."""
-        absent = []
-        for slot in bucket.slots:
-            gradient = slot.parameter.grad
-            slot.sent = gradient is not None and not (slot.reduced and gradient is slot.handed_out)
-            if slot.sent:
-                take_in(slot, graph=True)
-                continue
-            if gradient is not None and not slot.stepped:
-                slot.held_back = slot.view.clone()
-            absent.append(slot.view)
-        if absent:
-            torch._foreach_zero_(absent)
 
     def _start_shared(self, bucket: Bucket, sharers: ProcessGroup) -> Pending:
         """The sum over the copies of other stages, and only then the sum over other data."""
@@ -422,7 +410,9 @@ class GradientReducer:
                 gradient was changed after backward had sent it.
         """
         self._check_before_finish()
-        wrong = self._changed_after_sending() or self._losses_not_told(count)
+        wrong = changed_after_sending(self.buckets)
+        if count is not None:
+            wrong = wrong or losses_not_told(self.model)
         self._launch(all_of_them=True)
         for bucket in self.buckets:
             bucket.wait()
@@ -436,7 +426,7 @@ class GradientReducer:
         self.has_finished = True
         self._reset()
         for bucket in self.buckets:
-            self._hand_out(bucket, skips)
+            hand_out_bucket(bucket, skips=skips, shard=self.shard, exact=self._is_exact)
         wrong = wrong or changed(self.model, self.slots)
         told = self._replicas.compare(self.held, divisor)
         wrong = wrong or told
@@ -445,33 +435,6 @@ class GradientReducer:
             wrong = wrong or told
         if wrong is not None:
             raise wrong
-
-    def _losses_not_told(self, count: float | Tensor | None) -> CommGridError | None:
-        """The error of a router that was not told that losses are sums, as `count` implies."""
-        if count is None:
-            return None
-        for module in self.model.modules():
-            check: Any = getattr(module, "check_losses", None)
-            if check is not None:
-                try:
-                    check(counted=True)
-                except CommGridError as error:
-                    return error
-        return None
-
-    def _changed_after_sending(self) -> CommGridError | None:
-        """The error for a `.grad` that was replaced while its sum was under way."""
-        for bucket in self.buckets:
-            for slot in bucket.slots if bucket.launched else ():
-                gradient = slot.parameter.grad
-                left = (slot.in_flight, slot.view) if slot.sent else (None, slot.handed_out)
-                if not any(gradient is each for each in left):
-                    return CommGridError(
-                        f".grad of {slot.placement} was set after backward had begun to sum it "
-                        "with other ranks', and before finish(); change gradients after finish(), "
-                        "and give a step up with the reducer's zero_grad()"
-                    )
-        return None
 
     def _check_reduced(self, call: str) -> None:
         for slot in self.slots:
@@ -517,30 +480,6 @@ class GradientReducer:
             bucket.launched, bucket.missing = False, set(range(len(bucket.slots)))
         self._in_flight.clear()
         self._next, self._begun = 0, False
-
-    def _hand_out(self, bucket: Bucket, skips: bool) -> None:
-        """Sets `.grad`: to the bucket's view, or a copy of the dtype that optimizers expect."""
-        dtype = bucket.slots[0].parameter.dtype
-        copies = None
-        if not self.shard and not self._is_exact and bucket.gradient.dtype != dtype:
-            copies = bucket.gradient.to(dtype)
-        for slot in bucket.slots:
-            held_back, slot.held_back = slot.held_back, None
-            if skips or not (slot.used or held_back is not None):
-                slot.used = False
-                hand_out(slot, None)
-            elif not slot.used:
-                slot.view.copy_(held_back)  # type: ignore[arg-type]
-                slot.used = True
-            elif self.shard:
-                slot.kept.is_zeroed = False
-                hand_out(slot, slot.kept)
-            elif copies is not None:
-                hand_out(slot, slot.of(copies))
-            else:
-                hand_out(slot, slot.view.clone() if slot.fused else slot.view)
-            if slot.fused and not self.shard:
-                slot.view.zero_()
 
     def held(self, piece: Piece) -> Tensor | None:
         """This rank's part of a parameter's reduced gradient; None: none, or it was zeroed.
@@ -630,8 +569,3 @@ def _detach(handles: list[tuple[Any, Any, Any]], slots: list[Slot]) -> None:
     handles.clear()
     release(slots)
     STEP_HOOKS.remove_user()
-
-
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether the current CUDA stream is capturing a graph; False for a CPU tensor."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

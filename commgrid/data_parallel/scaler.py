@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commgrid.collectives.asynchronous import start_all_reduce_
-from commgrid.data_parallel.accumulation import mark_used, owner_of
+from commgrid.data_parallel.accumulation import owner_of
 from commgrid.data_parallel.norm import norm_group
+from commgrid.data_parallel.optimizer_checks import mark_used
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.runtime.registry import get_grid
 

@@ -1,32 +1,27 @@
 """torchrun agents, one a node, on loopback or each in a network namespace of its own.
 
-An agent is torchrun as it is started from a shell, or torchrun's agent forked from here with
-workers forked from it: the same agent, rendezvous and restarts without three seconds of imports at
-each start.
+An agent is torchrun as it is started from a shell. Forked ones would start sooner, but could hang:
+a worker is forked beside threads of the agent, which may hold a lock of the C library.
 
-Everything that a job starts is found and killed by the sessions that the forked agents lead, or by
-a mark in its environment: torchrun puts its workers into sessions of their own, where killing the
-agent's process group does not reach them.
+Everything that a job starts is found and killed by a mark in its environment: torchrun puts its
+workers into sessions of their own, where killing the agent's process group does not reach them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from commgrid.testing import Ranks, free_port
+from commgrid.testing import free_port
 
 MARK = "COMMGRID_TEST_JOB"
 WORKER = Path(__file__).with_name("worker.py")
@@ -56,56 +51,6 @@ class Host:
                     raise OSError(ctypes.get_errno(), f"setns {name}")
 
 
-class Forked:
-    """A forked process with the methods of a Popen."""
-
-    def __init__(self, *call: Any) -> None:
-        function, *args = call
-        self.ranks = Ranks(function, 1, *args, backend=None, check=False).start()
-        self.pid = self.ranks.pid(0)
-
-    @property
-    def returncode(self) -> int | None:
-        return None if self.ranks.living() else self.ranks.outcomes[0].exitcode
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        """Raises subprocess.TimeoutExpired as Popen's."""
-        until = time.monotonic() + timeout
-        while self.ranks.living():
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("a forked agent", timeout)
-            time.sleep(0.01)  # between two looks
-        self.ranks.close()
-        assert self.returncode is not None
-        return self.returncode
-
-
-def _agent(
-    host: Host, log: Path, variables: dict[str, str], flags: list[str], worker: Sequence[str]
-) -> None:
-    """What torchrun's `main` does, with workers that are forked."""
-    from torch.distributed import run
-    from torch.distributed.launcher.api import elastic_launch
-
-    with log.open("wb") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    os.environ.update(variables)
-    host.move_here()
-    config, _, _ = run.config_from_args(run.parse_args([*flags, str(WORKER)]))
-    config.start_method = "fork"
-    main = importlib.import_module("tests.engines.worker").forked
-    try:
-        elastic_launch(config=config, entrypoint=main)(*worker)
-    except BaseException:
-        traceback.print_exc()  # into the log, as torchrun does
-        raise
-
-
 LOOPBACK = (Host(), Host())
 
 
@@ -122,23 +67,17 @@ class Job:
     hosts: Sequence[Host]
     folder: Path
     timeout: float
-    agents: list[subprocess.Popen[bytes] | Forked] = field(default_factory=list)
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(
-        self, flags: Sequence[str], worker: Sequence[str], fork: bool = True, **variables: str
-    ) -> None:
+    def start(self, flags: Sequence[str], worker: Sequence[str], **variables: str) -> None:
         """Starts an agent on each host.
 
         Args:
             flags: torchrun's, beside those of a c10d rendezvous; `--master-addr` makes it a static
                 one, on the same port.
             worker: arguments of worker.py.
-            fork: whether agents and workers are forked; else they are commands, as from a shell.
             **variables: for the workers.
         """
-        if fork:
-            importlib.import_module("torch.distributed.run")  # once here, not once in each agent
-            importlib.import_module("tests.engines.worker")
         port = str(free_port())
         static = "--master-addr" in flags
         for node, host in enumerate(self.hosts):
@@ -154,10 +93,8 @@ class Job:
             own = {
                 **os.environ, **dict(host.variables), **variables, MARK: str(self.folder),
                 "NODE": str(node), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+                "PYTHONFAULTHANDLER": "1",
             }  # fmt: skip
-            if fork:
-                self.agents.append(Forked(_agent, host, self.log(node), own, arguments, worker))
-                continue
             command = [
                 *host.enter, sys.executable, "-m", "torch.distributed.run", *arguments,
                 str(WORKER), *worker,
@@ -180,10 +117,20 @@ class Job:
             try:
                 self.agents[node].wait(max(until - time.monotonic(), 0.01))
             except subprocess.TimeoutExpired:
+                self._print_stacks()
                 raise AssertionError(
                     f"node {node} has not ended in {self.timeout} s\n{self.said()}"
                 ) from None
         return [self.agents[node].returncode for node in nodes]
+
+    def _print_stacks(self) -> None:
+        """Ends every process with a stack of each of its threads, in the log of its node."""
+        for pid in reversed(self.processes()):  # workers first
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+        until = time.monotonic() + 10
+        while self.processes() and time.monotonic() < until:
+            time.sleep(0.1)  # while they write
 
     def log(self, node: int) -> Path:
         return self.folder / f"log-{node}"
@@ -214,23 +161,20 @@ class Job:
             agent.wait(10)
 
     def processes(self) -> list[int]:
-        """Every live process of the job: by the agent's session, or by its environment."""
-        mark = f"{MARK}={self.folder}\0".encode()
-        agents = {agent.pid for agent in self.agents if isinstance(agent, Forked)}
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):  # ended meanwhile, or is somebody else's
-                    state, _, _, session = _stat(entry)[:4]
-                    ours = {int(entry.name), int(session)} & agents and state != "Z"
-                    if ours or mark in (entry / "environ").read_bytes() + b"\0":
-                        found.append(int(entry.name))
-        return found
+        """Every live process of the job."""
+        return processes_of(str(self.folder))
 
 
-def _stat(process: Path) -> list[str]:
-    """What stands behind the name: state, parent, group, session."""
-    return (process / "stat").read_text().rpartition(")")[2].split()
+def processes_of(folder: str, node: str = "") -> list[int]:
+    """Every live process of a job, or of one of its nodes, by its environment; oldest first."""
+    wanted = {f"{MARK}={folder}".encode(), *([f"NODE={node}".encode()] if node else [])}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # ended meanwhile, or is somebody else's
+                if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                    found.append(int(entry.name))
+    return sorted(found)
 
 
 @contextlib.contextmanager

@@ -34,8 +34,6 @@ DEATHS: dict[str, dict[str, list[int]]] = {
     "one_after_the_other": {"1.0": [1], "0.0": [2]},
     "both": {"0.0": [1], "1.0": [1]},
 }
-COMMANDS = ("first_node_twice",)
-"""Where agents and workers are commands as from a shell, on loopback; elsewhere they are forked."""
 
 
 @pytest.fixture(params=["loopback", "namespaces"])
@@ -81,9 +79,9 @@ def check_up(running: Job, nodes: list[int], world: int) -> None:
     indirect=["hosts"],
 )
 def test_two_nodes(killed: str, hosts: tuple[Host, Host]) -> None:
-    deaths, fork = DEATHS[killed], killed not in COMMANDS or hosts is not LOOPBACK
+    deaths = DEATHS[killed]
     with job(hosts, timeout=300) as running:
-        running.start(TWO_NODES, ["commgrid", json.dumps(deaths)], fork=fork)
+        running.start(TWO_NODES, ["commgrid", json.dumps(deaths)])
         check_up(running, [0, 1], 2)
         starts = [int((running.folder / f"starts-{node}.0").read_text()) for node in (0, 1)]
         for worker, dead in deaths.items():
@@ -167,7 +165,7 @@ def test_training_goes_on_with_its_curve(
     ]  # fmt: skip
     with job(hosts, timeout=300) as running:
         torchrun = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "3"]
-        running.start(torchrun, ["train_gpt", json.dumps({"1.0": [1]}), *flags], fork=nodes == "2")
+        running.start(torchrun, ["train_gpt", json.dumps({"1.0": [1]}), *flags])
         alive = [0, 1]
         if nodes == "1:2":
             wait_for(Path(saved) / "step_00000004")

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.engines.agents import Forked, Host, namespace, run_ip
+from commgrid.testing import Ranks
+from tests.engines.agents import Host, namespace, run_ip
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _DEVICE = "wire0"
@@ -64,7 +65,7 @@ def wire(delay: float = 0.0, loss: float = 0.0) -> Iterator[Wire]:
         ]
         ready, told = os.pipe()
         stack.callback(os.close, ready)
-        carrier = Forked(_carry, hosts, delay, loss, told)
+        carrier = Ranks(_carry, 1, hosts, delay, loss, told, backend=None, check=False).start()
         os.close(told)
         stack.callback(_end, carrier)
         if not os.read(ready, 1):
@@ -73,13 +74,13 @@ def wire(delay: float = 0.0, loss: float = 0.0) -> Iterator[Wire]:
             peer = ("peer", ADDRESSES[theirs], "dev", _DEVICE)
             run_ip("-n", names[mine], "address", "add", ADDRESSES[mine], *peer)
             run_ip("-n", names[mine], "link", "set", _DEVICE, "up")
-        yield Wire((hosts[0], hosts[1]), carrier.pid)
+        yield Wire((hosts[0], hosts[1]), carrier.pid(0))
 
 
-def _end(carrier: Forked) -> None:
+def _end(carrier: Ranks) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(carrier.pid, signal.SIGKILL)
-    carrier.wait(10)
+        os.kill(carrier.pid(0), signal.SIGKILL)
+    carrier.close()
 
 
 def _carry(hosts: list[Host], delay: float, loss: float, told: int) -> None:

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import commgrid
+from tests.engines.agents import MARK, processes_of
 from tests.examples.curves import load
 
 DEATH_STEP = "6"
@@ -36,7 +36,7 @@ def me() -> str:
 
 
 def own_file(kind: str) -> Path:
-    return Path(os.environ["COMMGRID_TEST_JOB"]) / f"{kind}-{me()}"
+    return Path(os.environ[MARK]) / f"{kind}-{me()}"
 
 
 def count_start() -> int:
@@ -99,7 +99,9 @@ def fail(fault: str, step: int) -> None:
     if fault.startswith("raise"):
         raise ValueError("no such token")
     if fault == "host":
-        os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
+        for pid in processes_of(os.environ[MARK], os.environ["NODE"]):
+            if pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
 
@@ -119,38 +121,6 @@ def train(flags: list[str], faults: dict[str, str]) -> None:
         example.train(example.parse(flags))
     except commgrid.CommGridError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-
-
-def forked(*given: str) -> None:
-    """As `main`, in a process that was forked from its agent."""
-    for caught in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # by the agent
-        signal.signal(caught, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    await_siblings()
-    main(*given)
-
-
-def await_siblings(seconds: float = 20.0) -> None:
-    """Until the agent has forked all of its workers.
-
-    A worker that connects has the agent's store look up a name. The C library holds a lock for
-    that, and who is forked at that moment waits for it for ever.
-    """
-    until = time.monotonic() + seconds
-    while children_of(os.getppid()) < int(os.environ["LOCAL_WORLD_SIZE"]):
-        if time.monotonic() > until:
-            return
-        time.sleep(0.05)  # between two looks
-
-
-def children_of(parent: int) -> int:
-    """How many processes it has started that have not ended."""
-    found = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            state, its_parent = stat.read_text().rpartition(")")[2].split()[:2]
-            found += int(its_parent) == parent and state != "Z"
-    return found
 
 
 def main(*given: str) -> None:

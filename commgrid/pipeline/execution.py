@@ -1,0 +1,297 @@
+"""Execution: one walk of a stage through its program of computations and exchanges."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from commgrid.errors import CommGridError, ShapeError
+from commgrid.pipeline.backward import WeightGradients, backward_input
+from commgrid.pipeline.exchange import Exchange, Program, message_of
+from commgrid.pipeline.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Computation,
+    Forward,
+    Message,
+    Schedule,
+    Send,
+)
+from commgrid.pipeline.simulator import Span
+
+if TYPE_CHECKING:
+    from commgrid.pipeline.stage import Pipeline
+
+Loss = Callable[[Any, Any], Tensor]
+"""From the last chunk's output and a target to a scalar."""
+
+_SAID = {
+    Forward: "the forward",
+    Backward: "the backward",
+    BackwardInput: "the input gradients",
+    BackwardWeight: "the weight gradients",
+}
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A microbatch between its forward and its backward.
+
+    Args:
+        inputs: the received tensors that can have a gradient.
+        edges: the graph's edge for each output that can have a gradient; None: it has none.
+        ones: the loss's gradient; None: not the last part.
+    """
+
+    inputs: list[Tensor]
+    edges: list[GradientEdge | None]
+    ones: Tensor | None
+
+
+class Execution:
+    """One walk of a stage through its program of computations and exchanges.
+
+    exchange       post the sends and receives of this time, and continue
+    forward        take the activation, run the chunk, keep the graph's end and the inputs
+    backward       take the gradient, run autograd, let the microbatch go
+    backward input, backward weight    the two halves of a backward, with other work in between
+
+    Of an output only its place in the graph is kept. Once it has left, its memory is free unless
+    the graph needs it.
+
+    Args:
+        pipeline: whose chunks run.
+        schedule: of the program.
+        inputs, targets, kwargs: a microbatch each, as `Pipeline.step` takes them.
+        loss: None: the last part's output is the result.
+        train: whether there will be backwards.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        kwargs: Sequence[Mapping[str, Any]] | None,
+        *,
+        loss: Loss | None,
+        train: bool,
+    ) -> None:
+        self.pipeline, self.schedule, self.links = pipeline, schedule, pipeline.links
+        self.inputs, self.targets, self.kwargs = inputs, targets, kwargs
+        self.loss, self.train = loss, train
+        self._action: Computation | None = None
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._weights: dict[tuple[int, int], WeightGradients] = {}
+        self._leaving: dict[Message, Sequence[Tensor]] = {}
+        self._found: dict[int, Any] = {}
+        self._trained: set[int] = set()  # chunks that some microbatch had a graph of
+        self._started = 0.0
+        self.spans: dict[Computation, Span] = {}
+
+    def where(self) -> str:
+        """Describe the current action, for messages."""
+        stage = f"stage {self.links.stage}"
+        if self._action is None:
+            return f"a step of {stage}"
+        chunk = f" in chunk {self._action.chunk}" if self.schedule.num_chunks > 1 else ""
+        return (
+            f"{_SAID[type(self._action)]} of microbatch {self._action.microbatch}{chunk} of {stage}"
+        )
+
+    def check(self) -> None:
+        """Refuses a pass that this stage cannot run.
+
+        Raises:
+            CommGridError: gradients are switched off.
+            ShapeError: another number of microbatches than the schedule's.
+        """
+        if self.train and not torch.is_grad_enabled():
+            raise CommGridError(
+                "step computes gradients, but they are switched off (torch.no_grad); call "
+                "evaluate or forward there"
+            )
+        stage, stages = self.links.stage, self.links.num_stages
+        wanted = self.schedule.num_microbatches
+        for key, given, is_needed in (
+            ("inputs", self.inputs, stage == 0),
+            ("targets", self.targets, stage == stages - 1 and self.loss is not None),
+            ("kwargs", self.kwargs, self.kwargs is not None),
+        ):
+            if is_needed and (given is None or len(given) != wanted):
+                count = "none" if given is None else len(given)
+                raise ShapeError(
+                    f"{key}: {count} given on stage {stage} of {stages}; "
+                    f"expected {wanted} microbatches, as {self.schedule} takes them"
+                )
+
+    def without_graph(self) -> str:
+        """Describe the first chunk with trained parameters that had no graph, or ""."""
+        for index, chunk in enumerate(self.pipeline.chunks):
+            trains = next((n for n, p in chunk.named_parameters() if p.requires_grad), None)
+            if trains is not None and index not in self._trained:
+                return (
+                    f"has not trained chunk {index}: in no microbatch did its output, or the loss, "
+                    f"depend on {trains!r} for autograd"
+                )
+        return ""
+
+    def through(self, program: Program) -> dict[int, Any]:
+        """Runs the program; returns losses or outputs by microbatch, on the last stage."""
+        work: dict[type[Computation], Callable[[Computation], Sequence[Tensor]]] = {
+            Forward: self._forward,
+            Backward: self._backward,
+            BackwardInput: self._backward_input,
+            BackwardWeight: self._backward_weight,
+        }
+        for step in program:
+            if isinstance(step, Exchange):
+                self.links.start(step, self._pop)
+                continue
+            self._action, self._started = step, time.perf_counter()
+            made = work[type(step)](step)
+            self.spans[step] = self._started, time.perf_counter()
+            message = message_of(self.schedule, step)
+            if message is None:
+                continue
+            later = message.boundary + (message.kind == "activation")
+            if self.schedule.place(later)[0] == self.links.stage:
+                self.links.hand_over(message, made)
+            else:
+                self._leaving[message] = made
+            del made  # its memory is free as soon as it has left
+        self.links.finish()
+        return self._found
+
+    def _pop(self, send: Send) -> Sequence[Tensor]:
+        return self._leaving.pop(send.message)
+
+    def _forward(self, action: Computation) -> Sequence[Tensor]:
+        part, microbatch = self.schedule.part(action), action.microbatch
+        given, received = self._inputs(part, microbatch)
+        self._started = time.perf_counter()
+        kwargs = self.kwargs[microbatch] if self.kwargs is not None else {}
+        output = self.pipeline.chunks[action.chunk](*given, **kwargs)
+        is_last = part + 1 == self.schedule.num_parts
+        if is_last:
+            if self.loss is not None:
+                assert self.targets is not None
+                output = self.loss(output, self.targets[microbatch])
+            if not self.train:
+                self._found[microbatch] = _copied(output)
+                return ()
+        outputs = self._as_tensors(output, action, is_last=is_last)
+        if is_last:
+            self._found[microbatch] = output.detach().clone()
+        if self.train:
+            edges = [
+                get_gradient_edge(t) if t.requires_grad else None for t in _differentiable(outputs)
+            ]
+            if any(edge is not None for edge in edges):
+                self._trained.add(action.chunk)
+            ones = torch.ones_like(output) if is_last else None
+            self._live[action.chunk, microbatch] = _Live(received, edges, ones)
+        return outputs
+
+    def _inputs(self, part: int, microbatch: int) -> tuple[Sequence[Any], list[Tensor]]:
+        """The arguments of a part, and those of them that get a gradient."""
+        if part == 0:
+            assert self.inputs is not None
+            given = self.inputs[microbatch]
+            return (given if isinstance(given, tuple) else (given,)), []
+        tensors = self.links.take(Message("activation", part - 1, microbatch))
+        differentiable = _differentiable(tensors)
+        if self.train:
+            for tensor in differentiable:
+                tensor.requires_grad_()
+        return tensors, differentiable
+
+    def _as_tensors(self, output: Any, action: Computation, *, is_last: bool) -> Sequence[Tensor]:
+        outputs: Sequence[Any] = output if isinstance(output, tuple | list) else (output,)
+        who = (
+            f"part {self.schedule.part(action)} of {self.schedule.num_parts} (stage {action.stage}"
+        )
+        who += f", chunk {action.chunk})"
+        if is_last and (len(outputs) != 1 or not isinstance(output, Tensor) or output.dim() != 0):
+            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ShapeError(f"{who}: its loss is {shape}; expected one scalar tensor")
+        if is_last and not _differentiable([output]):
+            raise ShapeError(f"{who}: its loss is {output.dtype}; expected a floating-point dtype")
+        for one in outputs:
+            if not isinstance(one, Tensor):
+                raise ShapeError(
+                    f"{who} returned a {type(one).__name__}; expected a tensor, or a tuple of "
+                    "tensors, for the next part"
+                )
+        return outputs
+
+    def _backward(self, action: Computation) -> Sequence[Tensor]:
+        live, edges, gradients = self._arrived(action)
+        if edges:
+            with self.pipeline.final_backward(action):
+                torch.autograd.backward(edges, gradients)
+        return _gradients(live.inputs)
+
+    def _backward_input(self, action: Computation) -> Sequence[Tensor]:
+        live, edges, gradients = self._arrived(action)
+        if edges:
+            with self.pipeline.final_backward(action):
+                self._weights[action.chunk, action.microbatch] = backward_input(
+                    edges, gradients, live.inputs
+                )
+        return _gradients(live.inputs)
+
+    def _backward_weight(self, action: Computation) -> Sequence[Tensor]:
+        weights = self._weights.pop((action.chunk, action.microbatch), None)
+        if weights is not None:
+            with self.pipeline.final_backward(action):
+                weights()
+        return ()
+
+    def _arrived(self, action: Computation) -> tuple[_Live, list[GradientEdge], list[Tensor]]:
+        """A microbatch, and the gradients that its graph begins with."""
+        live = self._live.pop((action.chunk, action.microbatch))
+        if live.ones is not None:
+            arrived = [live.ones]
+        else:
+            message = Message("gradient", self.schedule.part(action), action.microbatch)
+            arrived = self.links.take(message)
+            self._started = time.perf_counter()
+        pairs = [
+            (edge, gradient)
+            for edge, gradient in zip(live.edges, arrived, strict=True)
+            if edge is not None
+        ]
+        return live, [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _copied(output: Any) -> Any:
+    """The output with tensors of its own, which no later microbatch overwrites."""
+    if isinstance(output, Tensor):
+        return output.clone()
+    if type(output) in (tuple, list):
+        return type(output)(map(_copied, output))
+    if type(output) is dict:
+        return {key: _copied(value) for key, value in output.items()}
+    return output
+
+
+def _differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
+
+
+def _gradients(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Take the gradients that go to the part before off the inputs, which are then free."""
+    found = []
+    for tensor in inputs:
+        found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+        tensor.grad = None
+    return found
