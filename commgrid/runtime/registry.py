@@ -380,6 +380,19 @@ def shutdown() -> None:
         each()
 
 
+def _tell_over() -> None:
+    """Tell ranks without a part that the job is over, at each store where they may look for it.
+
+    Once this process has ended, WORLD's store may be gone before they have read it there.
+    """
+    tell_over(torch_world.world_store())
+    place = _registry.place
+    for _, address in place.standbys:
+        store, _ = torch_standby.connect(address, place.own)
+        if store is not None:
+            tell_over(torch_standby.world_in(store))
+
+
 def end(failed: bool) -> None:
     """Shuts down; who waits in `rebuild` for a place in a grid learns it, unless this one failed.
 
@@ -390,7 +403,7 @@ def end(failed: bool) -> None:
         for grid in live_grids():
             covers_all = len(grid.spec.grid_ranks) == torch_world.world_size()
             if not covers_all and grid.rank == grid.spec.grid_ranks[0]:
-                tell_over(torch_world.world_store())
+                _tell_over()
     try:
         destroy()
     finally:

@@ -26,6 +26,7 @@ from commgrid.runtime.torch_world import world_store
 
 _ASK_SECONDS = 3.0
 _PROBE_SECONDS = 1.0
+_KEPT, _WORLD = "commgrid", "world"  # prefixes in a standby store
 _TOKEN = "standby"
 
 
@@ -149,12 +150,17 @@ def move_world(store: Any) -> Any:
     Returns:
         The store as commgrid keeps it.
     """
-    kept = PrefixStore("commgrid", store)
+    kept = PrefixStore(_KEPT, store)
     kept.set_timeout(world_store().timeout)
     world = c10d._get_default_group()
     backend, _ = c10d._world.pg_map[world]
-    c10d._world.pg_map[world] = (backend, PrefixStore("world", kept))
+    c10d._world.pg_map[world] = (backend, PrefixStore(_WORLD, kept))
     return kept
+
+
+def world_in(store: Any) -> Any:
+    """WORLD's store of ranks that have moved to a standby store."""
+    return PrefixStore(_WORLD, PrefixStore(_KEPT, store))
 
 
 def first_that_answers(

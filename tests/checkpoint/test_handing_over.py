@@ -13,9 +13,12 @@ from commgrid.checkpoint.handing_over import Given, given
 from commgrid.checkpoint.memory import Inventory, kept_states, missing
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.runtime import torch_standby
+from commgrid.runtime.roll_call import RollCall
 from commgrid.tensor_parallel import initialize_parameters
 from commgrid.testing import run_on_ranks
 from tests.killing import KILLED, kill_me, run_killable
+from tests.waiting import until
 
 HALVES = {"weight": ((4,), "float32")}
 LOW, HIGH = ((0,), (2,)), ((2,), (2,))
@@ -107,6 +110,24 @@ def test_a_rank_left_out_hands_over_and_leaves() -> None:
     for step, source, extra, weight in others:
         assert (step, source, extra) == (1, "memory of ranks left out", {"tokens": 64})
         torch.testing.assert_close(weight, reference, rtol=1e-12, atol=0)
+
+
+def late(folder: str | None) -> Any:
+    """As `halved`; rank 3 waits for a place only when the others have ended."""
+    wait, here = RollCall.wait, torch_standby.Answer.HERE
+
+    def waits_late(self: RollCall, name: str, said: str) -> Any:
+        RollCall.wait = wait  # type: ignore[method-assign]
+        until(lambda: torch_standby.ask_world() is not here, "WORLD's store ends")
+        return wait(self, name, said)
+
+    RollCall.wait = waits_late  # type: ignore[method-assign]
+    return halved(folder)
+
+
+def test_a_rank_left_out_that_comes_when_the_others_have_ended_leaves() -> None:
+    *_, gone, left_out = run_on_ranks(late, 4, None, backend=None, launcher="torchrun")
+    assert (gone, left_out) == ("gone", "left out")
 
 
 def dies_while_handing_over() -> Any:

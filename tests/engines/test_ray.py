@@ -140,7 +140,7 @@ def test_a_stop_is_one_line(tmp_path: Path) -> None:
         (["--workers", "3", "--tp", "2"], "SpecError: axes: tp=2 .* does not divide 3 ranks"),
         (["--workers", "0"], r"argument --workers: .*0"),
         (["--workers", "2", "--warmpu", "1"], "unknown flag --warmpu; did you mean '--warmup'"),
-        (["--workers", "2"], r"Ray is not installed here .*; pip install 'commgrid\[ray\]'"),
+        (["--workers", "2"], r"Ray is not installed here .*; pip install ray"),
     ],
     ids=["sizes", "workers", "flag", "no_ray"],
 )
