@@ -61,6 +61,7 @@ def mark_parameters(
     Example:
         >>> import commgrid
         >>> from torch import nn
+        >>> from commgrid.parameters import placements
         >>> grid = commgrid.initialize()
         >>> norm = mark_parameters(nn.LayerNorm(8), partial="tp")
         >>> [placement.partial for placement in placements(norm)]

@@ -86,7 +86,7 @@ def test_large_boxes_arrive_as_they_were_when_run_was_called() -> None:
 def test_copies_that_differ_are_an_error_on_every_rank() -> None:
     """Rank 0 ended the group while NCCL still sent the error, and the others waited for ever."""
     for said in run_large(False):
-        assert "model.bias differs between rank 0 and rank 1 of group 'dp'" in said
+        assert "model.bias differs between rank 0 and rank 1 of group 'dp_cp'" in said
 
 
 def bridged(rank: int) -> float:
