@@ -77,6 +77,7 @@ from commgrid.errors import (
     UnknownGroupError,
 )
 from commgrid.parameters import placements
+from commgrid.parameters.placement import shared_last
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class GradientReducer:
         self.model, self.shard, self._not_finite = model, shard, not_finite
         self._name = group
         self.group = self._grid.get_group(group)
-        everything = list(placements(model))
+        everything = shared_last(placements(model))
         self.groups = ReductionGroups(self._grid, everything, group, expert_group, shard=shard)
         trained = [p for p in everything if p.parameter.requires_grad]
         for placement in trained:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from commgrid.collectives.group_ref import GroupRef
+from commgrid.collectives.group_ref import GroupRef, name_of
 from commgrid.errors import SpecError
 from commgrid.parameters.marks import Mark, mark_of
 from commgrid.parameters.sharded_module import ShardedModule, check_declared, check_unwrapped
@@ -68,6 +69,23 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                     "sums, region and copies"
                 )
     yield from found.values()
+
+
+def shared_last(found: Iterable[Placement]) -> list[Placement]:
+    """Placements without copies on other stages, then the others, by group.
+
+    Stages register shared parameters in different orders. Collectives over several groups need one
+    order on all ranks.
+    """
+    listed = list(found)
+    alone = [p for p in listed if p.shared is None or p.shared.size == 1]
+    shared = {id(p): p.shared.group for p in listed if p.shared is not None and p.shared.size > 1}
+
+    def by_group(placement: Placement) -> tuple[list[int], str]:
+        group = shared[id(placement)]
+        return dist.get_process_group_ranks(group), name_of(group)
+
+    return [*alone, *sorted((p for p in listed if id(p) in shared), key=by_group)]
 
 
 def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> set[str]:

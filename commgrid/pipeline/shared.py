@@ -21,6 +21,7 @@ from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.objects import gathered
 from commgrid.errors import GridMismatchError, SpecError
 from commgrid.parameters import placements
+from commgrid.parameters.placement import shared_last
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer
@@ -87,8 +88,8 @@ def _not_reduced(chunks: Sequence[nn.Module], reducer: GradientReducer | None, s
 
 
 def shared_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, ProcessGroup]]:
-    """Those with copies on other ranks, each with the group that has them."""
-    for placement in placements(model):
+    """Those with copies on other ranks, each with the group that has them; by group."""
+    for placement in shared_last(placements(model)):
         shared = placement.shared
         if shared is not None and shared.size > 1 and placement.parameter.requires_grad:
             yield placement.parameter, shared.group

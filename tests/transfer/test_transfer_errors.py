@@ -157,8 +157,8 @@ def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
         "memory": "rank 2: up.weight of the target shares its memory with up.weight of the source",
         "nothing": "the target has no tensors",
         "no model": "rank 1: model=[1]: expected a module, or a list of a stage's chunks",
-        "copies": "down.bias differs between rank 1 and ranks 0, 2 of group 'dp_cp'; these should be "
-        "copies, of which any may be sent.*nothing was moved",
+        "copies": "down.bias differs between rank 1 and ranks 0, 2 of group 'dp_cp'; these should "
+        "be copies, of which any may be sent.*nothing was moved",
         "destroyed": "grid 'serving' was destroyed",
     }
     for rank, said in enumerate(ranks):
