@@ -65,3 +65,20 @@ def test_stages_may_register_shared_parameters_in_different_orders(
         for name, gradient in found.items():
             both = [stage.parts[name].weight.grad for stage in (first, last)]
             torch.testing.assert_close(gradient, both[0] + both[1], rtol=1e-12, atol=0)
+
+
+def groups_in_use(broadcast: bool) -> set[str]:
+    """The groups of shared parameters with calls, once the reducer is made."""
+    grid = commgrid.initialize(pp=2, groups={"scales": ENDS, "shifts": ENDS}, trace=True)
+    GradientReducer(Stage(grid.get_local_rank("pp")), broadcast=broadcast)
+    found = {call.group for call in commgrid.trace.recorded().calls}
+    commgrid.trace.stop()
+    commgrid.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_no_shared_group_is_used_for_the_first_time_within_a_backward(broadcast: bool) -> None:
+    """The first stage's backward would wait for the connection inside the last stage's."""
+    for found in run_on_ranks(groups_in_use, 2, broadcast):
+        assert {"scales", "shifts"} <= found
