@@ -380,15 +380,17 @@ def shutdown() -> None:
         each()
 
 
-def _tell_over() -> None:
-    """Tell ranks without a part that the job is over, at each store where they may look for it.
+def _tell_over(grid: HyperCommGrid) -> None:
+    """Tell ranks that wait for a place that the job is over.
 
-    Once this process has ended, WORLD's store may be gone before they have read it there.
+    Once this process has ended, WORLD's store may be gone before they have read it there, and they
+    look in their own standby stores.
     """
     tell_over(torch_world.world_store())
+    waiting = grid.rebuilt.spares if grid.rebuilt is not None else ()
     place = _registry.place
-    for _, address in place.standbys:
-        store, _ = torch_standby.connect(address, place.own)
+    for rank, address in place.standbys:
+        store, _ = torch_standby.connect(address, place.own) if rank in waiting else (None, None)
         if store is not None:
             tell_over(torch_standby.world_in(store))
 
@@ -403,7 +405,7 @@ def end(failed: bool) -> None:
         for grid in live_grids():
             covers_all = len(grid.spec.grid_ranks) == torch_world.world_size()
             if not covers_all and grid.rank == grid.spec.grid_ranks[0]:
-                _tell_over()
+                _tell_over(grid)
     try:
         destroy()
     finally:
