@@ -238,7 +238,7 @@ def sliced() -> None:
     """By axes they would be copies of which one is saved, and copies that nobody compares."""
     grid = commgrid.initialize(tp=2, groups={"odd": {"ranks": [[0, 3], [2, 1]]}})
     layer = ColumnParallelLinear(4, 8, group="odd")
-    told = "weight: sliced over 'odd', which lists its ranks, so that nobody knows which others"
+    told = "weight: sliced over 'odd', which lists its ranks or has some of those along its axes"
     with tempfile.TemporaryDirectory() as folder, pytest.raises(CommGridError, match=told):
         save(folder, 1, layer, copies="first")
     model = nn.Linear(2, 2)

@@ -1,8 +1,8 @@
 """One communicator for each set of ranks in commgrid's own data-parallel collectives.
 
 Several names can have the same ranks: at cp=1, dp and dp_cp; with as many experts as tensor slices,
-dp and edp. Each is a communicator of its own, so that programs may use them in any order, and costs
-memory once it is used. Reducers, optimizers, norms and comparisons of replicas issue their
+dp and edp. Each name has its own communicator, so that calls on two names need no common order; it
+takes memory at first use. Reducers, optimizers, norms and comparisons of replicas issue their
 collectives in one order on all ranks, so they use one of them:
 
     dp=16            the reducer sums over dp_cp; replicas are compared over dp_cp, not over dp
@@ -28,10 +28,11 @@ def common_group(group: ProcessGroup, grid: HyperCommGrid, data: str = "dp_cp") 
     """The communicator for commgrid's own collectives over the ranks of a group.
 
     Args:
-        group: one of the grid's, or any other, which stays.
+        group: one of the grid's; any other group is returned as it is.
         grid: where others with the same ranks and options are looked for.
-        data: name of the group over which gradients are summed. It is taken first, then one that
-            has its axes and fewest others, then one of fewest axes.
+        data: name of the group over which gradients are summed. Preferred is the communicator with
+            this name, else the one that contains its axes with fewest others, else the one with
+            fewest axes. Groups with listed ranks are left to the program.
     """
     everyone = [each for each in grid.communicators if not each.suspended]
     own = next((each for each in everyone if each.group is group), None)
@@ -39,10 +40,11 @@ def common_group(group: ProcessGroup, grid: HyperCommGrid, data: str = "dp_cp") 
         return group
     wanted = _axes_of(data, grid)
 
-    def preference(one: Communicator) -> tuple[bool, bool, int]:
-        axes = [_axes_of(name, grid) for name in one.names]
+    def preference(one: Communicator) -> tuple[bool, bool, bool, int]:
+        axes = [found for name in one.names if (found := _axes_of(name, grid))]
         fits = [each for each in axes if wanted and each >= wanted]
-        return data not in one.names, not fits, min(len(each) for each in fits or axes)
+        fewest = min((len(each) for each in fits or axes), default=0)
+        return data not in one.names, not axes, not fits, fewest
 
     same = [e for e in everyone if e.ranks == own.ranks and e.options == own.options]
     return min(same, key=preference).group

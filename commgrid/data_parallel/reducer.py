@@ -197,7 +197,7 @@ class GradientReducer:
             for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes
         )  # fmt: skip
         _REDUCERS.add(self)
-        self._replicas = ReplicaGradients(self.pieces, self.groups)
+        self._replicas = ReplicaGradients(self.pieces, self.slots, self.groups)
         self._set_up_fused(model)
         self._handles = [
             self._attach(bucket, index)

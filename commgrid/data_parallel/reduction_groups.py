@@ -59,6 +59,13 @@ class ReductionGroups:
                 f"{placement}: its gradients are partial over {partial}, which was not given as a "
                 f"name of grid {self.grid.name!r} and so cannot be combined with {name!r}"
             )
+        for part in (name, partial.name):
+            if not spec.definitions[spec.resolve_name(part)].is_whole:
+                raise SpecError(
+                    f"{placement}: its gradients are summed over {name!r} and {partial.name!r}, of "
+                    f"which {part!r} lists its ranks or has some of those along its axes; give "
+                    "groups of whole axes, such as group='dp_cp' and partial='tp'"
+                )
         axes = dict.fromkeys(
             axis for part in (name, partial.name)
             for axis in spec.definitions[spec.resolve_name(part)].axes
@@ -69,10 +76,11 @@ class ReductionGroups:
         return common_group(group, self.grid, self.dense)
 
     def axes_of(self, placement: Placement) -> set[str]:
-        """The axes over which a gradient is summed; all axes for a group that lists its ranks."""
+        """The axes over which a gradient is summed; all axes for a group
+        of other ranks than those along whole axes."""
         spec = self.grid.spec
         definition = spec.definitions[spec.resolve_name(self.of(placement)[1])]
-        if definition.lists is not None:
+        if not definition.is_whole:
             return {axis for region in spec.regions for axis in region.axes}
         return set(definition.axes)
 
@@ -120,6 +128,7 @@ class ReductionGroups:
         """This rank's place along the axes on which ranks keep different gradients."""
         spec = self.grid.spec
         alike: set[str] = set()
-        if not self.shard:
-            alike = set(spec.definitions[spec.resolve_name(self.dense)].axes)
+        for name in () if self.shard else (self.dense, self._expert):
+            with suppress(UnknownGroupError):
+                alike |= set(spec.definitions[spec.resolve_name(name)].axes)
         return {axis: i for axis, i in self.grid.coordinate.items() if axis not in alike}

@@ -16,7 +16,7 @@ begins with zeros it is zero in the first), by its norm and by its product with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import described, name_of
 from commgrid.collectives.plain import all_reduce
-from commgrid.data_parallel.buckets import Piece
+from commgrid.data_parallel.buckets import Piece, Slot
 from commgrid.data_parallel.edits import Edits
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.data_parallel.reduction_groups import ReductionGroups
@@ -57,19 +57,21 @@ class ReplicaGradients:
     """Compares gradients of replicas along the axes that do not sum them.
 
     Args:
-        pieces: of the reducer.
+        pieces: of the reducer; ranks of a group may keep pieces of different parameters.
+        slots: every parameter's, the same ones in the same order on all ranks of the stage.
         groups: of the reducer.
     """
 
-    def __init__(self, pieces: Iterable[Piece], groups: ReductionGroups) -> None:
-        pieces = list(pieces)
+    def __init__(
+        self, pieces: Sequence[Piece], slots: Sequence[Slot], groups: ReductionGroups
+    ) -> None:
+        trained = [slot.placement for slot in slots]
         split = any(
-            piece.slot.placement.num_slices > 1 or piece.slot.placement.region == "expert"
-            for piece in pieces
+            placement.num_slices > 1 or placement.region == "expert" for placement in trained
         )  # else all ranks have the same gradients, and scale them by the same factor
         edited = groups.stage(groups.used) if split and not groups.shard else None
         self._edits = Edits(pieces, edited, _MOST_STEPS)
-        layers = (g for p in pieces for g in _layer_groups(p.slot.placement))
+        layers = (group for placement in trained for group in _layer_groups(placement))
         self._input_groups = list(dict.fromkeys(layers))
         self._inputs = InputRecord()
         self._pending: list[_Pending] = []
@@ -206,7 +208,7 @@ def _differing(
         floor = _NEGLIGIBLE * float(norms.max())
         for row, i in enumerate(held):
             placement, norm = pending[i].piece.slot.placement, float(norms[row])
-            done[i] = norm > 0
+            done[i] = norm > floor  # a smaller one is compared once it has grown
             allowed = _TOLERANCES.get(placement.parameter.dtype, _HALF_TOLERANCE) * norm
             if wrong is None and bool((spread[row, 2:] > 0).any()):
                 wrong = _partly_stepped(group)

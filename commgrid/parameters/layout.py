@@ -1,7 +1,7 @@
 """Layout of one parameter along the axes of its region: sliced, replicated or distinct.
 
-It says once where replicas and slices are. Reduction groups, norms, comparisons of replicas, boxes
-of checkpoints and checks of wrappers are views of it.
+The one place that says which ranks have copies and which have slices. Reduction groups, norms,
+comparisons of replicas, boxes of checkpoints and checks of wrappers are views of it.
 """
 
 from __future__ import annotations
@@ -125,10 +125,11 @@ def _axes_of(name: str, placement: Placement, grid: HyperCommGrid) -> tuple[str,
             f"{placement.name}: sliced over {name!r}, which grid {grid.name!r} does not have; take "
             f"meshes from grid.device_mesh ({error})"
         ) from error
-    if definition.lists is not None:
+    if not definition.is_whole:
         raise SpecError(
-            f"{placement.name}: sliced over {name!r}, which lists its ranks, so that nobody knows "
-            "which others have copies; give the layer, or the reducer that shards, an axis"
+            f"{placement.name}: sliced over {name!r}, which lists its ranks or has some of those "
+            "along its axes, so that the ranks with copies are unknown; give the layer, or the "
+            "reducer that shards, an axis"
         )
     return definition.axes
 
@@ -151,8 +152,14 @@ def num_distinct(placement: Placement, grid: HyperCommGrid) -> float:
     try:
         return layout_of(placement, grid).num_distinct
     except SpecError:  # sliced over a group that the grid does not know by axes
-        stages = grid.size("pp") if "pp" in grid.shape else 1
-        return placement.num_slices * stages
+        apart = ["pp", "ep"] if placement.region == "expert" else ["pp"]
+        apart = [axis for axis in apart if _has_axis(axis, grid)]
+        sharers = placement.shared.size if placement.shared is not None else 1
+        return placement.num_slices * math.prod(grid.size(axis) for axis in apart) / sharers
+
+
+def _has_axis(axis: str, grid: HyperCommGrid) -> bool:
+    return any(axis in region.axes for region in grid.spec.regions)
 
 
 def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: str) -> set[str]:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from commgrid.parameters.sharded_module import ShardedModule
 
 _OF_WHOLE_MATRICES = (
-    "adafactor", "dion", "galore", "lamb", "lars", "lbfgs", "muon", "novograd", "psgd", "scion",
-    "shampoo", "sm3", "soap",
+    "adafactor", "adam_mini", "adammini", "dadapt", "dion", "galore", "lamb", "lars", "lbfgs",
+    "muon", "novograd", "prodigy", "psgd", "scion", "shampoo", "sm3", "soap",
 )  # fmt: skip
 """Optimizers whose update of an element depends on others, by substrings of their names."""
 _SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler", "torch.cpu.amp.grad_scaler")
@@ -197,7 +197,7 @@ class StepHooks:
 _MODULES: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
 _SLICES: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Slice]]] = (
     weakref.WeakKeyDictionary()
-)  # each optimizer's, with the number of its parameters
+)  # each optimizer's, with a hash of its parameters and whether a reducer has them
 
 
 def watch(module: ShardedModule) -> None:
@@ -208,10 +208,11 @@ def watch(module: ShardedModule) -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    key = hash(tuple((id(p), hasattr(p, "grad_owner")) for p in updated))
     known = _SLICES.get(optimizer)
-    if known is None or known[0] != count:
-        known = _SLICES[optimizer] = count, list(_slices_in(optimizer))
+    if known is None or known[0] != key:
+        known = _SLICES[optimizer] = key, list(_slices_in(optimizer))
     check_optimizer(optimizer, known[1])
 
 

@@ -4,14 +4,15 @@
 
 The same contestants as `layers.py` and `expert.py`, on 4 gloo ranks: forward and backward, and for
 reducers and optimizers the whole step. Nothing is timed, so the numbers do not depend on the
-machine. Counted as torch dispatches them, the third time that a step runs:
+machine. Counted as torch dispatches them, in the first step in which nothing is compared any more:
 
 - kernels: operations that compute; views and allocations are none
 - collectives: calls of torch.distributed
 - waits: reads of a tensor's values by the host (`item`, `tolist`, `bool`, `nonzero`, …), each of
   which waits for the device on CUDA
 
-Checks that layers make on the CPU alone, such as those of token numbers, are counted too.
+Checks that layers make on the CPU alone, such as those of token numbers, are counted too; copies
+by `to("cpu")`, which wait as well, are not seen on the CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from tests.benchmarks.report import Row, compare, main, run_on_ranks
 RANKS = 4
 METRICS = ("kernels", "collectives", "waits")
 READS = ("tolist", "numpy", "cpu")  # which torch does not dispatch for a CPU tensor
-WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "_unique2"}
+WAITS = {
+    "_local_scalar_dense", "bincount", "equal", "is_nonzero", "masked_select", "nonzero",
+    "unique", "_unique2",
+}  # fmt: skip
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 VIEWS = {"detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "alias"}
 
