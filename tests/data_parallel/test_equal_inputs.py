@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import commgrid
 from commgrid import GridMismatchError
-from commgrid.data_parallel import GradientReducer
+from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.expert import MoELayer
+from commgrid.parameters import mark_parameters
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
@@ -20,6 +22,7 @@ from commgrid.tensor_parallel import (
     initialize_parameters,
     vocab_parallel_cross_entropy,
 )
+from commgrid.testing import run_on_ranks
 
 VOCABULARY, WIDTH = 11, 4
 Batch = tuple[Tensor, Tensor]
@@ -137,3 +140,26 @@ def test_other_batches_along_dp_and_evaluations_are_right(grid: HyperCommGrid) -
                 model(batch(step))
         reducer.finish(count=20)
         reducer.zero_grad()
+
+
+def parts_of_other_parameters() -> float:
+    """Rank 0 keeps pieces of the norm and the head, and rank 1, along tp, of the head alone."""
+    commgrid.initialize(tp=2)
+    norm = mark_parameters(nn.RMSNorm(64), partial="tp")
+    column = ColumnParallelLinear(64, 64, bias=False, sequence_parallel=True)
+    row = RowParallelLinear(64, 64, bias=False)
+    model = nn.Sequential(norm, column, row, nn.Linear(64, 1000))
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model, shard=True)
+    optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(2, 3, 64)).square().mean().backward()
+        reducer.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(norm.weight.detach().sum())
+
+
+def test_ranks_that_keep_pieces_of_other_parameters_compare_over_the_same_groups() -> None:
+    assert len(set(run_on_ranks(parts_of_other_parameters, 4, timeout=60))) == 1
