@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from commgrid.errors import UnknownGroupError
 
 if TYPE_CHECKING:
-    from commgrid.runtime.communicator import Communicator
     from commgrid.runtime.grid import HyperCommGrid
 
 
@@ -30,31 +29,28 @@ def common_group(group: ProcessGroup, grid: HyperCommGrid, data: str = "dp_cp") 
     Args:
         group: one of the grid's; any other group is returned as it is.
         grid: where others with the same ranks and options are looked for.
-        data: name of the group over which gradients are summed. Preferred is the communicator with
-            this name, else the one that contains its axes with fewest others, else the one with
-            fewest axes. Groups with listed ranks are left to the program.
+        data: name of the group over which gradients are summed. The communicator with this name is
+            preferred, then the one that contains its axes with fewest others. If there is none, the
+            group stays, since layers may use others with the same ranks.
     """
-    everyone = [each for each in grid.communicators if not each.suspended]
-    own = next((each for each in everyone if each.group is group), None)
-    if own is None or group.size() == 1:
-        return group
+    own = next((each for each in grid.communicators if each.group is group), None)
     wanted = _axes_of(data, grid)
-
-    def preference(one: Communicator) -> tuple[bool, bool, bool, int]:
-        axes = [found for name in one.names if (found := _axes_of(name, grid))]
-        fits = [each for each in axes if wanted and each >= wanted]
-        fewest = min((len(each) for each in fits or axes), default=0)
-        return data not in one.names, not axes, not fits, fewest
-
-    same = [e for e in everyone if e.ranks == own.ranks and e.options == own.options]
-    return min(same, key=preference).group
+    if own is None or group.size() == 1 or not wanted:
+        return group
+    found: list[tuple[bool, int, ProcessGroup]] = []
+    for each in grid.communicators:
+        if each.ranks == own.ranks and each.options == own.options and not each.suspended:
+            fits = [len(axes) for name in each.names if (axes := _axes_of(name, grid)) >= wanted]
+            found += [(data not in each.names, fewest, each.group) for fewest in fits]
+    return min(found, key=lambda one: one[:2])[2] if found else group
 
 
 def _axes_of(name: str, grid: HyperCommGrid) -> set[str]:
-    """Axes of a group of several ranks; empty for one rank and for listed ranks."""
+    """Axes of a group of several ranks; empty for parts of axes and for listed ranks."""
     spec = grid.spec
     try:
-        axes = set(spec.definitions[spec.resolve_name(name)].axes)
+        definition = spec.definitions[spec.resolve_name(name)]
     except UnknownGroupError:
         return set()
-    return axes if any(grid.size(axis) > 1 for axis in axes) else set()
+    is_long = any(grid.size(axis) > 1 for axis in definition.axes)
+    return set(definition.axes) if definition.is_whole and is_long else set()

@@ -149,23 +149,22 @@ def norm_group(
         used: the axes that layers and data groups of this rank name (`axes_in_use`); None: all.
         sharded: whether each rank of the data group holds only a part of the gradients.
     """
-    dense = grid.spec.regions[0].axes
+    dense, summed = grid.spec.regions[0].axes, data or "dp_cp"
     taken: tuple[str, ...] = ()
     if data is not None and not sharded and len(grid.spec.regions) == 1:
         taken = grid.spec.definitions[grid.spec.resolve_name(data)].axes
     apart = {axis for axis in dense if axis not in STANDARD and grid.size(axis) > 1}
     if apart and used is not None:
         named = sorted(apart & used)
-        everyone = common_group(
-            grid.get_group(*(axis for axis in dense if grid.size(axis) > 1)), grid, data or "dp_cp"
-        )
+        long = [axis for axis in dense if grid.size(axis) > 1]
+        everyone = common_group(grid.get_group(*long), grid, summed)
         if grid.size("pp") > 1:  # other stages have other layers
             named = sorted({axis for theirs in gathered(named, everyone) for axis in theirs})
         apart -= set(named)
     else:
         apart = set()
     axes = [a for a in dense if a not in taken and a not in apart and grid.size(a) > 1]
-    return common_group(grid.get_group(*axes), grid, data or "dp_cp") if axes else None
+    return common_group(grid.get_group(*axes), grid, summed) if axes else None
 
 
 def total_norm(

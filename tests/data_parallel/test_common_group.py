@@ -107,3 +107,19 @@ def test_the_group_that_was_named_goes_first(grid: commgrid.HyperCommGrid) -> No
 def test_groups_with_options_of_their_own_stay(grid: commgrid.HyperCommGrid) -> None:
     data = grid.get_group("dp")
     assert common_group(data, grid) is data
+
+
+@pytest.mark.ranks(2, tp=2, etp=1)
+def test_a_layers_group_with_the_same_ranks_is_not_taken(grid: commgrid.HyperCommGrid) -> None:
+    """Layers on tp issue collectives in backward, beside the sums over edp."""
+    experts = grid.get_group("edp")
+    assert grid.get_ranks("edp") == grid.get_ranks("tp")
+    assert common_group(experts, grid) is experts
+
+
+@pytest.mark.ranks(2, pp=2, groups={"ends": {"of": "pp", "pick": ["first", "last"]}})
+def test_a_picked_group_is_not_taken(grid: commgrid.HyperCommGrid) -> None:
+    stages = grid.get_group("pp")
+    assert common_group(stages, grid) is stages
+    assert common_group(stages, grid, "pp") is stages
+    assert common_group(grid.get_group("ends"), grid) is grid.get_group("ends")
