@@ -5,9 +5,10 @@ LayerNorm along tp. If these gradients differ, the replicas diverge: for example
 sees a slice of the sequence and is not marked `partial="tp"`, or torch's clipping, which takes the
 norm of one rank's slices.
 
-Each gradient is compared in the first step in which it is finite and not zero (behind a layer that
-begins with zeros it is zero in the first), by its norm and by its product with a fixed vector of
-±1. Kernels that add in no fixed order differ in the last bits, so both may differ by a little.
+Each gradient is compared once, in the first step in which it is finite and not negligible (behind a
+layer that begins with zeros it is zero in the first), by its norm and by its product with a fixed
+vector of ±1. Kernels that add in no fixed order differ in the last bits, so both may differ by a
+little.
 
     finish         norm, ±1 · g of each gradient not compared yet ─► max, min over the axis
     step           the same of those just compared, as the optimizer uses them
@@ -80,6 +81,7 @@ class ReplicaGradients:
             summed = groups.axes_of(placement)
             left = [axis for axis in groups.copies_along(placement) or () if axis not in summed]
             self._pending += [_Pending(piece, group) for group in groups.along(left)]
+        self._largest: dict[ProcessGroup, float] = {}  # norm of any gradient so far
         self._compared: list[_Pending] = []
         self._used: Tensor | None = None
         self._everyone, self._steps = groups.stage(), _MOST_STEPS
@@ -115,11 +117,11 @@ class ReplicaGradients:
         if compared:  # on all ranks of a group, also where no optimizer has stepped
             stepped = torch.full((len(compared), 1), float(used is not None), dtype=torch.float64)
             used = torch.zeros(len(compared), 2, dtype=torch.float64) if used is None else used
-            told = _differing(compared, torch.cat([used, stepped], 1))[1]
+            told = _differing(compared, torch.cat([used, stepped], 1), {})[1]
             wrong = wrong or told
         if self._pending:
             found = _fingerprints(self._pending, held)
-            is_done, told = _differing(self._pending, found)
+            is_done, told = _differing(self._pending, found, self._largest)
             wrong = wrong or told
             both = list(zip(self._pending, is_done, strict=True))
             self._compared = [pending for pending, done in both if done]
@@ -184,15 +186,17 @@ def _device(group: ProcessGroup) -> str:
 
 
 def _differing(
-    pending: Sequence[_Pending], found: Tensor
+    pending: Sequence[_Pending], found: Tensor, seen: dict[ProcessGroup, float]
 ) -> tuple[list[bool], GridMismatchError | None]:
-    """Which entries were compared, the same ones on all ranks of their group; the first error.
+    """Compare fingerprints; whether each entry was compared, and the first error.
 
-    Those that are zero on all ranks, or infinite or NaN on any, were not.
+    Entries that are zero or negligible on all ranks, or infinite or NaN on any, are not compared.
+    All ranks of a group compare the same ones.
 
     Args:
         pending: of which gradients, and along which groups.
         found: (n, 2) after finish; (n, 3) of a step, the last column whether this rank took it.
+        seen: by group, the largest norm of earlier steps; updated.
     """
     done, wrong = [False] * len(pending), None
     found = torch.where(found.isfinite(), found, torch.inf)
@@ -205,7 +209,8 @@ def _differing(
         largest, smallest = all_reduce(both, group, op="max").cpu().chunk(2)
         spread = (largest + smallest).abs()
         norms = torch.where(largest.isfinite().all(1), largest[:, 0], 0.0)
-        floor = _NEGLIGIBLE * float(norms.max())
+        seen[group] = max(seen.get(group, 0.0), float(norms.max()))
+        floor = _NEGLIGIBLE * seen[group]
         for row, i in enumerate(held):
             placement, norm = pending[i].piece.slot.placement, float(norms[row])
             done[i] = norm > floor  # a smaller one is compared once it has grown

@@ -162,3 +162,29 @@ def test_a_step_on_some_ranks_only_is_named_by_the_next_finish(grid: HyperCommGr
             if grid.get_local_rank("tp"):
                 optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2, tp=2)
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_negligible_gradient_is_compared_once_it_has_grown(
+    grid: HyperCommGrid, grows: bool
+) -> None:
+    """Rounding leaves a different rest of a zero gradient on each rank; here 1e-9 of the largest.
+
+    Once every other gradient has been compared, it is still negligible beside them.
+    """
+    model = nn.ModuleDict({"one": nn.Linear(2, 1), "two": nn.Linear(2, 1)})
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model)
+    for step in range(4):
+        model["one"](torch.ones(1, 2)).sum().backward()
+        scale = 1.0 if grows and step == 3 else 1e-9
+        (
+            (1.0 + grid.get_local_rank("tp")) * scale * model["two"](torch.ones(1, 2))
+        ).sum().backward()
+        if grows and step == 3:
+            with pytest.raises(GridMismatchError, match=r"two\.\w+ .* has different gradients"):
+                reducer.finish()
+        else:
+            reducer.finish()
+        model.zero_grad()
