@@ -117,6 +117,22 @@ def test_a_model_saved_beside_a_reducer_is_checked_without_one() -> None:
 
 
 @pytest.mark.ranks(2, tp=2)
+def test_an_optimizer_is_checked_again_when_its_reducer_is_closed() -> None:
+    model = model_of()
+    reducer = GradientReducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    model(torch.ones(1, 4)).square().sum().backward()
+    reducer.finish()
+    optimizer.step()
+    optimizer.zero_grad()
+    reducer.close()
+    scaler.scale(model(torch.ones(1, 4)).square().sum()).backward()
+    with pytest.raises(SpecError, match=r"GradScaler decides by one rank's gradients"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.ranks(2, tp=2)
 def test_a_loss_scaler_of_ones_own_may_agree_over_ranks() -> None:
     class Agreeing(torch.amp.GradScaler):
         pass

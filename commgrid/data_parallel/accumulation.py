@@ -243,6 +243,11 @@ def is_unreduced(slot: Slot, reducer: GradientReducer) -> bool:
     return gradient is not slot.handed_out and (slot.stepped or not reducer.has_finished)
 
 
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether the current CUDA stream is capturing a graph; False for a CPU tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 # -- third-party layers that add to `main_grad` -------------------------------------------------
 
 
@@ -253,8 +258,3 @@ def fuses_gradients(module: nn.Module) -> bool:
         getattr(module, flag, False) is True
         for flag in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
     )
-
-
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether the current CUDA stream is capturing a graph; False for a CPU tensor."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -286,15 +286,3 @@ def _lists_ranks(group: ProcessGroup, grid: HyperCommGrid) -> bool:
     """Whether a group is defined by rank lists instead of axes."""
     listed = (d.name for d in grid.spec.definitions.values() if d.lists is not None)
     return any(grid.is_member(name) and grid.get_group(name) is group for name in listed)
-
-
-def losses_not_told(model: nn.Module) -> CommGridError | None:
-    """The error of a router that was not told that losses are sums, as a count implies."""
-    for module in model.modules():
-        check: Any = getattr(module, "check_losses", None)
-        if check is not None:
-            try:
-                check(counted=True)
-            except CommGridError as error:
-                return error
-    return None

@@ -62,13 +62,12 @@ from commgrid.data_parallel.consistency import (
     compare_models,
     compare_slices,
     compare_values,
-    losses_not_told,
 )
 from commgrid.data_parallel.norm import norm_group
 from commgrid.data_parallel.optimizer_checks import STEP_HOOKS
 from commgrid.data_parallel.reduction_groups import ReductionGroups
 from commgrid.data_parallel.replica_gradients import ReplicaGradients
-from commgrid.data_parallel.verdict import Verdict, check_finite
+from commgrid.data_parallel.verdict import Verdict, check_finite, losses_not_told
 from commgrid.errors import (
     CommGridError,
     GridDestroyedError,
@@ -147,7 +146,6 @@ class GradientReducer:
             raise SpecError(f"not_finite={not_finite!r}: expected one of {', '.join(NOT_FINITE)}")
         self._grid = grid or get_grid()
         self.model, self.shard, self._not_finite = model, shard, not_finite
-        self._name = group
         self.group = self._grid.get_group(group)
         everything = shared_last(placements(model))
         self.groups = ReductionGroups(self._grid, everything, group, expert_group, shard=shard)
@@ -188,7 +186,7 @@ class GradientReducer:
         parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
         whole, self._has_whole = self._whole_group()
         self._verdict = Verdict(
-            self.lanes, self.buckets, self.pieces, self.group, self._name,
+            self.lanes, self.buckets, self.pieces, self.group, self.groups.dense,
             whole=whole, parts=parts, model=model,
         )  # fmt: skip
         # Ranks may reach two models in another order: the later reducer sends only in finish().
@@ -246,7 +244,9 @@ class GradientReducer:
     def _whole_group(self) -> tuple[ProcessGroup | None, bool]:
         """The ranks that together hold every gradient, and whether that group was created."""
         try:
-            return norm_group(self._grid, self._name, self.groups.used, sharded=self.shard), True
+            return norm_group(
+                self._grid, self.groups.dense, self.groups.used, sharded=self.shard
+            ), True
         except UnknownGroupError:
             if self._not_finite != "keep":
                 raise
@@ -508,7 +508,9 @@ class GradientReducer:
         """
         self._check_reduced("gradient_norm() or clip_gradients() was called")
         if not self._has_whole:
-            norm_group(self._grid, self._name, sharded=self.shard)  # which says what is missing
+            norm_group(
+                self._grid, self.groups.dense, sharded=self.shard
+            )  # which says what is missing
         return self._verdict.squares([self.held(piece) for piece in self.pieces]).sqrt()
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.common_group import common_group
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.parameters import Distinct, Placement, layout_of
-from commgrid.parameters.layout import axes_in_use, copied_axes, num_distinct
+from commgrid.parameters.layout import axes_in_use, num_distinct
 from commgrid.replicas import groups_along
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ class ReductionGroups:
         return common_group(group, self.grid, self.dense)
 
     def axes_of(self, placement: Placement) -> set[str]:
-        """The axes over which a gradient is summed; all axes for a group
-        of other ranks than those along whole axes."""
+        """The axes over which a gradient is summed; all, for listed ranks and parts of axes."""
         spec = self.grid.spec
         definition = spec.definitions[spec.resolve_name(self.of(placement)[1])]
         if not definition.is_whole:
@@ -94,8 +93,11 @@ class ReductionGroups:
 
     def copies_along(self, placement: Placement) -> list[str] | None:
         """The axes along which copies of a parameter must stay equal; None: not known by axes."""
-        axes = copied_axes(placement, self.grid)
-        return None if axes is None else [axis for axis in axes if axis in self.used]
+        try:
+            axes = layout_of(placement, self.grid).copied_axes
+        except SpecError:
+            return None
+        return [axis for axis in axes if axis in self.used]
 
     def along(self, axes: Iterable[str]) -> tuple[ProcessGroup, ...]:
         """Groups in which ranks differ along some axes only, as `replicas.groups_along`."""

@@ -134,32 +134,15 @@ def _axes_of(name: str, placement: Placement, grid: HyperCommGrid) -> tuple[str,
     return definition.axes
 
 
-def copied_axes(placement: Placement, grid: HyperCommGrid) -> tuple[str, ...] | None:
-    """The axes of its region along which ranks have copies of a parameter.
-
-    Returns:
-        None if it is sliced over a group that is not one of the grid's names, or that lists its
-        ranks.
-    """
-    try:
-        return layout_of(placement, grid).copied_axes
-    except SpecError:
-        return None
-
-
 def num_distinct(placement: Placement, grid: HyperCommGrid) -> float:
     """Number of distinct shards or parameters held across the grid in this one's place."""
     try:
         return layout_of(placement, grid).num_distinct
     except SpecError:  # sliced over a group that the grid does not know by axes
-        apart = ["pp", "ep"] if placement.region == "expert" else ["pp"]
-        apart = [axis for axis in apart if _has_axis(axis, grid)]
+        distinct = ("pp", "ep") if placement.region == "expert" else ("pp",)
+        apart = [axis for axis in distinct if axis in grid.coordinate]
         sharers = placement.shared.size if placement.shared is not None else 1
         return placement.num_slices * math.prod(grid.size(axis) for axis in apart) / sharers
-
-
-def _has_axis(axis: str, grid: HyperCommGrid) -> bool:
-    return any(axis in region.axes for region in grid.spec.regions)
 
 
 def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: str) -> set[str]:

@@ -195,9 +195,9 @@ class StepHooks:
 
 
 _MODULES: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
-_SLICES: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Slice]]] = (
+_SLICES: weakref.WeakKeyDictionary[Optimizer, tuple[list[tuple[int, bool]], list[Slice]]] = (
     weakref.WeakKeyDictionary()
-)  # each optimizer's, with a hash of its parameters and whether a reducer has them
+)  # each optimizer's, with its parameters' ids and whether a reducer has them
 
 
 def watch(module: ShardedModule) -> None:
@@ -209,7 +209,7 @@ def watch(module: ShardedModule) -> None:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     updated = [p for group in optimizer.param_groups for p in group["params"]]
-    key = hash(tuple((id(p), hasattr(p, "grad_owner")) for p in updated))
+    key = [(id(p), hasattr(p, "grad_owner")) for p in updated]
     known = _SLICES.get(optimizer)
     if known is None or known[0] != key:
         known = _SLICES[optimizer] = key, list(_slices_in(optimizer))

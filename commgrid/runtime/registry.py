@@ -389,8 +389,8 @@ def _tell_over(grid: HyperCommGrid) -> None:
     tell_over(torch_world.world_store())
     waiting = grid.rebuilt.spares if grid.rebuilt is not None else ()
     place = _registry.place
-    for rank, address in place.standbys:
-        store, _ = torch_standby.connect(address, place.own) if rank in waiting else (None, None)
+    for address in (address for rank, address in place.standbys if rank in waiting):
+        store, _ = torch_standby.connect(address, place.own)
         if store is not None:
             tell_over(torch_standby.world_in(store))
 

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 import commgrid
 from commgrid import CommGridError, ShapeError
+from commgrid.collectives.objects import gathered
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.expert import GroupedExperts
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
 from commgrid.testing import run_on_ranks
 
@@ -287,3 +290,12 @@ def moved() -> None:
 
 def test_a_moved_parameter_is_named() -> None:
     run_on_ranks(moved, 2)
+
+
+@pytest.mark.ranks(4, ep=2)
+def test_state_of_whole_gradients_loads_on_another_data_parallel_rank(grid: HyperCommGrid) -> None:
+    """Ranks along edp hold the same experts, and with shard=False the same optimizer state."""
+    reducer = GradientReducer(GroupedExperts(4, 8, 4))
+    found = gathered((grid.get_local_rank("ep"), reducer.groups.coordinate()), grid.get_group("dp"))
+    for index, coordinate in found:
+        assert all(coordinate == other for same, other in found if same == index)
