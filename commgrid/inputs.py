@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from commgrid.collectives.group_ref import GroupRef
 
 KEPT = 16
-"""Number of notes that are compared, the first of a step; beyond that, only their count is."""
+"""Only the first notes since the last comparison are compared; of later ones, their number is."""
 _ROUNDING = 1e-9  # of counts that are fractions, added up in another order
 _PERIOD = 17  # of the weights in a fingerprint
 _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.1  # of the norm; whole numbers are compared exactly

@@ -197,8 +197,7 @@ def groups_along(
     """The grid's groups along each of some axes, of more than one rank.
 
     If one was not created, returns a created group of just these axes instead; failing that, the
-    groups that were created. Of groups with the same ranks, the one that `common_group` takes for
-    `data`.
+    groups that were created. Each is the `common_group` of its ranks.
     """
     wanted = [axis for axis in axes if grid.size(axis) > 1]
     found = []

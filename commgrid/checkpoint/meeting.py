@@ -1,4 +1,4 @@
-"""What saving and loading share: who meets, whether all want the same, and what is told."""
+"""Agreement of all ranks of a save or a load: their group, equal arguments, progress reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Model = nn.Module | Sequence[nn.Module]
 """A module, or a pipeline stage's chunks."""
 Call = dict[str, int | str | None]
-"""What a rank has called for."""
+"""The arguments of a call, compared between ranks."""
 Progress = bool | Callable[[int, int], object]
 
 P = ParamSpec("P")
@@ -39,16 +39,16 @@ T = TypeVar("T")
 
 
 def tells_failures(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes a rank that is gone in the middle of a call an error on all others that names it.
+    """Decorator: if a rank ends within the call, all others raise an error that names it.
 
-    What ranks raise alike, as `at_first` makes them, leaves the grid as it was.
+    An error that all ranks raise together, as by `at_first`, leaves the grid usable.
     """
 
     @wraps(function)
     def telling(*args: P.args, **kwargs: P.kwargs) -> T:
         grid = cast("HyperCommGrid | None", kwargs.get("grid")) or get_grid()
         kwargs["grid"] = grid
-        if grid.is_destroyed:  # which the function says in its own words
+        if grid.is_destroyed:  # the function has an error of its own
             return function(*args, **kwargs)
         with named_failures(
             grid, lambda: f"checkpoint.{function.__name__}", agreed=(CommGridError,)
@@ -77,7 +77,7 @@ def failure(what: str) -> Callable[[str], CheckpointError]:
 def reporter(
     progress: Progress, what: str, grid: HyperCommGrid
 ) -> tuple[ProgressLine | None, Report]:
-    """What writes the last word, if anything does, and what is told how far it is."""
+    """The progress line of this rank, if it prints one, and the function that takes progress."""
     if callable(progress):
         return None, progress
     line = ProgressLine(what) if progress and grid.rank == grid.spec.grid_ranks[0] else None

@@ -211,7 +211,8 @@ def compare_slices(lanes: Sequence[Lane]) -> None:
     """Refuses a model whose slices are all equal on all ranks, as after one rank's state_dict.
 
     Some slices may be equal: constant ones, heads that were copied, and experts, which often begin
-    as copies of one. So it takes all that are not constant, experts left out.
+    as copies of one. So only a group in which all slices are equal, apart from constant ones and
+    experts, is refused.
 
     Raises:
         GridMismatchError: names the first such parameter and the ranks.

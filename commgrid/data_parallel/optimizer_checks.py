@@ -40,7 +40,7 @@ def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[GradientReducer
 
 
 def mark_used(optimizer: torch.optim.Optimizer) -> None:
-    """After a step, taken or skipped: the next backward begins anew."""
+    """Mark gradients as used, by a step or a skipped one: the next backward starts new ones."""
     for reducer, slot in owned_by(optimizer):
         slot.stepped, slot.optimized = slot.reduced, True
         reducer.after_step = True
@@ -75,7 +75,7 @@ def check_slices(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_reduced(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a step with gradients of this rank alone.
+    """Refuses a step while a gradient has not been through finish().
 
     Raises:
         CommGridError: names the first such parameter.

@@ -44,7 +44,7 @@ class ReductionGroups:
         """The axes along which ranks have one model."""
 
     def of(self, placement: Placement) -> tuple[ProcessGroup, str]:
-        """The group of a parameter, and its name: that of its region, and what it is partial over.
+        """The group over which a gradient is summed, and its name, of region and partial sums.
 
         Raises:
             SpecError: it is partial over a group that is not known by a name of the grid.
@@ -84,7 +84,7 @@ class ReductionGroups:
         return set(definition.axes)
 
     def apart(self, placement: Placement) -> Iterator[tuple[str, list[int]]]:
-        """The axes at whose indices other parameters are, each with the ranks along it."""
+        """Axes along which other ranks hold other parameters, each with the ranks along it."""
         with suppress(SpecError):
             layout = layout_of(placement, self.grid)
             for axis, kind in layout.weight.items():
@@ -122,7 +122,7 @@ class ReductionGroups:
         return self.of(placement)[1] if self.shard else None
 
     def num_distinct(self, placement: Placement) -> float:
-        """Number of distinct pieces of gradient in the place of this rank's."""
+        """Number of distinct pieces of this gradient across the grid."""
         parts = self.of(placement)[0].size() if self.shard else 1
         return num_distinct(placement, self.grid) * parts
 

@@ -146,7 +146,7 @@ def num_distinct(placement: Placement, grid: HyperCommGrid) -> float:
 
 
 def axes_in_use(placements: Iterable[Placement], grid: HyperCommGrid, *names: str) -> set[str]:
-    """The axes along which ranks have one model: tp, cp, the data axes, those its layers name.
+    """Axes whose ranks work on one model: tp, cp, the data axes, and axes that its layers name.
 
     Along other axes, such as the members of an ensemble, weights may differ on purpose.
 

@@ -1,4 +1,4 @@
-"""Placement: a parameter with what its module declares about its slices and gradients."""
+"""Placement: a parameter, and the slices and partial gradients that its module declares."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                 if name in module.partial:
                     partial = module.group
                 elif partial is not None and partial.name in _names_of(module, shards):
-                    partial = None  # the layer's declaration precedes a mark on its parent
+                    partial = None  # the layer's declaration wins over a mark on its parent
             full = f"{prefix}.{name}" if prefix else name
             placement = Placement(full, parameter, shards, partial, mark.region, shape, mark.shared)
             check_mesh(placement)
@@ -72,7 +72,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
 
 
 def shared_last(found: Iterable[Placement]) -> list[Placement]:
-    """Placements without copies on other stages, then the others, by group.
+    """Placements used on one stage only, then those shared between stages, sorted by group.
 
     Stages register shared parameters in different orders. Collectives over several groups need one
     order on all ranks.

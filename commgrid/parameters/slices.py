@@ -41,7 +41,7 @@ _OF_WHOLE_MATRICES = (
 )  # fmt: skip
 """Optimizers whose update of an element depends on others, by substrings of their names."""
 _SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler", "torch.cpu.amp.grad_scaler")
-"""Modules of loss scalers that decide by one rank's gradients; FSDP's asks all ranks."""
+"""Modules of loss scalers that decide by one rank's gradients; FSDP's agrees over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Slice:
         return slices
 
     def within(self, ranks: Sequence[int]) -> Iterator[tuple[int, GroupRef, list[int]]]:
-        """Dim, group and ranks where several of some ranks have different slices of it."""
+        """For each group it is sliced over: dim, group, and those of `ranks` in it, if several."""
         for dim, group in self.shards:
             both = sorted(set(dist.get_process_group_ranks(group.group)) & set(ranks))
             if len(both) > 1:
@@ -217,8 +217,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _slices_in(optimizer: Optimizer) -> Iterator[Slice]:
-    """The slices that an optimizer updates, but those of a reducer, which knows their full names
-    and checks them itself."""
+    """The slices that an optimizer updates; a reducer checks its own, whose full names it knows."""
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module in _MODULES:
         for name, parameter in module.named_parameters(recurse=False):

@@ -63,8 +63,8 @@ class Execution:
     backward       take the gradient, run autograd, let the microbatch go
     backward input, backward weight    the two halves of a backward, with other work in between
 
-    Of an output only its place in the graph is kept. Once it has left, its memory is free unless
-    the graph needs it.
+    After a forward only the output's edge of the graph is kept. Its memory is freed once it is
+    sent, unless autograd has saved it.
 
     Args:
         pipeline: whose chunks run.
@@ -93,7 +93,7 @@ class Execution:
         self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._leaving: dict[Message, Sequence[Tensor]] = {}
         self._found: dict[int, Any] = {}
-        self._trained: set[int] = set()  # chunks that some microbatch had a graph of
+        self._trained: set[int] = set()  # chunks whose output had a graph in some microbatch
         self._started = 0.0
         self.spans: dict[Computation, Span] = {}
 

@@ -40,12 +40,12 @@ class Made:
     """How a grid of this rank was made, for `rebuild` to make another of its kind.
 
     Args:
-        given: as the user gave it, its -1 not filled.
-        full: the sizes of the first of its kind.
-        last: the resolved one that this rank was in last.
-        identity: of that one.
+        given: the user's spec, its -1 not filled.
+        full: the sizes before any rebuild.
+        last: the resolved spec of this rank's latest grid.
+        identity: of the latest grid.
         backend, timeout, trace, watch, verify: as they were given.
-        seen_by: its watch, which sees whose processes end.
+        seen_by: the latest grid's watch, which sees processes end.
     """
 
     given: GridSpec
@@ -62,14 +62,14 @@ class Made:
 
 @dataclass
 class StorePlace:
-    """Which store ranks meet at, and which they would go to without it.
+    """The store in use, and the standby stores for when it is gone.
 
     Args:
-        server: the rank that serves the store; None: the launcher, or whoever started torch.
-        standbys: ranks that serve further stores, and where.
-        own: what this process serves.
-        gone: ranks that were not there when a grid was rebuilt.
-        ended: those of them whose processes were seen to end.
+        server: the rank that serves the store; None: the launcher, or another program.
+        standbys: ranks that serve standby stores, and their addresses.
+        own: this process's standby store.
+        gone: ranks missing when a grid was rebuilt.
+        ended: missing ranks whose processes were seen to end.
     """
 
     server: int | None = None
@@ -93,7 +93,7 @@ class Registry:
         self.place = StorePlace()
         self.made: dict[str, Made] = {}  # by name, also of grids that are gone
         self.started_world = False
-        # What others hold for the job's grids; it goes with the last of them.
+        # Callbacks that release what other rooms keep for the job's grids.
         self.at_shutdown: list[Callable[[], object]] = []
         # Threads may start grids at once: each name is one thread's, and one thread starts WORLD.
         self.starting: set[str] = set()
@@ -127,7 +127,7 @@ class Registry:
         self.tables[grid.name] = grid._groups
 
     def find(self, name: str) -> HyperCommGrid | None:
-        """The live grid of this name; forgets one that was destroyed behind our back."""
+        """The live grid of this name; a destroyed one is forgotten."""
         grid = self.grids.get(name)
         if grid is None:
             return None
@@ -195,8 +195,10 @@ class Registry:
     def _tell_standbys(
         self, meeting: Meeting, rank: int, candidates: Sequence[int]
     ) -> list[tuple[int, str]]:
-        """Meets for the last phase, in which all hear of the standby stores: a call of the store
-        for each of those who serve one, and a few for the last rank to come."""
+        """Run the last phase of a start: all ranks learn the standby stores' addresses.
+
+        One store call on each rank that serves one, and a few on the last rank to come.
+        """
         keys = [f"standby/{meeting.incarnation}/{each}" for each in candidates]
         if rank in candidates:
             own = self.place.own
@@ -214,7 +216,7 @@ class Registry:
         return [(who, where) for who, where in zip(candidates, found, strict=False) if where]
 
     def move_store(self, store: Any, server: int | None) -> None:
-        """Has all that is made from now on meet at another store."""
+        """Use another store for all groups and grids made from now on."""
         self.store = torch_standby.move_world(store)
         self.place.server = server
 
@@ -300,7 +302,7 @@ def use_grid(grid: HyperCommGrid | str) -> Iterator[HyperCommGrid]:
     if not isinstance(grid, str) and found is not grid:
         raise GridNotInitializedError(
             f"use_grid: the grid {name!r} that was given is not the one of that name in the "
-            "registry; give one that commgrid.initialize has made"
+            "registry; give a grid of commgrid.initialize"
         )
     before, _registry.default = _registry.default, name
     try:
@@ -373,7 +375,7 @@ def destroy(name: str | None = None) -> None:
 def shutdown() -> None:
     """Destroys all grids, and ends torch.distributed where commgrid started it; runs at exit.
 
-    What `checkpoint.keep` has in memory goes too: whatever is trained next is another job.
+    The states of `checkpoint.keep` are dropped too: the next training is another job.
     """
     end(failed=False)
     for each in _registry.at_shutdown:
@@ -396,7 +398,7 @@ def _tell_over(grid: HyperCommGrid) -> None:
 
 
 def end(failed: bool) -> None:
-    """Shuts down; who waits in `rebuild` for a place in a grid learns it, unless this one failed.
+    """Shuts down. Ranks that wait in `rebuild` for a place are told, unless this process failed.
 
     Args:
         failed: whether an error ends this process.

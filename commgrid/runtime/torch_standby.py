@@ -1,9 +1,9 @@
-"""Standby stores: where ranks meet once the store that they met at is gone.
+"""Standby stores: used for rendezvous once WORLD's store is gone.
 
 Where no launcher serves the store, a rank does, and it dies with that rank. So the first, the
 middle and the last of the other ranks each serve another one, empty, and when torch.distributed
-starts all ranks learn the three addresses. A store that is asked for in vain may be gone, which the
-machine it ran on says at once, or silent, which a network that is cut or a stopped process is too.
+starts all ranks learn the three addresses. A store that does not answer may be gone, in which case
+its machine refuses connections at once, or silent, as behind a cut network or in a stopped process.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _TOKEN = "standby"
 
 
 class Answer(Enum):
-    """What asking a store comes to."""
+    """Result of asking a store."""
 
     HERE = "it answers"
-    GONE = "nobody serves it any more"
+    GONE = "no process serves it any more"
     SILENT = "it does not answer, and may be alive for others"
 
 
 @dataclass(frozen=True)
 class Standby:
-    """A store that this process serves until it is closed, or ends.
+    """A store served by this process until it is closed, or the process ends.
 
     Args:
         server: torch's; it ends with the last reference to it.
@@ -52,7 +52,7 @@ class Standby:
 
 
 def chosen(ranks: Sequence[int]) -> list[int]:
-    """Who serves a standby: the first, the middle and the last, likely on several hosts.
+    """Ranks that serve a standby: the first, the middle and the last, likely on several hosts.
 
     >>> chosen(range(1, 8)), chosen([5]), chosen([])
     ([1, 4, 7], [5], [])
@@ -64,8 +64,8 @@ def serve(towards: tuple[str, int] | None) -> Standby | None:
     """Serves an empty store on a free port of this machine; None: it cannot.
 
     Args:
-        towards: a host and port that all ranks reach; of this machine's addresses the others get
-            the one that is used to go there. None: loopback.
+        towards: a host and port that all ranks reach. The store's address is the one from which
+            this machine reaches it. None: loopback.
     """
     try:
         server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -100,12 +100,12 @@ def connect(address: str, own: Standby | None) -> tuple[Any, Answer]:
 
     answer = _within(_ASK_SECONDS, meet)
     if answer is Answer.HERE and not found:
-        return None, Answer.GONE  # somebody else's, on a port that is free again
+        return None, Answer.GONE  # another store, on the port that has become free
     return (found or [None])[0], answer
 
 
 def _look(host: str, port: int) -> Answer | None:
-    """What nobody's listening at a port says of its store; None: somebody listens."""
+    """Why no process listens at a port: its store is gone or silent; None: one listens."""
     try:
         socket.create_connection((host, port), _PROBE_SECONDS).close()
     except ConnectionRefusedError:
@@ -128,7 +128,7 @@ def ask_world() -> Answer:
 
 
 def _within(seconds: float, call: Any) -> Answer:
-    """What a call of a store comes to, on a thread, since nothing ends it."""
+    """Result of a store call within some seconds, on a thread, since torch cannot cancel it."""
     said = [Answer.SILENT]
 
     def run() -> None:
