@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.collectives.common_group import common_group
+from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.group_ref import name_of
 from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.errors import NotInGroupError, UnknownGroupError
@@ -192,7 +192,7 @@ def _spread(numbers: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def groups_along(
-    axes: Iterable[str], grid: HyperCommGrid, data: str = "dp_cp"
+    axes: Iterable[str], grid: HyperCommGrid, data: Sequence[str] = DATA
 ) -> tuple[ProcessGroup, ...]:
     """The grid's groups along each of some axes, of more than one rank.
 

@@ -1,18 +1,20 @@
 """One communicator for each set of ranks in commgrid's own data-parallel collectives.
 
-Several names can have the same ranks: at cp=1, dp and dp_cp; with as many experts as tensor slices,
-dp and edp. Each name has its own communicator, so that calls on two names need no common order; it
-takes memory at first use. Reducers, optimizers, norms and comparisons of replicas issue their
-collectives in one order on all ranks, so they use one of them:
+Several names can have the same ranks: at cp=1, dp and dp_cp; with ep as large as cp, dp and edp.
+Each name has its own communicator, so that calls on two names need no common order; it takes memory
+at first use. Reducers, optimizers, norms and comparisons of replicas issue their collectives in one
+order on all ranks, so they use one of them:
 
     dp=16            the reducer sums over dp_cp; replicas are compared over dp_cp, not over dp
     tp=2 dp=8        norms are summed over dp_cp_tp, as partial gradients are, not over dp_tp
+    cp=2 ep=2 dp=4   dp and edp have the same ranks; replicas are compared over edp
 
 Layers and the user's own calls keep the group that they name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
@@ -23,25 +25,35 @@ if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
 
-def common_group(group: ProcessGroup, grid: HyperCommGrid, data: str = "dp_cp") -> ProcessGroup:
+DATA = ("dp_cp", "edp")
+"""Names of the groups over which gradients of dense and of expert parameters are summed."""
+
+
+def common_group(
+    group: ProcessGroup, grid: HyperCommGrid, data: Sequence[str] = DATA
+) -> ProcessGroup:
     """The communicator for commgrid's own collectives over the ranks of a group.
 
     Args:
         group: one of the grid's; any other group is returned as it is.
         grid: where others with the same ranks and options are looked for.
-        data: name of the group over which gradients are summed. The communicator with this name is
-            preferred, then the one that contains its axes with fewest others. If there is none, the
-            group stays, since layers may use others with the same ranks.
+        data: names of the groups over which gradients are summed, the dense one first. Preferred is
+            a communicator with one of these names, then the one that contains the axes of the first
+            with fewest others. If there is none, the group stays, since layers may use others with
+            the same ranks.
     """
     own = next((each for each in grid.communicators if each.group is group), None)
-    wanted = _axes_of(data, grid)
-    if own is None or group.size() == 1 or not wanted:
+    if own is None or group.size() == 1:
         return group
-    found: list[tuple[bool, int, ProcessGroup]] = []
+    wanted = _axes_of(data[0], grid)
+    found: list[tuple[int, int, ProcessGroup]] = []
     for each in grid.communicators:
         if each.ranks == own.ranks and each.options == own.options and not each.suspended:
-            fits = [len(axes) for name in each.names if (axes := _axes_of(name, grid)) >= wanted]
-            found += [(data not in each.names, fewest, each.group) for fewest in fits]
+            named = [data.index(name) for name in each.names if name in data]
+            axes = [_axes_of(name, grid) for name in each.names]
+            fits = [len(some) for some in axes if wanted and some >= wanted]
+            if named or fits:
+                found.append((min(named, default=len(data)), min(fits, default=0), each.group))
     return min(found, key=lambda one: one[:2])[2] if found else group
 
 

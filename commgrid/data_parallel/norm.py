@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from commgrid.collectives.common_group import common_group
+from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, ShapeError
@@ -149,7 +149,7 @@ def norm_group(
         used: the axes that layers and data groups of this rank name (`axes_in_use`); None: all.
         sharded: whether each rank of the data group holds only a part of the gradients.
     """
-    dense, summed = grid.spec.regions[0].axes, data or "dp_cp"
+    dense, summed = grid.spec.regions[0].axes, (data or DATA[0], DATA[1])
     taken: tuple[str, ...] = ()
     if data is not None and not sharded and len(grid.spec.regions) == 1:
         taken = grid.spec.definitions[grid.spec.resolve_name(data)].axes

@@ -73,7 +73,7 @@ class ReductionGroups:
         return self._common(self.grid.get_group(*axes)), "_".join(axes)
 
     def _common(self, group: ProcessGroup) -> ProcessGroup:
-        return common_group(group, self.grid, self.dense)
+        return common_group(group, self.grid, (self.dense, self._expert))
 
     def axes_of(self, placement: Placement) -> set[str]:
         """The axes over which a gradient is summed; all, for listed ranks and parts of axes."""
@@ -101,7 +101,7 @@ class ReductionGroups:
 
     def along(self, axes: Iterable[str]) -> tuple[ProcessGroup, ...]:
         """Groups in which ranks differ along some axes only, as `replicas.groups_along`."""
-        return groups_along(axes, self.grid, self.dense)
+        return groups_along(axes, self.grid, (self.dense, self._expert))
 
     def stage(self, used: set[str] | None = None) -> ProcessGroup | None:
         """The ranks of this one's pipeline stage; None: it is alone, or no such group was created.

@@ -97,7 +97,7 @@ def test_a_step_uses_one_communicator_for_each_set_of_ranks(
 def test_the_group_that_was_named_goes_first(grid: commgrid.HyperCommGrid) -> None:
     data = grid.get_group("dp")
     assert common_group(data, grid) is grid.get_group("dp_cp")
-    assert common_group(data, grid, "dp") is data
+    assert common_group(data, grid, ("dp", "edp")) is data
     assert common_group(grid.get_group("dp_tp"), grid) is grid.get_group("dp_cp_tp")
     tensor = grid.get_group("tp")
     assert common_group(tensor, grid) is tensor
@@ -121,5 +121,5 @@ def test_a_layers_group_with_the_same_ranks_is_not_taken(grid: commgrid.HyperCom
 def test_a_picked_group_is_not_taken(grid: commgrid.HyperCommGrid) -> None:
     stages = grid.get_group("pp")
     assert common_group(stages, grid) is stages
-    assert common_group(stages, grid, "pp") is stages
+    assert common_group(stages, grid, ("pp", "edp")) is stages
     assert common_group(grid.get_group("ends"), grid) is grid.get_group("ends")
