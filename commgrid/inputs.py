@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 KEPT = 16
 """Only the first notes since the last comparison are compared; of later ones, their number is."""
 _ROUNDING = 1e-9  # of counts that are fractions, added up in another order
-_PERIOD = 17  # of the weights in a fingerprint
+_MIX = -7046029254386353131  # odd; spreads the squares of positions over 64 bits
+_WEIGHT_BITS = 11  # of a weight in a fingerprint, with its sign
 _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.1  # of the norm; whole numbers are compared exactly
 
 Note = tuple[str, Tensor]
@@ -134,12 +135,21 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """(3,) in fp64 on the CPU: the tolerance, the norm, and a sum with weights in [-1, 1]."""
     flat = tensor.detach().reshape(-1)
     flat = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
-    weights = torch.arange(len(flat), device=flat.device).remainder_(_PERIOD).double()
+    weights = _weights(len(flat), flat.device)
     half = tensor.dtype in (torch.bfloat16, torch.float16)
     tolerance = _HALF_TOLERANCE if half else _TOLERANCE
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tolerance = 0.0  # sums of such numbers are exact up to 2^53
     else:
-        weights.mul_(2 / (_PERIOD - 1)).sub_(1)
+        weights.div_(2 ** (_WEIGHT_BITS - 1))
     row = torch.stack([flat.new_tensor(tolerance), flat.norm(), flat @ weights])
     return row.cpu()
+
+
+def _weights(length: int, device: torch.device) -> Tensor:
+    """Whole numbers in fp64, spread evenly over 11 bits, in which no shift repeats another part.
+
+    So exchanged rows of any length change the sum.
+    """
+    index = torch.arange(length, device=device)
+    return (index * (index + 1) * _MIX >> (64 - _WEIGHT_BITS)).double()

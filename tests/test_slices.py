@@ -47,6 +47,37 @@ def test_muon_over_slices(reduced: bool) -> None:
         optimizer.step()
 
 
+class MuonWithAuxAdam(torch.optim.SGD):
+    """Named as the well-known one, with its key of groups."""
+
+
+class CAME(torch.optim.SGD):
+    """Named as an optimizer that factors whole matrices."""
+
+
+@pytest.mark.ranks(2, tp=2)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_slices_in_the_element_wise_groups_of_muon(reduced: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), model_of())
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model) if reduced else None
+    model(torch.ones(1, 4)).square().sum().backward()
+    if reducer is not None:
+        reducer.finish()
+    whole = {"params": list(model[0].parameters()), "use_muon": True}
+    slices = {"params": list(model[1].parameters()), "use_muon": False}
+    MuonWithAuxAdam([whole, slices], lr=0.1).step()
+    swapped = MuonWithAuxAdam([{**whole, "use_muon": False}, {**slices, "use_muon": True}], lr=0.1)
+    for wrong in (swapped, CAME(model.parameters(), lr=0.1)):
+        model(torch.ones(1, 4)).square().sum().backward()
+        if reducer is not None:
+            reducer.finish()
+        with pytest.raises(SpecError, match=r"(MuonWithAuxAdam|CAME) does not update elements one"):
+            wrong.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
 @pytest.mark.ranks(4, tp=2)
 @pytest.mark.parametrize("reduced", [False, True])
 def test_zero_without_a_group(grid: HyperCommGrid, reduced: bool) -> None:

@@ -64,7 +64,7 @@ def not_registered() -> None:
     with pytest.raises(GridNotInitializedError, match="there is no grid 'own'"):
         commgrid.use_grid(own).__enter__()
     like_it = HyperCommGrid(grid.spec, name="default")
-    with pytest.raises(GridNotInitializedError, match="give a grid of commgrid.initialize"):
+    with pytest.raises(GridNotInitializedError, match="give a grid of commgrid"):
         commgrid.use_grid(like_it).__enter__()
     own.destroy()
     like_it.destroy()

@@ -40,6 +40,8 @@ class ReductionGroups:
     ) -> None:
         self.grid, self.shard, self.dense = grid, shard, dense
         self._expert = expert
+        model = list(model)
+        self._regions = {grid.spec.regions[0].name, *(p.region for p in model)}
         self.used = axes_in_use(model, grid, dense, expert)
         """The axes along which ranks have one model."""
 
@@ -133,4 +135,5 @@ class ReductionGroups:
         for name in () if self.shard else (self.dense, self._expert):
             with suppress(UnknownGroupError):
                 alike |= set(spec.definitions[spec.resolve_name(name)].axes)
-        return {axis: i for axis, i in self.grid.coordinate.items() if axis not in alike}
+        axes = [a for region in spec.regions if region.name in self._regions for a in region.axes]
+        return {axis: self.grid.coordinate[axis] for axis in axes if axis not in alike}

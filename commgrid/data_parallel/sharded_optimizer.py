@@ -382,8 +382,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{differing[0]} where this rank has {differing[1]} (name, start, stop); load it "
                 "on the same rank of the same grid"
             )
-        saved, own = state_dict.get("coordinate"), self._reducer.groups.coordinate()
-        if saved not in (None, own):  # None: of an earlier release
+        own = self._reducer.groups.coordinate()
+        saved = state_dict.get("coordinate") or own  # none in those of an earlier release
+        saved = {axis: saved.get(axis, index) for axis, index in own.items()}
+        if saved != own:
             raise ShapeError(
                 f"this optimizer state was saved at {saved} of its grid and is loaded at {own}, "
                 "where parameters are other slices or other parts; load each rank's own state, or "

@@ -62,7 +62,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
             placement = Placement(full, parameter, shards, partial, mark.region, shape, mark.shared)
             check_mesh(placement)
             first = found.setdefault(id(parameter), placement)
-            if _told(first) != _told(placement):
+            if _layout(first) != _layout(placement):
                 raise SpecError(
                     f"{first.name} and {full} are one parameter, but their modules say "
                     f"{_told(first)} and {_told(placement)} of its slices, partial "
@@ -94,12 +94,23 @@ def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> 
 
 
 def _told(placement: Placement) -> tuple[Any, ...]:
+    """What a module says of a parameter, with names of groups."""
     shards = tuple((dim, group.name, group.size) for dim, group in placement.shards)
     return shards, _name(placement.partial), placement.region, _name(placement.shared)
 
 
+def _layout(placement: Placement) -> tuple[Any, ...]:
+    """The same with the groups' ranks: a group may have several names."""
+    shards = tuple((dim, _ranks(group)) for dim, group in placement.shards)
+    return shards, _ranks(placement.partial), placement.region, _ranks(placement.shared)
+
+
 def _name(group: GroupRef | None) -> str | None:
     return group.name if group is not None else None
+
+
+def _ranks(group: GroupRef | None) -> list[int] | None:
+    return dist.get_process_group_ranks(group.group) if group is not None else None
 
 
 def own_slice(full: Tensor, dim: int, group: GroupRef, size: int) -> Tensor:

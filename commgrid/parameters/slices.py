@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from commgrid.parameters.sharded_module import ShardedModule
 
 _OF_WHOLE_MATRICES = (
-    "adafactor", "adam_mini", "adammini", "dadapt", "dion", "galore", "lamb", "lars", "lbfgs",
-    "muon", "novograd", "prodigy", "psgd", "scion", "shampoo", "sm3", "soap",
+    "adafactor", "adalomo", "adam_mini", "adammini", "apollo", "came", "dadapt", "dion", "galore",
+    "kron", "lamb", "lars", "lbfgs", "muon", "novograd", "prodigy", "psgd", "scion", "shampoo",
+    "sm3", "soap",
 )  # fmt: skip
 """Optimizers whose update of an element depends on others, by substrings of their names."""
+_ELEMENT_WISE_ALGORITHMS = ("adamw", "lion")
 _SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler", "torch.cpu.amp.grad_scaler")
 """Modules of loss scalers that decide by one rank's gradients; FSDP's agrees over all ranks."""
 
@@ -107,12 +109,12 @@ def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
         SpecError: names the first such parameter.
     """
     name, ranks, scaled = type(optimizer).__name__, zero_ranks(optimizer), is_scaled()
-    of_matrices = any(part in name.lower() for part in _OF_WHOLE_MATRICES)
+    of_matrices = _of_matrices(optimizer)
     for one in slices:
         if one.num_slices == 1:
             continue
         group = next(group for _, group in one.shards if group.size > 1)
-        if of_matrices:
+        if id(one.parameter) in of_matrices:
             raise SpecError(
                 f"{name} does not update elements one by one, and {one} is a slice over group "
                 f"{group.name!r}, whose update would be another one than the whole parameter's; "
@@ -128,6 +130,23 @@ def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
             )
         if scaled:
             refuse_scaler(f"{one} is a slice over group {group.name!r}")
+
+
+def _of_matrices(optimizer: Optimizer) -> set[int]:
+    """Ids of the parameters whose elements the optimizer does not update one by one.
+
+    Muon and Dion with an element-wise optimizer beside them say in each parameter group which of
+    both updates it: `use_muon` of MuonWithAuxAdam, `algorithm` of Dion.
+    """
+    name = type(optimizer).__name__.lower()
+    if not any(part in name for part in _OF_WHOLE_MATRICES):
+        return set()
+    return {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("use_muon", True) and group.get("algorithm") not in _ELEMENT_WISE_ALGORITHMS
+        for parameter in group["params"]
+    }
 
 
 def zero_ranks(optimizer: Optimizer) -> list[int]:

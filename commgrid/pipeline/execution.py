@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +90,7 @@ class Execution:
         self.inputs, self.targets, self.kwargs = inputs, targets, kwargs
         self.loss, self.train = loss, train
         self._action: Computation | None = None
+        self._exchanges = False
         self._live: dict[tuple[int, int], _Live] = {}
         self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._leaving: dict[Message, Sequence[Tensor]] = {}
@@ -100,12 +102,13 @@ class Execution:
     def where(self) -> str:
         """Describe the current action, for messages."""
         stage = f"stage {self.links.stage}"
-        if self._action is None:
-            return f"a step of {stage}"
-        chunk = f" in chunk {self._action.chunk}" if self.schedule.num_chunks > 1 else ""
-        return (
-            f"{_SAID[type(self._action)]} of microbatch {self._action.microbatch}{chunk} of {stage}"
-        )
+        action = self._action
+        if action is None:
+            return f"an exchange of {stage}" if self._exchanges else f"a step of {stage}"
+        after = "the exchange after " if self._exchanges else ""
+        chunk = f" in chunk {action.chunk}" if self.schedule.num_chunks > 1 else ""
+        said = _SAID[type(action)]
+        return f"{after}{said} of microbatch {action.microbatch}{chunk} of {stage}"
 
     def check(self) -> None:
         """Refuses a pass that this stage cannot run.
@@ -153,6 +156,7 @@ class Execution:
             BackwardWeight: self._backward_weight,
         }
         for step in program:
+            self._exchanges = isinstance(step, Exchange)
             if isinstance(step, Exchange):
                 self.links.start(step, self._pop)
                 continue
@@ -168,6 +172,7 @@ class Execution:
             else:
                 self._leaving[message] = made
             del made  # its memory is free as soon as it has left
+        self._exchanges = True
         self.links.finish()
         return self._found
 
@@ -277,10 +282,19 @@ def _copied(output: Any) -> Any:
     """The output with tensors of its own, which no later microbatch overwrites."""
     if isinstance(output, Tensor):
         return output.clone()
-    if type(output) in (tuple, list):
-        return type(output)(map(_copied, output))
-    if type(output) is dict:
-        return {key: _copied(value) for key, value in output.items()}
+    if isinstance(output, tuple | list):
+        items = map(_copied, output)
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if isinstance(output, dict):
+        made: Any = copy.copy(output)
+        for key, value in output.items():  # Transformers' outputs refuse update()
+            made[key] = _copied(value)
+        return made
+    if is_dataclass(output) and not isinstance(output, type):
+        made = copy.copy(output)
+        for field in fields(output):
+            object.__setattr__(made, field.name, _copied(getattr(output, field.name)))
+        return made
     return output
 
 

@@ -12,6 +12,7 @@ import commgrid
 from commgrid import GridMismatchError
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.expert import MoELayer
+from commgrid.inputs import fingerprint
 from commgrid.parameters import mark_parameters
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import (
@@ -77,6 +78,18 @@ def test_a_batch_of_each_rank_is_refused(
     model(given(grid.rank)).backward()
     with pytest.raises(GridMismatchError, match=told):
         reducer.finish()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize("width", [16, 17, 1024, 2048, 6765])
+def test_exchanged_rows_have_another_fingerprint(dtype: torch.dtype, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-1000, 1000, (4, width), generator=generator).to(dtype)
+    tolerance, *expected = fingerprint(rows).tolist()
+    _, *found = fingerprint(rows[[1, 0, 2, 3]]).tolist()
+    apart = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    assert apart > 2 * tolerance * max(map(abs, expected))
+    assert [tolerance, *expected] == fingerprint(rows.clone()).tolist()
 
 
 @pytest.mark.ranks(2, tp=2)

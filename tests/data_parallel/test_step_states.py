@@ -442,6 +442,14 @@ def test_another_ranks_optimizer_state_is_refused(grid: HyperCommGrid) -> None:
         optimizer.load_state_dict(states[1 - grid.rank])
 
 
+@pytest.mark.ranks(2, ep=2)
+def test_ranks_of_other_experts_share_the_state_of_a_model_without(grid: HyperCommGrid) -> None:
+    optimizer = ShardedOptimizer(GradientReducer(model_of()), torch.optim.Adam, lr=0.1)
+    states: list[Any] = [None, None]
+    torch.distributed.all_gather_object(states, optimizer.state_dict())
+    optimizer.load_state_dict(states[1 - grid.rank])
+
+
 @pytest.mark.ranks(2)
 def test_one_ranks_optimizer_state_on_all_is_refused_on_all(grid: HyperCommGrid) -> None:
     model = nn.Linear(64, 4).double()
@@ -478,6 +486,25 @@ def test_towers_that_run_in_another_order_on_each_rank(grid: HyperCommGrid) -> N
         reducer.finish()
     same(towers[0], mean_gradient(0))
     same(towers[1], mean_gradient(1))
+
+
+@pytest.mark.ranks(2, tp=2)
+def test_modules_may_name_the_group_of_a_shared_weight_differently(grid: HyperCommGrid) -> None:
+    first = ColumnParallelLinear(4, 4, bias=False, group="tp").double()
+    other = ColumnParallelLinear(4, 4, bias=False, group="cp_tp").double()
+    other.weight = first.weight
+    model = nn.Sequential(first, other)
+    initialize_parameters(first, seed=0)
+    full = nn.Linear(4, 4, bias=False).double()
+    nn.init.constant_(full.weight, 0.5)
+    with torch.no_grad():
+        first.weight.fill_(0.5)
+    reducer = GradientReducer(model)
+    x = data(0)
+    (first(x).square().sum() + other(x).sum()).backward()
+    reducer.finish()
+    (full(x).square().sum() + full(x).sum()).backward()
+    torch.testing.assert_close(grad_of(first), grad_of(full).chunk(2)[grid.rank], **CLOSE)
 
 
 @pytest.mark.ranks(2, tp=2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -101,6 +104,47 @@ def reused(stages: int) -> None:
 def test_a_stage_may_write_every_output_into_the_same_memory() -> None:
     for stages in (1, 2):
         run_on_ranks(reused, stages, stages)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclass(frozen=True)
+class Named:
+    first: Tensor
+
+
+class InOneBuffer(nn.Module):
+    """Returns its input in memory that the next call overwrites."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap, self.out = wrap, torch.empty(ROWS, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.out.copy_(x))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("wrap", "first_of"),
+    [
+        (lambda y: Pair(y, y), lambda found: found.first),
+        (Named, lambda found: found.first),
+        (lambda y: OrderedDict(first=[y]), lambda found: found["first"][0]),
+    ],
+    ids=["named-tuple", "dataclass", "ordered-dict"],
+)
+def test_outputs_of_any_type_are_copied_from_memory_that_is_used_again(
+    grid: HyperCommGrid, wrap: Callable[[Tensor], Any], first_of: Callable[[Any], Tensor]
+) -> None:
+    x = microbatches()
+    outputs = Pipeline(InOneBuffer(wrap), num_microbatches=MICROBATCHES).forward(x)
+    assert outputs is not None
+    assert all(type(output) is type(wrap(x[0])) for output in outputs)
+    assert all(torch.equal(first_of(output), one) for output, one in zip(outputs, x, strict=True))
 
 
 # -- who reduces the gradients ------------------------------------------------------------------

@@ -586,7 +586,8 @@ BAD: dict[str, tuple[Callable[[int], object], type[Exception], dict[int, str]]] 
         {
             0: "the activation of microbatch 1 between parts 0 and 1 is (2, 4) float32, but the "
                "first one over that boundary declared (1, 4) float32; give every microbatch one",
-            1: "rank 0 failed in the forward of microbatch 1 of stage 0: ShapeError: the activ",
+            1: "rank 0 failed in the exchange after the forward of microbatch 1 of stage 0: "
+               "ShapeError: the activ",
         },
     ),
     "a vector as loss": (
