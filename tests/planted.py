@@ -217,7 +217,7 @@ MUTANTS = (
     ),
     Mutant(
         "copies on other stages are not summed",
-        "commgrid/data_parallel/reducer.py",
+        "commgrid/data_parallel/overlap.py",
         "adding = start_all_reduce_(bucket.gradient, sharers)",
         "adding = Pending(None, lambda: bucket.gradient)",
         ("tests/pipeline/test_runner.py::test_tied_embeddings_with_data_parallelism",),

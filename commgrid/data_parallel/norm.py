@@ -1,12 +1,15 @@
-"""The norm of all gradients of the unsharded model, from the shards that each rank holds.
+"""Norms of all gradients of the unsharded model, from the shards that each rank holds.
 
 Every rank adds up the squares of its gradients, each divided by the number of ranks that hold
 the same numbers; one all-reduce of this scalar gives every rank the total.
+
+`gradient_norm`, `clip_gradients` and `reduce_partial_gradients` are for training without a
+GradientReducer, which has methods for that: with FSDP2, DDP, or one data-parallel rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
+from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.objects import gathered
+from commgrid.data_parallel.accumulation import owner_of
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.parameters import placements
@@ -60,40 +65,26 @@ def gradient_norm(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is kept by its "
                 "GradientReducer; ask that one: reducer.gradient_norm(), reducer.clip_gradients()"
             )
-    held = []
+    held, distinct = [], []
     everything = list(placements(model))
     for placement in everything:
         gradient = placement.parameter.grad
         if gradient is not None:
             gradient = _summed(gradient)
-            held.append((local_of(gradient), num_distinct(placement, grid) * _num_shards(gradient)))
+            held.append(_local(gradient))
+            distinct.append(num_distinct(placement, grid) * _num_shards(gradient))
     if sharded is None:
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     used = axes_in_use(everything, grid, data)
-    return total_norm(held, norm_group(grid, data, used, sharded=sharded), device_of(model))
+    group, device = norm_group(grid, data, used, sharded=sharded), device_of(model)
+    size = group.size() if group is not None else 1
 
+    def weights(indices: tuple[int, ...]) -> Tensor:
+        return torch.tensor(
+            [distinct[i] / size for i in indices], dtype=torch.float64, device=device
+        )
 
-def local_of(gradient: Tensor) -> Tensor:
-    """The gradient, or this rank's part where it is a DTensor, as FSDP2 leaves it."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _summed(gradient: Tensor) -> Tensor:
-    """The gradient; of a DTensor that is a partial sum, the sum."""
-    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-        kinds = [Replicate() if p.is_partial() else p for p in gradient.placements]
-        with torch.no_grad():
-            return gradient.redistribute(placements=kinds)
-    return gradient
-
-
-def _num_shards(gradient: Tensor) -> int:
-    """Number of parts that a DTensor is cut into."""
-    shards = 1
-    if isinstance(gradient, DTensor):
-        for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
-            shards *= 1 if placement.is_replicate() else size
-    return shards
+    return sum_of_squares(held, weights, group, device).sqrt()
 
 
 def clip_gradients(
@@ -117,15 +108,71 @@ def clip_gradients(
         ShapeError: max_norm is not above 0.
         CommGridError: a reducer keeps the gradients.
     """
-    if not max_norm > 0:
-        raise ShapeError(f"clip_gradients(max_norm={max_norm}): expected above 0")
+    check_max_norm(max_norm)
     norm = gradient_norm(model, data=data, sharded=sharded, grid=grid)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = clip_factor(norm, max_norm)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                local_of(parameter.grad).mul_(scale)
+                _local(parameter.grad).mul_(scale)
     return norm
+
+
+@torch.no_grad()
+def reduce_partial_gradients(model: nn.Module) -> None:
+    """Sums each partial gradient in `.grad` over the group that its parameter was marked with.
+
+    Call it once a step, after backward, before norms and the optimizer; one all-reduce for each
+    group and dtype. The sum over other data may come before or after.
+
+    Args:
+        model: its parameters, or FSDP2's parts of them, have a gradient on all ranks of their
+            group or on none.
+
+    Raises:
+        CommGridError: a GradientReducer does it already.
+    """
+    found: dict[tuple[ProcessGroup, torch.dtype], list[Tensor]] = {}
+    for placement in placements(model):
+        partial, gradient = placement.partial, placement.parameter.grad
+        if partial is None or partial.size == 1 or gradient is None:
+            continue
+        if owner_of(placement.parameter) is not None:
+            raise CommGridError(
+                f"{placement}: its GradientReducer has added it up over {partial} already"
+            )
+        local = _local(gradient)
+        found.setdefault((partial.group, local.dtype), []).append(local)
+    for (group, _), gradients in found.items():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, total in zip(
+            gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True
+        ):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """The gradient, or this rank's part where it is a DTensor, as FSDP2 leaves it."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _summed(gradient: Tensor) -> Tensor:
+    """The gradient; of a DTensor that is a partial sum, the sum."""
+    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+        kinds = [Replicate() if p.is_partial() else p for p in gradient.placements]
+        with torch.no_grad():
+            return gradient.redistribute(placements=kinds)
+    return gradient
+
+
+def _num_shards(gradient: Tensor) -> int:
+    """Number of parts that a DTensor is cut into."""
+    shards = 1
+    if isinstance(gradient, DTensor):
+        for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+            shards *= 1 if placement.is_replicate() else size
+    return shards
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -167,27 +214,49 @@ def norm_group(
     return common_group(grid.get_group(*axes), grid, summed) if axes else None
 
 
-def total_norm(
-    held: Iterable[tuple[Tensor, float]],
+def sum_of_squares(
+    gradients: Sequence[Tensor | None],
+    weights: Callable[[tuple[int, ...]], Tensor],
     group: ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
-    """The 2-norm of gradients that are distributed over the ranks of a group.
+    """The sum of the squares of all gradients of the unsharded model.
 
     Args:
-        held: this rank's gradients, each with the number of distinct ones in its place.
-        group: None: this rank holds them all.
+        gradients: this rank's; None: no gradient.
+        weights: of each square, from the indices of the gradients that are not None: the number of
+            distinct gradients in its place over all ranks, divided by the size of `group`.
+        group: the ranks that together hold all gradients; None: this one does.
         device: of the model, also if this rank holds no gradient.
 
     Returns:
         A float64 tensor of shape () on `device`, the same on every rank.
     """
-    size = group.size() if group is not None else 1
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient, parts in held:
-        exact = torch.promote_types(gradient.dtype, torch.float32)
-        square = torch.linalg.vector_norm(gradient, dtype=exact).double().square()
-        total += square * (parts / size)
+    alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+    for i, gradient in enumerate(gradients):
+        if gradient is not None:
+            alike.setdefault((gradient.dtype, gradient.device), {})[i] = gradient
+    for (dtype, _), held in alike.items():
+        exact = torch.promote_types(dtype, torch.float32)
+        norms = torch._foreach_norm(list(held.values()), 2, dtype=exact)
+        squares = torch.stack(norms).to(device, torch.float64).square()
+        total += squares @ weights(tuple(held))
     if group is not None:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
+        start_all_reduce_(total, group).wait()
+    return total
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Refuses a `max_norm` that is not above 0.
+
+    Raises:
+        ShapeError: names it.
+    """
+    if not max_norm > 0:
+        raise ShapeError(f"clip_gradients(max_norm={max_norm}): expected above 0")
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor by which gradients of this norm are scaled, so that it is at most `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -36,12 +36,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
 from commgrid.data_parallel.accumulation import (
     Owner,
     begin,
     changed_after_sending,
-    fill,
     fuses_gradients,
     hand_out,
     hand_out_bucket,
@@ -63,15 +61,14 @@ from commgrid.data_parallel.consistency import (
     compare_slices,
     compare_values,
 )
-from commgrid.data_parallel.norm import norm_group
+from commgrid.data_parallel.norm import check_max_norm, clip_factor, norm_group
 from commgrid.data_parallel.optimizer_checks import STEP_HOOKS
+from commgrid.data_parallel.overlap import Reductions
 from commgrid.data_parallel.reduction_groups import ReductionGroups
 from commgrid.data_parallel.replica_gradients import ReplicaGradients
 from commgrid.data_parallel.verdict import Verdict, check_finite, losses_not_told
 from commgrid.errors import (
     CommGridError,
-    GridDestroyedError,
-    ShapeError,
     SpecError,
     UnknownGroupError,
 )
@@ -83,7 +80,6 @@ if TYPE_CHECKING:
     from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
     from commgrid.runtime.grid import HyperCommGrid
 
-_IN_FLIGHT = 2  # buckets whose exchange buffers exist at once on the CPU
 NOT_FINITE = ("keep", "skip", "raise")
 
 
@@ -179,10 +175,8 @@ class GradientReducer:
         """Whether the last `finish` found only finite gradients, on all ranks of the grid; always
         True with `not_finite="keep"`, which does not check."""
         self._optimizer: weakref.ref[ShardedOptimizer] | None = None
-        self._next = 0
-        self._begun = self._is_exact = self.after_step = self.has_finished = False
+        self._is_exact = self.after_step = self.has_finished = False
         self._synchronizing = True
-        self._in_flight: list[Bucket] = []
         parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
         whole, self._has_whole = self._whole_group()
         self._verdict = Verdict(
@@ -190,10 +184,11 @@ class GradientReducer:
             whole=whole, parts=parts, model=model,
         )  # fmt: skip
         # Ranks may reach two models in another order: the later reducer sends only in finish().
-        self._defers = any(
+        defers = any(
             lane.group is other.group
             for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes
         )  # fmt: skip
+        self.reductions = Reductions(self.buckets, self._grid, shard=shard, defers=defers)
         _REDUCERS.add(self)
         self._replicas = ReplicaGradients(self.pieces, self.slots, self.groups)
         self._set_up_fused(model)
@@ -321,57 +316,10 @@ class GradientReducer:
             )
         optimizer = self.optimizer
         if optimizer is not None:
-            optimizer.check_whole(bucket, slot.placement)
+            optimizer.gathers.check(bucket, slot.placement)
         take_in(slot)
-        if not self._synchronizing:
-            return
-        bucket.missing.discard(index)
-        self._begun = True
-        if not self._defers:
-            self._launch(all_of_them=False)
-
-    def _launch(self, *, all_of_them: bool) -> None:
-        if self._grid.is_destroyed:
-            raise GridDestroyedError(
-                f"grid {self._grid.name!r} of this GradientReducer was destroyed; close() the "
-                "reducer and make a new one, also if a grid of that name exists again"
-            )
-        while self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
-            if bucket.missing and not all_of_them:
-                return
-            self._next += 1
-            bucket.launched = True
-            fill(bucket)
-            if bucket.prescale > 1:
-                with torch.no_grad():
-                    bucket.gradient.div_(bucket.prescale)
-            if bucket.shared is not None:
-                bucket.pending = self._start_shared(bucket, bucket.shared)
-            elif bucket.group.size() > 1:
-                bucket.pending = self._start(bucket)
-            if bucket.pending is not None:
-                for slot in bucket.slots:
-                    if slot.sent:
-                        slot.parameter.grad = slot.in_flight
-
-    def _start_shared(self, bucket: Bucket, sharers: ProcessGroup) -> Pending:
-        """The sum over the copies of other stages, and only then the sum over other data."""
-        adding = start_all_reduce_(bucket.gradient, sharers)
-
-        def then() -> Tensor:
-            return self._start(bucket).wait() if bucket.group.size() > 1 else bucket.gradient
-
-        return Pending(adding.work, then)
-
-    def _start(self, bucket: Bucket) -> Pending:
-        if not self.shard:
-            return start_all_reduce_(bucket.gradient, bucket.group)
-        if bucket.gradient.device.type == "cpu":
-            while len(self._in_flight) >= _IN_FLIGHT:
-                self._in_flight.pop(0).wait()
-            self._in_flight.append(bucket)
-        return start_reduce_scatter_(bucket.gradient, bucket.group)
+        if self._synchronizing:
+            self.reductions.arrived(bucket, index)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -414,9 +362,7 @@ class GradientReducer:
         wrong = changed_after_sending(self.buckets)
         if count is not None:
             wrong = wrong or losses_not_told(self.model)
-        self._launch(all_of_them=True)
-        for bucket in self.buckets:
-            bucket.wait()
+        self.reductions.finish()
         divisor, told = self._verdict.reach(count, look=self._not_finite != "keep")
         wrong = wrong or told
         self.is_finite = self._verdict.is_finite
@@ -425,7 +371,7 @@ class GradientReducer:
             torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisors)
         skips, self.after_step = self._not_finite == "skip" and not self.is_finite, False
         self.has_finished = True
-        self._reset()
+        self.reductions.reset()
         for bucket in self.buckets:
             hand_out_bucket(bucket, skips=skips, shard=self.shard, exact=self._is_exact)
         wrong = wrong or changed(self.model, self.slots)
@@ -465,22 +411,12 @@ class GradientReducer:
         Call it on all ranks of the group, or on none, once backward has begun on all of them or on
         none: a reduction that some ranks have started needs all of them. Not needed after `finish`.
         """
-        if self._begun:  # on some ranks a bucket may be under way that is not full on this one
-            self._launch(all_of_them=True)
-        for bucket in self.buckets:
-            bucket.wait()
-        self._reset()
+        self.reductions.abandon()
         for slot in self.slots:
             slot.used, slot.held_back = False, None
             hand_out(slot, None)
             if slot.fused:
                 slot.view.zero_()
-
-    def _reset(self) -> None:
-        for bucket in self.buckets:
-            bucket.launched, bucket.missing = False, set(range(len(bucket.slots)))
-        self._in_flight.clear()
-        self._next, self._begun = 0, False
 
     def held(self, piece: Piece) -> Tensor | None:
         """This rank's part of a parameter's reduced gradient; None: none, or it was zeroed.
@@ -527,10 +463,9 @@ class GradientReducer:
             ShapeError: max_norm is not above 0.
             UnknownGroupError: the grid has no group of the ranks that hold the model.
         """
-        if not max_norm > 0:
-            raise ShapeError(f"clip_gradients(max_norm={max_norm}): expected above 0")
+        check_max_norm(max_norm)
         norm = self.gradient_norm()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = clip_factor(norm, max_norm)
         held = self.gradients()
         if held and (norm.device.type != "cpu" or not scale >= 1):  # also where it is NaN
             torch._foreach_mul_(held, scale)

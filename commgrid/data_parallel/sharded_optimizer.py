@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commgrid.collectives.asynchronous import Pending, start_all_gather_
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.buckets import Bucket, Piece
+from commgrid.data_parallel.overlap import WeightGathers
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import CommGridError, ShapeError, SpecError
-from commgrid.parameters import Placement
 
 ELEMENT_WISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -96,7 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         _check_class(optimizer_class, element_wise)
-        self._reducer, self._overlap, self._is_made = reducer, overlap, False
+        self._reducer, self._is_made = reducer, False
         given = [dict(group) for group in groups] if groups is not None else [{}]
         slots = {id(slot.parameter): slot for slot in reducer.slots}
         for group in given:
@@ -131,11 +129,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._masters[id(piece)].dtype != piece.slot.parameter.dtype
         ]  # fmt: skip
         self._versions = [parameter._version for parameter, _, _ in self._half]
-        self._gathers: dict[int, Pending] = {}
-        self._awaited = _awaited(reducer, list(units or []), overlap)
+        self.gathers = WeightGathers(
+            reducer.model, self._weights, overlap=overlap, units=list(units or [])
+        )
         reducer.attach(self)
-        hooks = self._watch(reducer.model)
-        self._unwatch = weakref.finalize(self, _remove, hooks)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the parts that this rank updates are fixed when the optimizer is made.
@@ -226,7 +223,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._half:
             torch._foreach_copy_([w for _, w, _ in self._half], [m for *_, m in self._half])
         self._note_versions()
-        self._gather()
+        self.gathers.start()
         return loss
 
     def _set_options(self) -> None:
@@ -247,13 +244,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if others:
             torch._foreach_copy_([made for made, _ in others], [given for _, given in others])
 
-    def _gather(self) -> None:
-        for bucket in reversed(self._reducer.buckets):  # the first that forward uses come first
-            if self._reducer.shard and bucket.group.size() > 1:
-                self._gathers[id(bucket)] = start_all_gather_(self._weights[bucket], bucket.group)
-        if not self._overlap:
-            self.wait()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, including the reducer's accumulated ones of an abandoned step."""
         self._reducer.zero_grad()
@@ -266,55 +256,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "make reducer and optimizer after the model is on its device"
                 )
 
-    def check_whole(self, bucket: Bucket, placement: Placement) -> None:
-        """Refuses a gradient of a parameter that was read before it was gathered.
-
-        Args:
-            bucket, placement: of the parameter.
-
-        Raises:
-            CommGridError: names the parameter.
-        """
-        if id(bucket) in self._gathers:
-            raise CommGridError(
-                f"{placement} has a gradient, but was read before it was gathered after the last "
-                "step, by code that does not call the module which waits for it, or that "
-                "torch.compile made before this optimizer was; use overlap=False, or call the "
-                "optimizer's wait() before each forward"
-            )
-
     def wait(self) -> None:
         """Returns when every parameter is gathered."""
-        for bucket in list(self._gathers):
-            self._gathers.pop(bucket).wait()
-
-    def _watch(self, model: nn.Module) -> list[Any]:
-        whole, before = _Hook(self._whole), _Hook(self._before)
-        hooks: list[Any] = []
-        module: Any  # torch does not annotate these methods
-        for module in model.modules():
-            if self._overlap and (module is model or module._parameters):
-                hooks.append(module.register_load_state_dict_pre_hook(whole))
-                hooks.append(module.register_state_dict_pre_hook(whole))
-            if module in self._awaited:
-                hooks.append(module.register_forward_pre_hook(before))
-        return hooks
-
-    def _whole(self, *_: object) -> None:
-        self.wait()
-
-    def compiled(self) -> None:
-        """Turns overlap off: compiled code does not wait for the parameters that it reads."""
-        self._overlap = False
-        self.wait()
-
-    def _before(self, module: nn.Module, *_: object) -> None:
-        """Waits for the parameters that a module about to run may read."""
-        if self._gathers:
-            for bucket in self._awaited[module]:
-                pending = self._gathers.pop(bucket, None)
-                if pending is not None:
-                    pending.wait()
+        self.gathers.wait()
 
     # -- its state ----------------------------------------------------------------------
 
@@ -362,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._masters[id(piece)].copy_(master)
                 self._weight(piece).copy_(master)
         self._note_versions()
-        self._gather()
+        self.gathers.start()
         self.wait()
 
     def _check_fits(self, state_dict: Mapping[str, Any]) -> None:
@@ -396,40 +340,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [(p.slot.placement.name, p.start, p.stop) for p in self._reducer.pieces]
 
 
-class _Hook:
-    """Calls a method of a live optimizer; the hook of a copied or pickled model does nothing."""
-
-    def __init__(self, method: Callable[..., object] | None = None) -> None:
-        self._method = weakref.WeakMethod(method) if method is not None else None
-        self.traced = False
-
-    def __call__(self, *given: Any) -> None:
-        if torch.compiler.is_compiling():
-            self.trace()
-            if self.traced:  # always true; a guard, so that torch.compile retraces another model
-                return
-        method = self._method() if self._method is not None else None
-        if method is not None:
-            method(*given)
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def trace(self) -> bool:
-        """Called once, while torch.compile traces a forward; not part of the compiled code."""
-        method: Any = self._method() if self._method is not None else None
-        if method is not None:
-            method.__self__.compiled()
-        self.traced = True
-        return True
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
 def _flatten(reducer: GradientReducer) -> dict[Bucket, Tensor]:
     """Moves the parameters into flat buffers with the layout of their gradients."""
     weights = {}
@@ -444,47 +354,6 @@ def _flatten(reducer: GradientReducer) -> dict[Bucket, Tensor]:
                 slot.parameter.data = view
             weights[bucket] = flat
     return weights
-
-
-def _awaited(
-    reducer: GradientReducer, units: list[nn.Module], overlap: bool
-) -> dict[nn.Module, tuple[int, ...]]:
-    """For each module, the ids of the buckets that its forward waits for; empty if `step` waits.
-
-    Covers a module's whole subtree, except units below it, which wait for their own.
-
-    Raises:
-        SpecError: units without overlap, or that are not modules of the model.
-    """
-    if units and not overlap:
-        raise SpecError("units= says what waits for what with overlap=True; give both, or neither")
-    modules = set(reducer.model.modules())
-    for unit in units:
-        if unit not in modules:
-            raise SpecError(
-                f"units: {type(unit).__name__} is not a module of the reducer's model; expected "
-                "some of its own, such as list(model.blocks)"
-            )
-    if not overlap or not reducer.shard:
-        return {}
-    places = {
-        id(slot.parameter): id(bucket)
-        for bucket in reducer.buckets if bucket.group.size() > 1 for slot in bucket.slots
-    }  # fmt: skip
-    found: dict[nn.Module, tuple[int, ...]] = {}
-
-    def below(module: nn.Module) -> dict[int, None]:
-        own = {places[id(p)]: None for p in module.parameters(recurse=False) if id(p) in places}
-        for child in module.children():
-            theirs = below(child)
-            if child not in units:
-                own |= theirs
-        if own:
-            found[module] = tuple(own)
-        return own
-
-    below(reducer.model)
-    return found
 
 
 def _check_class(optimizer_class: type[torch.optim.Optimizer], element_wise: bool) -> None:

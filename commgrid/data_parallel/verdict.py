@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.buckets import Bucket, Lane, Piece
-from commgrid.data_parallel.norm import device_of
+from commgrid.data_parallel.norm import device_of, sum_of_squares
 from commgrid.errors import CommGridError, GridMismatchError, ShapeError
 
 
@@ -161,19 +161,7 @@ class Verdict:
         Returns:
             A float64 tensor of shape () on the model's device, the same on every rank.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-        for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                alike.setdefault((gradient.dtype, gradient.device), {})[i] = gradient
-        for (dtype, _), held in alike.items():
-            exact = torch.promote_types(dtype, torch.float32)
-            norms = torch._foreach_norm(list(held.values()), 2, dtype=exact)
-            squares = torch.stack(norms).to(self._device, torch.float64).square()
-            total += squares @ self._weights_of(tuple(held))
-        if self.whole is not None:
-            start_all_reduce_(total, self.whole).wait()
-        return total
+        return sum_of_squares(gradients, self._weights_of, self.whole, self._device)
 
     def _weights_of(self, held: tuple[int, ...]) -> Tensor:
         """The weight of each square, on the device; cached, as most steps have the same pieces."""

@@ -25,7 +25,7 @@ from commgrid.data_parallel import (
     GradScaler,
     ShardedOptimizer,
     clip_gradients,
-    sharded_optimizer,
+    overlap,
 )
 from commgrid.parameters import mark_parameters
 from commgrid.tensor_parallel import (
@@ -71,16 +71,16 @@ def step_of(model: nn.Module, reducer: GradientReducer, optimizer: Any, step: in
     """One step, in which one rank comes late to every gather, and ever later."""
     model(data(step)).square().mean().backward()
     reducer.finish()
-    start = sharded_optimizer.start_all_gather_
+    start = overlap.start_all_gather_
 
     def late(*given: Any) -> Any:
         time.sleep(0.02)  # the lateness that is meant
         return start(*given)
 
     if commgrid.get_grid().rank == 1:
-        sharded_optimizer.start_all_gather_ = late
+        overlap.start_all_gather_ = late
     optimizer.step()
-    sharded_optimizer.start_all_gather_ = start
+    overlap.start_all_gather_ = start
 
 
 def pair(**options: Any) -> tuple[Net, GradientReducer, ShardedOptimizer]:
@@ -97,7 +97,7 @@ def saved_at_once(folder: str) -> None:
     """Gathers that take long, as those of large weights do; a thread of their own sends them."""
     commgrid.initialize(tp=2)
     model, reducer, optimizer = pair(overlap=True)
-    start, sender = sharded_optimizer.start_all_gather_, ThreadPoolExecutor(max_workers=1)
+    start, sender = overlap.start_all_gather_, ThreadPoolExecutor(max_workers=1)
 
     def slow() -> None:
         time.sleep(0.1)  # as large weights do
@@ -109,7 +109,7 @@ def saved_at_once(folder: str) -> None:
         def wait(self) -> None:
             self.sent.result()
 
-    sharded_optimizer.start_all_gather_ = lambda *given: Slow(*given)  # type: ignore[assignment,return-value]
+    overlap.start_all_gather_ = lambda *given: Slow(*given)  # type: ignore[assignment,return-value]
     step_of(model, reducer, optimizer, 0)
     checkpoint.save(folder, 1, model, progress=False)
     found = Net()
@@ -190,7 +190,7 @@ def waits() -> None:
     step_of(model, reducer, optimizer, 0)
     left = []
     hooks = [
-        block.register_forward_hook(lambda *_: left.append(len(optimizer._gathers)))
+        block.register_forward_hook(lambda *_: left.append(len(optimizer.gathers.pending)))
         for block in model.blocks
     ]
     model(data())
@@ -198,7 +198,7 @@ def waits() -> None:
         hook.remove()
     assert left == sorted(left, reverse=True)  # each has waited for its own only
     assert left[0] > left[-1] > 0
-    assert not optimizer._gathers
+    assert not optimizer.gathers.pending
     assert grid.size("dp") == 2
 
 
@@ -245,7 +245,8 @@ def looked_at(num_blocks: int) -> int:
     model(torch.ones(1, 2)).sum().backward()
     reducer.finish()
     optimizer.step()
-    optimizer._gathers, Counted.looked = Counted(optimizer._gathers), 0
+    gathers = optimizer.gathers
+    gathers.pending, Counted.looked = Counted(gathers.pending), 0
     model(torch.ones(1, 2))
     return Counted.looked
 

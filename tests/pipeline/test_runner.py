@@ -382,13 +382,13 @@ def launches(name: str, num_chunks: int) -> bool:
     model = nn.ModuleList(chunks)
     reducer = GradientReducer(model, bucket_bytes=1)  # a bucket for each parameter
     started: list[float] = []
-    start = reducer._start
+    start = reducer.reductions._start
 
     def noted(bucket: Any) -> Any:
         started.append(time.perf_counter())
         return start(bucket)
 
-    reducer._start = noted  # type: ignore[method-assign]
+    reducer.reductions._start = noted  # type: ignore[method-assign]
     pipeline = Pipeline(chunks, name, num_microbatches=4, loss=loss, reducer=reducer)
     inputs, targets, kwargs = data(4)
     for _ in range(2):
