@@ -61,6 +61,7 @@ def contestants(
 
         def once() -> None:
             x = inputs.detach().requires_grad_()
+            block.zero_grad()
             run(x).backward(upstream)
             reducer.finish()
 
