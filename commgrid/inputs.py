@@ -27,7 +27,7 @@ KEPT = 16
 """Only the first notes since the last comparison are compared; of later ones, their number is."""
 _ROUNDING = 1e-9  # of counts that are fractions, added up in another order
 _MIX = -7046029254386353131  # odd; spreads the squares of positions over 64 bits
-_WEIGHT_BITS = 11  # of a weight in a fingerprint, with its sign
+_CHUNK = 2**20  # numbers of a fingerprint at once, which are copied to fp64
 _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.1  # of the norm; whole numbers are compared exactly
 
 Note = tuple[str, Tensor]
@@ -42,15 +42,18 @@ class InputRecord:
         self._counts: dict[ProcessGroup, int] = {}
         _RECORDS.add(self)
 
-    def add(self, group: ProcessGroup, note: Note) -> None:
-        """Keep a note, or count it if there are `KEPT` already."""
-        notes = self._notes.setdefault(group, [])
-        if len(notes) < KEPT:
-            notes.append(note)
+    def is_full(self, group: ProcessGroup) -> bool:
+        """Whether a group has `KEPT` notes, so that further ones are only counted."""
+        return len(self._notes.get(group, ())) == KEPT
+
+    def add(self, group: ProcessGroup, note: Note | None) -> None:
+        """Count an input of a group, and keep its note; None: it is full."""
+        if note is not None and not self.is_full(group):
+            self._notes.setdefault(group, []).append(note)
         self._counts[group] = self._counts.get(group, 0) + 1
 
     def take(self, group: ProcessGroup) -> tuple[list[Note], int]:
-        """The first notes of a group, and the number of all; then forget them."""
+        """The first notes of a group, and the total count; then forget them."""
         return self._notes.pop(group, []), self._counts.pop(group, 0)
 
     def unequal(self, group: ProcessGroup, divisor: float) -> GridMismatchError | None:
@@ -65,7 +68,7 @@ class InputRecord:
         notes, count = self.take(group)
         device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
         mine = torch.zeros(KEPT + 1, 3, dtype=torch.float64)
-        mine[0, :2] = torch.tensor([count, divisor])
+        mine[0, :2] = torch.tensor([count, divisor], dtype=torch.float64)
         for row, (_, numbers) in enumerate(notes, 1):
             mine[row] = numbers
         mine = torch.where(mine.isfinite(), mine, 0.0)
@@ -126,30 +129,43 @@ def note(what: str, tensor: Tensor, group: GroupRef) -> None:
         return
     if tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    row = fingerprint(tensor)
+    full = all(record.is_full(group.group) for record in _RECORDS)
+    noted = None if full else (what, fingerprint(tensor))
     for record in _RECORDS:
-        record.add(group.group, (what, row))
+        record.add(group.group, noted)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """(3,) in fp64 on the CPU: the tolerance, the norm, and a sum with weights in [-1, 1]."""
-    flat = tensor.detach().reshape(-1)
-    flat = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
-    weights = _weights(len(flat), flat.device)
-    half = tensor.dtype in (torch.bfloat16, torch.float16)
-    tolerance = _HALF_TOLERANCE if half else _TOLERANCE
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        tolerance = 0.0  # sums of such numbers are exact up to 2^53
-    else:
-        weights.div_(2 ** (_WEIGHT_BITS - 1))
-    row = torch.stack([flat.new_tensor(tolerance), flat.norm(), flat @ weights])
-    return row.cpu()
+    """(3,) in fp64 on the CPU: the tolerance, the norm, and a sum with a weight for each position.
 
-
-def _weights(length: int, device: torch.device) -> Tensor:
-    """Whole numbers in fp64, spread evenly over 11 bits, in which no shift repeats another part.
-
-    So exchanged rows of any length change the sum.
+    Whole numbers are weighted and summed in 64 bits, others in fp64 with weights in [-1, 1).
     """
-    index = torch.arange(length, device=device)
-    return (index * (index + 1) * _MIX >> (64 - _WEIGHT_BITS)).double()
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    tolerance = _tolerance(tensor.dtype)
+    square, weighted = flat.new_zeros(2, dtype=torch.float64).unbind()
+    for start, part in zip(range(0, len(flat), _CHUNK), torch.split(flat, _CHUNK), strict=False):
+        mixed = _mixed(start, len(part), flat.device)
+        exact = part.double()
+        square += exact.square().sum()
+        if tolerance:
+            weighted += exact @ (mixed >> 40).double().div_(2**23)
+        else:  # both summands are below 2^52, so that fp64 adds them without rounding
+            weighted += ((part.long() * mixed).sum() & (2**52 - 1)).double()
+            weighted.remainder_(2**52)
+    return torch.stack(
+        [flat.new_full((), tolerance, dtype=torch.float64), square.sqrt(), weighted]
+    ).cpu()
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """The relative difference that numbers of a dtype may have; 0: whole numbers have none."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return _HALF_TOLERANCE
+    return _TOLERANCE if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def _mixed(start: int, length: int, device: torch.device) -> Tensor:
+    """64 bits for each position from `start` on, spread evenly and different for exchanged rows."""
+    index = torch.arange(start, start + length, device=device)
+    return index * (index + 1) * _MIX

@@ -67,6 +67,11 @@ def test_slices_in_the_element_wise_groups_of_muon(reduced: bool) -> None:
     whole = {"params": list(model[0].parameters()), "use_muon": True}
     slices = {"params": list(model[1].parameters()), "use_muon": False}
     MuonWithAuxAdam([whole, slices], lr=0.1).step()
+    by_state = MuonWithAuxAdam(model.parameters(), lr=0.1)
+    for group in (whole, slices):
+        for parameter in group["params"]:
+            by_state.state[parameter]["use_muon"] = group["use_muon"]
+    by_state.step()
     swapped = MuonWithAuxAdam([{**whole, "use_muon": False}, {**slices, "use_muon": True}], lr=0.1)
     for wrong in (swapped, CAME(model.parameters(), lr=0.1)):
         model(torch.ones(1, 4)).square().sum().backward()

@@ -4,9 +4,8 @@ Each rank waits for messages whose sizes and order follow from the sharding and 
 attention call begins with one small all-gather of a row from each rank: its arguments, or its
 complaint about them. Unequal rows are an error on all ranks.
 
-On the CPU the rows are compared before anything else is sent. Where a group has a device's backend
-alone, the host does not wait for them: they are compared by the first call or backward that finds
-them there.
+On the CPU the rows are compared before anything else is sent. If the group has no CPU backend, the
+host does not wait for them: they are compared by the first call or backward after their arrival.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class _Told(NamedTuple):
 
     Args:
         rows: (ranks, _ROW), on the host.
-        here: whether they have come.
+        here: whether they have arrived.
         about, names: for the error; `names` of the facts.
     """
 

@@ -79,12 +79,12 @@ def gradient_norm(
     group, device = norm_group(grid, data, used, sharded=sharded), device_of(model)
     size = group.size() if group is not None else 1
 
-    def weights(indices: tuple[int, ...]) -> Tensor:
+    def shares(indices: tuple[int, ...]) -> Tensor:
         return torch.tensor(
             [distinct[i] / size for i in indices], dtype=torch.float64, device=device
         )
 
-    return sum_of_squares(held, weights, group, device).sqrt()
+    return sum_of_squares(held, shares, group, device).sqrt()
 
 
 def clip_gradients(
@@ -216,7 +216,7 @@ def norm_group(
 
 def sum_of_squares(
     gradients: Sequence[Tensor | None],
-    weights: Callable[[tuple[int, ...]], Tensor],
+    shares: Callable[[tuple[int, ...]], Tensor],
     group: ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
@@ -224,8 +224,9 @@ def sum_of_squares(
 
     Args:
         gradients: this rank's; None: no gradient.
-        weights: of each square, from the indices of the gradients that are not None: the number of
-            distinct gradients in its place over all ranks, divided by the size of `group`.
+        shares: called with the indices of the gradients that are not None; returns a factor for
+            each square, (indices,) in fp64: the number of distinct gradients in its place over all
+            ranks, divided by the size of `group`.
         group: the ranks that together hold all gradients; None: this one does.
         device: of the model, also if this rank holds no gradient.
 
@@ -241,7 +242,7 @@ def sum_of_squares(
         exact = torch.promote_types(dtype, torch.float32)
         norms = torch._foreach_norm(list(held.values()), 2, dtype=exact)
         squares = torch.stack(norms).to(device, torch.float64).square()
-        total += squares @ weights(tuple(held))
+        total += squares @ shares(tuple(held))
     if group is not None:
         start_all_reduce_(total, group).wait()
     return total

@@ -32,10 +32,10 @@ _IN_FLIGHT = 2  # buckets whose exchange buffers exist at once on the CPU
 
 
 class Reductions:
-    """Sums of a step's gradients, started in the order of the buckets on all ranks.
+    """The sums of a step's gradients, each started when its bucket and those before are complete.
 
     Args:
-        buckets: in that order.
+        buckets: in launch order, the same on all ranks.
         grid: whose groups are used.
         shard: whether each rank keeps 1/n of the sums.
         defers: whether all sums start in `finish` only.
@@ -67,7 +67,7 @@ class Reductions:
 
     def abandon(self) -> None:
         """Ends a step that is given up."""
-        if self._has_begun:  # on some ranks a bucket may be under way that is not full on this one
+        if self._has_begun:  # other ranks may have launched a bucket that is incomplete here
             self._launch(all_of_them=True)
         for bucket in self._buckets:
             bucket.wait()
@@ -150,8 +150,8 @@ class WeightGathers:
         self.pending: dict[int, Pending] = {}
         """Gathers under way, by id of the bucket."""
         self._awaited = _awaited(model, self._weights, units, overlap)
-        hooks = self._watch(model)
-        self._unwatch = weakref.finalize(self, _remove, hooks)
+        end = weakref.finalize(self, _end, self._watch(model), self.pending)
+        end.atexit = False
 
     def start(self) -> None:
         """Starts all gathers, of the parameters that forward uses first before the others."""
@@ -182,13 +182,13 @@ class WeightGathers:
                 "optimizer's wait() before each forward"
             )
 
-    def compiled(self) -> None:
-        """Turns overlap off: compiled code does not wait for the parameters that it reads."""
+    def disable_overlap(self) -> None:
+        """Waits in `start` from now on: compiled code does not wait for what it reads."""
         self._overlap = False
         self.wait()
 
     def _watch(self, model: nn.Module) -> list[Any]:
-        whole, before = _Hook(self._whole), _Hook(self._before)
+        whole, before = _Hook(self._wait_for_all), _Hook(self._wait_for_module)
         hooks: list[Any] = []
         module: Any  # torch does not annotate these methods
         for module in model.modules():
@@ -199,10 +199,10 @@ class WeightGathers:
                 hooks.append(module.register_forward_pre_hook(before))
         return hooks
 
-    def _whole(self, *_: object) -> None:
+    def _wait_for_all(self, *_: object) -> None:
         self.wait()
 
-    def _before(self, module: nn.Module, *_: object) -> None:
+    def _wait_for_module(self, module: nn.Module, *_: object) -> None:
         """Waits for the parameters that a module about to run may read."""
         if self.pending:
             for bucket in self._awaited[module]:
@@ -232,7 +232,7 @@ class _Hook:
         """Called once, while torch.compile traces a forward; not part of the compiled code."""
         method: Any = self._method() if self._method is not None else None
         if method is not None:
-            method.__self__.compiled()
+            method.__self__.disable_overlap()
         self.traced = True
         return True
 
@@ -240,7 +240,10 @@ class _Hook:
         return _Hook, ()
 
 
-def _remove(hooks: list[Any]) -> None:
+def _end(hooks: list[Any], pending: dict[int, Pending]) -> None:
+    """Leaves a model with whole weights, and without hooks."""
+    while pending:
+        pending.popitem()[1].wait()
     for hook in hooks:
         hook.remove()
 

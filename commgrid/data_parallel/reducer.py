@@ -1,7 +1,7 @@
 """GradientReducer: averages gradients over data-parallel ranks, overlapped with backward.
 
 Each parameter's `.grad` is a view of a flat bucket (`accumulation`). When the last gradient of a
-bucket has arrived, its collective starts, while backward continues:
+bucket has arrived, its collective starts (`overlap`), while backward continues:
 
 | parameter | summed over | by default |
 |---|---|---|
@@ -183,7 +183,8 @@ class GradientReducer:
             self.lanes, self.buckets, self.pieces, self.group, self.groups.dense,
             whole=whole, parts=parts, model=model,
         )  # fmt: skip
-        # Ranks may reach two models in another order: the later reducer sends only in finish().
+        # Ranks may run two models in different orders, so a reducer that shares a group with an
+        # earlier one starts its sums in finish().
         defers = any(
             lane.group is other.group
             for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes

@@ -41,8 +41,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     device and has its weights (loading a state_dict into the model later is noticed).
 
     By default `step` returns when every parameter is gathered. With `overlap=True` the gathers
-    continue during the next forward: a module's forward waits for all parameters below it, or with
-    `units`, such as the blocks of a transformer, for the parameters outside of units below it.
+    continue during the next forward: a module's forward waits for all parameters below it. With
+    `units`, such as the blocks of a transformer, it does not wait for those inside units below it.
     `state_dict`, `load_state_dict`, checkpoints and the next `step` wait by themselves. Any other
     code that reads parameters must call `optimizer.wait()` first: copy.deepcopy, pickle,
     AveragedModel, a norm of the weights, `F.linear(x, unit.weight)` outside of the unit's own
@@ -186,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_changed(self) -> None:
-        """The same for weights changed in place, as by load_state_dict and init functions."""
+        """Copies weights that were changed in place, as by load_state_dict and init functions."""
         for (parameter, weight, master), version in zip(self._half, self._versions, strict=True):
             if parameter._version != version:
                 master.copy_(weight)
@@ -315,6 +315,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ShapeError: names the part or the place in the grid.
         """
+        if "layout" not in state_dict:
+            keys = ", ".join(map(repr, state_dict)) or "no keys"
+            raise ShapeError(
+                f"this state_dict has {keys} and is not of a ShardedOptimizer; load what its "
+                "state_dict() returned on the same rank, or save and load with commgrid.checkpoint"
+            )
         theirs, mine = state_dict["layout"], self._layout()
         if theirs != mine:
             differing = next(

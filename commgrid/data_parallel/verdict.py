@@ -23,6 +23,8 @@ from commgrid.data_parallel.buckets import Bucket, Lane, Piece
 from commgrid.data_parallel.norm import device_of, sum_of_squares
 from commgrid.errors import CommGridError, GridMismatchError, ShapeError
 
+_KEPT = 16  # tensors of shares, for steps in which other parameters have gradients
+
 
 @dataclass(frozen=True)
 class _Told:
@@ -77,7 +79,7 @@ class Verdict:
         }  # fmt: skip
         size = self.whole.size() if self.whole is not None else 1
         self._pieces, self._shares = pieces, [part / size for part in parts]
-        self._weights: dict[tuple[int, ...], Tensor] = {}
+        self._tensors: dict[tuple[int, ...], Tensor] = {}
 
     def reach(
         self, count: float | Tensor | None, *, look: bool
@@ -161,14 +163,16 @@ class Verdict:
         Returns:
             A float64 tensor of shape () on the model's device, the same on every rank.
         """
-        return sum_of_squares(gradients, self._weights_of, self.whole, self._device)
+        return sum_of_squares(gradients, self._shares_of, self.whole, self._device)
 
-    def _weights_of(self, held: tuple[int, ...]) -> Tensor:
-        """The weight of each square, on the device; cached, as most steps have the same pieces."""
-        if held not in self._weights:
+    def _shares_of(self, held: tuple[int, ...]) -> Tensor:
+        """The share of each square, on the device; kept, as most steps have the same pieces."""
+        if held not in self._tensors:
+            if len(self._tensors) == _KEPT:
+                self._tensors.clear()
             shares = [self._shares[i] for i in held]
-            self._weights[held] = torch.tensor(shares, dtype=torch.float64, device=self._device)
-        return self._weights[held]
+            self._tensors[held] = torch.tensor(shares, dtype=torch.float64, device=self._device)
+        return self._tensors[held]
 
 
 def _lay_out(lanes: Sequence[Lane], group: ProcessGroup) -> list[_Told]:

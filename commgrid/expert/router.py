@@ -86,7 +86,8 @@ class Router(LossOwner):
         softmax_over: "chosen": the weights of a token add up to 1; "all": the chosen ones' share of
             a softmax over all experts.
         num_groups, top_groups: experts form `num_groups` groups of equal size, and a token goes to
-            experts of the best `top_groups` only, rated by the sum of their best scores.
+            experts of the best `top_groups` only, rated by the sum of their best scores, with
+            softmax_over="chosen" of their best logits, as in megatron-core.
         scale: factor of all weights.
         aux_loss, z_loss: coefficients of the losses above; 0: none.
         summed_loss: True: the model's loss is a sum over tokens, to be divided later, as
@@ -214,7 +215,8 @@ class Router(LossOwner):
             group: the ranks with other tokens of the same loss, whose gradients are summed, such as
                 `tp` under sequence parallelism. The auxiliary losses are those of all tokens of
                 `group` and `cp`; each rank has its part of them. None: this rank alone.
-            cp: the same where gradients are averaged, or with `summed_loss` counted, such as `cp`.
+            cp: the ranks with other tokens of the same sequences, such as `cp`. Over them gradients
+                are averaged, or with `summed_loss` divided by the count.
             num_tokens: number of tokens that the capacity is a share of; None: that of x.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
@@ -300,7 +302,7 @@ class Router(LossOwner):
         group: Group | None,
         cp: Group | None,
     ) -> dict[str, Tensor]:
-        """Of all tokens of group and cp, as far as this rank's add to them."""
+        """This rank's part of the losses over all tokens of `group` and `cp`."""
         losses: dict[str, Tensor] = {}
         if not self.aux_loss and not self.z_loss:
             return losses

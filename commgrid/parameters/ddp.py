@@ -8,7 +8,7 @@ from contextlib import suppress
 from torch import nn
 
 from commgrid.collectives.group_ref import GroupRef
-from commgrid.errors import SpecError
+from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.parameters.layout import layout_of
 from commgrid.parameters.placement import Placement, placements
 from commgrid.planning.rank_lists import describe_ranks
@@ -23,10 +23,10 @@ def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None
         SpecError: names the parameter and the ranks.
     """
     for placement in placements(module):
-        for dim, group, both in placement.within(ranks):
+        for dim, group, members in placement.within(ranks):
             raise SpecError(
                 f"DistributedDataParallel over {describe_ranks(ranks)} would make "
-                f"{placement} equal on {describe_ranks(both)}, which have different slices "
+                f"{placement} equal on {describe_ranks(members)}, which have different slices "
                 f"of it, cut along dim {dim} over {group.name!r}; give it the ranks that have "
                 f"copies: {_copies_group(placement, group)}, or use GradientReducer"
             )
@@ -34,12 +34,12 @@ def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None
 
 def _copies_group(placement: Placement, cut: GroupRef) -> str:
     """Suggested `process_group=` of DistributedDataParallel for a sliced parameter."""
-    with suppress(SpecError):
+    with suppress(SpecError, GridNotInitializedError):  # a bare group, or a grid not registered
         grid = get_grid(cut.grid_name or "default")
         axes = [a for a in layout_of(placement, grid).copied_axes if grid.size(a) > 1]
         if axes:
             return f"process_group=commgrid.get_group({'_'.join(reversed(axes))!r})"
-    return "here no other rank has one"
+    return "no other rank has one"
 
 
 before_ddp(_refuse_copying_over_slices)

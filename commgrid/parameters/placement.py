@@ -94,7 +94,7 @@ def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> 
 
 
 def _told(placement: Placement) -> tuple[Any, ...]:
-    """What a module says of a parameter, with names of groups."""
+    """A parameter's layout as its module declares it, with names of groups."""
     shards = tuple((dim, group.name, group.size) for dim, group in placement.shards)
     return shards, _name(placement.partial), placement.region, _name(placement.shared)
 

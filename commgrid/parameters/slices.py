@@ -69,7 +69,7 @@ class Slice:
         return slices
 
     def within(self, ranks: Sequence[int]) -> Iterator[tuple[int, GroupRef, list[int]]]:
-        """For each group it is sliced over: dim, group, and those of `ranks` in it, if several."""
+        """For each group it is sliced over: dim, group, and its ranks in `ranks`, if several."""
         for dim, group in self.shards:
             both = sorted(set(dist.get_process_group_ranks(group.group)) & set(ranks))
             if len(both) > 1:
@@ -117,7 +117,7 @@ def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
         if id(one.parameter) in of_matrices:
             raise SpecError(
                 f"{name} does not update elements one by one, and {one} is a slice over group "
-                f"{group.name!r}, whose update would be another one than the whole parameter's; "
+                f"{group.name!r}, whose update would differ from that of the whole parameter; "
                 "give it whole matrices only, and slices to an element-wise optimizer such as AdamW"
             )
         check_mesh(one)
@@ -135,8 +135,9 @@ def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
 def _of_matrices(optimizer: Optimizer) -> set[int]:
     """Ids of the parameters whose elements the optimizer does not update one by one.
 
-    Muon and Dion with an element-wise optimizer beside them say in each parameter group which of
-    both updates it: `use_muon` of MuonWithAuxAdam, `algorithm` of Dion.
+    Muon and Dion with an element-wise optimizer beside them say which of both updates a parameter:
+    `use_muon` of its group (MuonWithAuxAdam) or of its state (Moonlight's Muon), or `algorithm` of
+    its group (Dion).
     """
     name = type(optimizer).__name__.lower()
     if not any(part in name for part in _OF_WHOLE_MATRICES):
@@ -146,6 +147,7 @@ def _of_matrices(optimizer: Optimizer) -> set[int]:
         for group in optimizer.param_groups
         if group.get("use_muon", True) and group.get("algorithm") not in _ELEMENT_WISE_ALGORITHMS
         for parameter in group["params"]
+        if optimizer.state.get(parameter, {}).get("use_muon", True)
     }
 
 

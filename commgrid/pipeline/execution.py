@@ -48,12 +48,12 @@ class _Live:
     Args:
         inputs: the received tensors that can have a gradient.
         edges: the graph's edge for each output that can have a gradient; None: it has none.
-        ones: the loss's gradient; None: not the last part.
+        loss_grad: the loss's gradient, 1; None: not the last part.
     """
 
     inputs: list[Tensor]
     edges: list[GradientEdge | None]
-    ones: Tensor | None
+    loss_grad: Tensor | None
 
 
 class Execution:
@@ -64,8 +64,8 @@ class Execution:
     backward       take the gradient, run autograd, let the microbatch go
     backward input, backward weight    the two halves of a backward, with other work in between
 
-    After a forward only the output's edge of the graph is kept. Its memory is freed once it is
-    sent, unless autograd has saved it.
+    After a forward only the output's edge of the graph is kept. The output's memory is freed once
+    it is sent, unless autograd has saved it.
 
     Args:
         pipeline: whose chunks run.
@@ -166,8 +166,8 @@ class Execution:
             message = message_of(self.schedule, step)
             if message is None:
                 continue
-            later = message.boundary + (message.kind == "activation")
-            if self.schedule.place(later)[0] == self.links.stage:
+            receiver = message.boundary + (message.kind == "activation")
+            if self.schedule.place(receiver)[0] == self.links.stage:
                 self.links.hand_over(message, made)
             else:
                 self._leaving[message] = made
@@ -202,8 +202,8 @@ class Execution:
             ]
             if any(edge is not None for edge in edges):
                 self._trained.add(action.chunk)
-            ones = torch.ones_like(output) if is_last else None
-            self._live[action.chunk, microbatch] = _Live(received, edges, ones)
+            loss_grad = torch.ones_like(output) if is_last else None
+            self._live[action.chunk, microbatch] = _Live(received, edges, loss_grad)
         return outputs
 
     def _inputs(self, part: int, microbatch: int) -> tuple[Sequence[Any], list[Tensor]]:
@@ -264,8 +264,8 @@ class Execution:
     def _arrived(self, action: Computation) -> tuple[_Live, list[GradientEdge], list[Tensor]]:
         """A microbatch, and the gradients that its graph begins with."""
         live = self._live.pop((action.chunk, action.microbatch))
-        if live.ones is not None:
-            arrived = [live.ones]
+        if live.loss_grad is not None:
+            arrived = [live.loss_grad]
         else:
             message = Message("gradient", self.schedule.part(action), action.microbatch)
             arrived = self.links.take(message)
@@ -279,12 +279,15 @@ class Execution:
 
 
 def _copied(output: Any) -> Any:
-    """The output with tensors of its own, which no later microbatch overwrites."""
+    """The output with tensors of its own, which no later microbatch overwrites.
+
+    Tensors are found in tuples, lists, dicts and dataclasses.
+    """
     if isinstance(output, Tensor):
         return output.clone()
     if isinstance(output, tuple | list):
-        items = map(_copied, output)
-        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+        make = getattr(type(output), "_make", type(output))  # _make: of named tuples
+        return make([_copied(item) for item in output])
     if isinstance(output, dict):
         made: Any = copy.copy(output)
         for key, value in output.items():  # Transformers' outputs refuse update()

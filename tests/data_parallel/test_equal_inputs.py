@@ -80,6 +80,23 @@ def test_a_batch_of_each_rank_is_refused(
         reducer.finish()
 
 
+@pytest.mark.ranks(2, tp=2)
+@pytest.mark.parametrize(("other", "differs"), [(1, True), (2**-28, False)])
+def test_large_counts_are_compared_exactly(
+    grid: HyperCommGrid, other: float, differs: bool
+) -> None:
+    """2^24 and 2^24 + 1 are one number in fp32; 2^24 + 1 and a little more round apart there."""
+    model = Model()
+    reducer = GradientReducer(model)
+    model(batch(7)).backward()
+    count = 2.0**24 + (0 if differs else 1) + (other if grid.rank else 0)
+    if differs:
+        with pytest.raises(GridMismatchError, match=r"divides by 1.67772e\+07 to"):
+            reducer.finish(count=count)
+    else:
+        reducer.finish(count=count)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 @pytest.mark.parametrize("width", [16, 17, 1024, 2048, 6765])
 def test_exchanged_rows_have_another_fingerprint(dtype: torch.dtype, width: int) -> None:

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import commgrid
 from commgrid import CommGridError, GridMismatchError, SpecError, checkpoint
+from commgrid.collectives.asynchronous import Pending
 from commgrid.data_parallel import (
     GradientReducer,
     GradScaler,
@@ -223,6 +224,35 @@ def read_too_early() -> str:
 def test_a_gradient_of_a_weight_that_was_read_half_gathered_is_refused() -> None:
     for said in run_on_ranks(read_too_early, 2):
         assert said.startswith("head.weight of shape (5, 8) has a gradient, but was read before it")
+
+
+def dropped() -> list[float]:
+    """A function trains a step, and returns the model alone."""
+    if not commgrid.is_initialized():
+        commgrid.initialize()
+
+    def trained(overlaps: bool) -> Net:
+        model = Net()
+        reducer = GradientReducer(model, shard=True, bucket_bytes=256)
+        optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=0.5, overlap=overlaps)
+        start = overlap.start_all_gather_
+
+        def late(tensor: Tensor, group: Any) -> Pending:
+            return Pending(None, lambda: start(tensor, group).wait())
+
+        overlap.start_all_gather_ = late
+        step_of(model, reducer, optimizer, 0)
+        overlap.start_all_gather_ = start
+        reducer.close()
+        return model
+
+    models = [trained(True), trained(False)]
+    return [sum(p.double().sum().item() for p in model.parameters()) for model in models]
+
+
+def test_a_model_whose_optimizer_is_gone_has_whole_weights() -> None:
+    for first, other in run_on_ranks(dropped, 2):
+        assert first == other
 
 
 class Counted(dict[int, Any]):

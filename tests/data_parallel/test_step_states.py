@@ -442,6 +442,19 @@ def test_another_ranks_optimizer_state_is_refused(grid: HyperCommGrid) -> None:
         optimizer.load_state_dict(states[1 - grid.rank])
 
 
+@pytest.mark.ranks(2)
+def test_the_state_of_another_optimizer_is_refused_on_all_ranks(grid: HyperCommGrid) -> None:
+    model = nn.Linear(64, 4).double()
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.5)
+    optimizer = ShardedOptimizer(GradientReducer(model, shard=True), torch.optim.Adam, lr=0.1)
+    state = (
+        optimizer.state_dict() if grid.rank else torch.optim.Adam(model.parameters()).state_dict()
+    )
+    with pytest.raises(ShapeError, match=r"has 'state', 'param_groups' and is not of a Sharded"):
+        optimizer.load_state_dict(state)
+
+
 @pytest.mark.ranks(2, ep=2)
 def test_ranks_of_other_experts_share_the_state_of_a_model_without(grid: HyperCommGrid) -> None:
     optimizer = ShardedOptimizer(GradientReducer(model_of()), torch.optim.Adam, lr=0.1)
