@@ -144,7 +144,7 @@ class Links:
             if not torch_world.is_peer_failure(error):
                 raise
             self._check_watch(call, error)
-            late = f"commgrid/bridge/late/{self.key}"
+            late = f"commgrid/bridge/late/{self.key}/{call}"
             raise GoneError(
                 f"{self.about}: {who_is_missing(late, self.ranks, call)} "
                 f"({torch_world.first_line(error)})"

@@ -55,6 +55,7 @@ class _Told(NamedTuple):
 
 # Calls whose rows have not been compared yet; gone with the communicator.
 _under_way: WeakKeyDictionary[ProcessGroup, deque[_Told]] = WeakKeyDictionary()
+_num_calls: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 _connected: WeakSet[ProcessGroup] = WeakSet()
 
 
@@ -75,6 +76,7 @@ def agree(group: ProcessGroup, about: str, facts: Facts, complaint: str | None) 
     """
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if group.size() > 1 and not captured:
+        _num_calls[group] = _num_calls.get(group, 0) + 1
         calls = _under_way.setdefault(group, deque())
         calls.append(_started(group, about, facts, complaint))
         compare(group)
@@ -175,7 +177,8 @@ def named_peers(group: ProcessGroup) -> Iterator[None]:
             raise
         compare(group)
         ranks = dist.get_process_group_ranks(group)
-        who = who_is_missing(f"commgrid/attention/late/{group.group_name}", ranks, "the call")
+        call = f"{group.group_name}/{_num_calls.get(group, 0)}"  # a later one may fail, too
+        who = who_is_missing(f"commgrid/attention/late/{call}", ranks, "the call")
         raise GoneError(
             f"attention over group {group.group_desc!r} of {group.size()} ranks: {who} "
             f"({first_line(error)}); its ranks call attention equally often, with tensors of one "

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commgrid
 from commgrid import CommGridError, ShapeError, SpecError, UnknownGroupError
 from commgrid.context_parallel import SequenceSharding, attention, choose
+from commgrid.context_parallel.agreement import named_peers
 from commgrid.runtime.failures import GoneError
 from commgrid.testing import run_on_ranks
 from tests.context_parallel.plain import Case, allowed, inputs
@@ -339,6 +340,27 @@ def test_who_does_not_come_to_an_exchange_is_named(way: str, where: str) -> None
             "others have come ("
         )
         assert one.endswith("with tensors of one sharding, and its backward")
+
+
+def two_failures() -> list[str]:
+    """A call that fails on all ranks, and the next one, to which rank 1 does not come."""
+    grid = commgrid.initialize(cp=2)
+    group, x = grid.get_group("cp"), torch.zeros(1, 2, 4, 8)
+    said = []
+    for come in (True, grid.rank == 0):
+        attention(x, x, x, sharding=SequenceSharding.contiguous(8, 2))
+        if come:
+            with pytest.raises(GoneError) as error, named_peers(group):
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+            said.append(str(error.value))
+    return said
+
+
+@pytest.mark.full
+def test_who_does_not_come_is_named_after_an_earlier_failure() -> None:
+    first, second = run_on_ranks(two_failures, 2, check=False)[0]
+    assert "a rank is gone or did not answer in the call" in first
+    assert "rank 1 did not come to the call, to which this rank has come" in second
 
 
 # -- torch's own --------------------------------------------------------------------------
