@@ -88,7 +88,8 @@ def rebuild(
     until a rebuild needs it: it may take the place of one that is gone.
 
     Args:
-        ranks: exactly these come; who does not is named. None: whoever does.
+        ranks: exactly these come; who does not is named. A rank that calls it and is not among them
+            waits as one without a part. None: whoever does.
         name: of the grid; None: the default one.
         grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
             learn of a failure in their next collective; give more than they compute without one.

@@ -17,6 +17,7 @@ from commgrid.runtime.failures import named_failures
 from commgrid.runtime.rebuild import States, _Rebuild
 from commgrid.runtime.torch_gloo import break_connections
 from commgrid.runtime.torch_world import world_store
+from commgrid.testing import run_on_ranks
 from tests.flags import hear, tell
 from tests.killing import KILLED, kill_me, run_killable
 from tests.sizes import full
@@ -63,6 +64,21 @@ def survive(victims: list[list[int]], sizes: dict[str, Any], **how: Any) -> list
         found.append((tuple(grid.spec.grid_ranks), grid.rebuilt.gone, grid.rebuilt.spares))
     commgrid.shutdown()
     return found
+
+
+def some_go_on() -> list[int] | None:
+    """All ranks give the same list, also the one that is not in it."""
+    commgrid.initialize()
+    grid = commgrid.rebuild(ranks=[0, 2])
+    if grid is not None:
+        use(grid)
+    commgrid.shutdown()
+    return None if grid is None else list(grid.spec.grid_ranks)
+
+
+@pytest.mark.full
+def test_who_is_not_in_the_list_waits_for_a_place() -> None:
+    assert run_on_ranks(some_go_on, 3, check=False) == [[0, 2], None, [0, 2]]
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3] if full() else [0])

@@ -15,6 +15,7 @@ import commgrid
 from commgrid import GridMismatchError, PeerTimeoutError
 from commgrid.collectives import all_reduce
 from commgrid.runtime import failures, inquiry, registry, torch_standby, torch_world
+from commgrid.runtime.patient import SilentStoreError
 from commgrid.runtime.roll import connection_of
 from commgrid.runtime.torch_standby import Answer
 from commgrid.testing import free_port, run_on_ranks
@@ -53,6 +54,42 @@ def a_server_that_is_late() -> str:
     waiting.join(60.0)
     old.set("told", "")
     return "waits for ever" if waiting.is_alive() else f"told: {found[0]}"
+
+
+def own_faults() -> list[str]:
+    """What rank 1 says where its own abort fails, and where the store of rank 0 is silent."""
+    grid, said = commgrid.initialize(), []
+    abort = grid.abort
+
+    def fails() -> None:
+        abort()
+        raise RuntimeError("out of handles")
+
+    def silent(*_: object) -> int:
+        raise SilentStoreError("the store has not answered")
+
+    if grid.rank == 1:
+        board = failures.FailureBoard(grid)
+        grid.abort = fails  # type: ignore[method-assign]
+        error = failures.GoneError("a connection closed", 0)
+        said.append(board.inquire(grid, error, "rank 1"))
+        said += error.__notes__
+        board._store.add = silent  # type: ignore[method-assign]
+        board._key += "/again"
+        grid.abort = abort  # type: ignore[method-assign]
+        said.append(board.inquire(grid, error, "rank 1"))
+    commgrid.shutdown()
+    return said
+
+
+@pytest.mark.full
+def test_an_abort_that_fails_is_not_taken_for_a_store_that_is_gone() -> None:
+    aborted, note, silent = run_on_ranks(own_faults, 2, check=False)[1]
+    assert "a connection closed" in aborted
+    assert "serves the store" not in aborted
+    assert note == "grid.abort() failed after it: RuntimeError: out of handles"
+    assert silent.startswith("rank 0 is gone or does not answer, which serves the store")
+    assert silent.count("rank 0") == 1
 
 
 def test_a_late_rank_waits_where_the_others_are() -> None:

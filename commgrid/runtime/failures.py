@@ -229,16 +229,17 @@ class FailureBoard:
         try:
             first = known is None and self._store.add(f"{self._key}/came", 1) == 1
             Roll(self._store, f"{self._key}/roll", ()).come(grid.rank)
-            grid.abort()
+            _abort(grid, error)
             if first:
                 found = self._missing(grid, error, waited_for, mine)
             elif known is None:
                 known = self.read(_ROLL_CALLS_SECONDS + _PATIENCE_SECONDS)
         except (RuntimeError, ValueError) as gone:
-            grid.abort()
+            _abort(grid, error)
             found = f"{_store_server()} is gone or does not answer, which serves the store: {mine}"
             silent = isinstance(gone, SilentStoreError)
-            others = (_on_other_hosts(grid) or waited_for) - {grid.rank} if silent else set()
+            others = (_on_other_hosts(grid) or waited_for) if silent else set()
+            others = others - {grid.rank, _server_rank()}
             if others:
                 found = (
                     f"{describe_ranks(others)} and {_store_server()}, which serves the store, are "
@@ -312,7 +313,21 @@ def _whole_hosts(gone: set[int], missing: set[int]) -> set[int]:
     return set().union(*(host for host in hosts if host <= missing))
 
 
-def _store_server() -> str:
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def _abort(grid: HyperCommGrid, error: BaseException) -> None:
+    """Aborts the grid. What fails in that is a note of the error that is told, and no other one."""
+    try:
+        grid.abort()
+    except (RuntimeError, ValueError) as failed:
+        error.add_note(f"grid.abort() failed after it: {type(failed).__name__}: {failed}")
+
+
+def _server_rank() -> int | None:
+    """The rank that serves the store; None: torchrun's agent does."""
     server = store_server()  # of a standby store it may be rank 0 too
-    return "torchrun's agent" if by_agent and server is None else f"rank {server or 0}"
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return None if by_agent and server is None else server or 0
+
+
+def _store_server() -> str:
+    server = _server_rank()
+    return "torchrun's agent" if server is None else f"rank {server}"

@@ -125,6 +125,8 @@ class _Rebuild:
                 "commgrid.join() on a rank that waits for a place"
             )
         before = self._let_go()
+        if self.ranks is not None and self._rank not in self.ranks:
+            self.registry.made.pop(self.name, None)  # it has no place, and waits for one
         self._begin()
         while True:
             made = self.registry.made.get(self.name)
