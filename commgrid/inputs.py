@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.group_ref import described
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import GridMismatchError
+from commgrid.replicas import digest
 
 if TYPE_CHECKING:
     from commgrid.collectives.group_ref import GroupRef
@@ -28,6 +29,7 @@ KEPT = 16
 _ROUNDING = 1e-9  # of counts that are fractions, added up in another order
 _MIX = -7046029254386353131  # odd; spreads the squares of positions over 64 bits
 _CHUNK = 2**20  # numbers of a fingerprint at once, which are copied to fp64
+_MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
 _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.1  # of the norm; whole numbers are compared exactly
 
 Note = tuple[str, Tensor]
@@ -136,36 +138,30 @@ def note(what: str, tensor: Tensor, group: GroupRef) -> None:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """(3,) in fp64 on the CPU: the tolerance, the norm, and a sum with a weight for each position.
+    """(3,) in fp64 on the CPU: the tolerance, and two numbers that depend on values and positions.
 
-    Whole numbers are weighted and summed in 64 bits, others in fp64 with weights in [-1, 1).
+    Of whole numbers a digest, compared exactly; of others the norm, and a sum with a weight in
+    [-1, 1) for each position.
     """
     flat = tensor.detach().reshape(-1)
+    if not (flat.is_floating_point() or flat.is_complex()):
+        exact = (digest(flat.long()) & _MANTISSA).double()
+        return torch.stack([torch.zeros_like(exact), torch.zeros_like(exact), exact]).cpu()
+    half = flat.dtype in (torch.bfloat16, torch.float16)
+    tolerance = flat.new_full((), _HALF_TOLERANCE if half else _TOLERANCE, dtype=torch.float64)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    tolerance = _tolerance(tensor.dtype)
     square, weighted = flat.new_zeros(2, dtype=torch.float64).unbind()
-    for start, part in zip(range(0, len(flat), _CHUNK), torch.split(flat, _CHUNK), strict=False):
-        mixed = _mixed(start, len(part), flat.device)
-        exact = part.double()
-        square += exact.square().sum()
-        if tolerance:
-            weighted += exact @ (mixed >> 40).double().div_(2**23)
-        else:  # both summands are below 2^52, so that fp64 adds them without rounding
-            weighted += ((part.long() * mixed).sum() & (2**52 - 1)).double()
-            weighted.remainder_(2**52)
-    return torch.stack(
-        [flat.new_full((), tolerance, dtype=torch.float64), square.sqrt(), weighted]
-    ).cpu()
+    for start in range(0, len(flat), _CHUNK):
+        part = flat[start : start + _CHUNK].double()
+        square += part.square().sum()
+        weighted += part @ _weights(start, len(part), flat.device)
+    return torch.stack([tolerance, square.sqrt(), weighted]).cpu()
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    """The relative difference that numbers of a dtype may have; 0: whole numbers have none."""
-    if dtype in (torch.bfloat16, torch.float16):
-        return _HALF_TOLERANCE
-    return _TOLERANCE if dtype.is_floating_point or dtype.is_complex else 0.0
+def _weights(start: int, length: int, device: torch.device) -> Tensor:
+    """Numbers in [-1, 1) for the positions from `start` on, in which no stretch repeats another.
 
-
-def _mixed(start: int, length: int, device: torch.device) -> Tensor:
-    """64 bits for each position from `start` on, spread evenly and different for exchanged rows."""
-    index = torch.arange(start, start + length, device=device)
-    return index * (index + 1) * _MIX
+    So exchanged rows of any length change the sum.
+    """
+    place = torch.arange(start + 1, start + 1 + length, device=device)
+    return (place * (place + 1) * _MIX >> 40).double().div_(2**23)

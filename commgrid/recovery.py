@@ -88,15 +88,15 @@ def rebuild(
     until a rebuild needs it: it may take the place of one that is gone.
 
     Args:
-        ranks: exactly these come; who does not is named. A rank that calls it and is not among them
-            waits as one without a part. None: whoever does.
+        ranks: exactly these come, and an error names the missing ones. A rank that is not among
+            them waits as one without a part. None: any rank may come.
         name: of the grid; None: the default one.
         grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
             learn of a failure in their next collective; give more than they compute without one.
             Where the grid is watched, nobody waits for a rank whose process was seen to end.
         at_least: how many ranks of the grid before must come; None: half, or more than half where
             the store is out of reach and others may be there still. Fewer may be the smaller side
-            of a network that was cut, whose larger side goes on as well.
+            of a network that was cut, while the larger side continues too.
         fits: whether the job can use sizes, `{"tp": 2, "dp": 3, …}`, such as a batch that must
             divide; asked on one rank. None: any.
         timeout: how long it may take in all, likewise; not the waiting of a rank without a part.

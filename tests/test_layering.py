@@ -23,7 +23,7 @@ PURE = (
 )  # fmt: skip
 """Rooms, or pure halves of rooms, from the top; none of them imports torch."""
 ROOMS = (
-    "runtime", "failures", "sharding", "collectives", "inputs", "parameters", "replicas",
+    "runtime", "failures", "sharding", "collectives", "replicas", "inputs", "parameters",
     "tensor_parallel", "data_parallel", "context_parallel", "bridge", "checkpoint", "transfer",
     "recovery", "pipeline", "expert", "observe", "testing", "cli", "__main__",
 )  # fmt: skip

@@ -18,7 +18,7 @@ from commgrid.runtime.rebuild import States, _Rebuild
 from commgrid.runtime.torch_gloo import break_connections
 from commgrid.runtime.torch_world import world_store
 from commgrid.testing import run_on_ranks
-from tests.flags import hear, tell
+from tests.flags import hear, meet, tell
 from tests.killing import KILLED, kill_me, run_killable
 from tests.sizes import full
 from tests.waiting import comes, until_waits
@@ -79,6 +79,25 @@ def some_go_on() -> list[int] | None:
 @pytest.mark.full
 def test_who_is_not_in_the_list_waits_for_a_place() -> None:
     assert run_on_ranks(some_go_on, 3, check=False) == [[0, 2], None, [0, 2]]
+
+
+def nobody_in_the_list() -> str:
+    """The list is taken for that of the ranks which are gone."""
+    grid = commgrid.initialize()
+    said = ""
+    if grid.rank < 2:
+        with pytest.raises(PeerTimeoutError) as error:
+            commgrid.rebuild(ranks=[2], timeout=2.0)
+        said = str(error.value)
+    meet(grid.rank, 3)
+    commgrid.shutdown()
+    return said
+
+
+@pytest.mark.full
+def test_who_is_not_in_the_list_does_not_wait_for_ever() -> None:
+    for said in run_on_ranks(nobody_in_the_list, 3, check=False)[:2]:
+        assert said.startswith("rebuild of grid 'default': rank 2 did not come within timeout")
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3] if full() else [0])

@@ -187,10 +187,10 @@ class Links:
             self.let_leave(next(iter(self._leaving)))
 
     def let_leave(self, call: str) -> None:
-        """Waits until all that a call has sent has left.
+        """Waits until all tensors of a call are sent.
 
         Raises:
-            GoneError: who should receive is gone, or did not call.
+            GoneError: the receiver is gone, or did not call.
             CommGridError: it was changed meanwhile, so that something else has left.
         """
         left = self._leaving.pop(call, None)
@@ -209,7 +209,7 @@ class Links:
             )
 
     def finish(self) -> None:
-        """Waits until all that was sent has left."""
+        """Waits until all tensors are sent."""
         for call in list(self._leaving):
             self.let_leave(call)
 

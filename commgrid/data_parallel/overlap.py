@@ -242,10 +242,10 @@ class _Hook:
 
 def _end(hooks: list[Any], pending: dict[int, Pending]) -> None:
     """Leaves a model with whole weights, and without hooks."""
-    while pending:
-        pending.popitem()[1].wait()
     for hook in hooks:
         hook.remove()
+    while pending:
+        pending.popitem()[1].wait()
 
 
 def _awaited(

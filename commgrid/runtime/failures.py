@@ -1,8 +1,8 @@
 """One rank fails, and every other rank's error says which and why.
 
-A rank that fails writes so in the store and breaks its communicators' connections. Those who wait
-for it get an error of torch's, such as a closed connection, look in the store, and raise what
-stands there; breaking theirs, they wake those who wait for them.
+A rank that fails writes its error to the store and breaks its communicators' connections. Ranks
+that wait for it get one of torch's errors, such as a closed connection. They read the store, break
+their own connections, which wakes further ranks, and raise an error with the text that they read.
 
     rank 3: ValueError in forward ──► store ──► everyone's PeerFailedError names rank 3
     rank 3 killed ──► rank 2's connection closes, rank 2 writes that rank 3 is gone ──► everyone
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
 _ROLL_CALL_SECONDS = 2.0
-_PATIENCE_SECONDS = 2.0  # for the one who knows more than that a connection closed
-_ROLL_CALLS_SECONDS, _NEXT_SECONDS = 10.0, 3.0  # at most, and from one who comes to the next
+_PATIENCE_SECONDS = 2.0  # for a rank that knows more than that a connection closed
+_ROLL_CALLS_SECONDS, _NEXT_SECONDS = 10.0, 3.0  # in all, and between two arrivals
 _POLL_SECONDS = 0.05
 _GUESSES = ("not answer", "came too late")  # what a silent connection is taken for
 
 
 class GoneError(PeerFailedError):
-    """A certain rank is gone, or ends after one that is; raised where that is who was waited for.
+    """A rank that this one waited for is gone, or ends because of another that is.
 
     Args:
         said: the message.
@@ -52,9 +52,11 @@ class GoneError(PeerFailedError):
 
 
 def who_is_missing(at: str, ranks: Iterable[int], what: str) -> str:
-    """After a collective that failed on all who came: they say so, and the others are missing.
+    """Describe the ranks that did not come to a collective that failed on all others.
 
-    Nothing of it costs anything while all goes well.
+    Collective over the ranks that came: each marks itself in the store.
+
+    It costs nothing as long as collectives succeed.
 
     Args:
         at: what the collective is called at the store.
@@ -152,14 +154,14 @@ def named_failures(
         raise _peer_error(_with_reason(told, why()), late, who) from error
     watch = grid.watch
     if watch is not None and watch.failure is not None:
-        # What was woken has returned numbers that nobody has sent.
+        # A collective that was woken has returned numbers that no rank has sent.
         grid.abort()
         at = f" was in {doing()}" if doing is not None else ""
         raise _peer_error(watch.failure, watch.late, f"rank {grid.rank}{at}")
 
 
 def _at(error: BaseException, doing: Callable[[], str] | None, peer: bool) -> str:
-    """What this rank was at; where it waited for another, also on which group, at which line."""
+    """Describe what this rank was doing; if it waited for another, with the group and the line."""
     found = whereabouts(error) if peer or doing is None else None
     parts = [] if doing is None else [f"in {doing()}"]
     if found is not None and (found.group or doing is None):
@@ -172,7 +174,7 @@ def _says_late(error: BaseException) -> bool:
 
 
 def _with_reason(told: str, reason: str) -> str:
-    """What was seen, and what the records say; who is silent is only a guess beside those."""
+    """Join the failure and the reason from the records, which replaces a guess at a silent rank."""
     if not reason:
         return told
     guess, _, seen = told.partition(": ")
@@ -194,14 +196,14 @@ class FailureBoard:
         self._store = PatientStore(torch_world.world_store(), lambda: _PATIENCE_SECONDS)
 
     def post(self, text: str) -> str:
-        """Writes it, unless somebody was first; what now stands there."""
+        """Write the failure unless there is an earlier one; return the one that counts."""
         try:
             return self._store.compare_set(self._key, "", text).decode()
         except (RuntimeError, ValueError):  # the store has gone with the rank that served it
             return text
 
     def read(self, patience: float) -> str | None:
-        """What stands there, waiting up to `patience` seconds for somebody to write it."""
+        """The failure, or None if there is none within `patience` seconds."""
         deadline = time.monotonic() + patience
         with suppress(RuntimeError, ValueError):
             while True:
@@ -213,11 +215,10 @@ class FailureBoard:
         return None
 
     def inquire(self, grid: HyperCommGrid, error: BaseException, me: str) -> str:
-        """Who it was, where this rank only knows that somebody is gone or silent.
+        """Find the failed rank if this one only knows that a rank is gone or silent.
 
-        The grid is aborted, so that those who wait for this rank come here, too. Who is first here
-        was the next to what happened: it waits for the others a moment, and who does not come is
-        gone.
+        The grid is aborted, so that ranks that wait for this one call `inquire` too. The first rank
+        to call it waits for the others a moment; the ranks that do not come are gone.
 
         Args:
             error: this rank's.
@@ -250,7 +251,7 @@ class FailureBoard:
     def _missing(
         self, grid: HyperCommGrid, error: BaseException, waited_for: set[int], mine: str
     ) -> str:
-        """What happened, by who has come here."""
+        """Describe the failure by the ranks that do not come."""
         every = sorted(grid.spec.grid_ranks)
         roll = Roll(self._store, f"{self._key}/roll", every)
         last = time.monotonic() + _ROLL_CALLS_SECONDS
@@ -271,7 +272,7 @@ class FailureBoard:
 
 
 def no_answer_of(ranks: set[int]) -> str:
-    """That ranks are gone or do not answer, in words; where it is not known which, that one is.
+    """Say that ranks are gone or do not answer; of an empty set, that some rank is.
 
     >>> no_answer_of({3}), no_answer_of({2, 3})
     ('rank 3 is gone or does not answer', 'ranks 2-3 are gone or do not answer')
@@ -281,7 +282,7 @@ def no_answer_of(ranks: set[int]) -> str:
 
 
 def _waited_for(error: BaseException) -> set[int]:
-    """Whom this rank may have waited for."""
+    """The ranks that this one may have waited for."""
     if isinstance(error, GoneError):
         return set() if error.rank is None else {error.rank}
     where = whereabouts(error)
@@ -301,7 +302,7 @@ def _on_other_hosts(grid: HyperCommGrid) -> set[int]:
 
 
 def _whole_hosts(gone: set[int], missing: set[int]) -> set[int]:
-    """The ranks of hosts with one that is gone, where of all of the host's nothing is heard.
+    """All ranks of the hosts of `gone` ranks, if every rank of the host is missing.
 
     torchrun numbers the ranks of one host one after the other.
     """
@@ -314,7 +315,7 @@ def _whole_hosts(gone: set[int], missing: set[int]) -> set[int]:
 
 
 def _abort(grid: HyperCommGrid, error: BaseException) -> None:
-    """Aborts the grid. What fails in that is a note of the error that is told, and no other one."""
+    """Abort the grid; add a note to `error` if that fails."""
     try:
         grid.abort()
     except (RuntimeError, ValueError) as failed:

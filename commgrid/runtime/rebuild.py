@@ -35,7 +35,7 @@ _LEAST_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What a grid was rebuilt from.
+    """Facts about a rebuild of a grid.
 
     Args:
         before: the sizes of the grid before.
@@ -54,7 +54,7 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class States:
-    """What ranks have in memory, as a rebuild sees it.
+    """Access to the states that ranks have in memory.
 
     Args:
         held: whether this rank has any.
@@ -125,8 +125,6 @@ class _Rebuild:
                 "commgrid.join() on a rank that waits for a place"
             )
         before = self._let_go()
-        if self.ranks is not None and self._rank not in self.ranks:
-            self.registry.made.pop(self.name, None)  # it has no place, and waits for one
         self._begin()
         while True:
             made = self.registry.made.get(self.name)
@@ -148,6 +146,9 @@ class _Rebuild:
                 if self._rank in spec.grid_ranks:
                     return self._make(spec, verdict, made)
                 self.registry.made.pop(self.name, None)  # and waits for a place from now on
+            except LateError:
+                if self.ranks is None or self._rank in self.ranks:
+                    raise  # else it was left out, and waits for a place
             except _StoreGoneError:
                 if made is None:  # and with it all that this rank waited for
                     return None
@@ -262,7 +263,7 @@ class _Rebuild:
             raise _AttemptError(f"rebuild: the store has gone meanwhile ({told})") from error
 
     def _conclude(self, made: Made, here: list[int], texts: list[str]) -> dict[str, Any]:
-        """What all ranks that are here are told."""
+        """The verdict for all ranks that have come."""
         said = {rank: json.loads(text) for rank, text in zip(here, texts, strict=True)}
         were = set(made.last.grid_ranks)
         left = sorted(were & set(here))

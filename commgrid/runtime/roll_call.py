@@ -43,7 +43,7 @@ _KINDS: dict[str, type[CommGridError]] = {
     "absent": PeerTimeoutError, "mismatch": GridMismatchError, "few": PeerFailedError,
     "unfit": SpecError,
 }  # fmt: skip
-"""What a refusal is, as `conclude` calls it."""
+"""Error classes of refusals, by the name that `conclude` gives."""
 
 
 class LateError(PeerTimeoutError):
@@ -52,12 +52,12 @@ class LateError(PeerTimeoutError):
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is about.
+    """The subject of a call.
 
     Args:
         name: of the grid.
         after: the identity of the one that failed.
-        ranks: who is to come, exactly; None: whoever does.
+        ranks: exactly these come; None: any rank may.
     """
 
     name: str
@@ -242,7 +242,8 @@ class RollCall:
         base = f"{_BASE}/{number}"
         expected = call.ranks or self._world
         roll = Roll(self._store, f"{base}/here", expected)
-        self._store.set(f"{base}/said/{self._rank}", said)
+        if self._rank in expected:
+            self._store.set(f"{base}/said/{self._rank}", said)
         complete = roll.come(self._rank) is Coming.LAST
         for rank in self._ended:  # one of those who have seen it comes for it
             if rank in expected and self._store.add(f"{base}/ended/{rank}", 1) == 1:
