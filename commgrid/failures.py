@@ -1,14 +1,11 @@
 """One rank's failure is an error on every other that names it; see `commgrid.runtime.failures`."""
 
-from commgrid.runtime.alike import is_first_of_command, is_left_to_first
 from commgrid.runtime.failures import FailureBoard, GoneError, named_failures
 from commgrid.runtime.stopping import told_when_stopped
 
 __all__ = [
     "FailureBoard",
     "GoneError",
-    "is_first_of_command",
-    "is_left_to_first",
     "named_failures",
     "told_when_stopped",
 ]

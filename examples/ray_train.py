@@ -143,7 +143,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     try:
         commgrid.GridSpec.build(**grid_arguments(given)).resolve(args.workers)
     except commgrid.SpecError as error:
-        sys.exit(str(last_words(error)))
+        sys.exit(last_words(error))
     return args, flags
 
 

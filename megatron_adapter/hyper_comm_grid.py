@@ -23,7 +23,7 @@ from commgrid.planning.layout import RankLayout
 from commgrid.planning.names import nearest
 from commgrid.planning.ranks import as_index
 from commgrid.runtime import torch_groups, torch_world
-from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.rendezvous import Rendezvous
 from megatron_adapter.errors import MegatronSizeError, UnknownViewError
 
 _BASE = "base"
@@ -189,7 +189,7 @@ class HyperCommGrid:
             self._groups[key] = made
             return made
         try:
-            with Meeting(
+            with Rendezvous(
                 torch_world.world_store(),
                 name=f"HyperCommGrid {dims_and_sizes}",
                 rank=rank,
@@ -200,9 +200,9 @@ class HyperCommGrid:
                 },
                 deadline=time.monotonic() + _STARTUP_SECONDS,
                 phases=("ready",),
-            ) as meeting:  # fmt: skip
-                made = create(meeting.incarnation, meeting.patience())
-                meeting.meet()
+            ) as rendezvous:  # fmt: skip
+                made = create(rendezvous.incarnation, rendezvous.patience())
+                rendezvous.meet()
         except BaseException:
             if made is not None:
                 torch_groups.destroy_group(made)

@@ -76,20 +76,17 @@ MUTANTS = (
     # -- runtime -----------------------------------------------------------------------------
     Mutant(
         "the last rank of a block of arrivals is not asked for",
-        "commgrid/runtime/roll.py",
-        "near = range(block * _BLOCK, (block + 1) * _BLOCK)",
-        "near = range(block * _BLOCK, (block + 1) * _BLOCK - 1)",
-        ("tests/test_agreement.py::test_a_roll_waits_for_the_last_of_every_thirty",),
+        "commgrid/rendezvous/arrivals.py",
+        "near = range(block * BLOCK, (block + 1) * BLOCK)",
+        "near = range(block * BLOCK, (block + 1) * BLOCK - 1)",
+        ("tests/rendezvous/test_arrivals.py::test_any_of_them_may_be_the_last",),
     ),
     Mutant(
-        "a second process as one rank leaves its mark on the roll",
-        "commgrid/runtime/roll.py",
-        '            self._store.add(f"{self._key}/{block}", -bit)\n',
+        "a second process as one rank leaves its mark among the arrivals",
+        "commgrid/rendezvous/arrivals.py",
+        '        yield Add(f"{at}/{block}", -bit)\n',
         "",
-        (
-            "tests/test_agreement.py::test_a_process_too_many_does_not_touch_its_neighbour",
-            "tests/test_agreement.py::test_two_processes_as_one_rank",
-        ),
+        ("tests/rendezvous/test_arrivals.py::test_a_second_process_does_not_touch_its_neighbour",),
     ),
     Mutant(
         "the ranks that answered are compared with the plan by their number",
@@ -100,10 +97,34 @@ MUTANTS = (
     ),
     Mutant(
         "a rank whose document differs does not say so",
-        "commgrid/runtime/agreement.py",
-        "            self._examiner.differs(self._base)\n",
-        "            pass\n",
-        ("tests/test_agreement.py::test_many_differences_are_named_once_each",),
+        "commgrid/rendezvous/agreement.py",
+        "            if stands == mine:",
+        "            if stands:",
+        ("tests/rendezvous/test_agreement.py::test_every_difference_is_named_once",),
+    ),
+    Mutant(
+        "an epoch is linked to the one before it before it is announced",
+        "commgrid/rendezvous/epoch.py",
+        """        yield Put("epoch", self._token.encode())
+        if before is not None:
+            yield Put(f"{before}/next", self._token.encode())
+""",
+        """        if before is not None:
+            yield Put(f"{before}/next", self._token.encode())
+        yield Put("epoch", self._token.encode())
+        if before is not None:
+""",
+        (
+            "tests/rendezvous/test_starts.py::"
+            "test_a_restart_starts_whatever_the_attempts_before_have_left",
+        ),
+    ),
+    Mutant(
+        "a rank that is elected after the deadline decides that all go on",
+        "commgrid/rendezvous/round.py",
+        "(yield from decide(absent, True))",
+        "(yield from decide(absent, bool(absent)))",
+        ("tests/rendezvous/test_starts.py::test_any_order_of_operations",),
     ),
     Mutant(
         "half of the ranks go on although the others may be alive",

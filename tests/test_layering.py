@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "commgrid"
 
 PURE = (
-    "errors", "version", "on_demand", "planning", "pipeline", "context_parallel", "transfer",
-    "bridge", "observe", "viz",
+    "errors", "version", "on_demand", "planning", "rendezvous", "pipeline", "context_parallel",
+    "transfer", "bridge", "observe", "viz",
 )  # fmt: skip
 """Rooms, or pure halves of rooms, from the top; none of them imports torch."""
 ROOMS = (

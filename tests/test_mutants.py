@@ -22,9 +22,9 @@ FOLDERS = {path.parent.name for path in ROOT.glob("commgrid/*/__init__.py")} - {
 """Rooms; `testing` runs the tests, and a fault in it would be caught by none."""
 
 
-def test_there_are_sixty_in_all_rooms() -> None:
-    assert len(MUTANTS) == 60
-    assert len({mutant.name for mutant in MUTANTS}) == 60
+def test_there_are_sixty_or_more_in_all_rooms() -> None:
+    assert len(MUTANTS) >= 60
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert {mutant.room for mutant in MUTANTS} == FOLDERS | MODULES | {"megatron_adapter"}
 
 

@@ -19,10 +19,11 @@ from torch import nn
 import commgrid
 from commgrid.bridge import Bridge
 from commgrid.failures import named_failures
-from commgrid.runtime import agreement, torch_groups
+from commgrid.rendezvous.agreement import Agreement
+from commgrid.runtime import torch_groups
 from commgrid.testing import RanksFailed, run_on_ranks
 from commgrid.transfer import Transfer, carry
-from commgrid.transfer.gate import Gates
+from commgrid.transfer.barriers import TransferBarriers
 from tests.flags import tell
 
 VICTIM = 2
@@ -112,7 +113,7 @@ def of_two_grids(how: str, where: str, rank: int) -> tuple[commgrid.HyperCommGri
         for side, ranks in SIDES.items()
     }
     if rank == 0 and "others" in where:  # what it hears of at a gate, before its own watch
-        Gates.interrupt = lambda *_: None  # type: ignore[method-assign]
+        TransferBarriers.interrupt = lambda *_: None  # type: ignore[method-assign]
     own = next(grid for grid in grids.values() if grid)
     if where == "in a bridge":
         bridge = Bridge(grids["source"], grids["target"], startup_timeout=60)
@@ -138,8 +139,7 @@ def fails_at_start(where: str, how: str) -> None:
         misbehave(how)
 
     if where == "while agreeing":
-        agreement.Meeting._await_verdict = failing  # type: ignore[method-assign]
-        agreement.Meeting._conclude = failing  # type: ignore[method-assign]
+        Agreement._decision = failing  # type: ignore[method-assign]
     else:
         torch_groups.create_group = failing
 

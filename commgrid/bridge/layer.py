@@ -23,7 +23,7 @@ from commgrid.errors import (
     ShapeError,
     SpecError,
 )
-from commgrid.runtime.agreement import PHASES
+from commgrid.rendezvous.agreement import PHASES
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pairing import SIDES, Card, Pairing
 from commgrid.runtime.seconds import Seconds, as_seconds

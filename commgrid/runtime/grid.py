@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from commgrid.errors import CommGridError, GridNotInitializedError, PeerTimeoutError, SpecError
+from commgrid.errors import CommGridError, GridNotInitializedError, SpecError
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
+from commgrid.rendezvous.agreement import PHASES
 from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world, watching
-from commgrid.runtime.agreement import AGAIN_SECONDS, HOSTS, PHASES, Meeting
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.named_groups import NamedGroups
+from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.sub_grid import SubGrid
 from commgrid.runtime.torch_patches import forget_plans
@@ -50,6 +51,8 @@ class HyperCommGrid(NamedGroups):
         timeout: how long a collective may take, in seconds or as timedelta; None: torch's default.
         startup_timeout: how long starting may take in all, likewise.
         watch: whether a thread sees that ranks are gone; see `initialize`.
+        before_ready: called with the grid before ranks say that they are ready, so that an error in
+            it is one on all of them.
 
     Raises:
         SpecError: the spec does not fit the world.
@@ -69,6 +72,7 @@ class HyperCommGrid(NamedGroups):
         timeout: Seconds | None = None,
         startup_timeout: Seconds = 600.0,
         watch: bool | None = None,
+        before_ready: Callable[[HyperCommGrid], object] = lambda grid: None,
     ) -> None:
         limit = None if timeout is None else as_seconds("timeout", timeout)
         startup = as_seconds("startup_timeout", startup_timeout)
@@ -87,13 +91,13 @@ class HyperCommGrid(NamedGroups):
                 torch_world.check_backend(key, definition.options.backend)
             check_limits(self._plan, backend or torch_world.world_backend())
         described = self._spec.to_dict()
-        described.pop("ranks", None)  # which the meeting compares itself, in fewer words
+        described.pop("ranks", None)  # which the rendezvous compares itself, in fewer words
         watched = watching.is_wanted(watch, self._spec, backend)
         document = {
             "spec": described, "backend": backend, "timeout": limit,
             "versions": torch_world.versions(), "watch": watched,
         }  # fmt: skip
-        self._start(partial(self._make, document, backend, limit, deadline, watched), deadline)
+        self._make(document, backend, limit, deadline, watched, before_ready)
 
     def _describe(
         self, spec: GridSpec, name: str, backend: str | None, timeout: float | None
@@ -144,26 +148,6 @@ class HyperCommGrid(NamedGroups):
 
     # -- starting and ending ------------------------------------------------------------
 
-    def _start(self, make: Callable[..., None], deadline: float) -> None:
-        """Makes its communicators; where gloo has lost a connection though both ranks may live,
-        all ranks try once more."""
-        asked, meetings = self._spec, list[Meeting]()
-        try:
-            make(meetings)
-            return
-        except CommGridError as error:
-            may_try_again = any(each.may_try_again for each in meetings)
-            if not may_try_again or deadline - time.monotonic() < AGAIN_SECONDS:
-                raise
-            why = str(error)
-        if self._rank == min(asked.grid_ranks):
-            _log.warning("%s; its ranks try once more", why)
-        self._describe(asked, self._name, self._backend, self._timeout)
-        try:
-            make([], again=True)
-        except PeerTimeoutError as error:
-            raise PeerTimeoutError(f"{why}; and when its ranks tried once more: {error}") from error
-
     def _make(
         self,
         document: Mapping[str, Any],
@@ -171,51 +155,50 @@ class HyperCommGrid(NamedGroups):
         limit: float | None,
         deadline: float,
         watched: bool,
-        meetings: list[Meeting],
-        again: bool = False,
+        before_ready: Callable[[HyperCommGrid], object],
     ) -> None:
-        """Agree, create, connect; on any failure nothing that was made stays.
-
-        `meetings` holds the meeting as long as it is not over, also one that has failed.
-        """
+        """Agree, create, connect; on any failure nothing that was made stays."""
+        under_way: list[Rendezvous] = []
         if torch_world.world_backend() == torch_world.FAKE:
             self._create(uuid4().hex, backend, limit, lambda: 60.0, False)
+            before_ready(self)
             return
         connects = bool(self._spec.connecting_names)  # of any rank
-        asked = (HOSTS,) if hosts.needs_hosts(self._spec) else ()
+        asked = (hosts.PHASE,) if hosts.needs_hosts(self._spec) else ()
         watch, unwatched = None, None
         if watched:
             try:
-                watch = watching.prepare(self, partial(self._wake_waiting, meetings=meetings))
+                watch = watching.prepare(self, partial(self._wake_waiting, under_way=under_way))
             except CommGridError as error:
                 unwatched = error  # which the others are told once they have come
         try:
-            with Meeting(
+            with Rendezvous(
                 torch_world.world_store(),
                 name=self._name,
                 rank=self._rank,
                 ranks=self._spec.grid_ranks,
                 document=document,
                 deadline=deadline,
-                again=again,
                 phases=(*asked, *(PHASES if connects else PHASES[1:])),
                 beforehand=None if watch is None else watch.tell_address,
-            ) as meeting:
-                meetings.append(meeting)
+                let_go=lambda: torch_groups.abort_all(self._let_go(), tell=False),
+            ) as rendezvous:
+                under_way.append(rendezvous)
                 if unwatched is not None:
                     raise unwatched
                 if watch is not None:
-                    watch.connect(f"{self._name} {meeting.incarnation}")
+                    watch.connect(f"{self._name} {rendezvous.incarnation}")
                 if asked:
-                    placed = hosts.settle(self._spec, meeting, self._name, self._rank)
+                    placed = hosts.settle(self._spec, rendezvous, self._name, self._rank)
                     self._describe(placed, self._name, backend, limit)
                 self._watch = watch
-                self._create(meeting.incarnation, backend, limit, meeting.patience, watched)
+                self._create(rendezvous.incarnation, backend, limit, rendezvous.patience, watched)
                 if connects:
-                    meeting.meet()  # a rank that could not create is named before others call it
-                    self._connect(meeting, limit)
-                meeting.meet()
-                meetings.clear()
+                    rendezvous.meet()  # a rank that could not create is named before others call it
+                    self._connect(rendezvous, limit)
+                before_ready(self)  # what fails from here on fails on all ranks
+                rendezvous.meet()
+                under_way.clear()
                 if watch is not None:
                     watching.begin(watch, self)
         except BaseException:
@@ -225,16 +208,16 @@ class HyperCommGrid(NamedGroups):
                 torch_groups.abort_all(self._let_go(), tell=False)
             raise
 
-    def _wake_waiting(self, why: str, late: bool, meetings: list[Meeting]) -> None:
-        """Ends what waits for a rank that was lost, here or in a meeting that is not over.
+    def _wake_waiting(self, why: str, late: bool, under_way: list[Rendezvous]) -> None:
+        """Ends what waits for a rank that was lost, here or in a rendezvous that is not over.
 
         gloo's connections are left alone until then, of which some are just being made.
         """
-        for meeting in meetings:
-            meeting.interrupt(why, late)
+        for rendezvous in under_way:
+            rendezvous.interrupt(why, late)
         groups = [c.group for c in self._communicators]
         by_pairs = self._connected_by_pairs()
-        torch_groups.wake(groups, by_pairs, tell=not meetings, ended=not late)
+        torch_groups.wake(groups, by_pairs, tell=not under_way, ended=not late)
 
     def _create(
         self,
@@ -264,16 +247,16 @@ class HyperCommGrid(NamedGroups):
                 raise torch_world.as_peer_error(what, error) from error
             self._hold(Communicator(planned, group, time.perf_counter() - started))
 
-    def _connect(self, meeting: Meeting, limit: float | None) -> None:
+    def _connect(self, rendezvous: Rendezvous, limit: float | None) -> None:
         def tell(error: BaseException) -> None:
             lost, watch = torch_world.lost_by_gloo(error), self._watch
             if lost and watch is not None and (seen := watch.read(_SEEN_SECONDS)):
-                meeting.interrupt(seen, watch.late)
+                rendezvous.interrupt(seen, watch.late)
             else:
-                meeting.tell(error)
+                rendezvous.tell(error)
 
         connecting = [c for c in self._communicators if c.planned.connect]
-        exchange_ranks(connecting, meeting.patience, tell)
+        exchange_ranks(connecting, rendezvous.patience, tell)
         for each in connecting:
             torch_groups.keep_timeout(each.group, each.options, limit)
 

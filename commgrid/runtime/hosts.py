@@ -19,9 +19,11 @@ from commgrid.planning.crossing import members_of
 from commgrid.planning.rank_lists import describe_ranks, pack_order, unpack_order
 from commgrid.planning.ranks import RankTuple, as_ranks
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.rendezvous import Rendezvous
 
 _NAMED = 4  # hosts that a message lists
+PHASE = "hosts"
+"""Phase of a start in which ranks report their hosts, if the spec depends on them."""
 
 
 def own_host() -> str:
@@ -34,20 +36,24 @@ def needs_hosts(spec: GridSpec) -> bool:
     return bool(spec.constraints) or spec.place == BY_HOST
 
 
-def settle(spec: GridSpec, meeting: Meeting, name: str, rank: int) -> GridSpec:
+def settle(spec: GridSpec, rendezvous: Rendezvous, name: str, rank: int) -> GridSpec:
     """The spec with its ranks placed by host where it asks for that; on all of them at once.
 
     Args:
         spec: a resolved one.
-        meeting: of its ranks; its next phase is `HOSTS`.
+        rendezvous: of its ranks; its next phase is `PHASE`.
         name: of the grid, for messages.
         rank: this process's.
 
     Raises:
         SpecError: on every rank, a group leaves the host that it was to stay on.
-        GridMismatchError, PeerTimeoutError, PeerFailedError: as the meeting raises them.
+        GridMismatchError, PeerTimeoutError, PeerFailedError: as the rendezvous raises them.
     """
-    found = meeting.gather(own_host(), lambda hosts: conclude(spec, hosts))
+    found = rendezvous.meet(
+        lambda said: conclude(spec, {each: host.decode() for each, host in said.items()}),
+        own_host().encode(),
+        spec.grid_ranks,
+    )
     if found["refused"]:
         raise SpecError(f"grid {name!r}: {found['refused']}")
     if not found["order"]:

@@ -31,9 +31,9 @@ from commgrid.errors import (
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_world
-from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.board import find
 from commgrid.runtime.patient import PatientStore
+from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.runtime.roll import Line, seconds_until
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Pairing:
             source, target = (self.cards[side] for side in SIDES)
             self.ranks = tuple(sorted({*source.spec.grid_ranks, *target.spec.grid_ranks}))
             self.watched = source.watched or target.watched
-            self._meeting = Meeting(
+            self._rendezvous = Rendezvous(
                 self._store,
                 name=f"{what}/{name}",
                 about=self._about,
@@ -189,14 +189,16 @@ class Pairing:
         self._forget_calls()  # all have come to the meeting, so all have read what was told
         for side, grid in grids.items():
             _HEARD.get(grid, {}).pop(self._counter(side, self.cards[side]), None)
-        self.key = f"{self._room}/{self._meeting.incarnation}/{source.identity}/{target.identity}"
-        self.meet, self.patience = self._meeting.meet, self._meeting.patience
+        self.key = (
+            f"{self._room}/{self._rendezvous.incarnation}/{source.identity}/{target.identity}"
+        )
+        self.meet, self.patience = self._rendezvous.meet, self._rendezvous.patience
 
     def __enter__(self) -> Pairing:
         return self
 
     def __exit__(self, *how: Any) -> None:
-        self._meeting.__exit__(*how)
+        self._rendezvous.__exit__(*how)
 
     @property
     def _advice(self) -> str:

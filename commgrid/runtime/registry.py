@@ -19,10 +19,10 @@ from commgrid.errors import (
 )
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import inquiry, torch_standby, torch_world
-from commgrid.runtime.agreement import Meeting
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.patient import PatientStore
+from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.runtime.roll import Line
 from commgrid.runtime.roll_call import tell_over
 from commgrid.runtime.torch_world import versions
@@ -167,8 +167,9 @@ class Registry:
         if launch.rank in candidates:
             self.place.own = torch_standby.serve((str(launch.address), launch.port))
         try:
-            with Meeting(
+            with Rendezvous(
                 self.store,
+                opens=True,
                 line=Line(self.store, launch.world_size, reuse=False),  # WORLD meets once
                 name="WORLD",
                 rank=launch.rank,
@@ -180,10 +181,10 @@ class Registry:
                 },
                 deadline=deadline,
                 phases=("ready",),
-            ) as meeting:
-                patience = meeting.patience()
-                torch_world.start_world(launch, self.store, meeting.incarnation, chosen, patience)
-                self.place.standbys = self._tell_standbys(meeting, launch.rank, candidates)
+            ) as rendezvous:
+                epoch, patience = rendezvous.incarnation, rendezvous.patience()
+                torch_world.start_world(launch, self.store, epoch, chosen, patience)
+                self.place.standbys = self._tell_standbys(rendezvous, launch.rank, candidates)
         except BaseException:
             with suppress(RuntimeError):
                 torch_world.stop_world()
@@ -193,27 +194,17 @@ class Registry:
         atexit.register(self.leave)
 
     def _tell_standbys(
-        self, meeting: Meeting, rank: int, candidates: Sequence[int]
+        self, rendezvous: Rendezvous, rank: int, candidates: Sequence[int]
     ) -> list[tuple[int, str]]:
-        """Run the last phase of a start: all ranks learn the standby stores' addresses.
-
-        One store call on each rank that serves one, and a few on the last rank to come.
-        """
-        keys = [f"standby/{meeting.incarnation}/{each}" for each in candidates]
-        if rank in candidates:
-            own = self.place.own
-            self.store.set(keys[candidates.index(rank)], own.address if own else "")
-
-        def tell() -> dict[str, list[str]]:
-            if not keys:
-                return {}
-            found = [text.decode() for text in self.store.multi_get(keys)]
-            for key in keys:
-                self.store.delete_key(key)
-            return {"standbys": found}
-
-        found = meeting.meet(tell).get("standbys", ())
-        return [(who, where) for who, where in zip(candidates, found, strict=False) if where]
+        """Run the last phase of a start: all ranks learn the standby stores' addresses."""
+        own = self.place.own
+        address = (own.address if own is not None else "").encode()
+        found = rendezvous.meet(
+            lambda said: {"standbys": [(who, said[who].decode()) for who in sorted(said)]},
+            address if rank in candidates else None,
+            candidates,
+        )
+        return [(who, where) for who, where in found["standbys"] if where]
 
     def move_store(self, store: Any, server: int | None) -> None:
         """Use another store for all groups and grids made from now on."""

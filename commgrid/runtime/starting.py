@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,6 @@ from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.runtime import inquiry, recorder, torch_world
 from commgrid.runtime import order as order_check
-from commgrid.runtime.alike import said_once
 from commgrid.runtime.audited import audit_sizes, audited_grid
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
@@ -125,27 +125,25 @@ def initialize(
             f"{axis}={axes[axis]!r}: neither an argument of initialize nor an axis of "
             f"order={order!r}{nearest(axis, _ARGUMENTS)}"
         )
-    with said_once():
-        audited = audited_grid() if name == "default" else None
-        if preset is not None:
-            spec = _from_preset(preset, config, sizes, rest, ranks)
-        elif config is None:
-            sizes = sizes if audited is None else _audited(sizes)
-            spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
-        else:
-            spec = _from_config(config, {**sizes, **rest}, ranks)
-        if audited is not None and (preset is not None or config is not None):
-            spec = spec_over(audited, spec)
+    audited = audited_grid() if name == "default" else None
+    if preset is not None:
+        spec = _from_preset(preset, config, sizes, rest, ranks)
+    elif config is None:
+        sizes = sizes if audited is None else _audited(sizes)
+        spec = GridSpec.build(**{**sizes, **rest}, ranks=ranks)  # type: ignore[arg-type]
+    else:
+        spec = _from_config(config, {**sizes, **rest}, ranks)
+    if audited is not None and (preset is not None or config is not None):
+        spec = spec_over(audited, spec)
     with _registry.reserved(name):
         if not torch_world.is_initialized():
-            with said_once():
-                _check_fit(spec)
+            _check_fit(spec)
         started = _registry.ensure_world(backend, limit, deadline)
         try:
             left = deadline - time.monotonic()
             grid = HyperCommGrid(
                 spec, name=name, backend=backend, timeout=timeout, startup_timeout=max(left, 1e-3),
-                watch=watch,
+                watch=watch, before_ready=partial(_observe, trace, verify),
             )  # fmt: skip
         except NotInGridError as error:
             if _registry.started_world:
@@ -166,10 +164,14 @@ def initialize(
             spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch, verify,
             grid.watch,
         )  # fmt: skip
-        recorder.follow(trace, grid.rank, grid.members_of_communicators())
-        inquiry.follow()
-        order_check.follow(verify, grid)
     return grid
+
+
+def _observe(trace: bool, verify: str | None, grid: HyperCommGrid) -> None:
+    """Begin to record and to compare a grid's calls, as `initialize` was asked to."""
+    recorder.follow(trace, grid.rank, grid.members_of_communicators())
+    inquiry.follow()
+    order_check.follow(verify, grid)
 
 
 def _audited(sizes: Mapping[str, Any]) -> dict[str, Any]:

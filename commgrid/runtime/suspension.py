@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 from commgrid.errors import CommGridError
+from commgrid.rendezvous.agreement import PHASES
 from commgrid.runtime import torch_groups, torch_suspend, torch_world
-from commgrid.runtime.agreement import PHASES, Meeting
 from commgrid.runtime.communicator import Communicator, exchange_ranks
+from commgrid.runtime.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -29,7 +30,7 @@ Names = str | Sequence[str] | None
 
 
 class _Alone:
-    """Stands for a meeting where there is nobody to meet: torch's fake world."""
+    """Stand-in for a rendezvous in torch's fake world, where no other rank runs."""
 
     incarnation = "fake"
 
@@ -45,40 +46,40 @@ class _Alone:
 
 def suspend(grid: HyperCommGrid, names: Names, timeout: float) -> None:
     """See `HyperCommGrid.suspend`."""
-    with _agreed(grid, "suspend", names, timeout, ("idle", "suspended")) as meeting:
+    with _agreed(grid, "suspend", names, timeout, ("idle", "suspended")) as rendezvous:
         chosen = [c for c in _chosen(grid, names) if not c.suspended]
-        _check_idle(grid, chosen, meeting.patience())
-        meeting.meet()
+        _check_idle(grid, chosen, rendezvous.patience())
+        rendezvous.meet()
         with _or_destroyed(grid):
             _give_up(grid, chosen)
-            meeting.meet()
+            rendezvous.meet()
 
 
 def resume(grid: HyperCommGrid, names: Names, timeout: float) -> None:
     """See `HyperCommGrid.resume`."""
-    with _agreed(grid, "resume", names, timeout, PHASES) as meeting:
+    with _agreed(grid, "resume", names, timeout, PHASES) as rendezvous:
         chosen = [c for c in _chosen(grid, names) if c.suspended]
         with _or_destroyed(grid):
             gone = [c for c in chosen if isinstance(c.group, torch_suspend.StandIn)]
             for communicator in gone:
-                _make_again(grid, communicator, meeting)
-            meeting.meet()
+                _make_again(grid, communicator, rendezvous)
+            rendezvous.meet()
             for communicator in chosen:
                 if communicator not in gone:
                     torch_suspend.resume(communicator.group)
                 communicator.suspended = False
             connecting = [c for c in gone if c.planned.connect]
-            exchange_ranks(connecting, meeting.patience, meeting.tell)
+            exchange_ranks(connecting, rendezvous.patience, rendezvous.tell)
             for communicator in connecting:
                 torch_groups.keep_timeout(communicator.group, communicator.options, grid.timeout)
-            meeting.meet()
+            rendezvous.meet()
 
 
 @contextmanager
 def _agreed(
     grid: HyperCommGrid, call: str, names: Names, timeout: float, phases: Sequence[str]
-) -> Iterator[Meeting | _Alone]:
-    """A meeting of the grid's ranks, all of which call the same."""
+) -> Iterator[Rendezvous | _Alone]:
+    """A rendezvous of the grid's ranks, which all make the same call."""
     grid._resolve("")  # raises where the grid is gone
     if not grid._owns_groups:
         raise CommGridError(
@@ -88,7 +89,7 @@ def _agreed(
     if torch_world.world_backend() == torch_world.FAKE:
         yield _Alone()
         return
-    with Meeting(
+    with Rendezvous(
         torch_world.world_store(),
         name=grid.name,
         rank=grid.rank,
@@ -98,8 +99,8 @@ def _agreed(
         phases=phases,
         call=f"grid.{call} of this grid",
         limit="timeout",
-    ) as meeting:
-        yield meeting
+    ) as rendezvous:
+        yield rendezvous
 
 
 def _listed(names: Names) -> list[str] | str:
@@ -159,7 +160,9 @@ def _give_up(grid: HyperCommGrid, chosen: list[Communicator]) -> None:
             torch_suspend.cut_off(kept, connected)
 
 
-def _make_again(grid: HyperCommGrid, communicator: Communicator, meeting: Meeting | _Alone) -> None:
+def _make_again(
+    grid: HyperCommGrid, communicator: Communicator, rendezvous: Rendezvous | _Alone
+) -> None:
     """A group in place of a stand-in, under its name."""
     planned, stand_in = communicator.planned, communicator.group
     started = time.perf_counter()
@@ -172,9 +175,9 @@ def _make_again(grid: HyperCommGrid, communicator: Communicator, meeting: Meetin
             backend=grid.backend,
             options=planned.options,
             timeout=grid.timeout,
-            startup_timeout=meeting.patience(),
+            startup_timeout=rendezvous.patience(),
             connect=planned.connect,
-            prefix=f"commgrid/resumed/{grid.name}/{meeting.incarnation}",
+            prefix=f"commgrid/resumed/{grid.name}/{rendezvous.incarnation}",
             watched=grid.watch is not None,
         )
     except RuntimeError as error:

@@ -23,8 +23,8 @@ from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pairing import Pairing, check_alive
 from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.torch_world import first_line, is_peer_failure
+from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.carry import Carrier, most_of
-from commgrid.transfer.gate import Gates
 from commgrid.transfer.given import device_of, grids_of, refuse_shared_memory
 from commgrid.transfer.held import Held, Model, Names, Only, Rename
 from commgrid.transfer.layouts import Side
@@ -165,7 +165,7 @@ class Transfer:
             time.monotonic() + self._timeout, phases=("made",), limit="timeout",
         ) as pair:  # fmt: skip
             self._group = _make_group(pair, self._timeout)
-            self._gates = Gates(pair.key, pair.rank, pair.ranks)
+            self._barriers = TransferBarriers(pair.key, pair.rank, pair.ranks)
             self._unconnected = {self._group}
             self._watch = self._watched(pair)
             self._close = weakref.finalize(self, _end, *self._parts)
@@ -178,7 +178,7 @@ class Transfer:
                     self._watch.connect(pair.key)
                 self._make_plan()
                 self._unconnected.clear()  # everybody has told everybody something
-                self._gates.come("planned", self._timeout, "did not get as far as its plan")
+                self._barriers.come("planned", self._timeout, "did not get as far as its plan")
                 if self._watch is not None:
                     self._watch.begin()
             except BaseException as error:
@@ -189,9 +189,9 @@ class Transfer:
                 raise
 
     @property
-    def _parts(self) -> tuple[ProcessGroup, set[ProcessGroup], Gates, Watch | None]:
+    def _parts(self) -> tuple[ProcessGroup, set[ProcessGroup], TransferBarriers, Watch | None]:
         """What is to be ended."""
-        return self._group, self._unconnected, self._gates, self._watch
+        return self._group, self._unconnected, self._barriers, self._watch
 
     def _watched(self, pair: Pairing) -> Watch | None:
         """What sees that a rank is gone, where that is seen on one of the grids."""
@@ -200,7 +200,7 @@ class Transfer:
         return watching.between(
             pair.key, f"transfer {self._name!r}", pair.rank, pair.ranks, self._group,
             timeout=self._timeout, grids=self._grids.values(), unconnected=self._unconnected,
-            told=self._gates.interrupt,
+            told=self._barriers.interrupt,
         )  # fmt: skip
 
     def _make_plan(self) -> None:
@@ -236,17 +236,17 @@ class Transfer:
 
     def _same(self, digests: list[str]) -> None:
         """That all ranks have made one plan, before anything moves."""
-        for rank, each in zip(self._gates.ranks, digests, strict=True):
+        for rank, each in zip(self._barriers.ranks, digests, strict=True):
             if each != digests[0]:
                 raise TransferError(
-                    f"the plan has digest {digests[0][:12]} on rank {self._gates.ranks[0]} "
+                    f"the plan has digest {digests[0][:12]} on rank {self._barriers.ranks[0]} "
                     f"and {each[:12]} on rank {rank}; run one version of commgrid on all"
                 )
 
     def _gathered(
         self, told: list[_Told]
     ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool, bool, bool]:
-        by_rank = dict(zip(self._gates.ranks, told, strict=True))
+        by_rank = dict(zip(self._barriers.ranks, told, strict=True))
         layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
         return (
             Side.of(layouts),
@@ -288,9 +288,9 @@ class Transfer:
             self._fail(start, error)
             raise
         try:
-            self._gates.come(start, self._timeout, "did not call run() of a transfer")
+            self._barriers.come(start, self._timeout, "did not call run() of a transfer")
         except CommGridError as error:
-            if self._gates.interrupted:
+            if self._barriers.interrupted:
                 raise self._ended(error, "nothing was moved") from error
             raise
         done = f"{start} is done"
@@ -300,7 +300,7 @@ class Transfer:
             values = self._exchange_values()
             consequence = _UNUSABLE
             self._carry()
-            self._gates.come(done, self._timeout, "did not finish a transfer")
+            self._barriers.come(done, self._timeout, "did not finish a transfer")
             self._target.finish(values)
         except BaseException as error:
             told = self._ended(self._fail(done, error), consequence)
@@ -310,12 +310,12 @@ class Transfer:
 
     def _carry(self) -> None:
         held = self._source.held or self._nothing, self._target.held or self._nothing
-        rank = self._gates.rank
+        rank = self._barriers.rank
         if self._messages is None:  # the same in every run
             self._messages = self.plan.messages(rank, most_of(self._max_bytes))
         if self._carrier is None or not self._carrier.holds(*held):
             self._carrier = Carrier(
-                self._group, self._gates.ranks, self._device, *held, self._max_bytes,
+                self._group, self._barriers.ranks, self._device, *held, self._max_bytes,
                 self._messages, partial(self.plan.copies, rank), self._timeout,
             )  # fmt: skip
         self._carrier.carry()
@@ -332,10 +332,10 @@ class Transfer:
         for side, plan in planned:
             held = side.hold()
             if held is not None:
-                place = plan.places[self._gates.rank]
+                place = plan.places[self._barriers.rank]
                 if not plan.is_still(place, held.layout):
                     raise TransferError(
-                        f"the {side.what} on rank {self._gates.rank} has changed since the "
+                        f"the {side.what} on rank {self._barriers.rank} has changed since the "
                         f"transfer was planned: {plan.difference(place, held.layout)}; make a "
                         "new Transfer"
                     )
@@ -381,14 +381,16 @@ class Transfer:
             return at_first(self._group, mine, whole, TransferError)
         except TransferError:
             with suppress(CommGridError):
-                self._gates.come(f"run {self._runs} is refused", _HEARD_SECONDS, "did not hear why")
+                self._barriers.come(
+                    f"run {self._runs} is refused", _HEARD_SECONDS, "did not hear why"
+                )
             raise
 
     # -- ending -------------------------------------------------------------------------
 
-    def _fail(self, gate: str, error: BaseException) -> BaseException:
+    def _fail(self, barrier: str, error: BaseException) -> BaseException:
         """Tells the others; what then is the error of all."""
-        me = f"rank {self._gates.rank}"
+        me = f"rank {self._barriers.rank}"
         kind, told = "failed", f"{me} failed: {type(error).__name__}: {first_line(error)}"
         if isinstance(error, GoneError) or is_peer_failure(error):
             kind = "gone"
@@ -397,15 +399,15 @@ class Transfer:
                 kind, told = "absent" if self._watch.late else "gone", learnt
             elif isinstance(error, GoneError):
                 told = f"{error}"
-                self._gates.ask(gate, error.rank)
+                self._barriers.absent_after_failure(barrier, error.rank)
             else:
-                missing = self._gates.ask(gate, None)
-                if len(missing) > len(self._gates.ranks) // 2:
+                missing = self._barriers.absent_after_failure(barrier, None)
+                if len(missing) > len(self._barriers.ranks) // 2:
                     missing = set()  # who would be gone is rather still on its way here
                 told = f"{no_answer_of(missing)}: {me} got {first_line(error)}"
         elif isinstance(error, CommGridError):
             told = f"{error}"
-        stands = self._gates.conclude(gate, kind, told)
+        stands = self._barriers.fail(barrier, kind, told)
         if self._watch is not None and kind == "failed" and not isinstance(error, CommGridError):
             self._watch.post(told)  # wakes those who wait for this rank on a device
         return stands if stands is not None and str(stands) != str(error) else error
@@ -435,7 +437,7 @@ def _failure(what: str) -> Callable[[str], TransferError]:
 def _end(
     group: ProcessGroup,
     unconnected: set[ProcessGroup],
-    gates: Gates,
+    barriers: TransferBarriers,
     watch: Watch | None,
     broken: bool = False,
 ) -> None:
@@ -446,7 +448,7 @@ def _end(
         torch_groups.abort_all([group], unconnected)
     else:
         torch_groups.destroy_group(group)
-    gates.close()
+    barriers.close()
 
 
 def _make_group(pair: Pairing, timeout: float) -> ProcessGroup:

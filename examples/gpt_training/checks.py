@@ -52,7 +52,6 @@ def check_sizes(
             refuse(
                 f"{flag} {value} cannot be shared equally by the {len(groups[by])} ranks of {by}; "
                 f"expected a multiple of {len(groups[by])}",
-                grid,
             )
     data = len(groups["dp"])
     share = args.batch_size // data
@@ -61,22 +60,19 @@ def check_sizes(
             f"--microbatches (--grad-accum) {args.microbatches} does not divide the {share} "
             f"sequences a step that each of the {data} ranks of dp has of --batch-size "
             f"{args.batch_size}; expected a divisor of {share}",
-            grid,
         )
     if args.layers < args.pp * args.chunks:
         refuse(
             f"--layers {args.layers} are fewer than --pp {args.pp} × --chunks {args.chunks} = "
             f"{args.pp * args.chunks} parts; expected a layer for each, or more",
-            grid,
         )
     check_context(args, grid)
     if args.experts and args.top_k > args.experts:
-        refuse(f"--top-k {args.top_k} is more than --experts {args.experts}; give fewer", grid)
+        refuse(f"--top-k {args.top_k} is more than --experts {args.experts}; give fewer")
     if args.hidden % args.heads:
         refuse(
             f"--hidden {args.hidden} is not a multiple of --heads {args.heads}; expected heads of "
             "one whole width",
-            grid,
         )
 
 

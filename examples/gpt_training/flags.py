@@ -13,7 +13,6 @@ import yaml
 
 import commgrid
 from commgrid.context_parallel import WAYS
-from commgrid.failures import is_left_to_first
 from commgrid.pipeline.schedule import SCHEDULES
 from commgrid.planning.names import nearest
 from gpt_training.flag_types import (
@@ -35,7 +34,7 @@ Add = Callable[..., Any]
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, once however many ranks find it."""
+    """Reports what is wrong in one line, without the usage."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         found, unknown = self.parse_known_args(args, namespace)
@@ -45,22 +44,18 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        if not is_left_to_first():
-            print(f"{self.prog}: {message}", file=sys.stderr)
+        print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
 
-def refuse(message: str, grid: commgrid.HyperCommGrid | None = None) -> NoReturn:
-    """Ends the program, of which all ranks find the same wrong; the first of them says it."""
-    first = grid is not None and grid.get_local_rank() == 0
-    raise SystemExit(message if first or not is_left_to_first() else 1)
+def refuse(message: str) -> NoReturn:
+    """End the program, on all ranks alike."""
+    raise SystemExit(message)
 
 
-def last_words(error: commgrid.CommGridError) -> str | int:
-    """What a program that an error ends exits with: a line, said once where all ranks have it."""
-    # Sizes that do not fit are wrong on all ranks alike; its surroundings are a rank's own.
-    alike = isinstance(error, commgrid.SpecError) and not f"{error}".startswith("environment")
-    return 1 if alike and is_left_to_first() else f"{type(error).__name__}: {error}"
+def last_words(error: commgrid.CommGridError) -> str:
+    """Return what a program that an error ends exits with: one line."""
+    return f"{type(error).__name__}: {error}"
 
 
 def parse(

@@ -88,27 +88,23 @@ def check_context(args: argparse.Namespace, grid: commgrid.HyperCommGrid | None)
         refuse(
             f"--seq-len {args.seq_len} is less than --cp {args.cp}; expected a position for each "
             "rank, or more",
-            grid,
         )
     if args.sequence_parallel and args.cp > 1 and args.seq_len % (args.cp * args.tp):
         refuse(
             f"--seq-len {args.seq_len} cannot be shared equally by --cp {args.cp} × --tp {args.tp} "
             f"with --sequence-parallel; expected a multiple of {args.cp * args.tp}",
-            grid,
         )
     if args.packed and args.pp > 1 and args.seq_len % args.cp:
         refuse(
             f"--seq-len {args.seq_len} cannot be shared equally by --cp {args.cp}, and with "
             f"--packed a rank's share would change between microbatches, which --pp sends in one "
             f"shape; expected a multiple of {args.cp}",
-            grid,
         )
     if args.cp_comm == "ulysses" and not shared_heads(args, args.cp):
         refuse(
             f"--cp-comm ulysses cannot share the {args.heads // args.tp} heads "
             f"({max(args.kv_heads // args.tp, 1)} of keys) of a tp rank among --cp {args.cp}; "
             "expected a multiple of it (of keys also a divisor), or --cp-comm ring",
-            grid,
         )
 
 

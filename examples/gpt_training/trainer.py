@@ -168,8 +168,7 @@ class Trainer:
             if saved != getattr(self.args, flag, saved):
                 refuse(
                     f"--resume {self.args.resume}: saved with {spelled(flag)} {saved}, "
-                    f"not {getattr(self.args, flag)}",
-                    self.grid,
+                    f"not {getattr(self.args, flag)}"
                 )
         self.changed = [
             f"{spelled(flag)} {getattr(self.args, flag)} (was {saved})"

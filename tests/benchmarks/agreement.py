@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from commgrid import GridSpec
 from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.runtime.agreement import Meeting
+from commgrid.runtime.rendezvous import Rendezvous
 from tests.benchmarks.report import Row, compare, main
 
 PROCESSES = 4
@@ -75,7 +75,7 @@ class Shared:
 
 
 class SharedLine:
-    """What a Meeting needs of a line, over the waits of its process."""
+    """What a Rendezvous needs of a line, over the waits of its process."""
 
     def __init__(self, counting: Counting, shared: Shared) -> None:
         self._counting, self._shared = counting, shared
@@ -108,7 +108,7 @@ def one_rank(
     spec = GridSpec.build(**SPEC, dp=-1 if case != "half differ" or rank % 2 else 1).to_dict()
     said = ""
     try:
-        made = Meeting(
+        made = Rendezvous(
             counting, name="grid", rank=rank, ranks=range(world), document={"spec": spec},
             deadline=deadline, line=SharedLine(counting, shared),  # type: ignore[arg-type]
         )  # fmt: skip

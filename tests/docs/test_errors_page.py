@@ -64,12 +64,6 @@ FILLED_IN = {
         "rank … on … serves the store but does not reach it at …",
         "what listens at … did not answer as a store",
     ],
-    "PeerTimeoutError: …: …": [
-        "grid …: … did not arrive within startup_timeout",
-        "grid …: … did not get as far as …",
-        "grid …: … have all come, and …",
-        "grid …: … came too late; … had given up waiting",
-    ],
     "CheckpointError: …: …": [
         "step … was not saved to …: …",
         "nothing was loaded…: …",
@@ -86,6 +80,12 @@ FILLED_IN = {
 """Errors of which little stands where they are raised: the rows of what they are filled in with."""
 
 BY_NO_CALL = [
+    "grid …: … did not arrive within startup_timeout",
+    "grid …: … did not get as far as …",
+    "grid …: … have all come, and …",
+    "grid …: … came too late; … had given up waiting",
+    "…: … did not report within … s after …",
+    "…: …; all ranks have reported since, so call it again",
     "grid …: ranks disagree: …",
     "rank … failed in …: …",
     "stage … (rank …) is gone or does not answer",

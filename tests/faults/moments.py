@@ -60,21 +60,17 @@ def before_initialize(act: Act, folder: Path, limits: Limits) -> None:
 
 def while_agreeing(act: Act, folder: Path, limits: Limits) -> None:
     """The victim has torch.distributed up and has come to compare what it was given."""
-    from commgrid.runtime.agreement import Meeting
+    from commgrid.rendezvous.agreement import Agreement
 
-    acted: list[str] = []
+    before, acted = Agreement._decision, []
 
-    def acting(before: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Meeting, phase: str, *given: Any) -> Any:
-            if phase == "compare" and self._about == "grid 'default'" and not acted:
-                acted.append(phase)
-                act()
-            return before(self, phase, *given)
+    def acting(self: Agreement, *given: Any) -> Any:
+        if self.about == "grid 'default'" and not acted:
+            acted.append(self.about)
+            act()
+        return before(self, *given)
 
-        return call
-
-    Meeting._conclude = acting(Meeting._conclude)  # type: ignore[method-assign]
-    Meeting._await_verdict = acting(Meeting._await_verdict)  # type: ignore[method-assign]
+    Agreement._decision = acting  # type: ignore[method-assign]
     started(limits)
 
 

@@ -1,0 +1,526 @@
+"""Ranks that make one thing together: they compare documents, then pass the same barriers.
+
+    compare    every rank shows its document, the first one is the reference
+    created    a barrier, as many as the caller has phases
+    ready      the last barrier; after it every rank leaves, and the last to leave deletes all keys
+
+Each phase is a round (`commgrid.rendezvous.round`), so that ranks that differ, fail or never come
+are the same error on every other rank, by the deadline at the latest.
+
+The n-th agreement in a room has the keys `ROOM/<n>/…`, and `ROOM/over` is the last n that is over.
+Ranks that call for the first time and ranks that try again after a failure meet at the next n.
+
+A rank that has waited for a second publishes at `waits/<rank>` where it waits. So the others can
+say where an absent rank is instead, and compare its document if it waits for the same thing there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from commgrid.errors import CommGridError, PeerTimeoutError
+from commgrid.planning.rank_lists import describe_ranks, unpack
+from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
+from commgrid.rendezvous.decision import (
+    absent,
+    error_of,
+    failed,
+    held_up,
+    mismatch,
+    no_decision,
+    ranks_entry,
+    ranks_of,
+)
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.round import (
+    Decision,
+    conclude,
+    decision_of,
+    decoded,
+    drop,
+    is_good,
+    round_,
+    said,
+)
+from commgrid.rendezvous.timeouts import TIMEOUTS
+
+MOST_DOCUMENTS = 8
+"""Documents other than the reference that are told apart; the rest are counted together."""
+MOST_PHASES = 4
+"""Phases of one agreement, comparing included, at most."""
+CALL, LIMIT = "initialize with this name and these ranks", "startup_timeout"
+"""What ranks call to start a grid, and the argument that limits it."""
+PHASES = ("created", "ready")
+"""Phases of a grid's start after comparing, at most."""
+_ASKED = 64  # absent ranks that are looked for elsewhere, at most
+
+Tell = Callable[[dict[int, bytes]], Mapping[str, Any]]
+"""Makes from what ranks have said in a phase what all of them are told."""
+
+
+class Agreement:
+    """One rank's part in an agreement. Its methods are protocols.
+
+    Args:
+        name: what the ranks agree on; part of the keys.
+        me: this process's rank.
+        members: ranks that are expected, the same on all of them.
+        document: plain values, the same on all of them.
+        began, until: the time now, and the deadline.
+        phases: names of the phases after comparing.
+        about: subject of messages; None: `grid 'NAME'`.
+        call, limit: what every rank calls, and the argument that limits it, for messages.
+        server: rank that serves the store, whose process may not end before others have read why
+            a start failed.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        me: int,
+        members: Sequence[int],
+        document: Mapping[str, Any],
+        began: float,
+        until: float,
+        phases: Sequence[str] = PHASES,
+        about: str | None = None,
+        call: str = CALL,
+        limit: str = LIMIT,
+        server: int | None = None,
+    ) -> None:
+        self.about = about or f"grid {name!r}"
+        self._name, self._me, self._members, self._until = name, me, members, until
+        self._call, self._limit, self._server = call, limit, server
+        self._text = json.dumps({**document, "ranks": ranks_entry(members)})
+        self.margin = TIMEOUTS.margin_of(until - began)
+        # Grids of disjoint ranks may share a name: their lowest ranks differ.
+        self._first = members[0] if isinstance(members, range) else min(members)
+        self._room, self._number, self._over = f"{name}@{self._first}", 0, b""
+        self._base = ""
+        assert len(phases) < MOST_PHASES
+        self._phases, self._phase = ("compare", *phases), 0
+        self._came = self._left = self._published = self.doubled = False
+        self.loss: Decision | None = None
+        """The decision that a connection was lost, if it is to be followed by `report`."""
+
+    _concludes = "the last of them"
+    """Whoever makes the decision about documents."""
+
+    @property
+    def incarnation(self) -> str:
+        """Name of this agreement, which no other at the store has."""
+        return f"{self._first}.{self._number}"
+
+    # -- comparing ----------------------------------------------------------------------
+
+    def compare(self) -> Protocol[None]:
+        """Arrive with the document, and go on if all members have the same.
+
+        Raises:
+            GridMismatchError: ranks have other documents.
+            PeerTimeoutError: a rank did not arrive; it is named.
+            PeerFailedError: a rank has failed meanwhile.
+        """
+        over = (yield Get((f"{self._room}/over",)))[0]
+        self._over = over or b""
+        self._number = int(over or 0) + 1
+        while not (yield from self._compare_at(f"{self._room}/{self._number}")):
+            self._number += 1
+        self._phase = 1
+
+    def _compare_at(self, base: str) -> Protocol[bool]:
+        """Compare in one place; False if the keys there are of an attempt that is over."""
+        self._base = base
+        if (yield Now()) >= self._until:  # the others may have given up, and nobody be here
+            raise held_up(self.about, self._me, self._limit)
+        reference, kind = yield from self._show()
+        members = ranks_of(reference) if kind else self._members
+        arrival = yield from arrive(f"{base}/phase 0", self._me, members)
+        if arrival is Arrival.TWICE:  # this rank was here in an attempt that it has given up
+            self.doubled = True
+            return False
+        self._came = True
+        decision = yield from self._decision(arrival is Arrival.LAST, members)
+        if decision["kind"] == "moved":
+            self._came = False
+            return False
+        if is_good(decision) and kind:  # the members of a smaller grid agreed without this rank
+            held = [(reference, list(members)), (self._text, [self._me])]
+            decision = mismatch(held)
+            raise error_of(decision, self.about, self._me)
+        yield from self._obey(decision)
+        return True
+
+    def _decision(self, is_last: bool, members: Sequence[int]) -> Protocol[Decision]:
+        """Return the decision about documents; the last rank to arrive makes it."""
+        at = f"{self._base}/phase 0"
+        if is_last:
+            return (yield from conclude(at, (yield from self._judge((), False))))
+        return (yield from decision_of(at, self._me, members, self._until, self._judge, self._wait))
+
+    def _show(self) -> Protocol[tuple[str, int]]:
+        """Leave this rank's document; return the reference, and the number of this rank's."""
+        mine, reference = self._text.encode(), ""
+        for kind in range(MOST_DOCUMENTS + 1):
+            stands = yield Cas(f"{self._base}/doc/{kind}", b"", mine)
+            reference = reference or stands.decode()
+            if stands == mine:
+                break
+        else:
+            kind = MOST_DOCUMENTS + 1
+        if kind:
+            yield from arrive(f"{self._base}/holders/{kind}", self._me, ())
+        return reference, kind
+
+    def _judge(self, missing: Sequence[int], time_is_up: bool) -> Protocol[Mapping[str, Any]]:
+        """Decide about the documents, when all have arrived or time is up."""
+        documents = yield from self._documents()
+        if not time_is_up and len(documents) == 1:
+            return {"kind": "agreed"}
+        everyone = sorted({self._me}.union(*(ranks_of(text) for text in documents)))
+        at = f"{self._base}/phase 0"
+        here = yield from arrived(at, everyone)
+        until = (yield Now()) + (0.0 if time_is_up else self.margin)
+        while len(here) < len(everyone) and (now := (yield Now())) < min(until, self._until):
+            # Documents differ, and one names further ranks: a moment for these to arrive.
+            yield Wait(f"{at}/decision", now + self.margin / 10)
+            here = yield from arrived(at, everyone)
+        missing = [rank for rank in everyone if rank not in here]
+        holders = yield from self._holders(documents, here)
+        rooms, also = [self._base], ""
+        for rank, place in (yield from self._elsewhere(missing)):
+            if place["name"] == self._name and place["document"]:
+                holders.append((place["document"], [rank]))
+                rooms.append(place["at"])
+            else:
+                also += f"rank {rank} waits in {place['about']}; "
+        holders = _merged(holders)
+        if len(holders) > 1:
+            found = {**mismatch(holders), "rooms": list(dict.fromkeys(rooms))}
+            for other in found["rooms"][1:]:
+                yield from conclude(f"{other}/phase 0", found)
+        elif missing:
+            found = self._absent(missing, here, "arrive", also)
+        else:
+            found = no_decision(self._concludes, here, self._limit)
+        yield from self._end()
+        return found
+
+    def _documents(self) -> Protocol[list[str]]:
+        """Return all documents that ranks have shown, the reference first."""
+        kinds = range(MOST_DOCUMENTS + 1)
+        found = yield Get(tuple(f"{self._base}/doc/{kind}" for kind in kinds))
+        return [text.decode() for text in found if text is not None]
+
+    def _holders(
+        self, documents: Sequence[str], here: Sequence[int]
+    ) -> Protocol[list[tuple[str, list[int]]]]:
+        """Return each document with the ranks that hold it; "" with the ranks of all others."""
+        found: list[tuple[str, list[int]]] = []
+        for kind, text in enumerate([*documents, ""] if len(documents) > 1 else ()):
+            if kind:
+                kind = kind if text else MOST_DOCUMENTS + 1
+                holding = yield from arrived(f"{self._base}/holders/{kind}", here)
+                found += [(text, holding)] if holding else []
+        others = {rank for _, ranks in found for rank in ranks}
+        rest = [rank for rank in here if rank not in others]
+        return [(documents[0], rest), *found] if rest else found
+
+    def _elsewhere(self, missing: Sequence[int]) -> Protocol[list[tuple[int, dict[str, Any]]]]:
+        """Return where absent ranks wait instead, as they have published."""
+        places = []
+        for rank in missing[:_ASKED]:
+            found = (yield Get((f"waits/{rank}",)))[0]  # alone: it may go at any time
+            if found is not None and (place := json.loads(found))["at"] != self._base:
+                places.append((rank, place))
+        return places
+
+    # -- the phases after it ------------------------------------------------------------
+
+    def meet(
+        self,
+        tell: Tell | None = None,
+        say: bytes | None = None,
+        speakers: Sequence[int] = (),
+    ) -> Protocol[Decision]:
+        """Pass the next barrier: three operations.
+
+        Args:
+            tell: makes from what the speakers have said what the decision holds beside its kind.
+            say: of this rank, if it is one of the speakers.
+            speakers: ranks that say something.
+
+        Raises:
+            PeerTimeoutError: a rank did not get here; it is named.
+            PeerFailedError: a rank has failed before.
+        """
+        phase, at = self._phases[self._phase], self._place(self._phase)
+        last = self._phase == len(self._phases) - 1
+
+        def decide(missing: Sequence[int], time_is_up: bool) -> Protocol[Mapping[str, Any]]:
+            if last or time_is_up:  # whoever meets again must not meet here
+                yield from self._end()
+            if time_is_up:
+                here = [rank for rank in self._members if rank not in {*missing}]
+                if not missing:
+                    return no_decision("the last of them", here, self._limit)
+                return self._absent(missing, here, f"get as far as {phase!r}")
+            if tell is None:
+                return {"kind": "agreed"}
+            texts = yield from said(at, speakers)
+            yield Drop(tuple(f"{at}/said/{rank}" for rank in speakers))
+            return {**tell(texts), "kind": "agreed"}
+
+        decision = yield from round_(
+            at, self._me, self._members, self._until, decide, say=say,
+            sweep=[self._place(self._phase - 1)],
+            await_decision=self._wait,
+        )  # fmt: skip
+        yield from self._obey(decision)
+        self._phase += 1
+        if last:
+            yield from self._leave_for_good()
+        return decision
+
+    def _leave_for_good(self) -> Protocol[None]:
+        """Leave when all is well; the last rank to leave deletes what is left at the store."""
+        yield from self._unpublish()
+        ready = self._place(len(self._phases) - 1)
+        left = yield from arrive(f"{self._base}/left", self._me, self._members, [ready])
+        if left is Arrival.LAST:
+            yield from self._drop(self._base, everything=False)
+            yield from self._drop_failed()
+
+    def _drop_failed(self) -> Protocol[None]:
+        """Delete what failed agreements before this one have left for late ranks."""
+        number = self._number - 1
+        while (yield Get((f"{self._room}/{number}/phase 0/decision",)))[0] is not None:
+            yield from self._drop(f"{self._room}/{number}")
+            number -= 1
+
+    def _drop(self, base: str, everything: bool = True) -> Protocol[None]:
+        """Delete the keys of an agreement.
+
+        Args:
+            everything: whether counters may be there too, as after a failure.
+        """
+        yield from self._drop_documents(base, everything)
+        for place in self._places(base):
+            yield from drop(place, self._members if everything else ())
+
+    def _drop_documents(self, base: str, everything: bool) -> Protocol[None]:
+        """Delete the keys of an agreement that are not of its rounds."""
+        kinds = range(MOST_DOCUMENTS + 2)
+        keys = [f"{base}/doc/{kind}" for kind in kinds]
+        keys += [f"{base}/complete", f"{base}/gone", *self._counters(f"{base}/left")]
+        if everything:
+            for kind in kinds:
+                keys += self._counters(f"{base}/holders/{kind}")
+        yield Drop(tuple(keys))
+
+    def _drop_but_decisions(self, base: str) -> Protocol[None]:
+        """Delete the keys of a failed agreement; a late rank still finds the decisions."""
+        yield from self._drop_documents(base, everything=True)
+        for place in self._places(base):
+            elected = (f"{place}/elected/1", f"{place}/elected/2")
+            yield Drop((*elected, *self._counters(place)))
+
+    def _place(self, phase: int) -> str:
+        """Key of a phase's round. Phases have numbers there, since other agreements in this room
+        may have other phases."""
+        return f"{self._base}/phase {phase}"
+
+    @staticmethod
+    def _places(base: str) -> list[str]:
+        """Keys of all rounds that an agreement may have had."""
+        return [f"{base}/phase {phase}" for phase in range(MOST_PHASES)] + [f"{base}/lost"]
+
+    def _counters(self, at: str) -> list[str]:
+        return counters(at, self._members)
+
+    # -- failures -----------------------------------------------------------------------
+
+    def give_up(self, error: BaseException, lost: bool = False) -> Protocol[BaseException]:
+        """Tell the others why this rank does not come to the next phase, and leave.
+
+        Args:
+            error: this rank's.
+            lost: whether it is a lost connection, of which another rank's end may be the cause.
+
+        Returns:
+            The error that says best what happened: another rank's failure or absence, of which this
+            rank's own timeout is a consequence; or `error` itself. If `loss` is set, `report`
+            returns it.
+        """
+        if self._left or not self._came or self._phase == len(self._phases):
+            return error
+        decision = yield from self._blame(error, lost)
+        if is_good(decision) or decision["kind"] == "moved":
+            return error
+        if decision["kind"] == "lost":
+            self.loss = decision
+            return error
+        decision = yield from self._leave(decision)
+        consequence = isinstance(error, PeerTimeoutError) and decision.get("rank") != self._me
+        return error_of(decision, self.about, self._me) if consequence else error
+
+    def report(self) -> Protocol[CommGridError]:
+        """Report after a lost connection, and return the error that all ranks raise.
+
+        Before it the caller closes its own connections, since others may wait on these.
+        """
+        assert self.loss is not None
+        decision = yield from self._leave(self.loss)
+        return error_of(decision, self.about, self._me)
+
+    def tell(self, error: BaseException, lost: bool = False) -> Protocol[None]:
+        """Tell the others why this rank does not come, before it closes its connections: others
+        fail by these, and would be taken for the cause. Not after the deadline, when all fail."""
+        if self._came and self._phase < len(self._phases) and not (yield from self._is_late()):
+            yield from self._blame(error, lost)
+
+    def interrupt(self, why: str, late: bool) -> Protocol[None]:
+        """End the phase that the members wait in, and the next ones.
+
+        Args:
+            why: which rank does not come, and what is known of it.
+            late: whether it may be alive.
+        """
+        kind = {"kind": "absent", "absent": "", "late": why} if late else {"kind": "failed"}
+        decision = {**kind, "message": why, "present": len(self._members) - 1}
+        yield from self._end()
+        for phase in range(self._phase, len(self._phases)):
+            if not is_good((yield from conclude(self._place(phase), decision))):
+                break
+
+    def _blame(self, error: BaseException, lost: bool) -> Protocol[Decision]:
+        """Decide that the next phase fails because of this rank, unless there is a decision."""
+        decision: Decision = {"kind": "agreed"}
+        for phase in range(self._phase, len(self._phases)):
+            at = self._place(phase)
+            stands = (yield Get((f"{at}/decision",)))[0]
+            if stands is None:
+                blame = yield from self._cause(phase, error, lost)
+                yield from self._end()
+                decision = yield from conclude(at, blame)
+            else:
+                decision = decoded(stands)
+            if not is_good(decision):  # else the others have gone on to the next phase
+                break
+        return decision
+
+    def _cause(self, phase: int, error: BaseException, lost: bool) -> Protocol[Decision]:
+        """Return the decision about this rank; or about absent ranks that kept it waiting."""
+        late = yield from self._is_late()
+        # Only a deadline says something about absent ranks; a connection may break sooner.
+        if isinstance(error, PeerTimeoutError) and late:
+            at = self._place(phase)
+            yield from arrive(at, self._me, ())
+            # The others were kept waiting as long, and arrive now.
+            yield Wait(f"{at}/decision", (yield Now()) + self.margin / 2)
+            here = yield from arrived(at, self._members)
+            missing = [rank for rank in self._members if rank not in here]
+            if missing:
+                did_not = f"get as far as {self._phases[phase]!r}" if phase else "arrive"
+                return self._absent(missing, here, did_not)
+        decision = failed(self._me, error, len(self._members))
+        if lost and not late:
+            decision["kind"] = "lost"
+        return decision
+
+    def _absent(
+        self, missing: Sequence[int], here: Sequence[int], did_not: str, also: str = ""
+    ) -> Decision:
+        return absent(missing, here, did_not, self._limit, self._call, also)
+
+    def _obey(self, decision: Decision) -> Protocol[None]:
+        """Raise the error that a bad decision is on this rank, after leaving."""
+        if not is_good(decision):
+            decision = yield from self._leave(decision)
+            raise error_of(decision, self.about, self._me)
+
+    def _leave(self, decision: Decision) -> Protocol[Decision]:
+        """Leave after a failure, and return the decision about its cause.
+
+        The last of the ranks that are present deletes the keys but for the decisions; the one that
+        serves the store waits for it a moment, since its process may end next.
+        """
+        if self._left:
+            return decision
+        self._left = True
+        if decision["kind"] == "lost":
+            decision = yield from self._after_a_loss(decision)
+        yield from self._unpublish()
+        rooms = decision.get("rooms", [self._base])
+        released = f"{rooms[0]}/released"
+        if (yield Add(f"{rooms[0]}/gone", 1)) >= decision["present"]:
+            for base in rooms:
+                yield from self._drop_but_decisions(base)
+            absentees = unpack(decision.get("absent", ""))
+            if self._server in self._members and self._server not in {self._me, *absentees}:
+                yield Put(released, b"")
+        elif self._server == self._me:
+            yield Wait(released, (yield Now()) + TIMEOUTS.leave)
+            yield Drop((released,))
+        return decision
+
+    def _after_a_loss(self, decision: Decision) -> Protocol[Decision]:
+        """Find out which ranks have ended after a connection was lost: those that do not report.
+
+        gloo takes whoever connects to a port for the rank that it waits for there, so that a
+        connection may be lost though both ranks live.
+        """
+        why, now = decision["message"], (yield Now())
+        within = min(TIMEOUTS.arrive, max(self._until - now - self.margin, self.margin))
+
+        def decide(missing: Sequence[int], _: bool) -> Protocol[Mapping[str, Any]]:
+            if missing:
+                told = (
+                    f"{describe_ranks(missing)} did not report within {within:.3g} s after {why}; "
+                    "either ended, or still waiting for a rank that has"
+                )
+            else:
+                told = f"{why}; all ranks have reported since, so call it again"
+            kept = {"kind": "failed", "present": len(self._members) - len(missing)}
+            yield from ()
+            return {**kept, "message": told}
+
+        at = f"{self._base}/lost"
+        return (yield from round_(at, self._me, self._members, now + within, decide))
+
+    # -- time ---------------------------------------------------------------------------
+
+    def _is_late(self) -> Protocol[bool]:
+        now: float = yield Now()
+        return self._until - now <= self.margin + 0.5
+
+    def _end(self) -> Protocol[None]:
+        """Mark this agreement as over, so that whoever meets next does not meet here."""
+        yield Cas(f"{self._room}/over", self._over, str(self._number).encode())
+
+    def _wait(self, key: str, until: float) -> Protocol[bytes | None]:
+        """Wait for a key; after a while publish where."""
+        found: bytes | None = yield Wait(key, min(until, (yield Now()) + TIMEOUTS.unseen))
+        if found is None and (yield Now()) < until:
+            place = {"name": self._name, "about": self.about, "at": self._base,
+                     "document": "" if self._phase else self._text}  # fmt: skip
+            self._published = True
+            yield Put(f"waits/{self._me}", json.dumps(place).encode())
+            found = yield Wait(key, until)
+        return found
+
+    def _unpublish(self) -> Protocol[None]:
+        if self._published:
+            self._published = False
+            yield Drop((f"waits/{self._me}",))
+
+
+def _merged(holders: Sequence[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    """Return each document once, with all ranks that hold it."""
+    merged: dict[str, list[int]] = {}
+    for text, ranks in holders:
+        merged.setdefault(text, []).extend(ranks)
+    return list(merged.items())

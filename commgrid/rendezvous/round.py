@@ -1,0 +1,138 @@
+"""One rendezvous round: every member arrives, one writes the decision, and all read the same one.
+
+    member 0   arrives ─ waits ───────────────────────────► reads the decision
+    member 1   arrives ─ waits ───────────────────────────► reads the decision
+    member 2             arrives last ─ writes the decision
+
+When the time is up an elected member decides instead, from the list of absent members. Any process
+may decide earlier that the round fails (`fail`). The first decision stands, so that every wait ends
+with the same one on all members unless the store is lost.
+
+The keys of a round at `R`:
+
+    R/<block>, R/blocks   arrivals      R/said/<rank>   what a member has to say
+    R/decision            JSON          R/elected/<n>   elections after the deadline
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.timeouts import TIMEOUTS
+
+Decision = dict[str, Any]
+"""`kind` is "agreed", or the name of a failure (`commgrid.rendezvous.decision`)."""
+Decide = Callable[[Sequence[int], bool], Protocol[Mapping[str, Any]]]
+"""Makes a round's decision, given its absent members, and whether the time is up. If it is up and
+nobody is absent, the last member to arrive has ended before it could decide."""
+REPORTERS = 16
+"""Members that look for the absent ones right at the deadline; the others do a margin later. If all
+of them did at once, the store would be slow for the one that is elected."""
+
+
+def agreed(absent: Sequence[int] = (), time_is_up: bool = False) -> Protocol[Mapping[str, Any]]:
+    """Decide that all members go on."""
+    yield from ()
+    return {"kind": "agreed"}
+
+
+def round_(
+    at: str,
+    me: int,
+    members: Sequence[int],
+    until: float,
+    decide: Decide = agreed,
+    *,
+    say: bytes | None = None,
+    sweep: Sequence[str] = (),
+    await_decision: Callable[[str, float], Protocol[bytes | None]] | None = None,
+) -> Protocol[Decision]:
+    """Take part in a round: arrive, and return the decision.
+
+    Args:
+        at: key of the round.
+        me: this process's rank.
+        members: ranks that are expected.
+        until: time at which an elected member decides without the absent ones.
+        decide: makes the decision.
+        say: left for the member that decides; see `said`.
+        sweep: earlier rounds of the same members that are over.
+        await_decision: waits for the decision's key, as `Wait` does.
+
+    Raises:
+        StoreLostError: the store has ended or does not answer.
+    """
+    if say is not None:
+        yield Put(f"{at}/said/{me}", say)
+    arrival = yield from arrive(at, me, members, sweep)
+    if arrival is Arrival.LAST:
+        return (yield from conclude(at, (yield from decide((), False))))
+    return (yield from decision_of(at, me, members, until, decide, await_decision))
+
+
+def decision_of(
+    at: str,
+    me: int,
+    members: Sequence[int],
+    until: float,
+    decide: Decide,
+    await_decision: Callable[[str, float], Protocol[bytes | None]] | None = None,
+) -> Protocol[Decision]:
+    """Wait for a round's decision; when the time is up, elect a member that makes it."""
+    key = f"{at}/decision"
+    left = until - (yield Now())
+    if not reports_first(me, members):
+        until += TIMEOUTS.margin_of(max(left, 0.0))
+    found = yield from (await_decision or _wait)(key, until)
+    turn = 0
+    while found is None:
+        turn += 1
+        if (yield Add(f"{at}/elected/{turn}", 1)) == 1:
+            here = set((yield from arrived(at, members)))
+            absent = [rank for rank in members if rank not in here]
+            return (yield from conclude(at, (yield from decide(absent, True))))
+        found = yield Wait(key, (yield Now()) + TIMEOUTS.lease)
+    return decoded(found)
+
+
+def reports_first(me: int, members: Sequence[int]) -> bool:
+    """Whether this member is one of the `REPORTERS`, which are spread over all members."""
+    return me not in members or members.index(me) % max(len(members) // REPORTERS, 1) == 0
+
+
+def conclude(at: str, decision: Mapping[str, Any]) -> Protocol[Decision]:
+    """Write a round's decision unless there is one; return the one that stands."""
+    return decoded((yield Cas(f"{at}/decision", b"", json.dumps(decision).encode())))
+
+
+def said(at: str, members: Sequence[int]) -> Protocol[dict[int, bytes]]:
+    """Return what each of some members has said in a round, without those that said nothing."""
+    found = yield Get(tuple(f"{at}/said/{rank}" for rank in members))
+    return {rank: text for rank, text in zip(members, found, strict=True) if text is not None}
+
+
+def drop(at: str, members: Sequence[int], speakers: Sequence[int] = ()) -> Protocol[None]:
+    """Delete all keys of a round that nobody reads any more."""
+    yield Drop((
+        f"{at}/decision", f"{at}/elected/1", f"{at}/elected/2", *counters(at, members),
+        *(f"{at}/said/{rank}" for rank in speakers),
+    ))  # fmt: skip
+
+
+def is_good(decision: Mapping[str, Any]) -> bool:
+    """Whether a decision lets all members go on."""
+    return bool(decision["kind"] == "agreed")
+
+
+def decoded(value: bytes) -> Decision:
+    """Return the decision that a key holds."""
+    return dict(json.loads(value))
+
+
+def _wait(key: str, until: float) -> Protocol[bytes | None]:
+    found: bytes | None = yield Wait(key, until)
+    return found

@@ -1,0 +1,109 @@
+"""The driver of rendezvous protocols: it carries out their operations on a torch store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from commgrid.rendezvous.op import (
+    Add,
+    Cas,
+    Drop,
+    Get,
+    Now,
+    Op,
+    Protocol,
+    Put,
+    StoreLostError,
+    Wait,
+)
+from commgrid.rendezvous.timeouts import TIMEOUTS
+from commgrid.runtime.patient import PatientStore, SilentStoreError
+from commgrid.runtime.roll import Line, seconds_until
+
+Result = TypeVar("Result")
+
+_MISSING = b"\x00missing"
+"""No key holds this value: compare and set with it reads a key, and does not wait for a missing one
+as torch's `get` does."""
+
+
+class StoreDriver:
+    """Runs protocols over one store.
+
+    Args:
+        store: a `torch.distributed.Store`.
+        among: number of ranks that wait for each other; a few look for a moment before they wait.
+        patience: returns the seconds that one operation may take; None: `Timeouts.answer`.
+        line: to wait on, over the same store; None: one of its own.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        among: int,
+        patience: Callable[[], float] | None = None,
+        line: Line | None = None,
+    ) -> None:
+        self.store = PatientStore(store, patience or (lambda: TIMEOUTS.answer))
+        self._line = line or Line(store, among)
+
+    def run(self, protocol: Protocol[Result]) -> Result:
+        """Run a protocol to its end, and return its result.
+
+        Raises:
+            StoreLostError: the store has ended or does not answer, unless the protocol handles it.
+        """
+        outcome: Any = None
+        try:
+            operation = next(protocol)
+            while True:
+                try:
+                    outcome = self._carry_out(operation)
+                except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, too
+                    silent = isinstance(error, SilentStoreError)
+                    lost = StoreLostError(f"{error}".partition("\n")[0], silent)
+                    lost.__cause__ = error
+                    operation = protocol.throw(lost)
+                else:
+                    operation = protocol.send(outcome)
+        except StopIteration as over:
+            result: Result = over.value
+            return result
+
+    def close(self) -> None:
+        """Let connections go. A wait that is under way on one of them ends by itself."""
+        self._line.close()
+
+    def _carry_out(self, operation: Op) -> Any:
+        match operation:
+            case Get(keys):
+                return self._get(keys)
+            case Put(key, value):
+                self.store.set(key, value)  # type: ignore[arg-type]
+            case Add(key, by):
+                return self.store.add(key, by)
+            case Cas(key, old, new):
+                return self.store.compare_set(key, old, new)  # type: ignore[arg-type]
+            case Wait(key, until):
+                return self._wait(key, until)
+            case Drop(keys):
+                for key in keys:
+                    self.store.delete_key(key)
+            case Now():
+                return time.monotonic()
+        return None
+
+    def _get(self, keys: tuple[str, ...]) -> tuple[bytes | None, ...]:
+        if len(keys) > 1 and self.store.check(list(keys)):
+            return tuple(self.store.multi_get(list(keys)))
+        return tuple(self._read(key) for key in keys)
+
+    def _read(self, key: str) -> bytes | None:
+        found = self.store.compare_set(key, _MISSING, _MISSING)  # type: ignore[arg-type]
+        return None if found == _MISSING else found
+
+    def _wait(self, key: str, until: float) -> bytes | None:
+        self._line.within(key, seconds_until(until))
+        return self._read(key)  # also where the time is up: it may have come just now

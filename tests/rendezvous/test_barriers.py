@@ -1,0 +1,118 @@
+"""Barriers in sequence under every fault, in virtual time."""
+
+import re
+from itertools import count
+from typing import Any
+
+import pytest
+
+from commgrid.planning.ranks import parse_ranks
+from commgrid.rendezvous.barriers import Barriers
+from commgrid.rendezvous.op import Now, Protocol, StoreLostError
+from commgrid.rendezvous.round import is_good
+from tests.rendezvous.simulator import FAULTS, Fault, Simulation
+
+LIMIT = 60.0
+NAMES = ("planned", "run 1", "run 1 is done")
+
+
+class Ended(Exception):
+    """A barrier did not open."""
+
+
+def passing(rank: int, world: int, fails: int | None = None) -> Protocol[str]:
+    made = Barriers("t", rank, range(world))
+    for name in NAMES:
+        if rank == fails and name == "run 1":
+            yield from made.fail(name, "failed", f"rank {rank} failed")
+        decision = yield from made.come(name, (yield Now()) + LIMIT, "did not come")
+        if not is_good(decision):
+            yield from made.close()
+            raise Ended(decision["message"])
+    yield from made.close()
+    return "passed"
+
+
+def run(world: int, fault: Fault | None = None, victim: int = -1, **more: Any) -> Simulation:
+    found = Simulation(more.pop("seed", None))
+    for rank in range(world):
+        strikes = fault if rank == victim else None
+        found.start(rank, lambda now, r=rank: passing(r, world, **more), 0.0, strikes)
+    found.run()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_fault_at_every_operation(world: int) -> None:
+    rows = 0
+    for kind in FAULTS:
+        for victim in range(world):
+            for k in count(1):
+                found = run(world, Fault(kind, k), victim)
+                struck = found.processes[victim]
+                if struck.issued < k:
+                    break
+                rows += 1
+                for process in found.processes:
+                    if process.crashed:
+                        continue
+                    assert process.ended, found.schedule()
+                    assert process.over_at <= 4 * LIMIT
+                    if process.error is None or process is struck:
+                        continue
+                    assert isinstance(process.error, Ended | StoreLostError), process.error
+                    named = re.search(r"ranks? ([\d, -]+) did not", str(process.error))
+                    absent = set(parse_ranks(named[1].replace(" ", ""))) if named else set()
+                    assert absent <= {victim}, f"{process.error}\n{found.schedule()}"
+    assert rows >= len(FAULTS) * world * 8
+
+
+def test_all_have_the_reason_of_the_one_that_fails() -> None:
+    for seed in range(200):
+        found = run(4, seed=seed, fails=2)
+        assert {str(process.error) for process in found.processes} == {"rank 2 failed"}
+
+
+def test_nothing_is_left() -> None:
+    for fails in (None, 1):
+        found = run(40, fails=fails)
+        assert found.store.values == {}
+
+
+def test_a_lost_rank_ends_the_barrier_and_all_later_ones() -> None:
+    def interrupted(rank: int) -> Protocol[list[bool]]:
+        made, passed = Barriers("t", rank, range(3)), []
+        if rank == 0:
+            yield from made.interrupt("rank 2 is gone", late=False)
+        for name in NAMES:
+            decision = yield from made.come(name, (yield Now()) + LIMIT, "did not come")
+            passed.append(is_good(decision))
+        return passed
+
+    found = Simulation()
+    for rank in (0, 1):
+        found.start(rank, lambda now, r=rank: interrupted(r))
+    found.run()
+    assert [process.result for process in found.processes] == [[False] * 3] * 2
+    assert found.now < 1.0
+
+
+@pytest.mark.parametrize("cause_is_told", [False, True])
+def test_a_consequence_waits_for_its_cause(cause_is_told: bool) -> None:
+    """Rank 1 sees rank 0 close its connection, which waited too long for rank 2."""
+
+    def failing(rank: int) -> Protocol[Any]:
+        made = Barriers("t", rank, range(3))
+        absent = yield from made.absent_after_failure("run 1", {0: 2, 1: 0}[rank])
+        if rank == 0 and cause_is_told:
+            yield from made.fail("run 1", "gone", "rank 2 is gone")
+        if rank == 1:
+            return (yield from made.fail("run 1", "gone", f"gone: {sorted(absent)}"))["message"]
+        return None
+
+    found = Simulation()
+    for rank in (0, 1):
+        found.start(rank, lambda now, r=rank: failing(r))
+    found.run()
+    told = "rank 2 is gone" if cause_is_told else "gone: [2]"
+    assert found.processes[1].result == told

@@ -1,0 +1,217 @@
+"""The start of a world and of a grid under every fault, in virtual time.
+
+A row of the table is a protocol, a number of ranks, and a fault at the k-th operation of one rank,
+for every k. Of each run: every living rank returns or raises by its deadline and a bounded time
+more, all of them alike; no rank that lives and came is said to be absent; and with no fault, all
+return.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+
+from commgrid.errors import CommGridError, PeerFailedError
+from commgrid.planning.ranks import parse_ranks
+from commgrid.rendezvous.agreement import Agreement
+from commgrid.rendezvous.epoch import FirstAgreement
+from commgrid.rendezvous.op import Protocol, StoreLostError
+from tests.rendezvous.simulator import FAULTS, PAUSES, Fault, SimulatedStore, Simulation
+
+LIMIT = 60.0  # startup_timeout of each rank
+LATEST = LIMIT + 2 * PAUSES["long pause"] + 30.0
+"""When the last rank knows: the deadline, two pauses (its own, an elected one's), and leases."""
+_tokens = count()
+
+
+def starting(
+    rank: int, world: int, now: float, *, first: bool, name: str = "g", limit: float = LIMIT,
+    fails: bool = False, **document: Any,
+) -> Protocol[str]:  # fmt: skip
+    """A start of three phases; with `fails` the rank fails before the second one."""
+    given: dict[str, Any] = {
+        "name": name, "me": rank, "members": range(world), "document": document,
+        "began": now, "until": now + limit, "server": 0,
+    }  # fmt: skip
+    token = f"epoch {next(_tokens)}"
+    made = FirstAgreement(token=token, **given) if first else Agreement(**given)
+    return _phases(made, fails)
+
+
+def _phases(made: Agreement, fails: bool) -> Protocol[str]:
+    yield from made.compare()
+    if fails:
+        error = yield from made.give_up(ValueError("out of sockets"))
+        raise PeerFailedError("mine") from error
+    for _ in range(2):
+        yield from made.meet()
+    return made.incarnation
+
+
+def run(
+    world: int, fault: Fault | None, victim: int, *, first: bool, seed: int | None = None,
+    store: SimulatedStore | None = None, who: Sequence[int] | None = None,
+) -> Simulation:  # fmt: skip
+    found = Simulation(seed, store)
+    chance = random.Random(seed)
+    for rank in range(world) if who is None else who:
+        at = 0.0 if seed is None else chance.choice((0.0, 0.001, 0.3, 4.0))
+        strikes = fault if rank == victim else None
+        found.start(rank, lambda now, r=rank: starting(r, world, now, first=first), at, strikes)
+    found.run()
+    return found
+
+
+def accused(error: BaseException) -> set[int]:
+    """Ranks that an error says are absent."""
+    found = re.search(r"ranks? ([\d, /-]+) (did not|came too late)", str(error))
+    return set(parse_ranks(found[1].replace(" ", ""))) if found else set()
+
+
+def check(found: Simulation, victim: int, kind: str) -> None:
+    """No rank waits longer than it may, and nobody who lives is accused by the others."""
+    living = [process for process in found.processes if not process.crashed]
+    for process in living:
+        assert process.ended, found.schedule()
+        assert process.over_at <= LATEST, f"rank {process.rank} at {process.over_at}"
+        if process.error is not None:
+            assert isinstance(process.error, CommGridError | StoreLostError), process.error
+            expected = {victim} if kind in FAULTS else set()
+            assert accused(process.error) <= expected, f"{process.error}\n{found.schedule()}"
+    others = [process for process in living if process.rank != victim]
+    if kind not in ("store gone", "store stopped"):
+        good = {process.rank for process in others if process.error is None}
+        assert good in (set(), {p.rank for p in others}), f"{good}\n{found.schedule()}"
+
+
+def each_fault(world: int, first: bool, seed: int | None = None) -> Iterator[tuple[str, int, int]]:
+    for kind in FAULTS:
+        for victim in range(world):
+            for k in count(1):
+                found = run(world, Fault(kind, k), victim, first=first, seed=seed)
+                process = next(p for p in found.processes if p.rank == victim)
+                if process.issued < k:
+                    break  # it was over before
+                check(found, victim, kind)
+                yield kind, victim, k
+
+
+BOTH = pytest.mark.parametrize("first", [False, True], ids=["grid", "world"])
+STARTS = (0.0, 0.001, 0.3, 4.0)
+
+
+@BOTH
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_fault_at_every_operation(world: int, first: bool) -> None:
+    rows = list(each_fault(world, first))
+    assert len(rows) >= len(FAULTS) * world * 9
+    assert {kind for kind, _, _ in rows} == set(FAULTS)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["crash", "crash after"])
+def test_a_rank_that_ends_is_named_unless_all_have_started(kind: str, first: bool) -> None:
+    """The others return only if it ended after the last barrier was complete."""
+    for victim in range(3):
+        for k in range(1, 30):
+            found = run(3, Fault(kind, k), victim, first=first)
+            *_, gone = (p for p in found.processes if p.rank == victim)
+            for process in found.processes:
+                if process is gone or process.error is None:
+                    continue
+                text = str(process.error)
+                who = f"rank {victim} did not|all come, and (the last of them|rank 0)"
+                assert re.search(who, text), text
+            started = [p.error is None for p in found.processes if p is not gone]
+            if not gone.crashed:
+                assert all(started)
+            elif all(started):
+                assert any("/phase 2/" in line for line in gone.log), gone.log
+
+
+def draw(seed: int) -> tuple[Simulation, int, str]:
+    chance = random.Random(seed)
+    world, kind = chance.choice((2, 3, 4, 5)), chance.choice(FAULTS)
+    victim, k = chance.randrange(world), chance.randrange(1, 16)
+    first = chance.random() < 0.5
+    return run(world, Fault(kind, k), victim, first=first, seed=seed), victim, kind
+
+
+@pytest.mark.nightly("100000")
+@pytest.mark.parametrize("seeds", [3_000, 100_000])
+def test_any_order_of_operations(seeds: int) -> None:
+    for seed in range(seeds):
+        check(*draw(seed))
+
+
+@BOTH
+def test_sixty_four_ranks(first: bool) -> None:
+    for seed in range(60):
+        chance = random.Random(seed)
+        victim, kind = chance.randrange(64), chance.choice(FAULTS)
+        fault = Fault(kind, chance.randrange(1, 16))
+        check(run(64, fault, victim, first=first, seed=seed), victim, kind)
+
+
+@BOTH
+def test_two_faults(first: bool) -> None:
+    """Of four ranks; nobody hangs, and the others are never accused."""
+    kinds = [kind for kind in FAULTS if not kind.startswith("store")]
+    for seed in range(2_000):
+        chance = random.Random(seed)
+        victims = chance.sample(range(4), 2)
+        found = Simulation(seed)
+        for rank in range(4):
+            fault = (
+                Fault(chance.choice(kinds), chance.randrange(1, 16)) if rank in victims else None
+            )
+            found.start(rank, lambda now, r=rank: starting(r, 4, now, first=first), 0.0, fault)
+        found.run()
+        for process in found.processes:
+            if process.crashed:
+                continue
+            assert process.ended, found.schedule()
+            assert process.over_at <= LATEST + 100.0
+            if process.error is not None and not isinstance(process.error, StoreLostError):
+                assert accused(process.error) <= {*victims}, f"{process.error}{found.schedule()}"
+
+
+def test_a_restart_starts_whatever_the_attempts_before_have_left() -> None:
+    """The store stays, as a launcher's does; up to three attempts are lost at any operation."""
+    for seed in range(3_000):
+        chance, store = random.Random(seed), SimulatedStore()
+        world = chance.choice((2, 3, 4, 5))
+        for attempt in range(chance.choice((1, 2, 3))):
+            lost = Simulation(seed + attempt, store)
+            for rank in range(world):
+                kind, k = chance.choice(("crash", "crash after", "")), chance.randrange(1, 18)
+                if chance.random() < 0.85:
+                    at, fault = chance.choice(STARTS), Fault(kind, k) if kind else None
+                    lost.start(
+                        rank,
+                        lambda now, r=rank, w=world: starting(r, w, now, first=True),
+                        at,
+                        fault,
+                    )
+            lost.run(until=chance.choice((1.0, 5.0, 61.0, 1000.0)))  # the launcher ends them all
+        found = run(world, None, -1, first=True, seed=seed, store=store)
+        epochs = {process.result for process in found.processes}
+        assert len(epochs) == 1, found.schedule()
+        assert None not in epochs, found.schedule()
+        left = [key for key in store.values if str(*epochs) in key]
+        assert left == [], left
+
+
+@pytest.mark.nightly("16384")
+@pytest.mark.parametrize("world", [1024, 16_384])
+def test_operations_do_not_grow_with_the_world(world: int) -> None:
+    """Ranks that come within a second of each other: no rank publishes where it waits."""
+    for first in (False, True):
+        found = run(world, None, -1, first=first)
+        issued = sorted(process.issued for process in found.processes)
+        assert found.store.operations / world <= 11.0
+        assert issued[world // 2] <= 10
+        assert issued[-1] <= 30
