@@ -40,6 +40,7 @@ from commgrid.rendezvous.round import (
     decision_of,
     decoded,
     drop,
+    drop_but_decision,
     is_good,
     round_,
     said,
@@ -325,8 +326,7 @@ class Agreement:
         """Delete the keys of a failed agreement; a late rank still finds the decisions."""
         yield from self._drop_documents(base, everything=True)
         for place in self._places(base):
-            elected = (f"{place}/elected/1", f"{place}/elected/2")
-            yield Drop((*elected, *self._counters(place)))
+            yield from drop_but_decision(place, self._members)
 
     def _place(self, phase: int) -> str:
         """Key of a phase's round. Phases have numbers there, since other agreements in this room

@@ -122,11 +122,21 @@ class FirstAgreement(Agreement):
         at, complete = self._place(0), f"{self._base}/complete"
         if is_last:
             yield Put(complete, b"")
-        if self._me == self._first and (
-            is_last or (yield from self._wait(complete, self._until)) is not None
-        ):
+        if self._me == self._first and (is_last or (yield from self._all_have_come(complete))):
             return (yield from conclude(at, (yield from self._judge((), False))))
-        return (yield from decision_of(at, self._me, members, self._until, self._judge, self._wait))
+        return (
+            yield from decision_of(at, self._me, members, self._until, self._judge, half_time=False)
+        )
+
+    def _all_have_come(self, complete: str) -> Protocol[bool]:
+        """Wait for the last rank's word; at half-time look for it, which may have ended."""
+        now = yield Now()
+        if (yield Wait(complete, now + (self._until - now) / 2)) is not None:
+            return True
+        here = yield from arrived(self._place(0), self._members)
+        if len(here) == len(self._members):
+            return True
+        return (yield Wait(complete, self._until)) is not None
 
     def _end(self) -> Protocol[None]:
         """Nothing: nobody meets in an epoch whose comparison was decided."""

@@ -4,14 +4,15 @@
     member 1   arrives ─ waits ───────────────────────────► reads the decision
     member 2             arrives last ─ writes the decision
 
-When the time is up an elected member decides instead, from the list of absent members. Any process
-may decide earlier that the round fails (`fail`). The first decision stands, so that every wait ends
-with the same one on all members unless the store is lost.
+When the time is up an elected member decides instead, from the list of absent members. At half-time
+one looks whether all have arrived and the last of them has ended before it could decide; the next
+round then names that one. Any process may decide earlier that the round fails. The first decision
+stands, so that every wait ends with the same one on all members unless the store is lost.
 
 The keys of a round at `R`:
 
     R/<block>, R/blocks   arrivals      R/said/<rank>   what a member has to say
-    R/decision            JSON          R/elected/<n>   elections after the deadline
+    R/decision            JSON          R/half-time, R/elected/<n>   elections
 """
 
 from __future__ import annotations
@@ -81,19 +82,33 @@ def decision_of(
     until: float,
     decide: Decide,
     await_decision: Callable[[str, float], Protocol[bytes | None]] | None = None,
+    half_time: bool = True,
 ) -> Protocol[Decision]:
-    """Wait for a round's decision; when the time is up, elect a member that makes it."""
-    key = f"{at}/decision"
-    left = until - (yield Now())
+    """Wait for a round's decision; when the time is up, elect a member that makes it.
+
+    Args:
+        half_time: whether any member may decide at half-time; see `round_` for the others.
+    """
+    key, wait = f"{at}/decision", await_decision or _wait
+    now = yield Now()
+    left = max(until - now, 0.0)
+    found = None
     if not reports_first(me, members):
-        until += TIMEOUTS.margin_of(max(left, 0.0))
-    found = yield from (await_decision or _wait)(key, until)
+        until += TIMEOUTS.margin_of(left)
+    elif half_time:
+        found = yield from wait(key, now + left / 2)
+        if found is None and (yield Add(f"{at}/half-time", 1)) == 1:
+            here = yield from arrived(at, members)
+            if len(here) == len(members):  # the last one has ended before it could decide
+                return (yield from conclude(at, (yield from decide((), False))))
+    if found is None:
+        found = yield from wait(key, until)
     turn = 0
     while found is None:
         turn += 1
         if (yield Add(f"{at}/elected/{turn}", 1)) == 1:
-            here = set((yield from arrived(at, members)))
-            absent = [rank for rank in members if rank not in here]
+            came = set((yield from arrived(at, members)))
+            absent = [rank for rank in members if rank not in came]
             return (yield from conclude(at, (yield from decide(absent, True))))
         found = yield Wait(key, (yield Now()) + TIMEOUTS.lease)
     return decoded(found)
@@ -116,9 +131,17 @@ def said(at: str, members: Sequence[int]) -> Protocol[dict[int, bytes]]:
 
 
 def drop(at: str, members: Sequence[int], speakers: Sequence[int] = ()) -> Protocol[None]:
-    """Delete all keys of a round that nobody reads any more."""
+    """Delete all keys of a round that is over."""
+    yield from drop_but_decision(at, members, speakers)
+    yield Drop((f"{at}/decision",))
+
+
+def drop_but_decision(
+    at: str, members: Sequence[int], speakers: Sequence[int] = ()
+) -> Protocol[None]:
+    """Delete the keys of a round whose decision ranks may still read."""
     yield Drop((
-        f"{at}/decision", f"{at}/elected/1", f"{at}/elected/2", *counters(at, members),
+        f"{at}/half-time", f"{at}/elected/1", f"{at}/elected/2", *counters(at, members),
         *(f"{at}/said/{rank}" for rank in speakers),
     ))  # fmt: skip
 

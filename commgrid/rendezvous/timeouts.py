@@ -20,6 +20,8 @@ class Timeouts:
             operation then.
         leave: for others to read why a start failed, before the process that serves the store goes
             on to raise. They read at once, unless their processes have ended.
+        settle: for the last living rank to report after a failure. Closed connections tell it, one
+            rank after the other, which takes milliseconds; a busy machine takes longer.
         arrive: for living ranks to report after a connection was lost. All are told at once, and
             only a rank that is busy with something else is late.
         connect: for a further connection to the store, at least. The server may look up the name of
@@ -31,6 +33,7 @@ class Timeouts:
     lease: float = 10.0
     unseen: float = 1.0
     leave: float = 2.0
+    settle: float = 1.0
     arrive: float = 10.0
     connect: float = 10.0
 

@@ -14,27 +14,27 @@ thread, which gets an error of torch's then, and raises what the thread has lear
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, PeerTimeoutError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.planning.rank_lists import describe_ranks, unpack
+from commgrid.rendezvous.failure import Failure
+from commgrid.rendezvous.op import StoreLostError
 from commgrid.runtime import inquiry, torch_world
-from commgrid.runtime.patient import PatientStore, SilentStoreError
 from commgrid.runtime.registry import get_grid, store_server
-from commgrid.runtime.roll import Coming, Line, Roll
+from commgrid.runtime.torch_store import StoreDriver
 from commgrid.runtime.whereabouts import whereabouts
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
-_ROLL_CALL_SECONDS = 2.0
 _PATIENCE_SECONDS = 2.0  # for a rank that knows more than that a connection closed
-_ROLL_CALLS_SECONDS, _NEXT_SECONDS = 10.0, 3.0  # in all, and between two arrivals
-_POLL_SECONDS = 0.05
 _GUESSES = ("not answer", "came too late")  # what a silent connection is taken for
 
 
@@ -64,21 +64,19 @@ def who_is_missing(at: str, ranks: Iterable[int], what: str) -> str:
         what: what it is, for the message.
     """
     every = tuple(sorted(ranks))
-    with suppress(RuntimeError):  # the store has gone with the rank that served it
-        store = PatientStore(torch_world.world_store(), lambda: _PATIENCE_SECONDS)
-        roll, line = Roll(store, at, every), Line(store, len(every))
-        all_came = roll.come(torch_world.world_rank()) is Coming.LAST
-        if all_came:
-            store.set(f"{at}/all", "")
-        else:
-            all_came = line.within(f"{at}/all", _ROLL_CALL_SECONDS)
-        line.close()
-        if not all_came:
-            here = roll.here(every)
-            others = "others have" if len(here) > 1 else "this rank has"
-            missing = describe_ranks(set(every) - set(here))
-            return f"{missing} did not come to {what}, to which {others} come"
-    return f"a rank is gone or did not answer in {what}"
+    try:
+        driver = StoreDriver(torch_world.world_store(), len(every))
+        found = Failure(at, torch_world.world_rank(), every)
+        driver.run(found.report(b""))
+        decision = driver.run(found.find_out(lambda absent, words: ""))
+        driver.close()
+    except RuntimeError:  # the store has gone with the rank that served it
+        return f"a rank is gone or did not answer in {what}"
+    missing = unpack(decision["absent"])
+    if not missing:
+        return f"a rank is gone or did not answer in {what}"
+    others = "others have" if len(every) - len(missing) > 1 else "this rank has"
+    return f"{describe_ranks(missing)} did not come to {what}, to which {others} come"
 
 
 @contextmanager
@@ -189,86 +187,87 @@ def _peer_error(told: str, late: bool, who: str) -> CommGridError:
 
 
 class FailureBoard:
-    """Where the ranks of one grid write the first failure among them."""
+    """The first failure among the ranks of one grid, as they read it at the store."""
 
     def __init__(self, grid: HyperCommGrid) -> None:
-        self._key = f"commgrid/failures/{grid.identity}"
-        self._store = PatientStore(torch_world.world_store(), lambda: _PATIENCE_SECONDS)
+        ranks = tuple(sorted(grid.spec.grid_ranks))
+        self._failure = Failure(f"commgrid/failures/{grid.identity}", grid.rank, ranks)
+        self._driver = StoreDriver(torch_world.world_store(), len(ranks))
 
     def post(self, text: str) -> str:
         """Write the failure unless there is an earlier one; return the one that counts."""
         try:
-            return self._store.compare_set(self._key, "", text).decode()
-        except (RuntimeError, ValueError):  # the store has gone with the rank that served it
+            return self._driver.run(self._failure.post(text))
+        except StoreLostError:  # with the rank that served it
             return text
 
     def read(self, patience: float) -> str | None:
         """The failure, or None if there is none within `patience` seconds."""
-        deadline = time.monotonic() + patience
-        with suppress(RuntimeError, ValueError):
-            while True:
-                if self._store.check([self._key]):
-                    return self._store.get(self._key).decode()
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_POLL_SECONDS)
+        with suppress(StoreLostError):
+            return self._driver.run(self._failure.read(time.monotonic() + patience))
         return None
 
     def inquire(self, grid: HyperCommGrid, error: BaseException, me: str) -> str:
         """Find the failed rank if this one only knows that a rank is gone or silent.
 
-        The grid is aborted, so that ranks that wait for this one call `inquire` too. The first rank
-        to call it waits for the others a moment; the ranks that do not come are gone.
+        The grid is aborted, so that ranks that wait for this one call `inquire` too. Ranks that do
+        not are named; see `commgrid.rendezvous.failure`.
 
         Args:
             error: this rank's.
             me: this rank and where it was, for the message.
         """
-        known, waited_for = self.read(0.0), _waited_for(error)
+        waited_for = _waited_for(error)
         mine = f"{me} got {torch_world.first_line(error)}"
-        found: str | None = None
+        words = json.dumps({"waited_for": sorted(waited_for), "saw": mine})
         try:
-            first = known is None and self._store.add(f"{self._key}/came", 1) == 1
-            Roll(self._store, f"{self._key}/roll", ()).come(grid.rank)
+            known = self._driver.run(self._failure.read(0.0))
+            if known is None:
+                self._driver.run(self._failure.report(words.encode()))
             _abort(grid, error)
-            if first:
-                found = self._missing(grid, error, waited_for, mine)
-            elif known is None:
-                known = self.read(_ROLL_CALLS_SECONDS + _PATIENCE_SECONDS)
-        except (RuntimeError, ValueError) as gone:
+            if known is None:
+                blame = partial(_blame, error, waited_for, mine)
+                known = str(self._driver.run(self._failure.find_out(blame))["text"])
+            return known
+        except StoreLostError as lost:
             _abort(grid, error)
-            found = f"{_store_server()} is gone or does not answer, which serves the store: {mine}"
-            silent = isinstance(gone, SilentStoreError)
-            others = (_on_other_hosts(grid) or waited_for) if silent else set()
-            others = others - {grid.rank, _server_rank()}
-            if others:
-                found = (
-                    f"{describe_ranks(others)} and {_store_server()}, which serves the store, are "
-                    f"gone or cannot be reached from here: {mine}"
-                )
-        return known or self.post(found or f"a rank is gone or does not answer: {mine}")
+            return _store_is_gone(grid, lost.silent, waited_for, mine)
+        finally:
+            self._driver.close()
 
-    def _missing(
-        self, grid: HyperCommGrid, error: BaseException, waited_for: set[int], mine: str
-    ) -> str:
-        """Describe the failure by the ranks that do not come."""
-        every = sorted(grid.spec.grid_ranks)
-        roll = Roll(self._store, f"{self._key}/roll", every)
-        last = time.monotonic() + _ROLL_CALLS_SECONDS
-        missing, until = set(every), last
-        while len(missing) > 1 and time.monotonic() < min(until, last):
-            before, missing = missing, set(every) - set(roll.here(every))
-            if missing != before:  # around a ring, one wakes the next
-                until = time.monotonic() + _NEXT_SECONDS
-            time.sleep(_POLL_SECONDS)
-        gone = missing & waited_for or missing
-        if _says_late(error):  # a host out of reach says nothing; a process that ends is seen
-            gone |= _whole_hosts(gone, missing)
-        if isinstance(error, GoneError) and (not gone or gone == waited_for):
-            return f"{error}"
-        if not gone:
-            return f"a connection failed, or a rank came too late: {mine}"
-        return f"{no_answer_of(gone)}: {mine}"
+
+def _blame(
+    error: BaseException,
+    waited_for: set[int],
+    mine: str,
+    absent: Sequence[int],
+    words: Mapping[int, bytes],
+) -> str:
+    """Describe a failure by the ranks that do not report, and by what the others waited for."""
+    said = [json.loads(each) for each in words.values()]
+    missing = set(absent)
+    gone = missing & waited_for.union(*(each["waited_for"] for each in said)) or missing
+    if _says_late(error):  # a host out of reach says nothing; a process that ends is seen
+        gone |= _whole_hosts(gone, missing)
+    if isinstance(error, GoneError) and (not gone or gone == waited_for):
+        return f"{error}"
+    if not gone:
+        return f"a connection failed, or a rank came too late: {mine}"
+    if not gone & waited_for:
+        mine = next((each["saw"] for each in said if gone & {*each["waited_for"]}), mine)
+    return f"{no_answer_of(gone)}: {mine}"
+
+
+def _store_is_gone(grid: HyperCommGrid, silent: bool, waited_for: set[int], mine: str) -> str:
+    """Describe a failure with which the store was lost."""
+    others = (_on_other_hosts(grid) or waited_for) if silent else set()
+    others = others - {grid.rank, _server_rank()}
+    if others:
+        return (
+            f"{describe_ranks(others)} and {_store_server()}, which serves the store, are gone or "
+            f"cannot be reached from here: {mine}"
+        )
+    return f"{_store_server()} is gone or does not answer, which serves the store: {mine}"
 
 
 def no_answer_of(ranks: set[int]) -> str:

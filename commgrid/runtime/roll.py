@@ -156,7 +156,8 @@ class Line:
             RuntimeError: the store is gone.
         """
         self._patience = max(seconds, _ANSWER_SECONDS)
-        if not self._waits or self._waits[-1].key != key:
+        last = self._waits[-1] if self._waits else None
+        if last is None or last.key != key or last.over.is_set():
             if self._look_seconds:
                 looked = min(self._look_seconds, seconds)
                 if self._looks(key, looked):

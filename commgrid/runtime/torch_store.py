@@ -25,8 +25,8 @@ from commgrid.runtime.roll import Line, seconds_until
 Result = TypeVar("Result")
 
 _MISSING = b"\x00missing"
-"""No key holds this value: compare and set with it reads a key, and does not wait for a missing one
-as torch's `get` does."""
+"""No key holds this value: compare and set with it reads a key, and does not wait as torch's `get`
+does, if the key was deleted meanwhile."""
 
 
 class StoreDriver:
@@ -101,9 +101,14 @@ class StoreDriver:
         return tuple(self._read(key) for key in keys)
 
     def _read(self, key: str) -> bytes | None:
+        if not self.store.check([key]):  # compare and set would wake who waits for the key
+            return None
         found = self.store.compare_set(key, _MISSING, _MISSING)  # type: ignore[arg-type]
         return None if found == _MISSING else found
 
     def _wait(self, key: str, until: float) -> bytes | None:
-        self._line.within(key, seconds_until(until))
-        return self._read(key)  # also where the time is up: it may have come just now
+        while True:
+            came = self._line.within(key, seconds_until(until))
+            found = self._read(key)  # also where the time is up: it may have come just now
+            if found is not None or not came:
+                return found

@@ -159,10 +159,8 @@ def in_a_save(act: Act, folder: Path, limits: Limits) -> None:
 
 
 def in_destroy(act: Act, folder: Path, limits: Limits) -> None:
-    from commgrid.runtime import torch_groups
-
     started(limits)
-    replaced(torch_groups, "destroy_group", act, 3)
+    replaced(torch.distributed, "destroy_process_group", act, 3)
     commgrid.destroy()
     commgrid.shutdown()
 

@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,27 @@ def test_waiting_ends_with_the_key_or_the_time(kind: str) -> None:
     assert driver.run(asked([Wait("b", now + 60.0)])) == [b"y"]
     assert late.finished.is_set()
     driver.close()
+
+
+def test_reading_a_missing_key_wakes_nobody() -> None:
+    """torch's compare and set wakes whoever waits for its key, also where it sets nothing."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    waiting, woken = store.clone(), []
+
+    def wait() -> None:
+        try:
+            waiting.wait(["key"], timedelta(seconds=1))
+            woken.append("key")
+        except RuntimeError:  # the time is up
+            pass
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    driver = StoreDriver(store, 2)
+    while thread.is_alive():
+        assert driver.run(asked([Get(("key",)), Get(("key", "other"))])) == [(None,), (None, None)]
+        thread.join(0.05)
+    assert woken == []
 
 
 def serve(port: Any) -> None:

@@ -1,0 +1,109 @@
+"""After a collective has failed: all ranks report at the store, and those that do not are named.
+
+A rank whose collective fails knows that a connection was closed, and often not by whom. So it
+reports, and breaks its own connections, so that ranks that wait for it fail and report as well:
+
+    rank 3 killed ─► rank 2: closed by peer ─► reports, breaks its own ─► rank 1: closed by peer …
+                                               observes: all but rank 3 have reported ─► decides
+
+The first rank to report observes. If one rank is absent it decides after `settle`, in which a
+living one reports; if several are, after `arrive`, since one of them may wait for another. A rank
+that knows a failure of its own decides at once, with its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from commgrid.planning.rank_lists import pack
+from commgrid.rendezvous.arrivals import Arrival, arrive, arrived
+from commgrid.rendezvous.op import Add, Drop, Now, Protocol, Put, Wait
+from commgrid.rendezvous.round import (
+    Decision,
+    conclude,
+    decision_of,
+    decoded,
+    drop_but_decision,
+    said,
+)
+from commgrid.rendezvous.timeouts import TIMEOUTS
+
+Blame = Callable[[Sequence[int], Mapping[int, bytes]], str]
+"""Makes the text of a decision from the absent ranks and from the words of those that report."""
+
+
+class Failure:
+    """One rank's part in finding out about one failure. Its methods are protocols.
+
+    Args:
+        at: key of the round.
+        me: this process's rank.
+        members: ranks that may have failed.
+    """
+
+    def __init__(self, at: str, me: int, members: Sequence[int]) -> None:
+        self._at, self._me, self._members = at, me, members
+        self._observes, self._arrival = False, Arrival.EARLY
+
+    def post(self, text: str) -> Protocol[str]:
+        """Decide with a text, unless there is a decision; return the text that stands."""
+        stands = yield from conclude(self._at, {"kind": "failed", "text": text})
+        return str(stands["text"])
+
+    def read(self, until: float) -> Protocol[str | None]:
+        """Return the decision's text, or None if there is none until then."""
+        found = yield Wait(f"{self._at}/decision", until)
+        return None if found is None else str(decoded(found)["text"])
+
+    def report(self, words: bytes) -> Protocol[None]:
+        """Report, before this rank breaks its connections.
+
+        Args:
+            words: for the rank that decides.
+        """
+        yield Put(f"{self._at}/said/{self._me}", words)
+        self._observes = (yield Add(f"{self._at}/reports", 1)) == 1
+        self._arrival = yield from arrive(self._at, self._me, self._members)
+
+    def find_out(self, blame: Blame) -> Protocol[Decision]:
+        """Return the decision after this rank has reported: its `text`, and who is `absent`.
+
+        Args:
+            blame: called on the rank that decides.
+        """
+
+        def decide(absent: Sequence[int], _: bool) -> Protocol[Mapping[str, Any]]:
+            here = [rank for rank in self._members if rank not in {*absent}]
+            words = yield from said(self._at, here)
+            return {"kind": "failed", "text": blame(absent, words), "absent": pack(absent),
+                    "present": len(here)}  # fmt: skip
+
+        if self._arrival is Arrival.LAST:
+            decision = yield from conclude(self._at, (yield from decide((), False)))
+        elif self._observes:
+            absent = yield from self._absent()
+            decision = yield from conclude(self._at, (yield from decide(absent, True)))
+        else:
+            until = (yield Now()) + TIMEOUTS.arrive + TIMEOUTS.leave
+            decision = yield from decision_of(self._at, self._me, self._members, until, decide)
+        if (yield Add(f"{self._at}/gone", 1)) >= decision.get("present", len(self._members)):
+            yield from drop_but_decision(self._at, self._members, self._members)
+            yield Drop((f"{self._at}/reports", f"{self._at}/gone"))
+        return decision
+
+    def _absent(self) -> Protocol[list[int]]:
+        """Observe until all have reported, or time is up; return the absent ranks."""
+        began = yield Now()
+        pause = TIMEOUTS.settle / 20
+        while True:
+            here = {*(yield from arrived(self._at, self._members))}
+            absent = [rank for rank in self._members if rank not in here]
+            limit = TIMEOUTS.settle if len(absent) <= 1 else TIMEOUTS.arrive
+            now = yield Now()
+            if not absent or now >= began + limit:
+                return absent
+            found = yield Wait(f"{self._at}/decision", min(now + pause, began + limit))
+            if found is not None:
+                return absent
+            pause = min(2 * pause, TIMEOUTS.settle / 2)

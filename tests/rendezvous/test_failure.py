@@ -1,0 +1,124 @@
+"""Which ranks are named after a failure, in virtual time."""
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import pytest
+
+from commgrid.planning.rank_lists import unpack
+from commgrid.rendezvous.failure import Failure
+from commgrid.rendezvous.op import Protocol, StoreLostError
+from commgrid.rendezvous.round import Decision
+from commgrid.rendezvous.timeouts import TIMEOUTS
+from tests.rendezvous.simulator import FAULTS, Fault, Process, Simulation
+
+
+def text(absent: Sequence[int], words: Mapping[int, bytes]) -> str:
+    return f"{list(absent)}, told by {sorted(words)}"
+
+
+def failing(rank: int, world: int) -> Protocol[Decision]:
+    found = Failure("f", rank, range(world))
+    yield from found.report(b"closed by peer")
+    return (yield from found.find_out(text))
+
+
+def play(world: int, reports_at: Mapping[int, float], seed: int | None = None) -> Simulation:
+    found = Simulation(seed)
+    for rank, at in reports_at.items():
+        found.start(rank, lambda now, r=rank: failing(r, world), at)
+    found.run()
+    assert all(process.ended for process in found.processes), found.schedule()
+    return found
+
+
+def named(process: Process) -> set[int]:
+    assert process.error is None, process.error
+    return unpack(process.result["absent"])
+
+
+@pytest.mark.parametrize("dead", range(8))
+def test_a_dead_rank_is_named_around_a_ring(dead: int) -> None:
+    """Each rank reports a moment after its neighbour."""
+    times = {rank: 0.3 * ((rank - dead) % 8) for rank in range(8) if rank != dead}
+    found = play(8, times)
+    assert {frozenset(named(process)) for process in found.processes} == {frozenset({dead})}
+    assert max(p.over_at for p in found.processes) < max(times.values()) + TIMEOUTS.settle
+
+
+def test_of_two_ranks_the_later_one_is_not_named() -> None:
+    """Both live, and their connection broke."""
+    for late in (0.0, 0.5, 0.9):
+        assert [named(p) for p in play(2, {0: 0.0, 1: late}).processes] == [set(), set()]
+
+
+def test_a_busy_rank_is_not_named_beside_a_dead_one() -> None:
+    """It computes for five seconds before it comes to the collective that has failed."""
+    found = play(4, {0: 0.0, 1: 0.1, 2: 5.0})
+    assert [named(process) for process in found.processes] == [{3}] * 3
+
+
+def test_who_knows_decides() -> None:
+    def knowing(rank: int) -> Protocol[str]:
+        found = Failure("f", rank, range(3))
+        if rank == 2:
+            return (yield from found.post("rank 2 failed: ValueError"))
+        yield from found.report(b"closed by peer")
+        return str((yield from found.find_out(text))["text"])
+
+    simulation = Simulation()
+    for rank in range(3):
+        simulation.start(rank, lambda now, r=rank: knowing(r), 0.3 if rank == 2 else 0.0)
+    simulation.run()
+    assert [p.result for p in simulation.processes] == ["rank 2 failed: ValueError"] * 3
+
+
+def test_only_the_decision_is_left() -> None:
+    assert set(play(3, {0: 0.0, 1: 0.1}).store.values) == {"f/decision"}
+    assert set(play(64, dict.fromkeys(range(64), 0.0)).store.values) == {"f/decision"}
+
+
+def test_living_ranks_that_report_in_time_are_never_named() -> None:
+    for seed in range(1_000):
+        chance = random.Random(seed)
+        world = chance.randrange(2, 9)
+        dead = set(chance.sample(range(world), chance.randrange(world)))
+        latest = TIMEOUTS.settle / 2 if len(dead) == 0 else TIMEOUTS.arrive / 2
+        times = {r: chance.uniform(0.0, latest) for r in range(world) if r not in dead}
+        if not dead:
+            # The last one is not waited for longer than `settle` after the others.
+            times = {rank: at / 2 for rank, at in times.items()}
+        found = play(world, times, seed)
+        for process in found.processes:
+            assert named(process) <= dead, found.schedule()
+
+
+def test_every_fault_at_every_operation() -> None:
+    """Rank 3 is dead; the others decide alike, also if one of them ends or stands still."""
+    rows = 0
+    for kind in FAULTS:
+        for victim in range(3):
+            for k in count(1):
+                found = Simulation()
+                for rank in range(3):
+                    strikes = Fault(kind, k) if rank == victim else None
+                    found.start(rank, lambda now, r=rank: failing(r, 4), 0.1 * rank, strikes)
+                found.run()
+                struck = found.processes[victim]
+                if struck.issued < k:
+                    break
+                rows += 1
+                told = set()
+                for process in found.processes:
+                    if process.crashed:
+                        continue
+                    assert process.ended, found.schedule()
+                    assert process.over_at <= 150.0, f"{process.over_at}\n{found.schedule()}"
+                    if process.error is not None:
+                        assert isinstance(process.error, StoreLostError), process.error
+                    elif process is not struck:
+                        assert named(process) <= {3, victim}, found.schedule()
+                        told.add(process.result["text"])
+                assert len(told) <= 1, found.schedule()
+    assert rows >= len(FAULTS) * 3 * 6
