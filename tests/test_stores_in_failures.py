@@ -59,7 +59,7 @@ def a_server_that_is_late() -> str:
 def own_faults() -> list[str]:
     """What rank 1 says where its own abort fails, and where the store of rank 0 is silent."""
     grid, said = commgrid.initialize(), []
-    abort = grid.abort
+    abort = grid.abort_after_failure
 
     def fails() -> None:
         abort()
@@ -70,13 +70,13 @@ def own_faults() -> list[str]:
 
     if grid.rank == 1:
         board = failures.FailureBoard(grid)
-        grid.abort = fails  # type: ignore[method-assign]
+        grid.abort_after_failure = fails  # type: ignore[method-assign]
         error = failures.GoneError("a connection closed", 0)
         said.append(board.inquire(grid, error, "rank 1"))
         said += error.__notes__
         board._store.add = silent  # type: ignore[method-assign]
         board._key += "/again"
-        grid.abort = abort  # type: ignore[method-assign]
+        grid.abort_after_failure = abort  # type: ignore[method-assign]
         said.append(board.inquire(grid, error, "rank 1"))
     commgrid.shutdown()
     return said

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid.runtime.links import Links, neighbours_of
+from commgrid.failures import named_failures
+from commgrid.runtime.links import BEAT_SECONDS, Links, _logged, neighbours_of
 from commgrid.runtime.watch import Watch
 from commgrid.testing import run_on_ranks
 from tests.flags import meet
@@ -216,6 +217,21 @@ def test_who_waits_for_another_group_is_not_to_blame() -> None:
         each.close()
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_no_answer_is_not_as_many_calls(answers: bool) -> None:
+    """Rank 1 has made as many calls, and says so, or its thread stands still."""
+    _, made = watches(2, {0: [Group("tp", [0, 1], 5, "timeout")], 1: [Group("tp", [0, 1], 5, "")]})
+    if not answers:
+        made[1]._answer = lambda message: None  # type: ignore[method-assign]
+    said = made[0].read(60)
+    assert said is not None
+    every = "every member has made as many calls on it" in said
+    silent = "rank 1 did not answer how many calls they have made" in said
+    assert (every, silent) == (answers, not answers), said
+    for each in made:
+        each.close()
+
+
 @pytest.mark.full
 def test_ranks_that_wait_for_each_other_are_both_named() -> None:
     groups = {
@@ -237,7 +253,7 @@ class Two:
 
     def __init__(self, silent_after: float = 60.0, address: str = "127.0.0.1") -> None:
         self.heard: list[tuple[int, Any]] = []
-        self.lost: list[tuple[int, int, bool]] = []
+        self.lost: list[tuple[int, int, str]] = []
         self.links = [
             Links(
                 me, range(2), address, silent_after,
@@ -252,8 +268,8 @@ class Two:
     def _hear(self, me: int, message: dict[str, Any]) -> None:
         self.heard.append((me, message["text"]))
 
-    def _lose(self, me: int, rank: int, closed: bool) -> None:
-        self.lost.append((me, rank, closed))
+    def _lose(self, me: int, rank: int, how: str) -> None:
+        self.lost.append((me, rank, how))
 
     def until(self, found: Any) -> None:
         until(found, f"{self.heard}, {self.lost}")
@@ -271,6 +287,54 @@ def test_what_one_tells_the_other_hears_once() -> None:
         each.close()
         each.close()
     assert two.lost == []
+
+
+def test_a_closed_link_to_a_living_rank_is_made_again() -> None:
+    """As where something between the two has cut it."""
+    two = Two()
+    for each in two.links[0]._all():
+        each.connection.shutdown(socket.SHUT_RDWR)
+    two.links[0].tell({"kind": "failed", "text": "told later"})
+
+    def told() -> bool:
+        two.links[1].tell({"kind": "failed", "text": "back"})
+        return (0, "back") in two.heard
+
+    two.until(told)
+    assert two.lost == []
+    for each in two.links:
+        each.close()
+
+
+def test_a_rank_that_stood_still_learns_that_it_was_dropped() -> None:
+    """It would take the neighbour that dropped it for one that has ended."""
+    two = Two()
+    two.until(lambda: all(each._all() for each in two.links))
+    asleep = threading.Event()
+    two.links[1]._look = lambda: asleep.wait(30)  # its thread stands still from now on
+    two.links[0].silent_after = 2 * BEAT_SECONDS
+    two.until(lambda: (0, 1, "silent") in two.lost)
+    asleep.set()
+    two.until(lambda: any(me == 1 and "rank 1 was stopped" in text for me, text in two.heard))
+    assert [each for each in two.lost if each[0] == 1] == []
+    for each in two.links:
+        each.close()
+
+
+def test_a_callback_that_raises_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    two = Two()
+
+    def raising(message: Any) -> None:
+        two.links[1]._hear = partial(two._hear, 1)
+        raise KeyError("text")
+
+    two.links[1]._hear = _logged(raising)
+    two.links[0].tell({"kind": "failed", "text": "first"})
+    two.links[0].tell({"kind": "failed", "text": "second"})
+    two.until(lambda: (1, "second") in two.heard)
+    assert "a callback of the links between ranks failed" in caplog.text
+    for each in two.links:
+        each.close()
 
 
 def test_an_address_that_is_not_this_hosts_is_an_error() -> None:
@@ -305,3 +369,21 @@ def test_strangers_are_not_heard() -> None:
     for each in two.links:
         each.close()
     assert (two.heard, two.lost) == ([], [])
+
+
+def aborts() -> str:
+    """Rank 0 aborts the grid while rank 1 waits for it."""
+    grid = commgrid.initialize(tp=2, watch=True)
+    if grid.rank == 0:
+        grid.abort()
+        meet(dist.get_rank(), 2)
+        return ""
+    with pytest.raises(commgrid.PeerFailedError) as told, named_failures(grid):
+        dist.all_reduce(torch.ones(1), group=grid.get_group("tp"))
+    meet(dist.get_rank(), 2)
+    return str(told.value)
+
+
+def test_an_abort_names_its_rank() -> None:
+    _, told = run_on_ranks(aborts, 2, check=False)
+    assert "rank 0 has aborted grid 'default'" in told

@@ -131,14 +131,14 @@ def named_failures(
             said = board.post(f"{me} has left{at}: it called sys.exit")
             if watch is not None:
                 watch.leave(said)
-            grid.abort()
+            grid.abort_after_failure()
             raise
         if not peer:
             said = f"{me} failed{at}: {type(error).__name__}: {torch_world.first_line(error)}"
             board.post(said)
             if watch is not None:
                 watch.post(said)
-            grid.abort()
+            grid.abort_after_failure()
             if doing is not None:
                 error.add_note(f"commgrid: {me} failed{at}")
             raise
@@ -146,14 +146,14 @@ def named_failures(
         if learnt is None and watch is not None:
             learnt = watch.read(_PATIENCE_SECONDS)
         told = learnt or board.inquire(grid, error, f"{me}{at}")
-        grid.abort()
+        grid.abort_after_failure()
         late = _says_late(error) if learnt is None or watch is None else watch.late
         who = f"{me} was{at}" if at else me
         raise _peer_error(_with_reason(told, why()), late, who) from error
     watch = grid.watch
     if watch is not None and watch.failure is not None:
         # A collective that was woken has returned numbers that no rank has sent.
-        grid.abort()
+        grid.abort_after_failure()
         at = f" was in {doing()}" if doing is not None else ""
         raise _peer_error(watch.failure, watch.late, f"rank {grid.rank}{at}")
 
@@ -316,7 +316,7 @@ def _whole_hosts(gone: set[int], missing: set[int]) -> set[int]:
 def _abort(grid: HyperCommGrid, error: BaseException) -> None:
     """Abort the grid; add a note to `error` if that fails."""
     try:
-        grid.abort()
+        grid.abort_after_failure()
     except (RuntimeError, ValueError) as failed:
         error.add_note(f"grid.abort() failed after it: {type(failed).__name__}: {failed}")
 

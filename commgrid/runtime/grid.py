@@ -278,8 +278,15 @@ class HyperCommGrid(NamedGroups):
     def abort(self) -> None:
         """Destroys the grid without waiting for what is under way, after a failure.
 
-        Peers that wait for this rank get an error instead of what they wait for.
+        Peers that wait for this rank get an error instead of what they wait for; on a watched grid
+        it names this rank.
         """
+        if self._watch is not None:
+            self._watch.post(f"rank {self._rank} has aborted grid {self._name!r}")
+        self.abort_after_failure()
+
+    def abort_after_failure(self) -> None:
+        """`abort` where the other ranks learn of the failure by itself."""
         by_pairs = self._connected_by_pairs()
         groups = self._let_go()
         self._addresses = torch_groups.addresses(groups)

@@ -1,9 +1,11 @@
 """Connections between the processes of a grid, by which they hear at once that one of them is gone.
 
-Every rank is linked with those 1, 2, 4, 8, … places further on, round the grid: with two times
+Every rank is linked with the ranks 1, 2, 4, 8, … places further on, round the grid: with two times
 log2 of all ranks, and from any rank to any other it takes at most log2 of them steps. A process
-that ends closes its links, which its neighbours see without asking; one that is stopped, or whose
-host is gone, says nothing any more. What one rank tells goes from neighbour to neighbour to all.
+that ends closes its links. But a closed link is not an end: a link that is closed on purpose is
+announced (`bye`, `dropped`), and after any other the neighbour tries to connect again, which only
+an ended process refuses. A process that is stopped, or whose host is gone, says nothing any more.
+What one rank tells goes from neighbour to neighbour to all.
 
     8 ranks: 0 ── 1, 2, 4          rank 5 killed ──► 1, 3, 4, 6, 7 see it ──► 0 and 2 are told
 
@@ -29,6 +31,7 @@ from commgrid.runtime.addresses import listening
 BEAT_SECONDS = 1.0
 """How often each side of a link says that it is there."""
 _CONNECT_SECONDS = 5.0
+_AGAIN_SECONDS = 1.0  # to connect again after a link was closed
 _GREET_SECONDS = 30.0
 _GOODBYE_SECONDS = 2.0
 _LONGEST_LINE = 1 << 20
@@ -54,6 +57,7 @@ class _Link:
     connection: socket.socket
     rank: int
     heard: float
+    address: str = ""
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
 
@@ -67,8 +71,9 @@ class Links:
         address: of this host, at which others reach it.
         silent_after: seconds without a sign of life until a neighbour counts as silent.
         hear: is called with what somebody tells all.
-        lost: is called with a neighbour's rank, and whether its connection has closed; else it was
-            silent.
+        lost: is called with a neighbour's rank and how it was lost: `"ended"`, its host refuses
+            connections to it; `"unreachable"`, its link has closed and no other can be made;
+            `"silent"`.
         look: is called every now and then.
 
     Attributes:
@@ -83,11 +88,12 @@ class Links:
         silent_after: float,
         *,
         hear: Callable[[Message], object],
-        lost: Callable[[int, bool], object],
+        lost: Callable[[int, str], object],
         look: Callable[[], object],
     ) -> None:
         self._me, self._ranks, self._secret = me, ranks, ""
-        self.silent_after, self._hear, self._lost, self._look = silent_after, hear, lost, look
+        self.silent_after = silent_after
+        self._hear, self._lost, self._look = _logged(hear), _logged(lost), _logged(look)
         self._listener = listening(address, "initialize(watch=False)")
         self._listener.setblocking(False)
         self._host, port = self._listener.getsockname()[:2]
@@ -123,7 +129,7 @@ class Links:
             host, _, port = address.partition(" ")
             try:
                 made = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
-                made.sendall(self._line({"kind": "hello", "secret": self._secret, "by": self._me}))
+                made.sendall(self._line(self._hello()))
             except OSError as error:
                 if isinstance(error, ConnectionRefusedError) and host == self._host:
                     ended.append(rank)
@@ -134,12 +140,12 @@ class Links:
                     self._me, rank, address, error,
                 )  # fmt: skip
                 continue
-            self._take(made, rank)
+            self._take(made, rank, address)
         for waiting in (self._listener, self._bell):
             self._selector.register(waiting, selectors.EVENT_READ)
         self._thread.start()
         for rank in ended:
-            self._lost(rank, True)
+            self._lost(rank, "ended")
 
     def tell(self, message: Message) -> None:
         """Tells all ranks of the grid; returns at once."""
@@ -220,8 +226,9 @@ class Links:
         for link in self._all():
             self._send(link, {"kind": "beat"})
             if now - link.heard > self.silent_after:
+                self._send(link, {"kind": "dropped", "seconds": self.silent_after})
                 self._drop(link)
-                self._lost(link.rank, False)
+                self._lost(link.rank, "silent")
         for link in [each for each in self._unnamed if now - each.heard > _GREET_SECONDS]:
             self._drop(link)
         self._look()
@@ -232,10 +239,33 @@ class Links:
             made, _ = self._listener.accept()
             self._take(made, -1)
 
-    def _take(self, made: socket.socket, rank: int) -> None:
+    def _hello(self) -> Message:
+        return {"kind": "hello", "secret": self._secret, "by": self._me, "at": self.address}
+
+    def _again(self, link: _Link) -> None:
+        """Connect again to a neighbour whose link has closed, or report how it is lost."""
+        host, _, port = link.address.partition(" ")
+        until, how = time.monotonic() + _AGAIN_SECONDS, "unreachable"
+        while time.monotonic() < until:
+            try:
+                made = socket.create_connection((host, int(port)), _AGAIN_SECONDS)
+                made.sendall(self._line(self._hello()))
+            except ConnectionRefusedError:
+                how = "ended" if host == self._host else "unreachable"
+                break
+            except (ConnectionResetError, BrokenPipeError):  # it is ending just now
+                time.sleep(_AGAIN_SECONDS / 20)
+            except OSError:
+                break
+            else:
+                self._take(made, link.rank, link.address)
+                return
+        self._lost(link.rank, how)
+
+    def _take(self, made: socket.socket, rank: int, address: str = "") -> None:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = _Link(made, rank, time.monotonic())
+        link = _Link(made, rank, time.monotonic(), address)
         self._selector.register(made, selectors.EVENT_READ, link)
         if rank < 0:
             self._unnamed.append(link)
@@ -251,7 +281,7 @@ class Links:
             known = link.rank >= 0
             self._drop(link)
             if known:
-                self._lost(link.rank, True)
+                self._again(link)
             return
         link.heard = now
         link.inbox += got
@@ -274,10 +304,18 @@ class Links:
         if link.rank < 0:
             if kind != "hello" or message.get("secret") != self._secret:
                 return False
-            link.rank = int(message["by"])
+            link.rank, link.address = int(message["by"]), str(message["at"])
             self._unnamed.remove(link)
             self._links.setdefault(link.rank, []).append(link)
         elif kind == "bye":
+            return False
+        elif kind == "dropped":
+            # This process stood still, and the others go on without it. They live.
+            text = (
+                f"rank {self._me} was stopped, or its host was, for over "
+                f"{float(message['seconds']):.3g} s, and rank {link.rank} went on without it"
+            )
+            self._hear({"kind": "failed", "text": text, "late": True})
             return False
         elif kind != "beat" and message.get("id") not in self._known:
             self._known.add(message["id"])
@@ -333,3 +371,15 @@ class Links:
     @staticmethod
     def _line(message: Message) -> bytes:
         return json.dumps(message).encode() + b"\n"
+
+
+def _logged(callback: Callable[..., object]) -> Callable[..., object]:
+    """A callback whose exceptions are logged, and do not end the thread that calls it."""
+
+    def call(*given: object) -> None:
+        try:
+            callback(*given)
+        except Exception:
+            _log.exception("a callback of the links between ranks failed; they go on")
+
+    return call

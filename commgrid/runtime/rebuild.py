@@ -170,7 +170,7 @@ class _Rebuild:
         grid = self.registry.grids.pop(self.name, None)
         self.registry.tables.pop(self.name, None)
         if grid is not None and not grid.is_destroyed:
-            grid.abort()
+            grid.abort_after_failure()
         return grid
 
     # -- the store ----------------------------------------------------------------------

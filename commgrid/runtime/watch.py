@@ -31,7 +31,8 @@ from commgrid.runtime.roll import Store
 SILENT_SECONDS = 60.0
 """How long a rank may say nothing, where the grid's timeout is longer; its links' thread needs the
 interpreter's lock, which something else in the process may hold for a while."""
-_ANSWER_SECONDS = 1.0
+_ANSWER_SECONDS = 1.0  # for a rank that is behind to say so, where the others have answered
+_ANSWERS_SECONDS = 5.0  # for all members to answer
 _WAKE_SECONDS = 30.0
 _LONGEST = 8000
 _NAMED = 4
@@ -98,6 +99,7 @@ class Watch:
         self._lost_on: Watched | None = None
         self._waiting: set[int] = set()
         self._behind: list[Message] = []
+        self._even: set[int] = set()  # ranks that have made as many calls as this one waits for
         self._left: list[str] = []  # why ranks have left whom others may wait for
         self._first = threading.Lock()
         self._ended = False
@@ -190,17 +192,18 @@ class Watch:
 
     # -- the thread's part --------------------------------------------------------------
 
-    def _lost(self, rank: int, closed: bool) -> None:
-        """A neighbour's link has closed, or it is silent."""
-        if closed:
+    def _lost(self, rank: int, how: str) -> None:
+        """A neighbour is lost; see `Links`."""
+        texts = {
+            "ended": "is gone: its process has ended",
+            "unreachable": "cannot be reached: its connection is closed, and no other can be made; "
+            "its process has ended, or its host is cut off",
+            "silent": f"says nothing for {self._links.silent_after:.3g} s: its process is stopped, "
+            "or its host is gone",
+        }
+        if how == "ended":
             self.ended.add(rank)
-            text = f"rank {rank} is gone: its process has ended"
-        else:
-            text = (
-                f"rank {rank} says nothing for {self._links.silent_after:.3g} s: its process is "
-                "stopped, or its host is gone"
-            )
-        self._fails(text, not closed)
+        self._fails(f"rank {rank} {texts[how]}", how == "silent")
 
     def _heard(self, message: Message) -> None:
         kind = message["kind"]
@@ -212,6 +215,8 @@ class Watch:
             self._left.append(str(message["text"]))
         elif kind == "behind":
             self._behind.append(message)
+        elif kind == "even" and message["for"] == self._rank:
+            self._even.add(int(message["rank"]))
 
     def _fails(self, text: str, late: bool, *, tell: bool = True, wake: bool = True) -> None:
         with self._first:
@@ -239,7 +244,8 @@ class Watch:
         if self.failure is not None:
             return
         if self._asked_at is not None:
-            if time.monotonic() - self._asked_at > _ANSWER_SECONDS:
+            waited = time.monotonic() - self._asked_at
+            if waited > (_ANSWERS_SECONDS if self._unanswered() else _ANSWER_SECONDS):
                 self._conclude()
             return
         for each in self._communicators:
@@ -259,7 +265,9 @@ class Watch:
         self._waiting.add(int(late["by"]))
         for each in self._communicators:
             if each.name == late["group"] and list(each.ranks) == late["ranks"]:
-                if each.calls() < late["calls"]:
+                if each.calls() >= late["calls"]:
+                    self._links.tell({"kind": "even", "rank": self._rank, "for": late["by"]})
+                else:
                     behind = {
                         "kind": "behind", "rank": self._rank, "where": where_is(self._main),
                         "call": f"call {late['calls']} on {each.name}", "for": late["by"],
@@ -267,6 +275,14 @@ class Watch:
                     self._behind.append(behind)
                     self._links.tell(behind)
                 return
+
+    def _unanswered(self) -> set[int]:
+        """Members of the group with the late call that have not said how many calls they made."""
+        assert self._lost_on is not None
+        if self._rank not in self._waiting:
+            return set()
+        answered = {*self._even, self._rank, *(each["rank"] for each in self._behind)}
+        return set(self._lost_on.ranks) - answered
 
     def _conclude(self) -> None:
         """What a backend's own error means, with what the others have said to it."""
@@ -279,11 +295,16 @@ class Watch:
         elif self._behind:
             text = who_is_behind(self._behind, self._waiting, self._timeout)
         else:
+            silent = self._unanswered()
+            why = (
+                f"{describe_ranks(silent)} did not answer how many calls they have made on it"
+                if silent
+                else "every member has made as many calls on it, so that one of them has made "
+                "another call, or waits in another group"
+            )
             text = (
                 f"call {self._lost_on.calls()} on {name}, for which rank {self._rank} has waited "
-                f"{self._timeout:.3g} s, did not end, though every member has made as many calls "
-                "on it: one of them has made another call, or waits in another group; "
-                "COMMGRID_TRACE=1 tells"
+                f"{self._timeout:.3g} s, did not end: {why}; COMMGRID_TRACE=1 tells"
             )
         self._fails(text, late)
 
