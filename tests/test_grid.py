@@ -529,3 +529,19 @@ def test_two_names_at_once_in_opposite_order() -> None:
         assert (tensors["tp"].item(), tensors["ep"].item()) == (3.0, 300.0)
 
     run_on_ranks(crossed, 2)
+
+
+def checks_without_one() -> str:
+    grid = commgrid.initialize(tp=2)
+    if grid.rank == 3:
+        return ""
+    with pytest.raises(commgrid.PeerTimeoutError) as told:
+        grid.check(timeout=2.0)
+    return str(told.value)
+
+
+def test_check_names_the_rank_that_does_not_come() -> None:
+    *told, silent = run_on_ranks(checks_without_one, 4, check=False)
+    assert silent == ""
+    for message in told:
+        assert message.endswith("; rank 3 did not come to grid.check"), message

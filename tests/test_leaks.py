@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -120,6 +121,22 @@ def test_an_old_handle_that_somebody_keeps_costs_only_itself() -> None:
 
     for seen in run_on_ranks(holding, 4):
         check_flat(seen)
+
+
+def watched_cycle() -> int:
+    grid = commgrid.initialize(tp=2, watch=True)
+    handles = [ref(communicator.group) for communicator in grid.communicators]
+    gc.disable()  # nothing that only the collector frees
+    try:
+        commgrid.destroy()
+        return sum(handle() is not None for handle in handles)
+    finally:
+        gc.enable()
+
+
+def test_a_watched_grid_lets_its_communicators_go() -> None:
+    """Its watch is kept for a rebuild, with what it has seen."""
+    assert run_on_ranks(watched_cycle, 2) == [0, 0]
 
 
 def test_a_grid_owns_only_what_it_made() -> None:

@@ -151,6 +151,7 @@ RECORDED = [
         "keys: /default_pg/0//0"
     ),
     dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+    RuntimeError("Operation timed out!"),
 ]
 INNOCENT = [
     RuntimeError("unknown option connect"),

@@ -29,7 +29,8 @@ from torch import Tensor
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_groups, torch_world, watching
-from commgrid.runtime.failures import GoneError, who_is_missing
+from commgrid.runtime.failures import GoneError
+from commgrid.runtime.missing import who_is_missing
 from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers, version_of
 
 if TYPE_CHECKING:

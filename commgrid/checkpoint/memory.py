@@ -35,7 +35,7 @@ from commgrid.checkpoint.items import Item, Shared, Value
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.collectives.plain import all_gather, all_to_all
 from commgrid.runtime import torch_groups
-from commgrid.runtime.hosts import own_host
+from commgrid.runtime.addresses import own_host
 from commgrid.runtime.registry import _registry
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_gather
 from commgrid.errors import ShapeError, SpecError
-from commgrid.runtime.failures import GoneError, who_is_missing
+from commgrid.runtime.failures import GoneError
+from commgrid.runtime.missing import who_is_missing
 from commgrid.runtime.torch_groups import devices_of
 from commgrid.runtime.torch_world import first_line, is_peer_failure
 

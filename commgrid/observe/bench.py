@@ -20,7 +20,7 @@ from commgrid.planning.cost import COLLECTIVES
 from commgrid.planning.fitting import Measured
 from commgrid.planning.names import canonical, nearest
 from commgrid.runtime import torch_groups
-from commgrid.runtime.hosts import own_host
+from commgrid.runtime.addresses import own_host
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

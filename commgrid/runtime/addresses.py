@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 
 from commgrid.errors import CommGridError
 
 _DATAGRAM = socket.SOCK_DGRAM
+
+
+def own_host() -> str:
+    """Return the name of this process's host: COMMGRID_HOST, or the machine's own."""
+    return os.environ.get("COMMGRID_HOST") or socket.gethostname()
+
+
+def outward_address() -> str:
+    """Return this host's address for others, if the store does not tell.
+
+    A host's own name may mean a loopback address, such as Debian's 127.0.1.1, on each host its own.
+    """
+    with suppress(OSError):
+        found = socket.gethostbyname(socket.gethostname())
+        if not found.startswith("127."):
+            return found
+    return address_towards("192.0.2.1", 9) or "127.0.0.1"  # by the default route; nothing is sent
 
 
 def address_towards(host: str, port: int) -> str | None:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, PeerTimeoutError
-from commgrid.planning.rank_lists import describe_ranks, unpack
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.runtime import inquiry, torch_world
@@ -49,34 +49,6 @@ class GoneError(PeerFailedError):
     def __init__(self, said: str, rank: int | None = None) -> None:
         super().__init__(said)
         self.rank = rank
-
-
-def who_is_missing(at: str, ranks: Iterable[int], what: str) -> str:
-    """Describe the ranks that did not come to a collective that failed on all others.
-
-    Collective over the ranks that came: each marks itself in the store.
-
-    It costs nothing as long as collectives succeed.
-
-    Args:
-        at: what the collective is called at the store.
-        ranks: who takes part.
-        what: what it is, for the message.
-    """
-    every = tuple(sorted(ranks))
-    try:
-        driver = StoreDriver(torch_world.world_store(), len(every))
-        found = Failure(at, torch_world.world_rank(), every)
-        driver.run(found.report(b""))
-        decision = driver.run(found.find_out(lambda absent, words: ""))
-        driver.close()
-    except RuntimeError:  # the store has gone with the rank that served it
-        return f"a rank is gone or did not answer in {what}"
-    missing = unpack(decision["absent"])
-    if not missing:
-        return f"a rank is gone or did not answer in {what}"
-    others = "others have" if len(every) - len(missing) > 1 else "this rank has"
-    return f"{describe_ranks(missing)} did not come to {what}, to which {others} come"
 
 
 @contextmanager

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from commgrid.errors import CommGridError, GridNotInitializedError, SpecError
+from commgrid.errors import CommGridError, GridNotInitializedError, PeerTimeoutError, SpecError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world, watching
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
+from commgrid.runtime.missing import missing_ranks
 from commgrid.runtime.named_groups import NamedGroups
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.runtime.seconds import Seconds, as_seconds
@@ -106,6 +108,7 @@ class HyperCommGrid(NamedGroups):
         super().__init__(name, spec, torch_world.world_rank())
         self._backend, self._timeout = backend, timeout
         self._owns_groups, self._incarnation = True, ""
+        self._checks = 0  # calls of `check`
         self.rebuilt: Rebuilt | None = None
         """What it was rebuilt from, where `commgrid.rebuild` has made it."""
         self._addresses: list[tuple[Any, str]] = []
@@ -493,10 +496,20 @@ class HyperCommGrid(NamedGroups):
 
         Raises:
             GridMismatchError: a communicator that has other members than planned.
-            PeerTimeoutError: one on which a member did not answer.
+            PeerTimeoutError: one on which a member did not answer; names the ranks that did not
+                come to `check`.
         """
         self._resolve("")
-        return check_all(self._rank, self._communicators, as_seconds("timeout", timeout))
+        limit, self._checks = as_seconds("timeout", timeout), self._checks + 1
+        try:
+            return check_all(self._rank, self._communicators, limit)
+        except PeerTimeoutError as error:
+            at = f"commgrid/check/{self.identity}/{self._checks}"
+            missing = missing_ranks(at, self._spec.grid_ranks)
+            if not missing:
+                raise
+            told = f"{error}; {describe_ranks(missing)} did not come to grid.check"
+            raise PeerTimeoutError(told) from error
 
     def show(
         self,

@@ -7,8 +7,6 @@ what it found: a fixed number of store calls for each, however many there are.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,16 +17,12 @@ from commgrid.planning.crossing import members_of
 from commgrid.planning.rank_lists import describe_ranks, pack_order, unpack_order
 from commgrid.planning.ranks import RankTuple, as_ranks
 from commgrid.planning.spec import GridSpec
+from commgrid.runtime.addresses import own_host
 from commgrid.runtime.rendezvous import Rendezvous
 
 _NAMED = 4  # hosts that a message lists
 PHASE = "hosts"
 """Phase of a start in which ranks report their hosts, if the spec depends on them."""
-
-
-def own_host() -> str:
-    """What this process's host is called: COMMGRID_HOST, or its name."""
-    return os.environ.get("COMMGRID_HOST") or socket.gethostname()
 
 
 def needs_hosts(spec: GridSpec) -> bool:

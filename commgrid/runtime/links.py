@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from commgrid.runtime.addresses import listening
+from commgrid.runtime.addresses import listening, own_host
 
 BEAT_SECONDS = 1.0
 """How often each side of a link says that it is there."""
@@ -97,7 +97,7 @@ class Links:
         self._listener = listening(address, "initialize(watch=False)")
         self._listener.setblocking(False)
         self._host, port = self._listener.getsockname()[:2]
-        self.address = f"{self._host} {port}"
+        self.address = f"{self._host} {port} {own_host()}"
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
@@ -126,12 +126,12 @@ class Links:
         """
         self._secret, ended = secret, []
         for rank, address in addresses.items():
-            host, _, port = address.partition(" ")
+            host, port, _ = address.split(" ", 2)
             try:
                 made = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
                 made.sendall(self._line(self._hello()))
             except OSError as error:
-                if isinstance(error, ConnectionRefusedError) and host == self._host:
+                if isinstance(error, ConnectionRefusedError) and self._is_here(address):
                     ended.append(rank)
                     continue
                 _log.warning(
@@ -242,18 +242,26 @@ class Links:
     def _hello(self) -> Message:
         return {"kind": "hello", "secret": self._secret, "by": self._me, "at": self.address}
 
+    def _is_here(self, address: str) -> bool:
+        """Whether an address is on this host. On another one, a loopback address may be equal."""
+        host, _, name = address.split(" ", 2)
+        return host == self._host and name == own_host()
+
     def _again(self, link: _Link) -> None:
         """Connect again to a neighbour whose link has closed, or report how it is lost."""
-        host, _, port = link.address.partition(" ")
+        host, port, _ = link.address.split(" ", 2)
         until, how = time.monotonic() + _AGAIN_SECONDS, "unreachable"
         while time.monotonic() < until:
+            made = None
             try:
                 made = socket.create_connection((host, int(port)), _AGAIN_SECONDS)
                 made.sendall(self._line(self._hello()))
             except ConnectionRefusedError:
-                how = "ended" if host == self._host else "unreachable"
+                how = "ended" if self._is_here(link.address) else "unreachable"
                 break
             except (ConnectionResetError, BrokenPipeError):  # it is ending just now
+                if made is not None:
+                    made.close()
                 time.sleep(_AGAIN_SECONDS / 20)
             except OSError:
                 break

@@ -26,7 +26,7 @@ from commgrid.errors import CommGridError, PeerTimeoutError, SpecError
 from commgrid.planning.groups import GroupOptions
 from commgrid.planning.names import nearest
 from commgrid.runtime import torch_nccl
-from commgrid.runtime.addresses import address_towards
+from commgrid.runtime.addresses import address_towards, outward_address
 from commgrid.runtime.launch import Launch
 from commgrid.version import VERSION
 
@@ -66,11 +66,7 @@ def own_address() -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     found = address_towards(store.host, store.port) if hasattr(store, "host") else None
-    if found is not None:
-        return found
-    with suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"
+    return outward_address() if found is None else found
 
 
 def group_timeout(limit: float | None) -> float:
@@ -427,6 +423,7 @@ _PEER_ERRORS = tuple(
         r"gloo/transport/\S+:\d+\] (connect|accept) timeout",
         rf"^gloo connectFullMesh failed with .*(timed out|timeout|{_GONE})",
         r"^application timeout caused pair closure$",
+        r"^operation timed out!$",  # of work.wait(timeout)
         r"^wait timeout$",  # gloo's, for a key of the store
         r"\bwait timeout after \d+ms, keys: ",  # TCPStore's, also within NCCL's about its id
         r"^timeout waiting for key: .* after \d+ ms",  # FileStore's

@@ -186,6 +186,8 @@ class Watch:
         if self._waking is not None and self._waking is not threading.current_thread():
             self._waking.join(_WAKE_SECONDS)
         self._links.close()
+        # It may be kept, for `ended`; it must not keep communicators with their connections.
+        self._communicators, self._lost_on, self._wake = (), None, lambda text, late: None
 
     def _at(self, rank: int) -> str:
         return f"{self._key}/watch/{rank}"

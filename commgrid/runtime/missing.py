@@ -1,0 +1,50 @@
+"""Which ranks did not come to a collective that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from commgrid.planning.rank_lists import describe_ranks, unpack
+from commgrid.rendezvous.failure import Failure
+from commgrid.runtime import torch_world
+from commgrid.runtime.torch_store import StoreDriver
+
+
+def missing_ranks(at: str, ranks: Iterable[int]) -> set[int]:
+    """Return the ranks that do not report after a collective has failed.
+
+    Collective over the ranks that came to it; see `commgrid.rendezvous.failure`. It costs nothing
+    as long as collectives succeed.
+
+    Args:
+        at: key of the call at the store, another one for each.
+        ranks: who takes part.
+
+    Returns:
+        Empty if all report, or if the store is lost.
+    """
+    every = tuple(sorted(ranks))
+    driver = StoreDriver(torch_world.world_store(), len(every))
+    try:
+        found = Failure(at, torch_world.world_rank(), every)
+        driver.run(found.report(b""))
+        return unpack(driver.run(found.find_out(lambda absent, words: ""))["absent"])
+    except RuntimeError:  # the store has gone with the rank that served it
+        return set()
+    finally:
+        driver.close()
+
+
+def who_is_missing(at: str, ranks: Iterable[int], what: str) -> str:
+    """Describe the ranks that did not come to a collective that failed on all others.
+
+    Args:
+        at, ranks: see `missing_ranks`.
+        what: what it is, for the message.
+    """
+    every = set(ranks)
+    missing = missing_ranks(at, every)
+    if not missing:
+        return f"a rank is gone or did not answer in {what}"
+    others = "others have" if len(every) - len(missing) > 1 else "this rank has"
+    return f"{describe_ranks(missing)} did not come to {what}, to which {others} come"
