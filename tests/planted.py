@@ -120,6 +120,35 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "a call for members that lost to another is taken for the one that stands",
+        "commgrid/rendezvous/membership.py",
+        """            found = yield Cas(f"{_BASE}/{number}/call", found, mine)
+""",
+        """            yield Cas(f"{_BASE}/{number}/call", found, mine)
+            found = mine
+""",
+        (
+            "tests/rendezvous/test_membership.py::"
+            "test_two_grids_in_one_call_each_get_their_own_decision",
+        ),
+    ),
+    Mutant(
+        "a rank that was held up opens a call of its own",
+        "commgrid/rendezvous/membership.py",
+        """            if call.after in past and self._me not in unpack(past[call.after]):
+                # They""",
+        """            if False:
+                # They""",
+        ("tests/rendezvous/test_membership.py::test_every_fault_at_every_operation",),
+    ),
+    Mutant(
+        "the only absent rank is named at once",
+        "commgrid/rendezvous/failure.py",
+        "limit = TIMEOUTS.settle if len(absent) <= 1 else TIMEOUTS.arrive",
+        "limit = 0.0 if len(absent) <= 1 else TIMEOUTS.arrive",
+        ("tests/rendezvous/test_failure.py::test_of_two_ranks_the_later_one_is_not_named",),
+    ),
+    Mutant(
         "a rank that is elected after the deadline decides that all go on",
         "commgrid/rendezvous/round.py",
         "(yield from decide(absent, True))",

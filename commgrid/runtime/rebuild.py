@@ -22,12 +22,13 @@ from commgrid.planning.rank_lists import describe_ranks, unpack
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, refit
+from commgrid.rendezvous.membership import Call, LateError, Membership
 from commgrid.runtime import inquiry, recorder, torch_standby, torch_world
 from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, Registry, _registry
-from commgrid.runtime.roll_call import Call, LateError, RollCall
 from commgrid.runtime.seconds import Seconds, as_seconds
+from commgrid.runtime.torch_store import StoreDriver
 
 _SHARE = 0.5  # of the time that is left, for one attempt: another rank may go meanwhile
 _LEAST_SECONDS = 5.0
@@ -243,17 +244,18 @@ class _Rebuild:
         world = range(torch_world.world_size())
         watch = made.seen_by if made is not None else None
         ended = place.ended.union(watch.ended if watch is not None else ())
-        calls = RollCall(torch_world.world_store(), self._rank, world, ended)
+        calls = Membership(self._rank, world, ended)
+        driver = StoreDriver(torch_world.world_store(), len(world))
         try:
             if made is None:
-                return calls.wait(self.name, said)
+                return driver.run(calls.wait(self.name, said))
             call = Call(self.name, made.identity, self.ranks)
             conclude = partial(self._conclude, made)
-            return calls.answer(call, said, conclude, self.grace, self.deadline)
+            return driver.run(calls.answer(call, said, conclude, self.grace, self.deadline))
         except LateError:
             self.registry.made.pop(self.name, None)
             with suppress(RuntimeError):  # it learns the same when it calls again
-                if move := calls.last_move():
+                if move := driver.run(calls.last_move()):
                     self._settle_store(move)
             raise
         except CommGridError:
@@ -261,6 +263,8 @@ class _Rebuild:
         except RuntimeError as error:
             told = torch_world.first_line(error)
             raise _AttemptError(f"rebuild: the store has gone meanwhile ({told})") from error
+        finally:
+            driver.close()
 
     def _conclude(self, made: Made, here: list[int], texts: list[str]) -> dict[str, Any]:
         """The verdict for all ranks that have come."""

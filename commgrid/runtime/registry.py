@@ -18,13 +18,15 @@ from commgrid.errors import (
     PeerTimeoutError,
 )
 from commgrid.planning.spec import GridSpec
+from commgrid.rendezvous.membership import Membership
+from commgrid.rendezvous.op import StoreLostError
 from commgrid.runtime import inquiry, torch_standby, torch_world
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.runtime.roll import Line
-from commgrid.runtime.roll_call import tell_over
+from commgrid.runtime.torch_store import StoreDriver
 from commgrid.runtime.torch_world import versions
 
 if TYPE_CHECKING:
@@ -379,13 +381,20 @@ def _tell_over(grid: HyperCommGrid) -> None:
     Once this process has ended, WORLD's store may be gone before they have read it there, and they
     look in their own standby stores.
     """
-    tell_over(torch_world.world_store())
+    _tell_over_at(torch_world.world_store())
     waiting = grid.rebuilt.spares if grid.rebuilt is not None else ()
     place = _registry.place
     for address in (address for rank, address in place.standbys if rank in waiting):
         store, _ = torch_standby.connect(address, place.own)
         if store is not None:
-            tell_over(torch_standby.world_in(store))
+            _tell_over_at(torch_standby.world_in(store))
+
+
+def _tell_over_at(store: Any) -> None:
+    driver = StoreDriver(store, 1)
+    with suppress(StoreLostError):  # the store is gone, and with it who waits there
+        driver.run(Membership(-1, ()).tell_over())
+    driver.close()
 
 
 def end(failed: bool) -> None:

@@ -1,26 +1,16 @@
-"""Who has come, and waiting for what others write: the two things ranks do at a store.
-
-A roll keeps two bits for every rank in counters of 30. To come is one call, and to see who has not
-is one call for each 30 ranks. A line waits for a key without holding up anything else that this
-process asks the store.
-"""
+"""Waiting for a key of the store, without holding up anything else that this process asks it."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from enum import Enum
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from commgrid.runtime.patient import PatientStore
 
-# A store's counters are signed and have 64 bits. The second of a rank's two keeps two processes as
-# one rank apart from the next rank's.
-_BLOCK = 30
 _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
 # Where so few ranks meet, the others are moments away: looking a few times, with growing pauses,
 # costs less than a connection and a thread. More ranks would keep the store's server busy.
@@ -42,71 +32,6 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def delete_key(self, key: str, /) -> bool: ...
-
-
-class Coming(Enum):
-    """What a rank finds when it marks itself on a roll."""
-
-    EARLY = "others are still to come"
-    LAST = "with it all have come"
-    AGAIN = "somebody has come as this rank before"
-
-
-class Roll:
-    """Which ranks have come to one place.
-
-    Args:
-        store: shared by all ranks of the world.
-        key: what its counters are called.
-        ranks: those that should come; who else comes is kept too, and completes nothing.
-    """
-
-    def __init__(self, store: Store, key: str, ranks: Sequence[int]) -> None:
-        self._store, self._key = store, key
-        self._ranks = ranks if isinstance(ranks, range) else frozenset(ranks)
-
-    def come(self, rank: int, sweeping: Iterable[str] = ()) -> Coming:
-        """Marks a rank as here; one call, and some more for the last of every 30.
-
-        Args:
-            rank: the one that comes.
-            sweeping: keys of rolls of the same ranks that nobody reads any more. The last of every
-                30 takes their counter from the store.
-        """
-        block, bit = rank // _BLOCK, 1 << 2 * (rank % _BLOCK)
-        marks = self._store.add(f"{self._key}/{block}", bit)
-        if _count(marks, rank) > 1:
-            self._store.add(f"{self._key}/{block}", -bit)
-            return Coming.AGAIN
-        near = range(block * _BLOCK, (block + 1) * _BLOCK)
-        if rank not in self._ranks or not all(
-            _count(marks, each) for each in near if each in self._ranks
-        ):
-            return Coming.EARLY
-        for other in sweeping:
-            self._store.delete_key(f"{other}/{block}")
-        count = self._store.add(f"{self._key}/blocks", 1)
-        return Coming.LAST if count == len(_blocks(self._ranks)) else Coming.EARLY
-
-    def here(self, among: Iterable[int]) -> list[int]:
-        """Those of some ranks that have come."""
-        wanted = sorted(set(among))
-        marks = {b: self._store.add(f"{self._key}/{b}", 0) for b in _blocks(wanted)}
-        return [rank for rank in wanted if _count(marks[rank // _BLOCK], rank)]
-
-    def delete(self) -> None:
-        """Takes its counters from the store."""
-        for block in (*_blocks(self._ranks), "blocks"):
-            self._store.delete_key(f"{self._key}/{block}")
-
-
-def _count(marks: int, rank: int) -> int:
-    """How many have come as this rank, going by its counter."""
-    return marks >> 2 * (rank % _BLOCK) & 3
-
-
-def _blocks(ranks: Iterable[int]) -> list[int]:
-    return sorted({rank // _BLOCK for rank in ranks})
 
 
 _FREE: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()

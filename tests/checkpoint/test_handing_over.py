@@ -13,8 +13,8 @@ from commgrid.checkpoint.handing_over import Given, given
 from commgrid.checkpoint.memory import Inventory, kept_states, missing
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.rendezvous.membership import Membership
 from commgrid.runtime import torch_standby
-from commgrid.runtime.roll_call import RollCall
 from commgrid.tensor_parallel import initialize_parameters
 from commgrid.testing import run_on_ranks
 from tests.killing import KILLED, kill_me, run_killable
@@ -114,14 +114,14 @@ def test_a_rank_left_out_hands_over_and_leaves() -> None:
 
 def late(folder: str | None) -> Any:
     """As `halved`; rank 3 waits for a place only when the others have ended."""
-    wait, here = RollCall.wait, torch_standby.Answer.HERE
+    wait, here = Membership.wait, torch_standby.Answer.HERE
 
-    def waits_late(self: RollCall, name: str, said: str) -> Any:
-        RollCall.wait = wait  # type: ignore[method-assign]
+    def waits_late(self: Membership, name: str, said: str) -> Any:
+        Membership.wait = wait  # type: ignore[method-assign]
         until(lambda: torch_standby.ask_world() is not here, "WORLD's store ends")
         return wait(self, name, said)
 
-    RollCall.wait = waits_late  # type: ignore[method-assign]
+    Membership.wait = waits_late  # type: ignore[method-assign]
     return halved(folder)
 
 
