@@ -48,17 +48,17 @@ from commgrid.rendezvous.round import (
 from commgrid.rendezvous.timeouts import TIMEOUTS
 
 MOST_DOCUMENTS = 8
-"""Documents other than the reference that are told apart; the rest are counted together."""
+"""Distinct documents beside the reference; further ones are counted together."""
 MOST_PHASES = 4
 """Phases of one agreement, comparing included, at most."""
 CALL, LIMIT = "initialize with this name and these ranks", "startup_timeout"
-"""What ranks call to start a grid, and the argument that limits it."""
+"""The call that starts a grid, and its time limit's argument, for messages."""
 PHASES = ("created", "ready")
 """Phases of a grid's start after comparing, at most."""
 _ASKED = 64  # absent ranks that are looked for elsewhere, at most
 
 Tell = Callable[[dict[int, bytes]], Mapping[str, Any]]
-"""Makes from what ranks have said in a phase what all of them are told."""
+"""Turns the words of the speakers into entries of the decision."""
 
 
 class Agreement:
@@ -108,7 +108,7 @@ class Agreement:
         """The decision that a connection was lost, if it is to be followed by `report`."""
 
     _concludes = "the last of them"
-    """Whoever makes the decision about documents."""
+    """The rank that decides about the documents, for messages."""
 
     @property
     def incarnation(self) -> str:
@@ -135,7 +135,7 @@ class Agreement:
     def _compare_at(self, base: str) -> Protocol[bool]:
         """Compare in one place; False if the keys there are of an attempt that is over."""
         self._base = base
-        if (yield Now()) >= self._until:  # the others may have given up, and nobody be here
+        if (yield Now()) >= self._until:  # the others may have given up and left
             raise held_up(self.about, self._me, self._limit)
         reference, kind = yield from self._show()
         members = ranks_of(reference) if kind else self._members
@@ -250,7 +250,7 @@ class Agreement:
         """Pass the next barrier: three operations.
 
         Args:
-            tell: makes from what the speakers have said what the decision holds beside its kind.
+            tell: makes further entries of the decision from the words of the speakers.
             say: of this rank, if it is one of the speakers.
             speakers: ranks that say something.
 
@@ -262,7 +262,7 @@ class Agreement:
         last = self._phase == len(self._phases) - 1
 
         def decide(missing: Sequence[int], time_is_up: bool) -> Protocol[Mapping[str, Any]]:
-            if last or time_is_up:  # whoever meets again must not meet here
+            if last or time_is_up:  # the next agreement gets the next number
                 yield from self._end()
             if time_is_up:
                 here = [rank for rank in self._members if rank not in {*missing}]
@@ -445,8 +445,8 @@ class Agreement:
     def _leave(self, decision: Decision) -> Protocol[Decision]:
         """Leave after a failure, and return the decision about its cause.
 
-        The last of the ranks that are present deletes the keys but for the decisions; the one that
-        serves the store waits for it a moment, since its process may end next.
+        The last present rank deletes the keys but for the decisions. The rank that serves the store
+        waits a moment for that, since its process may end next.
         """
         if self._left:
             return decision
@@ -468,10 +468,10 @@ class Agreement:
         return decision
 
     def _after_a_loss(self, decision: Decision) -> Protocol[Decision]:
-        """Find out which ranks have ended after a connection was lost: those that do not report.
+        """Find out which ranks do not report after a connection was lost.
 
-        gloo takes whoever connects to a port for the rank that it waits for there, so that a
-        connection may be lost though both ranks live.
+        gloo takes any process that connects to a port for the rank that it waits for there, so that
+        a connection may be lost though both ranks live.
         """
         why, now = decision["message"], (yield Now())
         within = min(TIMEOUTS.arrive, max(self._until - now - self.margin, self.margin))
@@ -498,7 +498,7 @@ class Agreement:
         return self._until - now <= self.margin + 0.5
 
     def _end(self) -> Protocol[None]:
-        """Mark this agreement as over, so that whoever meets next does not meet here."""
+        """Mark this agreement as over: the next one gets the next number."""
         yield Cas(f"{self._room}/over", self._over, str(self._number).encode())
 
     def _wait(self, key: str, until: float) -> Protocol[bytes | None]:

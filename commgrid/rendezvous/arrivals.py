@@ -32,8 +32,8 @@ def arrive(
         at: key of the place.
         rank: the rank that arrives.
         members: ranks that are expected. Other ranks are marked too, and complete nothing.
-        sweep: other places with the same members that nobody reads any more; their counters are
-            deleted along the way.
+        sweep: other places with the same members that are over; their counters are deleted along
+            the way.
     """
     block, bit = rank // BLOCK, 1 << 2 * (rank % BLOCK)
     marks = yield Add(f"{at}/{block}", bit)

@@ -62,7 +62,7 @@ class Barriers:
         return decision
 
     def fail(self, name: str, kind: str, message: str) -> Protocol[Decision]:
-        """Decide that a barrier fails, unless there is a decision; return the one that stands."""
+        """Decide that a barrier fails, unless there is a decision; return the standing one."""
         self._used.add(name)
         decision = yield from conclude(self._place(name), {"kind": kind, "message": message})
         self._heed(decision)
@@ -96,7 +96,7 @@ class Barriers:
             return set(self.ranks) - {self._me}
         missing = {*self.ranks} - {*(yield from arrived(at, self.ranks)), self._me}
         if waited_for is not None and waited_for not in missing:
-            # It lives, and waits for a third rank, as it is about to say.
+            # It lives, waits for a third rank, and is about to decide so.
             yield Wait(key, (yield Now()) + TIMEOUTS.answer)
         return missing
 

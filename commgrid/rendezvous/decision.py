@@ -23,7 +23,7 @@ def error_of(decision: Mapping[str, Any], about: str, rank: int) -> CommGridErro
 
     Args:
         about: the subject of the message, such as `grid 'default'`.
-        rank: this process's; a rank that the others reported as absent is told so.
+        rank: this process's; an absent rank gets the message for late ranks.
     """
     message = decision["message"]
     if rank in unpack(decision.get("absent", "")):
@@ -71,7 +71,7 @@ def absent(
 
 
 def no_decision(who: str, here: Sequence[int], limit: str) -> Decision:
-    """Decide that all have arrived, and whoever was to conclude the round has not done so."""
+    """Decide that all have arrived, and the rank that decides has not done so in time."""
     return {
         "kind": "absent", "absent": "", "present": len(here),
         "message": f"{describe_ranks(here)} have all come, and {who}, who says so to the "
@@ -83,7 +83,7 @@ def failed(rank: int, error: BaseException, present: int) -> Decision:
     """Decide that a rank has failed.
 
     Args:
-        rank: the one that did.
+        rank: the failed one.
         error: its error.
         present: number of ranks that read this.
     """

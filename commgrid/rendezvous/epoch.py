@@ -64,7 +64,7 @@ class FirstAgreement(Agreement):
         self._phase = 1
 
     def _open(self) -> Protocol[str | None]:
-        """Open an epoch, and send on whoever waits in the one before; return that one."""
+        """Open an epoch, and send on the ranks that wait in the previous one; return that one."""
         found = (yield Get(("epoch",)))[0]
         before = None if found is None else found.decode()
         self._base = self._token
@@ -80,7 +80,7 @@ class FirstAgreement(Agreement):
         """Wait for an epoch that this rank has not seen yet.
 
         Raises:
-            PeerTimeoutError: nobody opens one.
+            PeerTimeoutError: rank 0 opens none in time.
         """
         key, patience = f"{self._token}/next" if self._token else "epoch", TIMEOUTS.unseen
         while True:
@@ -139,7 +139,7 @@ class FirstAgreement(Agreement):
         return (yield Wait(complete, self._until)) is not None
 
     def _end(self) -> Protocol[None]:
-        """Nothing: nobody meets in an epoch whose comparison was decided."""
+        """Nothing: an epoch whose comparison was decided is never joined again."""
         yield from ()
 
     def _drop_failed(self) -> Protocol[None]:

@@ -1,7 +1,7 @@
-"""After a collective has failed: all ranks report at the store, and those that do not are named.
+"""After a collective has failed: ranks report at the store, and silent ones are named.
 
-A rank whose collective fails knows that a connection was closed, and often not by whom. So it
-reports, and breaks its own connections, so that ranks that wait for it fail and report as well:
+A rank whose collective fails knows that a connection was closed, and often not by which rank. So it
+reports, and breaks its own connections. Ranks that wait for it then fail and report as well:
 
     rank 3 killed ─► rank 2: closed by peer ─► reports, breaks its own ─► rank 1: closed by peer …
                                                observes: all but rank 3 have reported ─► decides
@@ -30,7 +30,7 @@ from commgrid.rendezvous.round import (
 from commgrid.rendezvous.timeouts import TIMEOUTS
 
 Blame = Callable[[Sequence[int], Mapping[int, bytes]], str]
-"""Makes the text of a decision from the absent ranks and from the words of those that report."""
+"""Makes the text of a decision from the absent ranks and the words of the others."""
 
 
 class Failure:
@@ -67,7 +67,7 @@ class Failure:
         self._arrival = yield from arrive(self._at, self._me, self._members)
 
     def find_out(self, blame: Blame) -> Protocol[Decision]:
-        """Return the decision after this rank has reported: its `text`, and who is `absent`.
+        """Return the decision after this rank has reported: its `text`, and the `absent` ranks.
 
         Args:
             blame: called on the rank that decides.

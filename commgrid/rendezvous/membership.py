@@ -1,4 +1,4 @@
-"""Which ranks go on after a failure: a membership round, with one answer for all of them.
+"""Membership after a failure: the remaining ranks agree on the ranks that go on.
 
 Calls have numbers, one after the other for all grids of a world. A rank that needs one opens it;
 ranks without a part in a grid wait for the next call and come too. When the time for others to come
@@ -8,11 +8,11 @@ is over, an elected rank looks which have, and decides for all.
     rank 4   arrives ──────────────────────── waits ────────────────► reads it
     rank 5   (spare) waits for call 1 ─ arrives ─ waits ────────────► reads it: has no part
 
-A rank whose process has ended is marked by another one that has seen it end. So the ranks that are
-here decide at once if no other can come.
+A rank that has seen another process end marks that one as ended. So the ranks that are here decide
+at once if no other can come.
 
 The keys of call n lie at `commgrid/rebuild/<n>`. Each rank makes a fixed number of operations, and
-one for each rank that it has seen end; the one that decides, one more for 30 ranks.
+one for each rank that it has seen end. The deciding rank makes one more for 30 ranks.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class Membership:
     def answer(
         self, call: Call, words: str, conclude: Conclude, grace: float, until: float
     ) -> Protocol[Mapping[str, Any]]:
-        """Open a call, or come to the one that is open; on a rank that was in the grid.
+        """Open a call, or join the open one; on a rank that was in the grid.
 
         Args:
             call: what it is about.
-            words: of this rank, for the one that decides.
+            words: of this rank, for the deciding rank.
             conclude: makes the decision.
             grace: seconds for others to come after this rank.
             until: time at which to give up.
@@ -227,7 +227,7 @@ class Membership:
         if self._me in expected:
             yield Put(f"{base}/said/{self._me}", words.encode())
         complete = (yield from arrive(f"{base}/here", self._me, expected)) is Arrival.LAST
-        for rank in self._ended:  # one of those that have seen it marks it
+        for rank in self._ended:  # the first rank that has seen it marks it
             if rank in expected and (yield Add(f"{base}/ended/{rank}", 1)) == 1:
                 last = (yield from arrive(f"{base}/here", rank, expected)) is Arrival.LAST
                 complete = complete or last
@@ -284,7 +284,7 @@ class Membership:
         return dict((yield from self._decision(number - 1)).get("past", {}))
 
     def _clean_up(self, number: int) -> Protocol[None]:
-        """Delete what nobody reads any more of the call before, and of the one before that."""
+        """Delete the keys of earlier calls that are over."""
         base = f"{_BASE}/{number - 1}"
         ended = unpack((yield from self._decision(number - 1)).get("ended", ""))
         yield Drop((

@@ -29,10 +29,10 @@ Decision = dict[str, Any]
 """`kind` is "agreed", or the name of a failure (`commgrid.rendezvous.decision`)."""
 Decide = Callable[[Sequence[int], bool], Protocol[Mapping[str, Any]]]
 """Makes a round's decision, given its absent members, and whether the time is up. If it is up and
-nobody is absent, the last member to arrive has ended before it could decide."""
+none is absent, the last member to arrive has ended before it could decide."""
 REPORTERS = 16
 """Members that look for the absent ones right at the deadline; the others do a margin later. If all
-of them did at once, the store would be slow for the one that is elected."""
+of them did at once, the store would be slow for the elected one."""
 
 
 def agreed(absent: Sequence[int] = (), time_is_up: bool = False) -> Protocol[Mapping[str, Any]]:
@@ -120,12 +120,12 @@ def reports_first(me: int, members: Sequence[int]) -> bool:
 
 
 def conclude(at: str, decision: Mapping[str, Any]) -> Protocol[Decision]:
-    """Write a round's decision unless there is one; return the one that stands."""
+    """Write a round's decision unless there is one; return the standing one."""
     return decoded((yield Cas(f"{at}/decision", b"", json.dumps(decision).encode())))
 
 
 def said(at: str, members: Sequence[int]) -> Protocol[dict[int, bytes]]:
-    """Return what each of some members has said in a round, without those that said nothing."""
+    """Return the words of some members in a round, by rank; silent ones are left out."""
     found = yield Get(tuple(f"{at}/said/{rank}" for rank in members))
     return {rank: text for rank, text in zip(members, found, strict=True) if text is not None}
 

@@ -22,8 +22,8 @@ class Timeouts:
             on to raise. They read at once, unless their processes have ended.
         settle: for the last living rank to report after a failure. Closed connections tell it, one
             rank after the other, which takes milliseconds; a busy machine takes longer.
-        arrive: for living ranks to report after a connection was lost. All are told at once, and
-            only a rank that is busy with something else is late.
+        arrive: for living ranks to report after a connection was lost. All learn of it at once, and
+            only a busy rank is late.
         connect: for a further connection to the store, at least. The server may look up the name of
             each client's host, which takes a name server's own timeout of 5 s.
     """

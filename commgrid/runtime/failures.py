@@ -99,7 +99,9 @@ def named_failures(
             raise
         me, at = f"rank {grid.rank}", _at(error, doing, peer)
         board = FailureBoard(grid)
-        if isinstance(error, SystemExit) and not error.code:  # no failure, if nobody waits for it
+        if (
+            isinstance(error, SystemExit) and not error.code
+        ):  # a failure only if a rank waits for it
             said = board.post(f"{me} has left{at}: it called sys.exit")
             if watch is not None:
                 watch.leave(said)
@@ -167,7 +169,7 @@ class FailureBoard:
         self._driver = StoreDriver(torch_world.world_store(), len(ranks))
 
     def post(self, text: str) -> str:
-        """Write the failure unless there is an earlier one; return the one that counts."""
+        """Write the failure unless there is an earlier one; return the first."""
         try:
             return self._driver.run(self._failure.post(text))
         except StoreLostError:  # with the rank that served it
@@ -215,7 +217,7 @@ def _blame(
     absent: Sequence[int],
     words: Mapping[int, bytes],
 ) -> str:
-    """Describe a failure by the ranks that do not report, and by what the others waited for."""
+    """Describe a failure by the absent ranks, and by the ranks that the others waited for."""
     said = [json.loads(each) for each in words.values()]
     missing = set(absent)
     gone = missing & waited_for.union(*(each["waited_for"] for each in said)) or missing

@@ -1,4 +1,4 @@
-"""Which host each rank runs on, which ranks tell each other only where the spec asks for it.
+"""Hosts of the ranks, which they exchange only if the spec depends on hosts.
 
 Every rank says its host, the last one to come reads them all and concludes, and the others read
 what it found: a fixed number of store calls for each, however many there are.
@@ -60,15 +60,15 @@ def settle(spec: GridSpec, rendezvous: Rendezvous, name: str, rank: int) -> Grid
 
 
 def conclude(spec: GridSpec, hosts: Mapping[int, str]) -> dict[str, str]:
-    """What one rank finds out for all: why hosts are refused, and the order that they bring.
+    """Find out for all ranks whether the hosts are refused, and the order by host.
 
     Args:
         spec: a resolved one.
         hosts: of every rank.
 
     Returns:
-        `refused`, empty where all is well; `order`, of the places that the ranks had, empty where
-        it stays as it is; and `said`, about it.
+        `refused`: the reason, or empty. `order`: the new order of the ranks' places, or empty for
+        no change. `said`: a message about the order.
     """
     found = {"refused": "", "order": "", "said": ""}
     placed = spec
@@ -94,7 +94,7 @@ def _in_order(spec: GridSpec, ranks: Sequence[int]) -> GridSpec:
 
 
 def _refusal(spec: GridSpec, name: str, hosts: Mapping[int, str]) -> str:
-    """Which group of a name is on several hosts, and what would help; empty: none is."""
+    """Return the reason to refuse: a group of this name on several hosts, with a fix; or empty."""
     level, ranks = spec.constraints[name], _scattered(spec, name, hosts)
     if not ranks:
         return ""

@@ -4,8 +4,8 @@ Every rank is linked with the ranks 1, 2, 4, 8, … places further on, round the
 log2 of all ranks, and from any rank to any other it takes at most log2 of them steps. A process
 that ends closes its links. But a closed link is not an end: a link that is closed on purpose is
 announced (`bye`, `dropped`), and after any other the neighbour tries to connect again, which only
-an ended process refuses. A process that is stopped, or whose host is gone, says nothing any more.
-What one rank tells goes from neighbour to neighbour to all.
+an ended process refuses. A process that is stopped, or whose host is gone, is silent.
+A message goes from neighbour to neighbour to all ranks.
 
     8 ranks: 0 ── 1, 2, 4          rank 5 killed ──► 1, 3, 4, 6, 7 see it ──► 0 and 2 are told
 
@@ -70,8 +70,8 @@ class Links:
         ranks: of the grid, by place.
         address: of this host, at which others reach it.
         silent_after: seconds without a sign of life until a neighbour counts as silent.
-        hear: is called with what somebody tells all.
-        lost: is called with a neighbour's rank and how it was lost: `"ended"`, its host refuses
+        hear: called with each message of another rank.
+        lost: called with a neighbour's rank and how it was lost: `"ended"`, its host refuses
             connections to it; `"unreachable"`, its link has closed and no other can be made;
             `"silent"`.
         look: is called every now and then.
@@ -116,9 +116,9 @@ class Links:
         return [self._ranks[each] for each in neighbours_of(place, len(self._ranks))]
 
     def connect(self, addresses: Mapping[int, str], secret: str) -> None:
-        """Connects to neighbours, and begins to listen; who is not reached is left to the others.
+        """Connect to the neighbours, and begin to listen; one that is not reached is only logged.
 
-        On this host itself no firewall is between: who refuses a connection there has ended.
+        On this host no firewall is between: a refused connection there means an ended process.
 
         Args:
             addresses: of each of `neighbours`.
@@ -211,7 +211,7 @@ class Links:
 
     @staticmethod
     def _received(link: _Link) -> bytes:
-        """What has arrived, empty where nothing will any more."""
+        """Return the bytes that have arrived; empty if the link is closed."""
         try:
             return link.connection.recv(1 << 16)
         except BlockingIOError:
@@ -303,7 +303,7 @@ class Links:
             self._drop(link)
 
     def _obey(self, link: _Link, line: bytes) -> bool:
-        """What a neighbour says; whether the link goes on."""
+        """Handle a line of a neighbour; return whether the link goes on."""
         try:
             message = json.loads(line)
             kind = message["kind"]
@@ -343,7 +343,7 @@ class Links:
                 self._send(link, message)
 
     def _send(self, link: _Link, message: Message) -> None:
-        """As much as the connection takes; the rest goes with what is sent next."""
+        """Send as much as the connection takes; the rest goes with the next message."""
         link.outbox += self._line(message)
         with suppress(OSError):
             sent = link.connection.send(link.outbox)

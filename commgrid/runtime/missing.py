@@ -1,4 +1,4 @@
-"""Which ranks did not come to a collective that has failed."""
+"""Naming the ranks that did not come to a failed collective."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Calls of the store that end, also where the process that serves it is stopped.
 
-torch's client waits for each answer in C++ without a limit: a server that has ended is an error at
-once, one that is stopped, or behind a link that is cut, is silence for ever, and not even Ctrl-C
-reaches the thread. So a call runs on a thread of its own, and who has waited long enough goes on
-without its answer. The thread then takes the next call, and ends when none has come for a while: a
-thread for every call takes several times the processor time of the call, and a start makes many.
+torch's client waits for each answer in C++ without a limit. A server that has ended is an error at
+once. One that is stopped, or behind a cut link, is silent for ever, and not even Ctrl-C reaches
+the thread. So a call runs on a thread of its own, and its caller stops waiting after a time. The thread then takes the next call, and ends if none comes for a while: a thread for every
+call takes several times the processor time of the call, and a start makes many.
 
     asked ── thread ──► torch's client ──► server        nothing comes
       └── after so many seconds: DistNetworkError; the next call waits for this one's answer first
@@ -47,11 +46,11 @@ class PatientStore:
 
     @property
     def timeout(self) -> Any:
-        """What torch's own waits may take."""
+        """Limit of torch's own waits."""
         return self.raw.timeout
 
     def set_timeout(self, timeout: Any) -> None:
-        """What torch's own waits, and making a connection, may take."""
+        """Set the limit of torch's own waits, and of making a connection."""
         self.raw.set_timeout(timeout)
 
     def set(self, key: str, value: str) -> None:
@@ -87,7 +86,7 @@ class PatientStore:
         return self.during(lambda: getattr(self.raw, name)(*args))
 
     def during(self, call: Callable[[], Answer]) -> Answer:
-        """What a call gives that asks this store somewhere within torch.
+        """Run a call of torch's that asks this store, and return its result.
 
         Raises:
             SilentStoreError: it has not returned in time, or an earlier one has not yet.
@@ -136,7 +135,7 @@ class _Asked:
         return True
 
     def answer(self) -> Any:
-        """What it has returned or raised."""
+        """Return its result, or raise its error."""
         if self._error is not None:
             raise self._error
         return self._answer
@@ -154,7 +153,7 @@ def _idle() -> _Asker | None:
 
 
 class _Asker:
-    """A thread that makes calls, one after the other; one that hangs is left alone with it.
+    """A thread that makes calls one after the other, and is abandoned if a call hangs.
 
     It belongs to no store, and keeps none: what it has between two calls is nothing.
     """
@@ -166,7 +165,7 @@ class _Asker:
         _thread.start_new_thread(self._run, ())
 
     def ask(self, asked: _Asked) -> None:
-        """Makes a call; who asks has taken the thread from the idle ones, or has just made it."""
+        """Make a call on this thread, which is new, or was taken from the idle ones."""
         self._asked = asked
         self._wanted.release()
 
@@ -185,7 +184,7 @@ class _Asker:
             return True
         try:
             _IDLE.remove(self)
-        except ValueError:  # somebody has just taken it, and is about to ask
+        except ValueError:  # it has just been taken, and gets a call
             return self._wanted.acquire()
         return False
 

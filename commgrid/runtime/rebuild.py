@@ -59,8 +59,8 @@ class States:
 
     Args:
         held: whether this rank has any.
-        hand_over: called on all ranks of a grid made for it, those with a place, which it is told,
-            and those without one that have states.
+        hand_over: called with a grid made for it and the ranks that have a place, on these ranks
+            and on spare ranks with states.
     """
 
     held: Callable[[], bool]
@@ -151,7 +151,7 @@ class _Rebuild:
                 if self.ranks is None or self._rank in self.ranks:
                     raise  # else it was left out, and waits for a place
             except _StoreGoneError:
-                if made is None:  # and with it all that this rank waited for
+                if made is None:  # and this rank waited there
                     return None
                 raise
             except _AttemptError:
@@ -167,7 +167,7 @@ class _Rebuild:
         return torch_world.world_rank()
 
     def _let_go(self) -> HyperCommGrid | None:
-        """Ends the grid as it is, whose collectives may be half done; which that was."""
+        """End the grid, whose collectives may be half done, and return it."""
         grid = self.registry.grids.pop(self.name, None)
         self.registry.tables.pop(self.name, None)
         if grid is not None and not grid.is_destroyed:
@@ -219,7 +219,7 @@ class _Rebuild:
             raise _StoreGoneError(f"{error}") from error
 
     def _settle_store(self, verdict: Mapping[str, Any]) -> None:
-        """Takes over what the verdict says of stores: where to meet, and where else."""
+        """Use the stores of the decision: the one to meet at, and the standby stores."""
         place, goes_to = self.registry.place, verdict["store"]
         place.gone, place.ended = frozenset(verdict["gone"]), frozenset(unpack(verdict["ended"]))
         place.standbys = [(rank, address) for rank, address in verdict["standbys"]]
@@ -303,7 +303,7 @@ class _Rebuild:
     # -- the grid -----------------------------------------------------------------------
 
     def _hand_over(self, spec: GridSpec, verdict: Mapping[str, Any]) -> None:
-        """Brings what ranks without a place have in memory to those that have one."""
+        """Send states in memory from ranks without a place to ranks with one."""
         ranks = sorted({*spec.grid_ranks, *verdict["holders"]})
         if not verdict["holders"] or self._rank not in ranks:
             return

@@ -398,7 +398,7 @@ def _tell_over_at(store: Any) -> None:
 
 
 def end(failed: bool) -> None:
-    """Shuts down. Ranks that wait in `rebuild` for a place are told, unless this process failed.
+    """Shut down; ranks that wait in `rebuild` learn of it, unless this process failed.
 
     Args:
         failed: whether an error ends this process.

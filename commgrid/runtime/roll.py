@@ -22,7 +22,7 @@ _FIRST_PAUSE, _PAUSES_GROW = 0.001, 1.5
 
 
 class Store(Protocol):
-    """What is used of a `torch.distributed.Store`."""
+    """The methods of a `torch.distributed.Store` that are used."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -41,11 +41,11 @@ _FREE: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 class Line:
     """Waiting for a key of the store without holding up what else this process asks it.
 
-    A wait holds its connection, so it never takes the store's own: whoever asks that one next would
-    wait as well, where not even Ctrl-C reaches it. And nothing interrupts torch's wait, and torch
-    logs each that ends without its key: so it runs on a thread of its own, and who gives up leaves
-    it waiting. Connections are used again: a store's server looks up the name of whoever connects
-    before it serves anybody else.
+    A wait holds its connection, so it never takes the store's own: the next call on that one would
+    wait as well, where not even Ctrl-C reaches it. Nothing interrupts torch's wait, and torch logs
+    each wait that ends without its key. So it runs on a thread of its own, which is left waiting
+    when the time is up. Connections are used again, since a store's server looks up the name of a
+    client's host before it serves any other client.
 
     Args:
         store: where to ask.

@@ -1,16 +1,15 @@
-"""Sees that a rank of the grid is gone, stopped or late, and wakes whoever waits for it.
+"""Failure detector: sees that a rank of the grid is gone, stopped or late, and ends waits for it.
 
-NCCL waits on the device, where a rank that is gone is an error of nobody's until torch's watchdog
-ends the process. Here a thread in every process is linked with others of the grid
-(`commgrid.runtime.links`). What it learns it tells all, and every rank breaks the connections of
-all its communicators at once, so that what waits on them returns, and the main thread raises what
-the thread has learnt:
+NCCL waits on the device. A rank that is gone is no error there, until torch's watchdog ends the
+process. Here a thread in every process is linked with other ranks (`commgrid.runtime.links`). It
+tells all ranks of a failure, and every rank breaks the connections of all its communicators at
+once. So collectives return, and the main thread raises the failure:
 
     a process has ended        its neighbours' links close                          at once
     a process says nothing     no sign of life on its links        min(timeout, 60 s)
     a failed rank tells        `named_failures` on it                               at once
-    a collective is too late   NCCL's own timeout on one rank; the members say      timeout
-                               who has not come to it, and where that one is
+    a collective is too late   NCCL's own timeout on one rank; the members tell     timeout
+                               how many calls they made, and where they are
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Watched(Protocol):
         ...
 
     def error(self) -> str:
-        """What its backend has found wrong by itself: `timeout`, `connection`, or nothing."""
+        """The backend's own error: `timeout`, `connection`, or empty."""
         ...
 
     def calls(self) -> int:
@@ -62,10 +61,10 @@ class Watched(Protocol):
 
 
 class Watch:
-    """The thread of one grid on one rank; its `failure` is what it has learnt first.
+    """The detector of one grid on one rank; `failure` is the first failure that it learns of.
 
-    A grid's tells its address before the ranks meet, and is connected when all have come, so that
-    it sees who is lost while the communicators are made.
+    A grid's detector publishes its address before the rendezvous, and is connected when all ranks
+    have come, so that it sees losses while the communicators are made.
 
     Args:
         store: where addresses are exchanged.
@@ -75,8 +74,8 @@ class Watch:
         timeout: seconds a collective may take.
         address: of this host, at which the others reach it.
         communicators: those whose backends are asked whether they have failed.
-        wake: ends all that waits on the grid's communicators; is told what has failed, and whether
-            it is that somebody does not answer.
+        wake: ends waits on the grid's communicators; is given the failure, and whether it is a rank
+            that may live.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Watch:
         self._store, self._key, self._rank, self._timeout = store, key, rank, timeout
         self._communicators, self._wake = communicators, wake
         self._main = threading.main_thread().ident
-        # Once a backend's own limit is over: when that was, on what, who waits, who is behind.
+        # After a backend's own timeout: its time, its communicator, and the ranks' answers.
         self._asked_at: float | None = None
         self._lost_on: Watched | None = None
         self._waiting: set[int] = set()
@@ -105,7 +104,7 @@ class Watch:
         self._ended = False
         self.failure: str | None = None
         self.late = False
-        """Whether it is that somebody does not answer, and not that it is gone."""
+        """Whether the lost rank may live: it does not answer."""
         self.ended: set[int] = set()
         """Neighbours whose processes this one has seen end."""
         self._learnt = threading.Event()
@@ -159,13 +158,13 @@ class Watch:
 
         Args:
             text: what has failed.
-            late: whether it is that somebody does not answer.
+            late: whether the lost rank may live.
         """
         self._fails(text, late, wake=False)
         return self.failure or text
 
     def leave(self, text: str) -> None:
-        """Tells all that this rank leaves, which is a failure where somebody waits for it.
+        """Tell all that this rank leaves, which is a failure for ranks that wait for it.
 
         Args:
             text: why.
@@ -173,7 +172,7 @@ class Watch:
         self._links.tell({"kind": "left", "text": text[:_LONGEST]})
 
     def read(self, patience: float) -> str | None:
-        """What the thread has learnt, or learns within so many seconds."""
+        """Return the failure, if one is seen within so many seconds."""
         self._learnt.wait(patience)
         return self.failure
 
@@ -287,7 +286,7 @@ class Watch:
         return set(self._lost_on.ranks) - answered
 
     def _conclude(self) -> None:
-        """What a backend's own error means, with what the others have said to it."""
+        """Interpret a backend's own error by the answers of the other ranks."""
         assert self._lost_on is not None
         name, late = self._lost_on.name, self._rank in self._waiting
         if self._left:
@@ -312,13 +311,13 @@ class Watch:
 
 
 def who_is_behind(answers: Sequence[Message], waiting: Collection[int], seconds: float) -> str:
-    """Whom the others wait for, of all who have not come to some call.
+    """Describe the rank that the others wait for, among the ranks that are behind in some call.
 
     Args:
-        answers: who has not come (`rank`), to what (`call`), which who waits for (`for`), and where
-            the one that has not come is (`where`).
-        waiting: those who wait for some call themselves.
-        seconds: how long they have.
+        answers: of each rank that is behind: the `rank`, the `call`, the rank that waits for it
+            (`for`), and where it is (`where`).
+        waiting: ranks that wait for some call themselves.
+        seconds: how long they have waited.
 
     Example:
         >>> answers = [
