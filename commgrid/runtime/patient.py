@@ -1,9 +1,10 @@
 """Calls of the store that end, also where the process that serves it is stopped.
 
 torch's client waits for each answer in C++ without a limit. A server that has ended is an error at
-once. One that is stopped, or behind a cut link, is silent for ever, and not even Ctrl-C reaches
-the thread. So a call runs on a thread of its own, and its caller stops waiting after a time. The thread then takes the next call, and ends if none comes for a while: a thread for every
-call takes several times the processor time of the call, and a start makes many.
+once. A stopped server, or one behind a cut link, is silent for ever, and not even Ctrl-C reaches
+the thread. So a call runs on a thread of its own, and its caller stops waiting after a time. The
+thread then takes the next call, and ends if none comes for a while: a thread for every call takes
+several times the processor time of the call, and a start makes many.
 
     asked ── thread ──► torch's client ──► server        nothing comes
       └── after so many seconds: DistNetworkError; the next call waits for this one's answer first

@@ -30,13 +30,13 @@ ANSWER = 5.0  # seconds after which a rank gives an operation up
 FAULTS = (
     "crash",  # the process ends before its operation reaches the store
     "crash after",  # it ends when the operation has taken effect
-    "pause",  # it stands still for longer than a lease, then goes on
+    "pause",  # it stands still for longer than a lease
     "long pause",  # it stands still until after the deadline
     "given up",  # no answer comes, and the operation never takes effect
     "given up, done",  # no answer comes, and the operation has taken effect
     "given up, later",  # no answer comes, and the operation takes effect much later
     "store gone",  # the store ends for all ranks
-    "store stopped",  # the store answers nobody any more
+    "store stopped",  # the store is silent for all ranks
 )
 PAUSES = {"pause": 40.0, "long pause": 100.0}
 
@@ -242,7 +242,7 @@ class Simulation:
         heapq.heappush(self._events, (self.now + seconds, (tie << 40) + self._count, action))
 
     def schedule(self) -> str:
-        """What every process has asked, in the order of time."""
+        """Return the operations of all processes in the order of time."""
         lines = [line for process in self.processes for line in process.log]
         return "\n".join(sorted(lines))
 

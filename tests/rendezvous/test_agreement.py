@@ -1,4 +1,4 @@
-"""What an agreement says, and what it leaves at the store, in virtual time."""
+"""Messages of an agreement, and the keys that it leaves, in virtual time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +94,7 @@ def test_documents_describe_themselves() -> None:
 
 
 def test_a_rank_with_a_longer_list_is_named() -> None:
-    """Ranks 0 and 1 think of two ranks, and rank 2 of three: whoever is first, all differ."""
+    """Ranks 0 and 1 expect two ranks, and rank 2 three, in any order of arrival."""
     for late in range(3):
         simulation = Simulation()
         for rank in range(3):
@@ -157,7 +157,7 @@ def test_a_failure_ends_the_wait_at_once() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_watch_ends_the_wait(late: bool) -> None:
-    """Of a rank that a failure detector has lost; where it may live, it is told too."""
+    """A failure detector has lost a rank, which may live or not."""
 
     def interrupted(rank: int, now: float) -> Protocol[None]:
         made = agreement(rank, now, range(3))

@@ -1,4 +1,4 @@
-"""Bitmaps of arrivals: who is last, who is absent, and two processes as one rank."""
+"""Bitmaps of arrivals: the last rank, the absent ranks, and two processes as one rank."""
 
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add

@@ -1,4 +1,4 @@
-"""Which ranks are named after a failure, in virtual time."""
+"""Naming ranks after a failure, in virtual time."""
 
 import random
 from collections.abc import Mapping, Sequence

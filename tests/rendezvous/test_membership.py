@@ -1,4 +1,4 @@
-"""Which ranks go on after a failure, in virtual time: each with its own part in a call."""
+"""Membership after a failure, in virtual time."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def call(
     store: SimulatedStore, world: int, calling: Mapping[int, float],
     knows: Mapping[int, Sequence[int]], seed: int | None = None, **more: Any,
 ) -> list[Any]:  # fmt: skip
-    """What each of `calling`, which come at these times, is told: the decision, or the error."""
+    """Return the decision or error of each of the `calling` ranks, given with their times."""
     found = Simulation(seed, store)
     for rank, at in calling.items():
         found.start(
@@ -112,7 +112,7 @@ def test_other_ranks_are_refused_on_all() -> None:
 
 
 def test_the_next_call_is_a_call_of_its_own() -> None:
-    """What is known of the last one is taken from the store, and nobody that came is missed."""
+    """The keys of the last call are deleted, and all that came are counted."""
     store, knows = SimulatedStore(), {0: [3]}
     for number in range(4):
         for verdict in call(store, 4, at_once(0, 1, 2), knows, after=f"g/{number}"):
@@ -179,7 +179,7 @@ def test_every_fault_at_every_operation() -> None:
 
 
 def test_any_order() -> None:
-    """All that come within the grace are in, and have the same decision."""
+    """All ranks that come within the grace have the same decision, with all of them in it."""
     for seed in range(500):
         chance = random.Random(seed)
         world = chance.randrange(2, 7)

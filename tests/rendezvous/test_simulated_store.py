@@ -80,7 +80,7 @@ def test_waiting_ends_with_the_key_or_the_time(kind: str) -> None:
 
 
 def test_reading_a_missing_key_wakes_nobody() -> None:
-    """torch's compare and set wakes whoever waits for its key, also where it sets nothing."""
+    """torch's compare and set wakes waiters of its key even if it sets nothing."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     waiting, woken = store.clone(), []
 
@@ -107,7 +107,7 @@ def serve(port: Any) -> None:
 
 
 def test_a_stopped_server_is_silence() -> None:
-    """And one that has ended is a lost connection; neither is waited for."""
+    """An ended server is a lost connection. Neither is waited for."""
     context = get_context("spawn")
     port = context.Queue()
     server = context.Process(target=serve, args=(port,), daemon=True)

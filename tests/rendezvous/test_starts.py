@@ -72,7 +72,7 @@ def accused(error: BaseException) -> set[int]:
 
 
 def check(found: Simulation, victim: int, kind: str) -> None:
-    """No rank waits longer than it may, and nobody who lives is accused by the others."""
+    """Every rank ends in time, and no living rank is accused by another."""
     living = [process for process in found.processes if not process.crashed]
     for process in living:
         assert process.ended, found.schedule()
@@ -158,7 +158,7 @@ def test_sixty_four_ranks(first: bool) -> None:
 
 @BOTH
 def test_two_faults(first: bool) -> None:
-    """Of four ranks; nobody hangs, and the others are never accused."""
+    """Two of four ranks are struck; all end, and the other two are never accused."""
     kinds = [kind for kind in FAULTS if not kind.startswith("store")]
     for seed in range(2_000):
         chance = random.Random(seed)
