@@ -30,6 +30,7 @@ from commgrid.planning.cluster import Cluster
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.spec import GridSpec
+from commgrid.rendezvous.timeouts import Timeouts
 from commgrid.version import VERSION
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ __all__ = [
     "RankLayout",
     "ShapeError",
     "SpecError",
+    "Timeouts",
     "TransferError",
     "UnknownGroupError",
     "audit_sizes",

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.failures import named_failures
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import outward_address
-from commgrid.runtime.links import BEAT_SECONDS, Links, _logged, neighbours_of
+from commgrid.runtime.links import Links, _logged, neighbours_of
 from commgrid.runtime.watch import Watch
 from commgrid.testing import run_on_ranks
 from tests.flags import meet
@@ -332,7 +333,7 @@ def test_a_rank_that_stood_still_learns_that_it_was_dropped() -> None:
     two.until(lambda: all(each._all() for each in two.links))
     asleep = threading.Event()
     two.links[1]._look = lambda: asleep.wait(30)  # its thread stands still from now on
-    two.links[0].silent_after = 2 * BEAT_SECONDS
+    two.links[0].silent_after = 2 * timeouts().beat
     two.until(lambda: (0, 1, "silent") in two.lost)
     asleep.set()
     two.until(lambda: any(me == 1 and "rank 1 was stopped" in text for me, text in two.heard))

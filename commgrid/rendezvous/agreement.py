@@ -45,7 +45,7 @@ from commgrid.rendezvous.round import (
     round_,
     said,
 )
-from commgrid.rendezvous.timeouts import TIMEOUTS
+from commgrid.rendezvous.timeouts import timeouts
 
 MOST_DOCUMENTS = 8
 """Distinct documents beside the reference; further ones are counted together."""
@@ -96,7 +96,7 @@ class Agreement:
         self._name, self._me, self._members, self._until = name, me, members, until
         self._call, self._limit, self._server = call, limit, server
         self._text = json.dumps({**document, "ranks": ranks_entry(members)})
-        self.margin = TIMEOUTS.margin_of(until - began)
+        self.margin = timeouts().margin_of(until - began)
         # Grids of disjoint ranks may share a name: their lowest ranks differ.
         self._first = members[0] if isinstance(members, range) else min(members)
         self._room, self._number, self._over = f"{name}@{self._first}", 0, b""
@@ -463,7 +463,7 @@ class Agreement:
             if self._server in self._members and self._server not in {self._me, *absentees}:
                 yield Put(released, b"")
         elif self._server == self._me:
-            yield Wait(released, (yield Now()) + TIMEOUTS.leave)
+            yield Wait(released, (yield Now()) + timeouts().leave)
             yield Drop((released,))
         return decision
 
@@ -474,7 +474,7 @@ class Agreement:
         a connection may be lost though both ranks live.
         """
         why, now = decision["message"], (yield Now())
-        within = min(TIMEOUTS.arrive, max(self._until - now - self.margin, self.margin))
+        within = min(timeouts().arrive, max(self._until - now - self.margin, self.margin))
 
         def decide(missing: Sequence[int], _: bool) -> Protocol[Mapping[str, Any]]:
             if missing:
@@ -503,7 +503,7 @@ class Agreement:
 
     def _wait(self, key: str, until: float) -> Protocol[bytes | None]:
         """Wait for a key; after a while publish where."""
-        found: bytes | None = yield Wait(key, min(until, (yield Now()) + TIMEOUTS.unseen))
+        found: bytes | None = yield Wait(key, min(until, (yield Now()) + timeouts().unseen))
         if found is None and (yield Now()) < until:
             place = {"name": self._name, "about": self.about, "at": self._base,
                      "document": "" if self._phase else self._text}  # fmt: skip

@@ -15,7 +15,7 @@ from commgrid.planning.rank_lists import describe_ranks
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Drop, Now, Protocol, Wait
 from commgrid.rendezvous.round import Decision, agreed, conclude, drop, round_
-from commgrid.rendezvous.timeouts import TIMEOUTS
+from commgrid.rendezvous.timeouts import timeouts
 
 
 class Barriers:
@@ -92,12 +92,12 @@ class Barriers:
         self._used.add(name)
         at, key = f"{self._place(name)}/failed", f"{self._place(name)}/decision"
         yield from arrive(at, self._me, self.ranks)
-        if (yield Wait(key, (yield Now()) + TIMEOUTS.leave)) is not None:
+        if (yield Wait(key, (yield Now()) + timeouts().leave)) is not None:
             return set(self.ranks) - {self._me}
         missing = {*self.ranks} - {*(yield from arrived(at, self.ranks)), self._me}
         if waited_for is not None and waited_for not in missing:
             # It lives, waits for a third rank, and is about to decide so.
-            yield Wait(key, (yield Now()) + TIMEOUTS.answer)
+            yield Wait(key, (yield Now()) + timeouts().answer)
         return missing
 
     def close(self) -> Protocol[None]:

@@ -8,6 +8,7 @@ All keys of a world lie below its epoch, so that nothing else has to tell attemp
     epoch           name of the latest epoch
     <epoch>/next    name of the epoch after it
     lobby           arrivals of ranks that find none, for the error that rank 0 is absent
+    left            number of ranks whose processes end
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.rendezvous.agreement import Agreement
 from commgrid.rendezvous.arrivals import arrive, arrived
 from commgrid.rendezvous.decision import error_of, held_up
-from commgrid.rendezvous.op import Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import Decision, conclude, decision_of
-from commgrid.rendezvous.timeouts import TIMEOUTS
+from commgrid.rendezvous.timeouts import timeouts
 
 _LISTED = 1024  # ranks of a world whose presence is looked up one by one
 
@@ -82,19 +83,19 @@ class FirstAgreement(Agreement):
         Raises:
             PeerTimeoutError: rank 0 opens none in time.
         """
-        key, patience = f"{self._token}/next" if self._token else "epoch", TIMEOUTS.unseen
+        key, patience = f"{self._token}/next" if self._token else "epoch", timeouts().unseen
         while True:
             until = min(self._until, (yield Now()) + patience)
             found: bytes | None = yield Wait(key, until)
-            if (yield Now()) > until + TIMEOUTS.answer:
+            if (yield Now()) > until + timeouts().answer:
                 raise held_up(self.about, self._me, self._limit)
             if found is None:  # a rank 0 may have ended before it wrote `next`
                 found = (yield Get(("epoch",)))[0]
             if found is not None and found.decode() != self._token:
                 return found.decode()
-            if patience == TIMEOUTS.unseen:
+            if patience == timeouts().unseen:
                 yield from arrive("lobby", self._me, ())
-                patience = TIMEOUTS.lease
+                patience = timeouts().lease
             if (yield Now()) >= self._until:
                 raise (yield from self._nobody_opened(key))
 
@@ -154,3 +155,17 @@ class FirstAgreement(Agreement):
     def _elsewhere(self, missing: Sequence[int]) -> Protocol[list[tuple[int, dict[str, Any]]]]:
         yield from ()
         return []
+
+
+def leave_world(ranks: int, serves: bool, until: float) -> Protocol[None]:
+    """Leave at a process's end. The one that serves the store waits for the others.
+
+    Args:
+        ranks: number of ranks that leave.
+        serves: whether this process serves the store.
+        until: time at which it stops waiting.
+    """
+    if (yield Add("left", 1)) >= ranks:
+        yield Put("left/all", b"")
+    elif serves:
+        yield Wait("left/all", until)

@@ -27,7 +27,7 @@ from commgrid.rendezvous.round import (
     drop_but_decision,
     said,
 )
-from commgrid.rendezvous.timeouts import TIMEOUTS
+from commgrid.rendezvous.timeouts import timeouts
 
 Blame = Callable[[Sequence[int], Mapping[int, bytes]], str]
 """Makes the text of a decision from the absent ranks and the words of the others."""
@@ -85,7 +85,7 @@ class Failure:
             absent = yield from self._absent()
             decision = yield from conclude(self._at, (yield from decide(absent, True)))
         else:
-            until = (yield Now()) + TIMEOUTS.arrive + TIMEOUTS.leave
+            until = (yield Now()) + timeouts().arrive + timeouts().leave
             decision = yield from decision_of(self._at, self._me, self._members, until, decide)
         if (yield Add(f"{self._at}/gone", 1)) >= decision.get("present", len(self._members)):
             yield from drop_but_decision(self._at, self._members, self._members)
@@ -95,15 +95,15 @@ class Failure:
     def _absent(self) -> Protocol[list[int]]:
         """Observe until all have reported, or time is up; return the absent ranks."""
         began = yield Now()
-        pause = TIMEOUTS.settle / 20
+        pause = timeouts().settle / 20
         while True:
             here = {*(yield from arrived(self._at, self._members))}
             absent = [rank for rank in self._members if rank not in here]
-            limit = TIMEOUTS.settle if len(absent) <= 1 else TIMEOUTS.arrive
+            limit = timeouts().settle if len(absent) <= 1 else timeouts().arrive
             now = yield Now()
             if not absent or now >= began + limit:
                 return absent
             found = yield Wait(f"{self._at}/decision", min(now + pause, began + limit))
             if found is not None:
                 return absent
-            pause = min(2 * pause, TIMEOUTS.settle / 2)
+            pause = min(2 * pause, timeouts().settle / 2)

@@ -33,7 +33,7 @@ from commgrid.planning.rank_lists import describe_ranks, pack, unpack
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import said
-from commgrid.rendezvous.timeouts import TIMEOUTS
+from commgrid.rendezvous.timeouts import timeouts
 
 _BASE = "commgrid/rebuild"
 _MOST_PAST = 64
@@ -200,7 +200,7 @@ class Membership:
     def _see_out(self, number: int, until: float) -> Protocol[None]:
         """Wait for the end of another grid's call."""
         key, now = f"{_BASE}/{number}/verdict", (yield Now())
-        if (yield Wait(key, min(until, now + 2 * TIMEOUTS.lease))) is None:
+        if (yield Wait(key, min(until, now + 2 * timeouts().lease))) is None:
             nobody = {"here": "", "past": (yield from self._past(number))}
             yield Cas(key, b"", json.dumps(nobody).encode())
 
@@ -242,7 +242,7 @@ class Membership:
             if (yield Add(f"{base}/examiner/{turn}", 1)) == 1:
                 yield from self._examine(number, call, conclude)
             else:
-                yield Wait(f"{base}/verdict", (yield Now()) + TIMEOUTS.lease / 2)
+                yield Wait(f"{base}/verdict", (yield Now()) + timeouts().lease / 2)
         if "refused" in decision:
             raise _KINDS[decision["error"]](decision["refused"])
         return decision

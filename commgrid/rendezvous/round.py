@@ -23,7 +23,7 @@ from typing import Any
 
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
-from commgrid.rendezvous.timeouts import TIMEOUTS
+from commgrid.rendezvous.timeouts import timeouts
 
 Decision = dict[str, Any]
 """`kind` is "agreed", or the name of a failure (`commgrid.rendezvous.decision`)."""
@@ -94,7 +94,7 @@ def decision_of(
     left = max(until - now, 0.0)
     found = None
     if not reports_first(me, members):
-        until += TIMEOUTS.margin_of(left)
+        until += timeouts().margin_of(left)
     elif half_time:
         found = yield from wait(key, now + left / 2)
         if found is None and (yield Add(f"{at}/half-time", 1)) == 1:
@@ -110,7 +110,7 @@ def decision_of(
             came = set((yield from arrived(at, members)))
             absent = [rank for rank in members if rank not in came]
             return (yield from conclude(at, (yield from decide(absent, True))))
-        found = yield Wait(key, (yield Now()) + TIMEOUTS.lease)
+        found = yield Wait(key, (yield Now()) + timeouts().lease)
     return decoded(found)
 
 

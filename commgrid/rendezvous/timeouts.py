@@ -1,18 +1,32 @@
-"""All durations of the rendezvous, each with the reason for its size."""
+"""All durations of rendezvous and failure detection, each with the reason for its size.
+
+They are one frozen value of a process, which `commgrid.initialize(timeouts=…)` or the environment
+variable COMMGRID_TIMEOUTS sets, the latter as text: `settle=3 silent=120`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from commgrid.errors import SpecError
+from commgrid.planning.names import nearest
+
+VARIABLE = "COMMGRID_TIMEOUTS"
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Durations in seconds.
+    """Durations in seconds, the same on all ranks.
+
+    What a user waits for is given to `initialize`: `startup_timeout` for a start, `timeout` for a
+    collective. These durations are for the protocols within.
 
     Args:
         answer: a store's answer to one operation, at least, however little time is left. A server
             of 16,384 ranks has a queue of some seconds when all of them ask at once.
-        margin: kept back from a deadline, in which one rank reports for all who is absent. Reading
+        margin: kept back from a deadline, in which one rank finds the absent ones for all. To read
             the bitmaps of 16,384 ranks takes 0.2 s.
         lease: for an elected rank to write its decision, before another rank is elected. Longer
             than `answer`, since the elected rank waits for its operations that long.
@@ -24,6 +38,12 @@ class Timeouts:
             rank after the other, which takes milliseconds; a busy machine takes longer.
         arrive: for living ranks to report after a connection was lost. All learn of it at once, and
             only a busy rank is late.
+        exit: for the other processes to end before the one that serves the store does. They may
+            still read from it; longer than a process takes to run its exit handlers.
+        beat: between two signs of life on a link of a watched grid.
+        silent: without a sign of life until a watched rank counts as stopped, at most; less if the
+            grid's `timeout` is less. The thread that sends them needs the interpreter's lock,
+            which something else in the process may hold for a while.
         connect: for a further connection to the store, at least. The server may look up the name of
             each client's host, which takes a name server's own timeout of 5 s.
     """
@@ -35,11 +55,70 @@ class Timeouts:
     leave: float = 2.0
     settle: float = 1.0
     arrive: float = 10.0
+    exit: float = 5.0
+    beat: float = 1.0
+    silent: float = 60.0
     connect: float = 10.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) not in (int, float) or not 0 < value < 1e9:
+                raise SpecError(f"timeouts.{field.name}={value!r}: expected seconds above 0")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Timeouts:
+        """Return the durations with what COMMGRID_TIMEOUTS changes.
+
+        Args:
+            environ: None: this process's environment.
+
+        Raises:
+            SpecError: no such duration, or no number of seconds.
+
+        Example:
+            >>> Timeouts.from_environment({"COMMGRID_TIMEOUTS": "settle=3 silent=120"}).silent
+            120.0
+        """
+        text = (os.environ if environ is None else environ).get(VARIABLE, "")
+        known = [field.name for field in fields(cls)]
+        changes = {}
+        for part in text.replace(",", " ").split():
+            name, _, value = part.partition("=")
+            if name not in known:
+                raise SpecError(
+                    f"environment: {VARIABLE}: {name!r} is no duration; expected one of "
+                    f"{', '.join(known)}{nearest(name, known)}"
+                )
+            try:
+                changes[name] = float(value)
+            except ValueError:
+                raise SpecError(
+                    f"environment: {VARIABLE}: {name}={value!r} is no number of seconds"
+                ) from None
+        return replace(cls(), **changes)
 
     def margin_of(self, left: float) -> float:
         """Return the margin of a wait: less than `margin` where little time is left."""
         return min(self.margin, left / 4)
 
 
-TIMEOUTS = Timeouts()
+_chosen: Timeouts | None = None
+
+
+def timeouts() -> Timeouts:
+    """Return the durations of this process.
+
+    Raises:
+        SpecError: COMMGRID_TIMEOUTS is wrong.
+    """
+    if _chosen is None:
+        use_timeouts(Timeouts.from_environment())
+    assert _chosen is not None
+    return _chosen
+
+
+def use_timeouts(chosen: Timeouts | None) -> None:
+    """Set the durations of this process; None: those of the environment again."""
+    global _chosen
+    _chosen = chosen

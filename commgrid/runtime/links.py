@@ -26,10 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import listening, own_host
 
-BEAT_SECONDS = 1.0
-"""How often each side of a link says that it is there."""
 _CONNECT_SECONDS = 5.0
 _AGAIN_SECONDS = 1.0  # to connect again after a link was closed
 _GREET_SECONDS = 30.0
@@ -172,9 +171,9 @@ class Links:
     def _run(self) -> None:
         last = time.monotonic()
         while not self._closing:
-            events = self._selector.select(BEAT_SECONDS / 2)
+            events = self._selector.select(timeouts().beat / 2)
             now = time.monotonic()
-            if now - last > 5 * BEAT_SECONDS:  # this process was stopped, or its host was
+            if now - last > 5 * timeouts().beat:  # this process was stopped, or its host was
                 for link in self._all():
                     link.heard = now
             for key, _ in events:
@@ -221,7 +220,7 @@ class Links:
 
     def _beat(self, now: float, last: float) -> float:
         """Once in a while: says that this rank is there, and sees who is not."""
-        if now - last < BEAT_SECONDS:
+        if now - last < timeouts().beat:
             return last
         for link in self._all():
             self._send(link, {"kind": "beat"})

@@ -18,12 +18,13 @@ from commgrid.errors import (
     PeerTimeoutError,
 )
 from commgrid.planning.spec import GridSpec
+from commgrid.rendezvous.epoch import leave_world
 from commgrid.rendezvous.membership import Membership
 from commgrid.rendezvous.op import StoreLostError
+from commgrid.rendezvous.timeouts import timeouts, use_timeouts
 from commgrid.runtime import inquiry, torch_standby, torch_world
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
-from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.runtime.roll import Line
 from commgrid.runtime.torch_store import StoreDriver
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from commgrid.runtime.watch import Watch
-
-_LAST_RANK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -237,15 +236,11 @@ class Registry:
             return
         serves = place.server == launch.rank
         expected = launch.world_size - len(place.gone)
-        try:
-            store = PatientStore(store, lambda: _LAST_RANK_SECONDS)
-            left = store.add("left", 1)
-            until = time.monotonic() + _LAST_RANK_SECONDS
-            while serves and left < expected and time.monotonic() < until:
-                time.sleep(0.02)
-                left = store.add("left", 0)
-        except RuntimeError:
-            pass  # the store has gone first
+        driver = StoreDriver(store, launch.world_size)
+        until = time.monotonic() + timeouts().exit
+        with suppress(StoreLostError):  # the store has gone first
+            driver.run(leave_world(expected, serves, until))
+        driver.close()
 
 
 _registry = Registry()
@@ -371,6 +366,7 @@ def shutdown() -> None:
     The states of `checkpoint.keep` are dropped too: the next training is another job.
     """
     end(failed=False)
+    use_timeouts(None)
     for each in _registry.at_shutdown:
         each()
 

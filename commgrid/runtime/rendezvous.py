@@ -14,7 +14,7 @@ from commgrid.rendezvous.decision import held_up
 from commgrid.rendezvous.epoch import FirstAgreement
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import Decision
-from commgrid.rendezvous.timeouts import TIMEOUTS
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import torch_world
 from commgrid.runtime.roll import Line, seconds_until
 from commgrid.runtime.torch_store import Result, StoreDriver
@@ -74,7 +74,7 @@ class Rendezvous:
         if seconds_until(deadline) == 0:
             raise held_up(self.about, rank, limit)
         self._driver = StoreDriver(
-            store, len(ranks), lambda: max(seconds_until(deadline), TIMEOUTS.answer), line
+            store, len(ranks), lambda: max(seconds_until(deadline), timeouts().answer), line
         )
         try:
             if beforehand is not None:

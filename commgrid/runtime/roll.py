@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.patient import PatientStore
 
 _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
@@ -16,8 +17,6 @@ _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
 # costs less than a connection and a thread. More ranks would keep the store's server busy.
 _FEW_RANKS = 64
 _LOOK_SECONDS = 0.25
-_ANSWER_SECONDS = 5.0  # that a store gets to answer in, however little time is left
-_CONNECT = timedelta(seconds=10)  # that a further connection gets at least
 _FIRST_PAUSE, _PAUSES_GROW = 0.001, 1.5
 
 
@@ -80,7 +79,7 @@ class Line:
         Raises:
             RuntimeError: the store is gone.
         """
-        self._patience = max(seconds, _ANSWER_SECONDS)
+        self._patience = max(seconds, timeouts().answer)
         last = self._waits[-1] if self._waits else None
         if last is None or last.key != key or last.over.is_set():
             if self._look_seconds:
@@ -122,7 +121,7 @@ def connection_of(store: Any) -> Any:
     with _connecting:
         limit = store.timeout  # of calls: to connect may take longer, where names are looked up
         try:
-            store.set_timeout(max(limit, _CONNECT))
+            store.set_timeout(max(limit, timedelta(seconds=timeouts().connect)))
             made = store.clone()
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # the network's, not that there is no such thing

@@ -17,6 +17,8 @@ from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
+from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
+from commgrid.rendezvous.timeouts import timeouts as current_timeouts
 from commgrid.runtime import inquiry, recorder, torch_world
 from commgrid.runtime import order as order_check
 from commgrid.runtime.audited import audit_sizes, audited_grid
@@ -48,6 +50,7 @@ def initialize(
     trace: bool = False,
     watch: bool | None = None,
     verify: str | None = None,
+    timeouts: Timeouts | None = None,
     preset: str | None = None,
     config: str | Path | Mapping[str, Any] | GridSpec | None = None,
     name: str = "default",
@@ -90,6 +93,9 @@ def initialize(
             NCCL, which leaves its errors to it then; gloo tells of most failures by itself.
         verify: `"order"` on all ranks compares what the members of each communicator issue, call by
             call, and raises GridMismatchError at the first difference, with both lines.
+        timeouts: durations of the protocols within, such as how long a rank may be silent, for all
+            grids of this process from now on. None: those in use; at first the defaults, with the
+            changes of COMMGRID_TIMEOUTS.
         preset: a grid that others use, by name, as `commgrid presets` lists them; what is given of
             dp to place, other than by its default, is laid over it.
         config: a YAML path, dict or GridSpec, instead of all from dp to place but ranks.
@@ -116,6 +122,9 @@ def initialize(
     deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
     limit = None if timeout is None else as_seconds("timeout", timeout)
     order_check.check_argument(verify)
+    if not isinstance(timeouts, Timeouts | None):
+        raise SpecError(f"timeouts={timeouts!r}: expected a commgrid.Timeouts")
+    use_timeouts(timeouts or current_timeouts())
     sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, **axes}
     rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups,
             "within": within, "place": place}  # fmt: skip
@@ -236,7 +245,7 @@ _DEFAULTS: dict[str, Any] = {
     "within": None, "place": BY_RANK,
 }  # fmt: skip
 _ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
-              "startup_timeout", "trace", "watch", "verify", "preset", "config",
+              "startup_timeout", "trace", "watch", "verify", "timeouts", "preset", "config",
               "name")  # fmt: skip
 
 

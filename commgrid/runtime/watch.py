@@ -23,13 +23,11 @@ from pathlib import Path
 from typing import Protocol
 
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.libraries import is_programs
 from commgrid.runtime.links import Links, Message
 from commgrid.runtime.roll import Store
 
-SILENT_SECONDS = 60.0
-"""How long a rank may say nothing, where the grid's timeout is longer; its links' thread needs the
-interpreter's lock, which something else in the process may hold for a while."""
 _ANSWER_SECONDS = 1.0  # for a rank that is behind to say so, where the others have answered
 _ANSWERS_SECONDS = 5.0  # for all members to answer
 _WAKE_SECONDS = 30.0
@@ -112,7 +110,7 @@ class Watch:
         self._followers: list[Watch] = []
         self._followed: list[Watch] = []
         self._links = Links(
-            rank, ranks, address, SILENT_SECONDS,
+            rank, ranks, address, timeouts().silent,
             hear=self._heard, lost=self._lost, look=self._look,
         )  # fmt: skip
 
@@ -139,7 +137,7 @@ class Watch:
         """
         if communicators is not None:
             self._communicators = communicators
-        self._links.silent_after = min(self._timeout, SILENT_SECONDS)
+        self._links.silent_after = min(self._timeout, timeouts().silent)
         self._store.delete_key(self._at(self._rank))
 
     def follow(self, other: Watch) -> None:

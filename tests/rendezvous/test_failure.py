@@ -10,7 +10,7 @@ from commgrid.planning.rank_lists import unpack
 from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import Decision
-from commgrid.rendezvous.timeouts import TIMEOUTS
+from commgrid.rendezvous.timeouts import timeouts
 from tests.rendezvous.simulator import FAULTS, Fault, Process, Simulation
 
 
@@ -44,7 +44,7 @@ def test_a_dead_rank_is_named_around_a_ring(dead: int) -> None:
     times = {rank: 0.3 * ((rank - dead) % 8) for rank in range(8) if rank != dead}
     found = play(8, times)
     assert {frozenset(named(process)) for process in found.processes} == {frozenset({dead})}
-    assert max(p.over_at for p in found.processes) < max(times.values()) + TIMEOUTS.settle
+    assert max(p.over_at for p in found.processes) < max(times.values()) + timeouts().settle
 
 
 def test_of_two_ranks_the_later_one_is_not_named() -> None:
@@ -84,7 +84,7 @@ def test_living_ranks_that_report_in_time_are_never_named() -> None:
         chance = random.Random(seed)
         world = chance.randrange(2, 9)
         dead = set(chance.sample(range(world), chance.randrange(world)))
-        latest = TIMEOUTS.settle / 2 if len(dead) == 0 else TIMEOUTS.arrive / 2
+        latest = timeouts().settle / 2 if len(dead) == 0 else timeouts().arrive / 2
         times = {r: chance.uniform(0.0, latest) for r in range(world) if r not in dead}
         if not dead:
             # The last one is not waited for longer than `settle` after the others.

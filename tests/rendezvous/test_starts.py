@@ -17,7 +17,7 @@ import pytest
 from commgrid.errors import CommGridError, PeerFailedError
 from commgrid.planning.ranks import parse_ranks
 from commgrid.rendezvous.agreement import Agreement
-from commgrid.rendezvous.epoch import FirstAgreement
+from commgrid.rendezvous.epoch import FirstAgreement, leave_world
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from tests.rendezvous.simulator import FAULTS, PAUSES, Fault, SimulatedStore, Simulation
 
@@ -215,3 +215,18 @@ def test_operations_do_not_grow_with_the_world(world: int) -> None:
         assert found.store.operations / world <= 11.0
         assert issued[world // 2] <= 10
         assert issued[-1] <= 34
+
+
+def test_the_server_of_the_store_leaves_last() -> None:
+    """Or after a time, if a rank has ended without leaving."""
+    for absent in ([], [2]):
+        found = Simulation()
+        for rank in range(4):
+            if rank not in absent:
+                found.start(
+                    rank, lambda now, r=rank: leave_world(4, r == 0, now + 5.0), float(rank)
+                )
+        found.run()
+        over = {process.rank: process.over_at for process in found.processes}
+        assert over[0] >= (5.0 if absent else over[3] - 0.01)
+        assert all(process.ended for process in found.processes)
