@@ -22,7 +22,7 @@ from commgrid.runtime.roll import Line
 from commgrid.runtime.torch_world import world_store
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
-from tests.test_agreement import CountingStore, Killed, MortalLine, MortalStore
+from tests.mortal import CountingStore, Killed, MortalLine, MortalStore
 from tests.waiting import comes, until, until_threads_wait, until_waits
 
 Caller = tuple[Sequence[str], Sequence[str | None], str]

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 import commgrid
 from commgrid import GridMismatchError, PeerTimeoutError
 from commgrid.collectives import all_reduce
+from commgrid.rendezvous.failure import Failure
 from commgrid.runtime import failures, inquiry, registry, torch_standby, torch_world
 from commgrid.runtime.patient import SilentStoreError
 from commgrid.runtime.roll import connection_of
@@ -74,8 +75,9 @@ def own_faults() -> list[str]:
         error = failures.GoneError("a connection closed", 0)
         said.append(board.inquire(grid, error, "rank 1"))
         said += error.__notes__
-        board._store.add = silent  # type: ignore[method-assign]
-        board._key += "/again"
+        board = failures.FailureBoard(grid)
+        board._failure = Failure("again", 1, (0, 1))
+        board._driver.store.add = silent  # type: ignore[method-assign]
         grid.abort_after_failure = abort  # type: ignore[method-assign]
         said.append(board.inquire(grid, error, "rank 1"))
     commgrid.shutdown()

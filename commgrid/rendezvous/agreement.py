@@ -179,6 +179,8 @@ class Agreement:
     def _judge(self, missing: Sequence[int], time_is_up: bool) -> Protocol[Mapping[str, Any]]:
         """Decide about the documents, when all have arrived or time is up."""
         documents = yield from self._documents()
+        if not documents:  # the others have gone on, and deleted them
+            raise held_up(self.about, self._me, self._limit)
         if not time_is_up and len(documents) == 1:
             return {"kind": "agreed"}
         everyone = sorted({self._me}.union(*(ranks_of(text) for text in documents)))
@@ -265,6 +267,8 @@ class Agreement:
             if last or time_is_up:  # the next agreement gets the next number
                 yield from self._end()
             if time_is_up:
+                gave_up = yield from arrived(f"{at}/gave up", missing)
+                missing = [rank for rank in missing if rank not in gave_up]
                 here = [rank for rank in self._members if rank not in {*missing}]
                 if not missing:
                     return no_decision("the last of them", here, self._limit)
@@ -272,7 +276,8 @@ class Agreement:
             if tell is None:
                 return {"kind": "agreed"}
             texts = yield from said(at, speakers)
-            yield Drop(tuple(f"{at}/said/{rank}" for rank in speakers))
+            if len(texts) < len(speakers):  # there is a decision, and they have deleted their words
+                return {"kind": "agreed"}
             return {**tell(texts), "kind": "agreed"}
 
         decision = yield from round_(
@@ -280,6 +285,8 @@ class Agreement:
             sweep=[self._place(self._phase - 1)],
             await_decision=self._wait,
         )  # fmt: skip
+        if say is not None:
+            yield Drop((f"{at}/said/{self._me}",))
         yield from self._obey(decision)
         self._phase += 1
         if last:
@@ -311,6 +318,8 @@ class Agreement:
         yield from self._drop_documents(base, everything)
         for place in self._places(base):
             yield from drop(place, self._members if everything else ())
+            if everything:
+                yield Drop(tuple(self._counters(f"{place}/gave up")))
 
     def _drop_documents(self, base: str, everything: bool) -> Protocol[None]:
         """Delete the keys of an agreement that are not of its rounds."""
@@ -327,6 +336,7 @@ class Agreement:
         yield from self._drop_documents(base, everything=True)
         for place in self._places(base):
             yield from drop_but_decision(place, self._members)
+            yield Drop(tuple(self._counters(f"{place}/gave up")))
 
     def _place(self, phase: int) -> str:
         """Key of a phase's round. Phases have numbers there, since other agreements in this room
@@ -418,10 +428,12 @@ class Agreement:
         # Only a deadline says something about absent ranks; a connection may break sooner.
         if isinstance(error, PeerTimeoutError) and late:
             at = self._place(phase)
-            yield from arrive(at, self._me, ())
+            # Not in the round itself, which it must not complete.
+            yield from arrive(f"{at}/gave up", self._me, ())
             # The others were kept waiting as long, and arrive now.
             yield Wait(f"{at}/decision", (yield Now()) + self.margin / 2)
             here = yield from arrived(at, self._members)
+            here += yield from arrived(f"{at}/gave up", {*self._members} - {*here})
             missing = [rank for rank in self._members if rank not in here]
             if missing:
                 did_not = f"get as far as {self._phases[phase]!r}" if phase else "arrive"

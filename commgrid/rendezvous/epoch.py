@@ -87,7 +87,7 @@ class FirstAgreement(Agreement):
         while True:
             until = min(self._until, (yield Now()) + patience)
             found: bytes | None = yield Wait(key, until)
-            if (yield Now()) > until + timeouts().answer:
+            if (yield Now()) > self._until + timeouts().answer:
                 raise held_up(self.about, self._me, self._limit)
             if found is None:  # a rank 0 may have ended before it wrote `next`
                 found = (yield Get(("epoch",)))[0]

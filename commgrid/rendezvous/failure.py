@@ -6,9 +6,9 @@ reports, and breaks its own connections. Ranks that wait for it then fail and re
     rank 3 killed ─► rank 2: closed by peer ─► reports, breaks its own ─► rank 1: closed by peer …
                                                observes: all but rank 3 have reported ─► decides
 
-The first rank to report observes. If one rank is absent it decides after `settle`, in which a
-living one reports; if several are, after `arrive`, since one of them may wait for another. A rank
-that knows a failure of its own decides at once, with its error.
+The first rank to report observes. If one rank is absent it decides `settle` after the last report;
+if several are, `arrive` after the first, since one may wait for another. A rank that has failed
+itself decides at once, with its error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from commgrid.planning.rank_lists import pack
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived
-from commgrid.rendezvous.op import Add, Drop, Now, Protocol, Put, Wait
+from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import (
     Decision,
     conclude,
@@ -53,7 +53,10 @@ class Failure:
 
     def read(self, until: float) -> Protocol[str | None]:
         """Return the decision's text, or None if there is none until then."""
-        found = yield Wait(f"{self._at}/decision", until)
+        key = f"{self._at}/decision"
+        found = (yield Get((key,)))[0]
+        if found is None and until > (yield Now()):
+            found = yield Wait(key, until)
         return None if found is None else str(decoded(found)["text"])
 
     def report(self, words: bytes) -> Protocol[None]:
@@ -76,8 +79,7 @@ class Failure:
         def decide(absent: Sequence[int], _: bool) -> Protocol[Mapping[str, Any]]:
             here = [rank for rank in self._members if rank not in {*absent}]
             words = yield from said(self._at, here)
-            return {"kind": "failed", "text": blame(absent, words), "absent": pack(absent),
-                    "present": len(here)}  # fmt: skip
+            return {"kind": "failed", "text": blame(absent, words), "absent": pack(absent)}
 
         if self._arrival is Arrival.LAST:
             decision = yield from conclude(self._at, (yield from decide((), False)))
@@ -87,23 +89,26 @@ class Failure:
         else:
             until = (yield Now()) + timeouts().arrive + timeouts().leave
             decision = yield from decision_of(self._at, self._me, self._members, until, decide)
-        if (yield Add(f"{self._at}/gone", 1)) >= decision.get("present", len(self._members)):
+        if (yield Add(f"{self._at}/gone", 1)) >= (yield Add(f"{self._at}/reports", 0)):
             yield from drop_but_decision(self._at, self._members, self._members)
             yield Drop((f"{self._at}/reports", f"{self._at}/gone"))
         return decision
 
     def _absent(self) -> Protocol[list[int]]:
         """Observe until all have reported, or time is up; return the absent ranks."""
-        began = yield Now()
-        pause = timeouts().settle / 20
+        began = last = yield Now()
+        pause, absent = timeouts().settle / 20, list(self._members)
         while True:
             here = {*(yield from arrived(self._at, self._members))}
-            absent = [rank for rank in self._members if rank not in here]
-            limit = timeouts().settle if len(absent) <= 1 else timeouts().arrive
+            before, absent = absent, [rank for rank in self._members if rank not in here]
             now = yield Now()
-            if not absent or now >= began + limit:
+            last = now if absent != before else last
+            limit = began + timeouts().arrive
+            if len(absent) <= 1:
+                limit = min(limit, last + timeouts().settle)
+            if not absent or now >= limit:
                 return absent
-            found = yield Wait(f"{self._at}/decision", min(now + pause, began + limit))
+            found = yield Wait(f"{self._at}/decision", min(now + pause, limit))
             if found is not None:
                 return absent
             pause = min(2 * pause, timeouts().settle / 2)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from commgrid.errors import (
@@ -38,7 +38,8 @@ from commgrid.rendezvous.timeouts import timeouts
 _BASE = "commgrid/rebuild"
 _MOST_PAST = 64
 OVER = b'{"over": true}'
-"""In place of a call: there will be none."""
+"""Written instead of a call when the job ends."""
+_LOOK_SECONDS = 60.0  # that a spare rank waits before it looks whether calls have passed it by
 _KINDS: dict[str, type[CommGridError]] = {
     "absent": PeerTimeoutError, "mismatch": GridMismatchError, "few": PeerFailedError,
     "unfit": SpecError,
@@ -58,21 +59,23 @@ class Call:
         name: of the grid.
         after: the identity of the grid that failed.
         ranks: exactly these come; None: any rank may.
+        seconds: until its caller decides, at most; ranks of other grids wait that long for it.
     """
 
     name: str
     after: str
     ranks: tuple[int, ...] | None = None
+    seconds: float = 0.0
 
     def to_bytes(self) -> bytes:
         ranks = None if self.ranks is None else pack(self.ranks)
-        return json.dumps({"name": self.name, "after": self.after, "ranks": ranks}).encode()
+        return json.dumps({**vars(self), "ranks": ranks}).encode()
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Call:
-        said = json.loads(text)
-        ranks = None if said["ranks"] is None else tuple(unpack(said["ranks"]))
-        return cls(said["name"], said["after"], ranks)
+        given = json.loads(text)
+        ranks = None if given["ranks"] is None else tuple(unpack(given["ranks"]))
+        return cls(**{**given, "ranks": ranks})
 
 
 Conclude = Callable[[list[int], list[str]], dict[str, Any]]
@@ -113,6 +116,8 @@ class Membership:
         if call.after in past and self._me not in unpack(past[call.after]):
             raise _late(call, self._me)
         while True:
+            left = until - (yield Now())
+            call = replace(call, seconds=max(left if call.ranks is not None else grace, 0.0))
             number, open_call = yield from self._open(call)
             past = yield from self._past(number)
             if call.after in past and self._me not in unpack(past[call.after]):
@@ -120,28 +125,33 @@ class Membership:
                 nobody = json.dumps({"here": "", "past": past}).encode()
                 yield Cas(f"{_BASE}/{number}/verdict", b"", nobody)
                 raise _late(call, self._me)
-            if (open_call.name, open_call.after) == (call.name, call.after):
-                break
-            yield from self._see_out(number, until)
-        yield from self._check_same(number, call, open_call)
-        decision = yield from self._take_part(number, call, words, conclude, grace, until)
-        if self._me not in unpack(decision["here"]):
-            raise _late(call, self._me)
-        return decision
+            if (open_call.name, open_call.after) != (call.name, call.after):
+                yield from self._wait_for_other(number, open_call, until)
+                continue
+            yield from self._check_same(number, call, open_call)
+            decision = yield from self._take_part(number, call, words, conclude, grace, until)
+            if self._me in unpack(decision["here"]):
+                return decision
+            if decision["here"] or (yield Now()) >= until:
+                raise _late(call, self._me)
+            # Ranks of another grid have closed this call, whose caller they took for ended.
 
     def wait(self, name: str, words: str) -> Protocol[Mapping[str, Any] | None]:
         """Wait for a call for a grid of this name; on a rank that has no part in one.
 
         Returns:
-            The decision; None: the job is over. With `aside` it is of others, who meet at another
-            store from now on, where this rank waits further.
+            The decision; None: the job is over. With `aside` other ranks have decided it, and have
+            moved to another store: go there and wait again.
         """
         if move := (yield from self.last_move()):
             return {**move, "aside": True}
         number = yield from self._next()
         while True:
             base = f"{_BASE}/{number}"
-            text = yield from _forever(f"{base}/call")
+            text: bytes | None = yield Wait(f"{base}/call", (yield Now()) + _LOOK_SECONDS)
+            if text is None:  # it may have been held up, and the call be over and deleted
+                number = yield from self._next()
+                continue
             if text == OVER:
                 return None
             call = Call.from_bytes(text)
@@ -151,12 +161,20 @@ class Membership:
                 expected = call.ranks or self._world
                 if (yield from arrive(f"{base}/here", self._me, expected)) is Arrival.LAST:
                     yield Put(f"{base}/complete", b"")
-            decision = json.loads((yield from _forever(f"{base}/verdict")))
+            decision = yield from self._decided(number)
             if mine and "refused" not in decision and self._me in unpack(decision["here"]):
-                return dict(decision)
+                return decision
             if decision.get("store") is not None:
                 return {**decision, "aside": True}
-            number += 1
+            number = max(number + 1, (yield from self._next()))
+
+    def _decided(self, number: int) -> Protocol[dict[str, Any]]:
+        """Wait for a call's decision; one that is deleted counts as others', without this rank."""
+        key = f"{_BASE}/{number}/verdict"
+        while (yield Wait(key, (yield Now()) + _LOOK_SECONDS)) is None:
+            if (yield from self._next()) > number:
+                break
+        return (yield from self._decision(number)) or {"here": ""}
 
     def last_move(self) -> Protocol[Mapping[str, Any]]:
         """Return the decision by which ranks have gone to another store, of the last two, or {}."""
@@ -183,11 +201,14 @@ class Membership:
 
     def _next(self) -> Protocol[int]:
         """Return the number of the first call without a decision."""
-        count = (yield Get((f"{_BASE}/count",)))[0]
-        number = int(count or 0) + 1
+        number = (yield from self._count()) + 1
         while (yield Get((f"{_BASE}/{number}/verdict",)))[0] is not None:
             number += 1
         return number
+
+    def _count(self) -> Protocol[int]:
+        """Return the number of the last call that was counted as decided."""
+        return int((yield Get((f"{_BASE}/count",)))[0] or 0)
 
     def _open(self, call: Call) -> Protocol[tuple[int, Call]]:
         """Open the next call unless another rank has; return its number and what it is about."""
@@ -197,10 +218,11 @@ class Membership:
             found = yield Cas(f"{_BASE}/{number}/call", found, mine)
         return number, Call.from_bytes(found)
 
-    def _see_out(self, number: int, until: float) -> Protocol[None]:
-        """Wait for the end of another grid's call."""
+    def _wait_for_other(self, number: int, call: Call, until: float) -> Protocol[None]:
+        """Wait for the decision of another grid's call; close it if its caller must have ended."""
         key, now = f"{_BASE}/{number}/verdict", (yield Now())
-        if (yield Wait(key, min(until, now + 2 * timeouts().lease))) is None:
+        limit = now + call.seconds + 2 * timeouts().lease
+        if (yield Wait(key, min(until, limit))) is None and limit <= until:
             nobody = {"here": "", "past": (yield from self._past(number))}
             yield Cas(key, b"", json.dumps(nobody).encode())
 
@@ -237,7 +259,12 @@ class Membership:
             patience = until if call.ranks is not None else (yield Now()) + grace
             yield Wait(f"{base}/complete", min(patience, until))
         turn = 0
-        while not (decision := (yield from self._decision(number))):
+        while True:
+            count = yield from self._count()
+            if decision := (yield from self._decision(number)):
+                break
+            if count >= number:  # it is over, and its keys are deleted
+                raise _late(call, self._me)
             turn += 1
             if (yield Add(f"{base}/examiner/{turn}", 1)) == 1:
                 yield from self._examine(number, call, conclude)
@@ -276,7 +303,13 @@ class Membership:
         recent = dict(list(past.items())[-_MOST_PAST:])
         mine = json.dumps({**found, "past": recent}).encode()
         if (yield Cas(f"{_BASE}/{number}/verdict", b"", mine)) == mine:
-            yield Put(f"{_BASE}/count", str(number).encode())
+            count = yield from self._count()
+            if (
+                count >= number
+            ):  # others have decided it, and later ones, while this rank stood still
+                yield Drop((f"{_BASE}/{number}/verdict",))
+                raise _late(call, self._me)
+            yield Cas(f"{_BASE}/count", str(count or "").encode(), str(number).encode())
             yield from self._clean_up(number)
 
     def _past(self, number: int) -> Protocol[dict[str, str]]:
@@ -293,14 +326,6 @@ class Membership:
             *counters(f"{base}/here", self._world),
             f"{_BASE}/{number - 2}/verdict",
         ))  # fmt: skip
-
-
-def _forever(key: str) -> Protocol[bytes]:
-    """Wait for a key, however long it takes."""
-    while True:
-        found: bytes | None = yield Wait(key, (yield Now()) + 3600.0)
-        if found is not None:
-            return found
 
 
 def _late(call: Call, rank: int) -> LateError:

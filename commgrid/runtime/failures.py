@@ -88,8 +88,8 @@ def named_failures(
     try:
         yield
     except BaseException as error:
-        if grid.is_destroyed:  # an inner block has told
-            raise
+        if grid.is_destroyed or not torch_world.is_initialized():
+            raise  # an inner block has told; or the program has ended torch.distributed itself
         watch = grid.watch
         waited = isinstance(error, RuntimeError | TimeoutError)
         learnt = watch.failure if watch is not None and waited else None
@@ -251,7 +251,7 @@ def no_answer_of(ranks: set[int]) -> str:
     ('rank 3 is gone or does not answer', 'ranks 2-3 are gone or do not answer')
     """
     how = "are gone or do" if len(ranks) > 1 else "is gone or does"
-    return f"{describe_ranks(ranks) or 'a rank'} {how} not answer"
+    return f"{describe_ranks(ranks) if ranks else 'a rank'} {how} not answer"
 
 
 def _waited_for(error: BaseException) -> set[int]:

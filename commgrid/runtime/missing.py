@@ -13,8 +13,7 @@ from commgrid.runtime.torch_store import StoreDriver
 def missing_ranks(at: str, ranks: Iterable[int]) -> set[int]:
     """Return the ranks that do not report after a collective has failed.
 
-    Collective over the ranks that came to it; see `commgrid.rendezvous.failure`. It costs nothing
-    as long as collectives succeed.
+    Every rank that came to the collective calls it; see `commgrid.rendezvous.failure`.
 
     Args:
         at: key of the call at the store, another one for each.
@@ -28,7 +27,8 @@ def missing_ranks(at: str, ranks: Iterable[int]) -> set[int]:
     try:
         found = Failure(at, torch_world.world_rank(), every)
         driver.run(found.report(b""))
-        return unpack(driver.run(found.find_out(lambda absent, words: ""))["absent"])
+        absent = unpack(driver.run(found.find_out(lambda absent, words: ""))["absent"])
+        return absent - {torch_world.world_rank()}  # it may have come after the decision
     except RuntimeError:  # the store has gone with the rank that served it
         return set()
     finally:

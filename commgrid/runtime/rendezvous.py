@@ -62,7 +62,7 @@ class Rendezvous:
         let_go: Callable[[], object] = lambda: None,
         **more: str,
     ) -> None:
-        self._deadline, self._let_go = deadline, let_go
+        self._deadline, self._let_go, self._leaves = deadline, let_go, False
         given: dict[str, Any] = {
             "name": name, "me": rank, "members": ranks, "document": document, "phases": phases,
             "began": time.monotonic(), "until": deadline, "server": 0, **more,
@@ -73,9 +73,7 @@ class Rendezvous:
         self.about, limit = self._agreement.about, more.get("limit", "startup_timeout")
         if seconds_until(deadline) == 0:
             raise held_up(self.about, rank, limit)
-        self._driver = StoreDriver(
-            store, len(ranks), lambda: max(seconds_until(deadline), timeouts().answer), line
-        )
+        self._driver = StoreDriver(store, len(ranks), self._patience, line)
         try:
             if beforehand is not None:
                 self._store_call(beforehand)
@@ -128,7 +126,13 @@ class Rendezvous:
         """Return the seconds to wait for peers elsewhere, which leave time to report the absent."""
         return max(seconds_until(self._deadline) - self._agreement.margin, 0.01)
 
+    def _patience(self) -> float:
+        """Return the seconds that one operation may take."""
+        answer = timeouts().answer
+        return answer if self._leaves else max(seconds_until(self._deadline), answer)
+
     def _give_up(self, error: BaseException) -> BaseException:
+        self._leaves = True
         with suppress(StoreLostError):  # and with it everybody who could be told
             lost = torch_world.lost_by_gloo(error)
             error = self._driver.run(self._agreement.give_up(error, lost))

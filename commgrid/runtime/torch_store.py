@@ -29,6 +29,9 @@ _MISSING = b"\x00missing"
 does, if the key was deleted meanwhile."""
 
 
+_FEW_KEYS = 64
+
+
 class StoreDriver:
     """Runs protocols over one store.
 
@@ -96,7 +99,8 @@ class StoreDriver:
         return None
 
     def _get(self, keys: tuple[str, ...]) -> tuple[bytes | None, ...]:
-        if len(keys) > 1 and self.store.check(list(keys)):
+        # For many keys only: torch's `multi_get` waits for a key that is deleted meanwhile.
+        if len(keys) > _FEW_KEYS and self.store.check(list(keys)):
             return tuple(self.store.multi_get(list(keys)))
         return tuple(self._read(key) for key in keys)
 

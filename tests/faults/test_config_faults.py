@@ -1,6 +1,6 @@
 """Ranks that are configured differently, doubled or missing: every other rank names them.
 
-Four real ranks each; `tests/test_agreement.py` has every place of many ranks, on threads. Where all
+Four real ranks each; `tests/rendezvous` has every place of many ranks, in virtual time. Where all
 ranks come, `startup_timeout` is longer than the test may last, so that an error is one that came
 without waiting for it.
 """

@@ -44,7 +44,12 @@ def test_a_dead_rank_is_named_around_a_ring(dead: int) -> None:
     times = {rank: 0.3 * ((rank - dead) % 8) for rank in range(8) if rank != dead}
     found = play(8, times)
     assert {frozenset(named(process)) for process in found.processes} == {frozenset({dead})}
-    assert max(p.over_at for p in found.processes) < max(times.values()) + timeouts().settle
+    assert max(p.over_at for p in found.processes) < max(times.values()) + 1.5 * timeouts().settle
+
+
+def test_the_last_rank_has_time_after_the_one_before_it() -> None:
+    """Rank 1 reports and then breaks its connections, which rank 2 sees half a second later."""
+    assert [named(p) for p in play(3, {0: 0.0, 1: 4.0, 2: 4.5}).processes] == [set()] * 3
 
 
 def test_of_two_ranks_the_later_one_is_not_named() -> None:
@@ -74,6 +79,11 @@ def test_who_knows_decides() -> None:
     assert [p.result for p in simulation.processes] == ["rank 2 failed: ValueError"] * 3
 
 
+def test_a_rank_that_reports_after_the_decision_leaves_nothing() -> None:
+    found = play(3, {0: 0.0, 1: 0.1, 2: 60.0})
+    assert set(found.store.values) == {"f/decision"}
+
+
 def test_only_the_decision_is_left() -> None:
     assert set(play(3, {0: 0.0, 1: 0.1}).store.values) == {"f/decision"}
     assert set(play(64, dict.fromkeys(range(64), 0.0)).store.values) == {"f/decision"}
@@ -84,11 +94,10 @@ def test_living_ranks_that_report_in_time_are_never_named() -> None:
         chance = random.Random(seed)
         world = chance.randrange(2, 9)
         dead = set(chance.sample(range(world), chance.randrange(world)))
-        latest = timeouts().settle / 2 if len(dead) == 0 else timeouts().arrive / 2
-        times = {r: chance.uniform(0.0, latest) for r in range(world) if r not in dead}
-        if not dead:
-            # The last one is not waited for longer than `settle` after the others.
-            times = {rank: at / 2 for rank, at in times.items()}
+        # The last living rank comes within `settle` of the one before it.
+        at, times = 0.0, {}
+        for rank in chance.sample(sorted({*range(world)} - dead), world - len(dead)):
+            times[rank] = at = at + chance.uniform(0.0, timeouts().settle / 2)
         found = play(world, times, seed)
         for process in found.processes:
             assert named(process) <= dead, found.schedule()

@@ -145,6 +145,83 @@ def test_two_grids_in_one_call_each_get_their_own_decision() -> None:
             assert set(verdict["said"]) <= mine, found.schedule()
 
 
+def test_another_grids_call_waits_for_a_long_grace() -> None:
+    """Ranks 0 and 1 wait 30 s for others; ranks 3 and 4 have a grid of their own to rebuild."""
+    found = Simulation()
+    for rank, name, grace in ((0, "a", 30.0), (1, "a", 30.0), (3, "b", 1.0), (4, "b", 1.0)):
+        found.start(
+            rank,
+            lambda now, r=rank, n=name, g=grace: answering(
+                r, 5, now, grace=g, name=n, after=f"{n}/0"
+            ),
+        )
+    found.run()
+    for process in found.processes:
+        mine = {0, 1} if process.rank < 2 else {3, 4}
+        assert unpack(told(process)["here"]) == mine, told(process)
+
+
+def test_a_call_whose_caller_has_ended_is_closed() -> None:
+    found = Simulation()
+    found.start(0, lambda now: answering(0, 3, now, name="a", after="a/0"), 0.0, Fault("crash", 6))
+    for rank in (1, 2):
+        found.start(rank, lambda now, r=rank: answering(r, 3, now, [0], name="b", after="b/0"), 1.0)
+    found.run()
+    for process in found.processes[1:]:
+        assert unpack(told(process)["here"]) == {1, 2}
+
+
+def test_a_rank_that_stood_still_over_several_calls_is_late() -> None:
+    """Its call is over and its keys are deleted; it decides nothing, and numbers only rise."""
+    for k in range(1, 30):
+        found = Simulation()
+        found.start(
+            3, lambda now: answering(3, 4, now, grace=5.0), 0.0, Fault("long pause", k)
+        )  # fmt: skip
+
+        def three_calls(rank: int, now: float) -> Protocol[list[str]]:
+            decided = []
+            for number in range(3):
+                part = Membership(rank, range(4), ())
+                call = Call("g", f"g/{number}")
+                until = now + 2 * LONG
+                verdict = yield from part.answer(call, "", conclude, 5.0, until)
+                decided.append(verdict["here"])
+            return decided
+
+        for rank in (0, 1, 2):
+            found.start(rank, lambda now, r=rank: three_calls(r, now))
+        found.run()
+        late = found.processes[0]
+        if late.issued < k:
+            break
+        assert late.ended, found.schedule()
+        for process in found.processes[1:]:
+            assert process.error is None, f"{process.error}{found.schedule()}"
+            assert process.result[1:] == ["0-2", "0-2"]
+        if late.error is None:
+            assert late.result["here"] == found.processes[1].result[0]
+        assert found.store.values["commgrid/rebuild/count"] == b"3"
+
+
+def test_a_spare_that_stood_still_finds_the_next_call() -> None:
+    for k in range(1, 12):
+        found = Simulation()
+        found.start(
+            3, lambda now: Membership(3, range(4)).wait("g", "3 waits"), 0.0, Fault("long pause", k)
+        )
+        for number, at in enumerate((10.0, 30.0, 50.0, 1000.0)):
+            for rank in (0, 1):
+                found.start(
+                    rank,
+                    lambda now, r=rank, n=number: answering(r, 4, now, [2], 5.0, after=f"g/{n}"),
+                    at,
+                )
+        found.start(0, lambda now: Membership(0, range(4)).tell_over(), 2000.0)
+        found.run()
+        assert found.processes[0].ended, found.schedule()
+
+
 def test_every_fault_at_every_operation() -> None:
     """Rank 3 has ended; another one may, at any of its operations."""
     rows = 0

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from commgrid.errors import CommGridError, PeerFailedError
+from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError
 from commgrid.planning.ranks import parse_ranks
 from commgrid.rendezvous.agreement import Agreement
 from commgrid.rendezvous.epoch import FirstAgreement, leave_world
-from commgrid.rendezvous.op import Protocol, StoreLostError
+from commgrid.rendezvous.op import Protocol, StoreLostError, Wait
 from tests.rendezvous.simulator import FAULTS, PAUSES, Fault, SimulatedStore, Simulation
 
 LIMIT = 60.0  # startup_timeout of each rank
@@ -230,3 +230,71 @@ def test_the_server_of_the_store_leaves_last() -> None:
         over = {process.rank: process.over_at for process in found.processes}
         assert over[0] >= (5.0 if absent else over[3] - 0.01)
         assert all(process.ended for process in found.processes)
+
+
+def test_a_pause_within_the_limit_is_no_reason_to_give_up() -> None:
+    """Rank 0 comes late, and rank 1 stands still meanwhile, for longer than it looks at once."""
+    for k in range(1, 4):
+        found = Simulation()
+        for rank in range(3):
+            strikes = Fault("pause", k) if rank == 1 else None
+            at = 20.0 if rank == 0 else 0.0
+            found.start(rank, lambda now, r=rank: starting(r, 3, now, first=True), at, strikes)
+        found.run()
+        assert [process.error for process in found.processes] == [None] * 3
+
+
+def speaking(rank: int, world: int, now: float) -> Protocol[list[str]]:
+    made = Agreement(
+        name="g", me=rank, members=range(world), document={}, began=now, until=now + LIMIT,
+        phases=("hosts", "ready"),
+    )  # fmt: skip
+    yield from made.compare()
+    decision = yield from made.meet(
+        lambda said: {"hosts": [said[rank].decode() for rank in range(world)]},
+        f"host {rank}".encode(),
+        range(world),
+    )
+    yield from made.meet()
+    return list(decision["hosts"])
+
+
+def test_words_stay_until_all_have_the_decision_of_them() -> None:
+    """Whichever rank decides, also one after another that ended just before it wrote."""
+    for kind in FAULTS:
+        for victim in range(3):
+            for k in range(1, 30):
+                found = Simulation()
+                for rank in range(3):
+                    strikes = Fault(kind, k) if rank == victim else None
+                    found.start(rank, lambda now, r=rank: speaking(r, 3, now), 0.0, strikes)
+                found.run()
+                for process in found.processes:
+                    if process.error is None and not process.crashed:
+                        assert process.result == ["host 0", "host 1", "host 2"]
+                    elif process.error is not None:
+                        assert isinstance(process.error, CommGridError | StoreLostError)
+
+
+def test_a_rank_that_gives_up_does_not_complete_a_phase() -> None:
+    """It has waited in torch until the deadline; the others come to the phase a moment later."""
+
+    def run_phase(rank: int, now: float) -> Protocol[str]:
+        made = Agreement(
+            name="g", me=rank, members=range(3), document={}, began=now, until=now + 10.0,
+            phases=("ready",),
+        )  # fmt: skip
+        yield from made.compare()
+        yield Wait("nothing", 9.0 if rank == 1 else 9.2)
+        if rank == 1:
+            raise (yield from made.give_up(PeerTimeoutError("timed out")))
+        yield from made.meet()
+        return "started"
+
+    found = Simulation()
+    for rank in range(3):
+        found.start(rank, lambda now, r=rank: run_phase(r, now))
+    found.run()
+    for process in found.processes:
+        assert process.result is None
+        assert "timed out" in str(process.error)
