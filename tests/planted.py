@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         "the only absent rank is named at once",
         "commgrid/rendezvous/failure.py",
-        "limit = timeouts().settle if len(absent) <= 1 else timeouts().arrive",
-        "limit = 0.0 if len(absent) <= 1 else timeouts().arrive",
+        "limit = min(limit, last + timeouts().settle)",
+        "limit = last",
         ("tests/rendezvous/test_failure.py::test_of_two_ranks_the_later_one_is_not_named",),
     ),
     Mutant(

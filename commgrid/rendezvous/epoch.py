@@ -126,18 +126,19 @@ class FirstAgreement(Agreement):
         if self._me == self._first and (is_last or (yield from self._all_have_come(complete))):
             return (yield from conclude(at, (yield from self._judge((), False))))
         return (
-            yield from decision_of(at, self._me, members, self._until, self._judge, half_time=False)
+            yield from decision_of(at, self._me, members, self._until, self._judge, looks=False)
         )
 
     def _all_have_come(self, complete: str) -> Protocol[bool]:
-        """Wait for the last rank's word; at half-time look for it, which may have ended."""
-        now = yield Now()
-        if (yield Wait(complete, now + (self._until - now) / 2)) is not None:
-            return True
-        here = yield from arrived(self._place(0), self._members)
-        if len(here) == len(self._members):
-            return True
-        return (yield Wait(complete, self._until)) is not None
+        """Wait for the last rank's word, and look whether it has come and ended before that."""
+        while (now := (yield Now())) < self._until:
+            until = min(self._until, now + timeouts().lease)
+            if (yield Wait(complete, until)) is not None:
+                return True
+            here = yield from arrived(self._place(0), self._members)
+            if len(here) == len(self._members):
+                return True
+        return False
 
     def _end(self) -> Protocol[None]:
         """Nothing: an epoch whose comparison was decided is never joined again."""

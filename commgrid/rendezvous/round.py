@@ -4,15 +4,16 @@
     member 1   arrives ─ waits ───────────────────────────► reads the decision
     member 2             arrives last ─ writes the decision
 
-When the time is up an elected member decides instead, from the list of absent members. At half-time
-one looks whether all have arrived and the last of them has ended before it could decide; the next
-round then names that one. Any process may decide earlier that the round fails. The first decision
-stands, so that every wait ends with the same one on all members unless the store is lost.
+When the time is up an elected member decides instead, from the list of absent members. Meanwhile
+one observer looks, once in a lease, whether all have arrived and the last of them has ended before
+it could decide; the next round then names that one. Any process may decide earlier that the
+round fails. The first decision stands, so that every wait ends with the same one on all members
+unless the store is lost.
 
 The keys of a round at `R`:
 
     R/<block>, R/blocks   arrivals      R/said/<rank>   what a member has to say
-    R/decision            JSON          R/half-time, R/elected/<n>   elections
+    R/decision            JSON          R/observer, R/elected/<n>   elections
 """
 
 from __future__ import annotations
@@ -82,12 +83,13 @@ def decision_of(
     until: float,
     decide: Decide,
     await_decision: Callable[[str, float], Protocol[bytes | None]] | None = None,
-    half_time: bool = True,
+    looks: bool = True,
 ) -> Protocol[Decision]:
     """Wait for a round's decision; when the time is up, elect a member that makes it.
 
     Args:
-        half_time: whether any member may decide at half-time; see `round_` for the others.
+        looks: whether a member decides if all have arrived and the last one has not; see `round_`
+            for the others.
     """
     key, wait = f"{at}/decision", await_decision or _wait
     now = yield Now()
@@ -95,12 +97,14 @@ def decision_of(
     found = None
     if not reports_first(me, members):
         until += timeouts().margin_of(left)
-    elif half_time:
-        found = yield from wait(key, now + left / 2)
-        if found is None and (yield Add(f"{at}/half-time", 1)) == 1:
-            here = yield from arrived(at, members)
-            if len(here) == len(members):  # the last one has ended before it could decide
-                return (yield from conclude(at, (yield from decide((), False))))
+    elif looks:
+        found = yield from wait(key, min(until, now + timeouts().lease))
+        if found is None and (yield Add(f"{at}/observer", 1)) == 1:
+            while found is None and (now := (yield Now())) < until:
+                if len((yield from arrived(at, members))) == len(members):
+                    # The last one has ended before it could decide.
+                    return (yield from conclude(at, (yield from decide((), False))))
+                found = yield Wait(key, min(until, now + timeouts().lease))
     if found is None:
         found = yield from wait(key, until)
     turn = 0
@@ -141,7 +145,7 @@ def drop_but_decision(
 ) -> Protocol[None]:
     """Delete the keys of a round whose decision ranks may still read."""
     yield Drop((
-        f"{at}/half-time", f"{at}/elected/1", f"{at}/elected/2", *counters(at, members),
+        f"{at}/observer", f"{at}/elected/1", f"{at}/elected/2", *counters(at, members),
         *(f"{at}/said/{rank}" for rank in speakers),
     ))  # fmt: skip
 
