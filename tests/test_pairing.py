@@ -199,9 +199,12 @@ def engines() -> dict[str, Any]:
     found["keys"], found["w"] = keys, mine["w"].tolist()
     if rank < 4:  # which is told by the first of its grid, of which rank 0 is
         found["bridge"] = said(lambda: Bridge(trainer, engine, dim=rank // 3, startup_timeout=60))
-    if rank < 2:
+    if rank < 2:  # rank 1 waits to be told when rank 0 fails; later it would wait for the next call
         if rank == 0:
+            until_waits("rank 1 at broken")
             pairing.find, find = no_find, pairing.find
+        else:
+            comes("rank 1 at broken")
         found["broken"] = said(lambda: Bridge(trainer, None, name="broken"))
         if rank == 0:
             pairing.find = find
