@@ -134,9 +134,9 @@ def said(at: str, members: Sequence[int]) -> Protocol[dict[int, bytes]]:
     return {rank: text for rank, text in zip(members, found, strict=True) if text is not None}
 
 
-def drop(at: str, members: Sequence[int], speakers: Sequence[int] = ()) -> Protocol[None]:
-    """Delete all keys of a round that is over."""
-    yield from drop_but_decision(at, members, speakers)
+def drop(at: str, members: Sequence[int]) -> Protocol[None]:
+    """Delete all keys of a round that is over, and whose words are deleted."""
+    yield from drop_but_decision(at, members)
     yield Drop((f"{at}/decision",))
 
 

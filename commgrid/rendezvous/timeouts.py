@@ -32,8 +32,8 @@ class Timeouts:
             than `answer`, since the elected rank waits for its operations that long.
         unseen: a wait, before a rank publishes where it waits. Most waits are shorter, and cost no
             operation then.
-        leave: for others to read why a start failed, before the process that serves the store goes
-            on to raise. They read at once, unless their processes have ended.
+        leave: for others to write or read the cause of a failure, before this rank raises it.
+            They do so at once, unless their processes have ended.
         settle: for the last living rank to report after a failure. Closed connections tell it, one
             rank after the other, which takes milliseconds; a busy machine takes longer.
         arrive: for living ranks to report after a connection was lost. All learn of it at once, and

@@ -27,8 +27,6 @@ Result = TypeVar("Result")
 _MISSING = b"\x00missing"
 """No key holds this value: compare and set with it reads a key, and does not wait as torch's `get`
 does, if the key was deleted meanwhile."""
-
-
 _FEW_KEYS = 64
 
 
@@ -105,12 +103,21 @@ class StoreDriver:
         return tuple(self._read(key) for key in keys)
 
     def _read(self, key: str) -> bytes | None:
-        if not self.store.check([key]):  # compare and set would wake who waits for the key
-            return None
+        # Compare and set alone would wake all that wait for a missing key.
+        return self._value(key) if self.store.check([key]) else None
+
+    def _value(self, key: str) -> bytes | None:
+        """Read a key that is most likely there, in one call."""
         found = self.store.compare_set(key, _MISSING, _MISSING)  # type: ignore[arg-type]
         return None if found == _MISSING else found
 
     def _wait(self, key: str, until: float) -> bytes | None:
-        if self._line.within(key, seconds_until(until)):
-            return self.store.get(key)  # after a false alarm it waits on
-        return self._read(key)  # it may have come just now
+        came = self._line.within(key, seconds_until(until))
+        found = self._value(key) if came else None
+        while found is None:
+            found = self._read(key)  # also if the time is up: it may have come just now
+            if not came:
+                break
+            if found is None:  # it came, and was deleted
+                came = self._line.within(key, seconds_until(until))
+        return found

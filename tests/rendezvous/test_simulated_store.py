@@ -100,6 +100,24 @@ def test_reading_a_missing_key_wakes_nobody() -> None:
     assert woken == []
 
 
+def test_a_key_that_comes_and_goes_is_waited_for_again() -> None:
+    """The waiting rank was slow to read it; torch's `get` would hold its connection."""
+    store = HashStore()
+    driver, read = StoreDriver(store, 2), []
+
+    def slow(key: str) -> bytes | None:
+        if not read:
+            store.delete_key(key)
+            threading.Timer(0.2, lambda: store.set(key, "again")).start()
+        read.append(key)
+        return StoreDriver._value(driver, key)
+
+    driver._value = slow  # type: ignore[method-assign]
+    store.set("key", "first")
+    assert driver.run(asked([Wait("key", time.monotonic() + 60.0)])) == [b"again"]
+    driver.close()
+
+
 def serve(port: Any) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port.put(store.port)
