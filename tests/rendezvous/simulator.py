@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from commgrid.rendezvous.op import (
@@ -245,6 +246,36 @@ class Simulation:
         """Return the operations of all processes in the order of time."""
         lines = [line for process in self.processes for line in process.log]
         return "\n".join(sorted(lines))
+
+
+def every_fault(
+    ranks: int, make: Callable[[int, float], Protocol[Any]], starts: Sequence[float] | None = None
+) -> Iterator[tuple[str, Process, Simulation]]:
+    """Run a protocol of some ranks with each fault at every operation of every rank.
+
+    Args:
+        ranks: processes, ranks 0 to n - 1.
+        make: makes the protocol of a rank, which begins at a time.
+        starts: of each rank; None: all at 0.
+
+    Yields:
+        The fault, the process that it struck, and the run, in which all others have ended.
+    """
+    for kind in FAULTS:
+        for victim in range(ranks):
+            for k in count(1):
+                found = Simulation()
+                for rank in range(ranks):
+                    strikes = Fault(kind, k) if rank == victim else None
+                    at = 0.0 if starts is None else starts[rank]
+                    found.start(rank, lambda now, r=rank: make(r, now), at, strikes)
+                found.run()
+                struck = found.processes[victim]
+                if struck.issued < k:
+                    break  # it was over before
+                hanging = [p.rank for p in found.processes if not p.ended and not p.crashed]
+                assert not hanging, f"{hanging}\n{found.schedule()}"
+                yield kind, struck, found
 
 
 def run_alone(protocol: Protocol[Any], store: SimulatedStore) -> Any:

@@ -1,7 +1,6 @@
 """Barriers in sequence under every fault, in virtual time."""
 
 import re
-from itertools import count
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from commgrid.planning.ranks import parse_ranks
 from commgrid.rendezvous.barriers import Barriers
 from commgrid.rendezvous.op import Now, Protocol, StoreLostError
 from commgrid.rendezvous.round import is_good
-from tests.rendezvous.simulator import FAULTS, Fault, Simulation
+from tests.rendezvous.simulator import FAULTS, Simulation, every_fault
 
 LIMIT = 60.0
 NAMES = ("planned", "run 1", "run 1 is done")
@@ -33,11 +32,10 @@ def passing(rank: int, world: int, fails: int | None = None) -> Protocol[str]:
     return "passed"
 
 
-def run(world: int, fault: Fault | None = None, victim: int = -1, **more: Any) -> Simulation:
-    found = Simulation(more.pop("seed", None))
+def run(world: int, seed: int | None = None, fails: int | None = None) -> Simulation:
+    found = Simulation(seed)
     for rank in range(world):
-        strikes = fault if rank == victim else None
-        found.start(rank, lambda now, r=rank: passing(r, world, **more), 0.0, strikes)
+        found.start(rank, lambda now, r=rank: passing(r, world, fails))
     found.run()
     return found
 
@@ -45,25 +43,18 @@ def run(world: int, fault: Fault | None = None, victim: int = -1, **more: Any) -
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_every_fault_at_every_operation(world: int) -> None:
     rows = 0
-    for kind in FAULTS:
-        for victim in range(world):
-            for k in count(1):
-                found = run(world, Fault(kind, k), victim)
-                struck = found.processes[victim]
-                if struck.issued < k:
-                    break
-                rows += 1
-                for process in found.processes:
-                    if process.crashed:
-                        continue
-                    assert process.ended, found.schedule()
-                    assert process.over_at <= 4 * LIMIT
-                    if process.error is None or process is struck:
-                        continue
-                    assert isinstance(process.error, Ended | StoreLostError), process.error
-                    named = re.search(r"ranks? ([\d, -]+) did not", str(process.error))
-                    absent = set(parse_ranks(named[1].replace(" ", ""))) if named else set()
-                    assert absent <= {victim}, f"{process.error}\n{found.schedule()}"
+    for _, struck, found in every_fault(world, lambda rank, now: passing(rank, world)):
+        rows += 1
+        for process in found.processes:
+            if process.crashed:
+                continue
+            assert process.over_at <= 4 * LIMIT
+            if process.error is None or process is struck:
+                continue
+            assert isinstance(process.error, Ended | StoreLostError), process.error
+            named = re.search(r"ranks? ([\d, -]+) did not", str(process.error))
+            absent = set(parse_ranks(named[1].replace(" ", ""))) if named else set()
+            assert absent <= {struck.rank}, f"{process.error}\n{found.schedule()}"
     assert rows >= len(FAULTS) * world * 8
 
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from itertools import count
 
 import pytest
 
@@ -11,7 +10,7 @@ from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import Decision
 from commgrid.rendezvous.timeouts import timeouts
-from tests.rendezvous.simulator import FAULTS, Fault, Process, Simulation
+from tests.rendezvous.simulator import FAULTS, Process, Simulation, every_fault
 
 
 def text(absent: Sequence[int], words: Mapping[int, bytes]) -> str:
@@ -106,28 +105,18 @@ def test_living_ranks_that_report_in_time_are_never_named() -> None:
 def test_every_fault_at_every_operation() -> None:
     """Rank 3 is dead; the others decide alike, also if one of them ends or stands still."""
     rows = 0
-    for kind in FAULTS:
-        for victim in range(3):
-            for k in count(1):
-                found = Simulation()
-                for rank in range(3):
-                    strikes = Fault(kind, k) if rank == victim else None
-                    found.start(rank, lambda now, r=rank: failing(r, 4), 0.1 * rank, strikes)
-                found.run()
-                struck = found.processes[victim]
-                if struck.issued < k:
-                    break
-                rows += 1
-                told = set()
-                for process in found.processes:
-                    if process.crashed:
-                        continue
-                    assert process.ended, found.schedule()
-                    assert process.over_at <= 150.0, f"{process.over_at}\n{found.schedule()}"
-                    if process.error is not None:
-                        assert isinstance(process.error, StoreLostError), process.error
-                    elif process is not struck:
-                        assert named(process) <= {3, victim}, found.schedule()
-                        told.add(process.result["text"])
-                assert len(told) <= 1, found.schedule()
+    starts = [0.1 * rank for rank in range(3)]
+    for _, struck, found in every_fault(3, lambda rank, now: failing(rank, 4), starts):
+        rows += 1
+        told = set()
+        for process in found.processes:
+            if process.crashed:
+                continue
+            assert process.over_at <= 150.0, f"{process.over_at}\n{found.schedule()}"
+            if process.error is not None:
+                assert isinstance(process.error, StoreLostError), process.error
+            elif process is not struck:
+                assert named(process) <= {3, struck.rank}, found.schedule()
+                told.add(process.result["text"])
+        assert len(told) <= 1, found.schedule()
     assert rows >= len(FAULTS) * 3 * 6

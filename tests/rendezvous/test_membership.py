@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import pytest
@@ -11,7 +10,14 @@ from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
 from commgrid.planning.rank_lists import unpack
 from commgrid.rendezvous.membership import OVER, Call, Membership
 from commgrid.rendezvous.op import Protocol, StoreLostError
-from tests.rendezvous.simulator import FAULTS, Fault, Process, SimulatedStore, Simulation
+from tests.rendezvous.simulator import (
+    FAULTS,
+    Fault,
+    Process,
+    SimulatedStore,
+    Simulation,
+    every_fault,
+)
 
 LONG = 600.0  # a rank that waits for it is late
 
@@ -225,33 +231,22 @@ def test_a_spare_that_stood_still_finds_the_next_call() -> None:
 def test_every_fault_at_every_operation() -> None:
     """Rank 3 has ended; another one may, at any of its operations."""
     rows = 0
-    for kind in FAULTS:
-        for victim in range(3):
-            for k in count(1):
-                found = Simulation()
-                for rank in range(3):
-                    strikes = Fault(kind, k) if rank == victim else None
-                    found.start(
-                        rank, lambda now, r=rank: answering(r, 4, now, [3], grace=5.0), 0.0, strikes
-                    )
-                found.run()
-                struck = found.processes[victim]
-                if struck.issued < k:
-                    break
-                rows += 1
-                decisions = set()
-                for process in found.processes:
-                    if process.crashed:
-                        continue
-                    assert process.ended, found.schedule()
-                    assert process.over_at < 300.0, found.schedule()
-                    if process.error is not None:
-                        assert isinstance(process.error, CommGridError | StoreLostError)
-                        assert process is struck or kind.startswith("store"), process.error
-                    else:
-                        assert process.rank in unpack(process.result["here"])
-                        decisions.add(process.result["here"])
-                assert len(decisions) <= 1, found.schedule()
+    for kind, struck, found in every_fault(
+        3, lambda rank, now: answering(rank, 4, now, [3], grace=5.0)
+    ):
+        rows += 1
+        decisions = set()
+        for process in found.processes:
+            if process.crashed:
+                continue
+            assert process.over_at < 300.0, found.schedule()
+            if process.error is not None:
+                assert isinstance(process.error, CommGridError | StoreLostError)
+                assert process is struck or kind.startswith("store"), process.error
+            else:
+                assert process.rank in unpack(process.result["here"])
+                decisions.add(process.result["here"])
+        assert len(decisions) <= 1, found.schedule()
     assert rows >= len(FAULTS) * 3 * 8
 
 
