@@ -97,9 +97,9 @@ MUTANTS = (
     ),
     Mutant(
         "a rank whose document differs does not say so",
-        "commgrid/rendezvous/agreement.py",
-        "            if stands == mine:",
-        "            if stands:",
+        "commgrid/rendezvous/documents.py",
+        "        if stands == mine:",
+        "        if stands:",
         ("tests/rendezvous/test_agreement.py::test_every_difference_is_named_once",),
     ),
     Mutant(

@@ -33,6 +33,7 @@ from commgrid.rendezvous.decision import (
     ranks_entry,
     ranks_of,
 )
+from commgrid.rendezvous.documents import drop_documents, holders_of, merged, show, shown
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import (
     Decision,
@@ -47,8 +48,6 @@ from commgrid.rendezvous.round import (
 )
 from commgrid.rendezvous.timeouts import timeouts
 
-MOST_DOCUMENTS = 8
-"""Distinct documents beside the reference; further ones are counted together."""
 MOST_PHASES = 4
 """Phases of one agreement, comparing included, at most."""
 CALL, LIMIT = "initialize with this name and these ranks", "startup_timeout"
@@ -137,7 +136,7 @@ class Agreement:
         self._base = base
         if (yield Now()) >= self._until:  # the others may have given up and left
             raise held_up(self.about, self._me, self._limit)
-        reference, kind = yield from self._show()
+        reference, kind = yield from show(base, self._me, self._text)
         members = ranks_of(reference) if kind else self._members
         arrival = yield from arrive(f"{base}/phase 0", self._me, members)
         if arrival is Arrival.TWICE:  # this rank was here in an attempt that it has given up
@@ -162,23 +161,9 @@ class Agreement:
             return (yield from conclude(at, (yield from self._judge((), False))))
         return (yield from decision_of(at, self._me, members, self._until, self._judge, self._wait))
 
-    def _show(self) -> Protocol[tuple[str, int]]:
-        """Leave this rank's document; return the reference, and the number of this rank's."""
-        mine, reference = self._text.encode(), ""
-        for kind in range(MOST_DOCUMENTS + 1):
-            stands = yield Cas(f"{self._base}/doc/{kind}", b"", mine)
-            reference = reference or stands.decode()
-            if stands == mine:
-                break
-        else:
-            kind = MOST_DOCUMENTS + 1
-        if kind:
-            yield from arrive(f"{self._base}/holders/{kind}", self._me, ())
-        return reference, kind
-
     def _judge(self, missing: Sequence[int], time_is_up: bool) -> Protocol[Mapping[str, Any]]:
         """Decide about the documents, when all have arrived or time is up."""
-        documents = yield from self._documents()
+        documents = yield from shown(self._base)
         if not documents:  # the others have gone on, and deleted them
             raise held_up(self.about, self._me, self._limit)
         if not time_is_up and len(documents) == 1:
@@ -192,7 +177,7 @@ class Agreement:
             yield Wait(f"{at}/decision", now + self.margin / 10)
             here = yield from arrived(at, everyone)
         missing = [rank for rank in everyone if rank not in here]
-        holders = yield from self._holders(documents, here)
+        holders = yield from holders_of(self._base, documents, here)
         rooms, also = [self._base], ""
         for rank, place in (yield from self._elsewhere(missing)):
             if place["name"] == self._name and place["document"]:
@@ -200,7 +185,7 @@ class Agreement:
                 rooms.append(place["at"])
             else:
                 also += f"rank {rank} waits in {place['about']}; "
-        holders = _merged(holders)
+        holders = merged(holders)
         if len(holders) > 1:
             found = {**mismatch(holders), "rooms": list(dict.fromkeys(rooms))}
             for other in found["rooms"][1:]:
@@ -211,26 +196,6 @@ class Agreement:
             found = no_decision(self._concludes, here, self._limit)
         yield from self._end()
         return found
-
-    def _documents(self) -> Protocol[list[str]]:
-        """Return all documents that ranks have shown, the reference first."""
-        kinds = range(MOST_DOCUMENTS + 1)
-        found = yield Get(tuple(f"{self._base}/doc/{kind}" for kind in kinds))
-        return [text.decode() for text in found if text is not None]
-
-    def _holders(
-        self, documents: Sequence[str], here: Sequence[int]
-    ) -> Protocol[list[tuple[str, list[int]]]]:
-        """Return each document with the ranks that hold it; "" with the ranks of all others."""
-        found: list[tuple[str, list[int]]] = []
-        for kind, text in enumerate([*documents, ""] if len(documents) > 1 else ()):
-            if kind:
-                kind = kind if text else MOST_DOCUMENTS + 1
-                holding = yield from arrived(f"{self._base}/holders/{kind}", here)
-                found += [(text, holding)] if holding else []
-        others = {rank for _, ranks in found for rank in ranks}
-        rest = [rank for rank in here if rank not in others]
-        return [(documents[0], rest), *found] if rest else found
 
     def _elsewhere(self, missing: Sequence[int]) -> Protocol[list[tuple[int, dict[str, Any]]]]:
         """Return where absent ranks wait instead, as they have published."""
@@ -323,13 +288,8 @@ class Agreement:
 
     def _drop_documents(self, base: str, everything: bool) -> Protocol[None]:
         """Delete the keys of an agreement that are not of its rounds."""
-        kinds = range(MOST_DOCUMENTS + 2)
-        keys = [f"{base}/doc/{kind}" for kind in kinds]
-        keys += [f"{base}/complete", f"{base}/gone", *self._counters(f"{base}/left")]
-        if everything:
-            for kind in kinds:
-                keys += self._counters(f"{base}/holders/{kind}")
-        yield Drop(tuple(keys))
+        yield from drop_documents(base, self._members if everything else ())
+        yield Drop((f"{base}/complete", f"{base}/gone", *self._counters(f"{base}/left")))
 
     def _drop_but_decisions(self, base: str) -> Protocol[None]:
         """Delete the keys of a failed agreement; a late rank still finds the decisions."""
@@ -528,11 +488,3 @@ class Agreement:
         if self._published:
             self._published = False
             yield Drop((f"waits/{self._me}",))
-
-
-def _merged(holders: Sequence[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Return each document once, with all ranks that hold it."""
-    merged: dict[str, list[int]] = {}
-    for text, ranks in holders:
-        merged.setdefault(text, []).extend(ranks)
-    return list(merged.items())

@@ -20,6 +20,7 @@ from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.rendezvous.agreement import Agreement
 from commgrid.rendezvous.arrivals import arrive, arrived
 from commgrid.rendezvous.decision import error_of, held_up
+from commgrid.rendezvous.documents import show
 from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import Decision, conclude, decision_of
 from commgrid.rendezvous.timeouts import timeouts
@@ -69,7 +70,7 @@ class FirstAgreement(Agreement):
         found = (yield Get(("epoch",)))[0]
         before = None if found is None else found.decode()
         self._base = self._token
-        yield from self._show()
+        yield from show(self._token, self._me, self._text)
         # First: no rank may go on to an epoch that the next rank 0 does not find here.
         yield Put("epoch", self._token.encode())
         if before is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError
+from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.planning.ranks import parse_ranks
 from commgrid.rendezvous.agreement import Agreement
 from commgrid.rendezvous.epoch import FirstAgreement, leave_world
@@ -34,25 +34,19 @@ LATEST = LIMIT + 2 * PAUSES["long pause"] + 30.0
 _tokens = count()
 
 
-def starting(
-    rank: int, world: int, now: float, *, first: bool, name: str = "g", limit: float = LIMIT,
-    fails: bool = False, **document: Any,
-) -> Protocol[str]:  # fmt: skip
-    """A start of three phases; with `fails` the rank fails before the second one."""
+def starting(rank: int, world: int, now: float, *, first: bool) -> Protocol[str]:
+    """A start of three phases, of a world or of a grid in it."""
     given: dict[str, Any] = {
-        "name": name, "me": rank, "members": range(world), "document": document,
-        "began": now, "until": now + limit, "server": 0,
+        "name": "g", "me": rank, "members": range(world), "document": {},
+        "began": now, "until": now + LIMIT, "server": 0,
     }  # fmt: skip
     token = f"epoch {next(_tokens)}"
     made = FirstAgreement(token=token, **given) if first else Agreement(**given)
-    return _phases(made, fails)
+    return _phases(made)
 
 
-def _phases(made: Agreement, fails: bool) -> Protocol[str]:
+def _phases(made: Agreement) -> Protocol[str]:
     yield from made.compare()
-    if fails:
-        error = yield from made.give_up(ValueError("out of sockets"))
-        raise PeerFailedError("mine") from error
     for _ in range(2):
         yield from made.meet()
     return made.incarnation
