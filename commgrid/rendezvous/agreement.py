@@ -45,6 +45,7 @@ from commgrid.rendezvous.round import (
     is_good,
     round_,
     said,
+    tidy,
 )
 from commgrid.rendezvous.timeouts import timeouts
 
@@ -251,12 +252,15 @@ class Agreement:
             await_decision=self._wait,
         )  # fmt: skip
         if say is not None:
-            yield Drop((f"{at}/said/{self._me}",))
+            yield from tidy(self._take_back_words(at))
         yield from self._obey(decision)
         self._phase += 1
         if last:
-            yield from self._leave_for_good()
+            yield from tidy(self._leave_for_good())
         return decision
+
+    def _take_back_words(self, at: str) -> Protocol[None]:
+        yield Drop((f"{at}/said/{self._me}",))
 
     def _leave_for_good(self) -> Protocol[None]:
         """Leave when all is well; the last rank to leave deletes what is left at the store."""
@@ -425,6 +429,11 @@ class Agreement:
         self._left = True
         if decision["kind"] == "lost":
             decision = yield from self._after_a_loss(decision)
+        yield from tidy(self._clean_up(decision))
+        return decision
+
+    def _clean_up(self, decision: Decision) -> Protocol[None]:
+        """Leave, and if all present ranks have, delete the keys."""
         yield from self._unpublish()
         rooms = decision.get("rooms", [self._base])
         released = f"{rooms[0]}/released"
@@ -437,7 +446,6 @@ class Agreement:
         elif self._server == self._me:
             yield Wait(released, (yield Now()) + timeouts().leave)
             yield Drop((released,))
-        return decision
 
     def _after_a_loss(self, decision: Decision) -> Protocol[Decision]:
         """Find out which ranks do not report after a connection was lost.

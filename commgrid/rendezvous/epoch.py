@@ -55,10 +55,7 @@ class FirstAgreement(Agreement):
                     f"{self.about}: another process has come as rank {self._me} after this one; "
                     "is it running twice?"
                 )
-            yield Drop(tuple(self._counters("lobby")))
-            if before is not None:  # all ranks have gone on from there
-                yield from self._drop(before)
-                yield Drop((f"{before}/next",))
+            yield from self._drop_before(before)
         else:
             self._token = ""
             while not (yield from self._join((yield from self._opened()))):
@@ -77,6 +74,13 @@ class FirstAgreement(Agreement):
             yield Put(f"{before}/next", self._token.encode())
             yield from conclude(f"{before}/phase 0", {"kind": "moved"})
         return before
+
+    def _drop_before(self, before: str | None) -> Protocol[None]:
+        """Delete what is left of the previous epoch, from which all ranks have gone on."""
+        yield Drop(tuple(self._counters("lobby")))
+        if before is not None:
+            yield from self._drop(before)
+            yield Drop((f"{before}/next",))
 
     def _opened(self) -> Protocol[str]:
         """Wait for an epoch that this rank has not seen yet.

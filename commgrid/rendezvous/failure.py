@@ -26,6 +26,7 @@ from commgrid.rendezvous.round import (
     decoded,
     drop_but_decision,
     said,
+    tidy,
 )
 from commgrid.rendezvous.timeouts import timeouts
 
@@ -89,10 +90,14 @@ class Failure:
         else:
             until = (yield Now()) + timeouts().arrive + timeouts().leave
             decision = yield from decision_of(self._at, self._me, self._members, until, decide)
+        yield from tidy(self._leave())
+        return decision
+
+    def _leave(self) -> Protocol[None]:
+        """Leave; the last rank to do so deletes the keys but for the decision."""
         if (yield Add(f"{self._at}/gone", 1)) >= (yield Add(f"{self._at}/reports", 0)):
             yield from drop_but_decision(self._at, self._members, self._members)
             yield Drop((f"{self._at}/reports", f"{self._at}/gone"))
-        return decision
 
     def _absent(self) -> Protocol[list[int]]:
         """Observe until all have reported, or time is up; return the absent ranks."""

@@ -32,7 +32,7 @@ from commgrid.errors import (
 from commgrid.planning.rank_lists import describe_ranks, pack, unpack
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
-from commgrid.rendezvous.round import said
+from commgrid.rendezvous.round import said, tidy
 from commgrid.rendezvous.timeouts import timeouts
 
 _BASE = "commgrid/rebuild"
@@ -310,7 +310,7 @@ class Membership:
                 yield Drop((f"{_BASE}/{number}/verdict",))
                 raise _late(call, self._me)
             yield Cas(f"{_BASE}/count", str(count or "").encode(), str(number).encode())
-            yield from self._clean_up(number)
+            yield from tidy(self._clean_up(number))
 
     def _past(self, number: int) -> Protocol[dict[str, str]]:
         """Return which ranks have gone on from which grids so far, by the grids' identities."""

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
-from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, StoreLostError, Wait
 from commgrid.rendezvous.timeouts import timeouts
 
 Decision = dict[str, Any]
@@ -148,6 +149,13 @@ def drop_but_decision(
         f"{at}/observer", f"{at}/elected/1", f"{at}/elected/2", *counters(at, members),
         *(f"{at}/said/{rank}" for rank in speakers),
     ))  # fmt: skip
+
+
+def tidy(protocol: Protocol[None]) -> Protocol[None]:
+    """Run a protocol that only cleans up, after a decision: the store may be lost meanwhile, with
+    the rank that serves it, and changes nothing."""
+    with suppress(StoreLostError):
+        yield from protocol
 
 
 def is_good(decision: Mapping[str, Any]) -> bool:

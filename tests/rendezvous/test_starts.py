@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from commgrid.errors import CommGridError, PeerTimeoutError
+from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
 from commgrid.planning.ranks import parse_ranks
 from commgrid.rendezvous.agreement import Agreement
 from commgrid.rendezvous.epoch import FirstAgreement, leave_world
@@ -284,3 +284,26 @@ def test_a_rank_that_gives_up_does_not_complete_a_phase() -> None:
     for process in found.processes:
         assert process.result is None
         assert "timed out" in str(process.error)
+
+
+@BOTH
+def test_a_store_that_goes_when_all_is_decided_changes_nothing(first: bool) -> None:
+    """The rank that serves it may end first; the others are still deleting keys."""
+    for kind, _, found in every_fault(3, lambda rank, now: starting(rank, 3, now, first=first)):
+        for process in found.processes if kind.startswith("store") else ():
+            if any("/left/" in line for line in process.log):
+                assert process.error is None, f"{process.error}\n{found.schedule()}"
+
+
+def test_a_store_that_goes_after_a_bad_decision_does_not_hide_it() -> None:
+    def differing(rank: int, now: float) -> Protocol[None]:
+        made = Agreement(
+            name="g", me=rank, members=range(3), document={"tp": rank}, began=now,
+            until=now + LIMIT, server=0,
+        )  # fmt: skip
+        yield from made.compare()
+
+    for kind, _, found in every_fault(3, differing):
+        for process in found.processes if kind.startswith("store") else ():
+            if any("/gone" in line for line in process.log):
+                assert isinstance(process.error, GridMismatchError), process.error
