@@ -28,6 +28,7 @@ from torch import Tensor
 
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime import torch_groups, torch_world, watching
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.missing import who_is_missing
@@ -169,17 +170,23 @@ class Links:
             for many in (leaving, arriving)
         )
         self._check_watch(call)
-        awaited = [rank for tensor, rank in arriving if tensor.numel()]
-        peer = awaited[0] if awaited else None
+        receivers, awaited = (
+            [rank for tensor, rank in many if tensor.numel()] for many in (leaving, arriving)
+        )
+        suspects = [*receivers, *awaited]
+
+        def refused(error: RuntimeError, peer: int | None) -> Exception:
+            return self._explain(error, suspects if peer is None else [self.ranks[peer]], call)
+
+        works = start_transfers(self.group, sends, recvs, refused)
         try:
-            works = start_transfers(self.group, sends, recvs)
             one_by_one = len(works) == len(sends) + len(recvs)
             waits = works[len(sends) :] if one_by_one else works
             for i, work in enumerate(waits):
-                peer = awaited[i] if one_by_one else peer
+                suspects = [awaited[i]] if one_by_one else suspects
                 work.wait()
         except RuntimeError as error:
-            raise self._explain(error, peer, call) from error
+            raise self._explain(error, suspects, call) from error
         self._check_watch(call)  # what was woken has no number that anybody has sent
         if one_by_one and sends:
             versions = [version_of(tensor) for tensor, _ in leaving]
@@ -202,7 +209,7 @@ class Links:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._explain(error, peer, call) from error
+                raise self._explain(error, [peer], call) from error
         if left.versions != [version_of(tensor) for tensor, _ in left.tensors]:
             raise CommGridError(
                 f"{self.about}: a tensor that {call} was sending was changed in place before it "
@@ -237,15 +244,21 @@ class Links:
 
     # -- when something is wrong ----------------------------------------------------------
 
-    def _explain(self, error: RuntimeError, peer: int | None, call: str) -> RuntimeError:
+    def _explain(self, error: RuntimeError, suspects: Sequence[int], call: str) -> RuntimeError:
+        """The error to raise for one of torch's.
+
+        Args:
+            suspects: the ranks that it may come from.
+            call: what this rank was at.
+        """
         if not torch_world.is_peer_failure(error):
             return error
         self._check_watch(call, error)
-        if peer is None:
-            return error
+        gone = sorted(set(suspects))
+        one_of = "one of " if len(gone) > 1 else ""
         return GoneError(
-            f"{self.about}: rank {peer} is gone or has not come to {call}: rank "
-            f"{torch_world.world_rank()} waited for it and got {torch_world.first_line(error)}; "
+            f"{self.about}: {one_of}{describe_ranks(gone)} is gone or has not come to {call}: rank "
+            f"{torch_world.world_rank()} got {torch_world.first_line(error)}; "
             "every rank on either stage calls the bridge equally often, and its backward"
         )
 

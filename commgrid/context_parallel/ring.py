@@ -144,6 +144,11 @@ class _Keys:
         return self.links.start(f"keys of step {number}", sent, step.target, rows, step.source)
 
 
+def _explained(error: RuntimeError, what: str) -> RuntimeError:
+    """The error to raise for one of torch's, which may be another rank's."""
+    return GoneError(f"{what}: {first_line(error)}") if is_peer_failure(error) else error
+
+
 @dataclass
 class Coming:
     """A message on its way here, and one from here.
@@ -170,9 +175,7 @@ class Coming:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            if not is_peer_failure(error):
-                raise
-            raise GoneError(f"{self.what}: {first_line(error)}") from error
+            raise _explained(error, self.what) from error
         self.sent, self.works = None, ()
         return self.rows
 
@@ -186,16 +189,17 @@ class Links:
     def start(self, what: str, sent: Tensor, to: int, rows: Tensor, source: int) -> Coming:
         """Starts to send a tensor to one rank and to fill another from one."""
         assert self.group is not None  # of more than one step
-        sent = sent.contiguous()
-        works = start_transfers(
-            self.group,
-            [(sent, to)] if sent.numel() else [],
-            [(rows, source)] if rows.numel() else [],
-        )
         ranks = dist.get_process_group_ranks(self.group)
         about = (
             f"rank {ranks[source]} or rank {ranks[to]} is gone or does not answer: rank "
             f"{dist.get_rank()} waited in ring attention over group {self.group.group_desc!r} for "
             f"the {what} from the one and gave the other its own"
+        )
+        sent = sent.contiguous()
+        works = start_transfers(
+            self.group,
+            [(sent, to)] if sent.numel() else [],
+            [(rows, source)] if rows.numel() else [],
+            lambda error, _: _explained(error, about),
         )
         return Coming(rows, sent, works, about)

@@ -169,14 +169,17 @@ class StageLinks:
             [(tensor, one) for one in many for tensor in one.tensors if tensor.numel()]
             for many in (leaving, arriving)
         )
-        try:
-            works = start_transfers(
-                self.group.group,
-                [(tensor, one.peer) for tensor, one in sends],
-                [(tensor, one.peer) for tensor, one in recvs],
-            )
-        except RuntimeError as error:
-            raise self._explain(error, (*leaving, *arriving)[0]) from error
+
+        def refused(error: RuntimeError, peer: int | None) -> Exception:
+            every = (*leaving, *arriving)
+            return self._explain(error, next((one for one in every if one.peer == peer), every[0]))
+
+        works = start_transfers(
+            self.group.group,
+            [(tensor, one.peer) for tensor, one in sends],
+            [(tensor, one.peer) for tensor, one in recvs],
+            refused,
+        )
         if len(works) == len(sends) + len(recvs):
             for (_, one), work in zip((*sends, *recvs), works, strict=True):
                 one.works.append(work)

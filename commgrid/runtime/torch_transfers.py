@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -75,30 +75,44 @@ def starts_batches(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def start_transfers(
-    group: dist.ProcessGroup, sends: Sequence[Transfer], recvs: Sequence[Transfer]
+    group: dist.ProcessGroup,
+    sends: Sequence[Transfer],
+    recvs: Sequence[Transfer],
+    refused: Callable[[RuntimeError, int | None], Exception],
 ) -> list[dist.Work]:
-    """Starts sends and receives of tensors, each with the group rank it goes to or comes from.
+    """Start sends and receives of tensors, each with the group rank it goes to or comes from.
+
+    Args:
+        group, sends, recvs: of this rank.
+        refused: makes the error to raise for one of torch's, from that and the group rank of the
+            message that could not be started, as to a rank that has ended; None: one of the batch.
 
     Returns:
-        A handle for each, sends first, or where the backend batches them one for all.
+        A handle for each, sends first; one for all if the backend starts them as a batch.
     """
     if not sends and not recvs:
         return []
     device = (*sends, *recvs)[0][0].device
     if not starts_batches(group, device):
         # What torch's batch does then, without its checks of every operation.
+        works = []
         with batched():
-            return [
-                *(group.send([tensor], peer, 0) for tensor, peer in sends),
-                *(group.recv([tensor], peer, 0) for tensor, peer in recvs),
-            ]
-    return dist.batch_isend_irecv(
-        [
-            dist.P2POp(operation, tensor, group=group, group_peer=peer)
-            for operation, transfers in ((dist.isend, sends), (dist.irecv, recvs))
-            for tensor, peer in transfers
-        ]
-    )
+            for operation, transfers in ((group.send, sends), (group.recv, recvs)):
+                for tensor, peer in transfers:
+                    try:
+                        works.append(operation([tensor], peer, 0))
+                    except RuntimeError as error:
+                        raise refused(error, peer) from error
+        return works
+    batch = [
+        dist.P2POp(operation, tensor, group=group, group_peer=peer)
+        for operation, transfers in ((dist.isend, sends), (dist.irecv, recvs))
+        for tensor, peer in transfers
+    ]
+    try:
+        return dist.batch_isend_irecv(batch)
+    except RuntimeError as error:
+        raise refused(error, None) from error
 
 
 def wait_for(work: dist.Work, seconds: float | None) -> None:

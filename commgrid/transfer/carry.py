@@ -160,10 +160,12 @@ class Carrier:
             [(buffer, parcel.place) for parcel, buffer in both if parcel.message.is_send is is_send]
             for is_send in (True, False)
         )
-        try:
-            works = start_transfers(self._group, sends, recvs)
-        except RuntimeError as error:
-            raise self._explain(error, batch[0].message) from error
+
+        def refused(error: RuntimeError, peer: int | None) -> Exception:
+            messages = (parcel.message for parcel in batch if parcel.place == peer)
+            return self._explain(error, next(messages, batch[0].message))
+
+        works = start_transfers(self._group, sends, recvs, refused)
         return _UnderWay(batch, buffers, works, room)
 
     def _finish(self, under_way: _UnderWay, ring: Ring) -> None:

@@ -31,15 +31,23 @@ def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None
     told = [(token, place) for place in others]
     heard = [(token.clone(), place) for place in others]
     for is_send in (False, True) if is_first else (True, False):
-        works = start_transfers(group, told * is_send, heard * (not is_send))
+        works = start_transfers(
+            group, told * is_send, heard * (not is_send),
+            lambda error, place: _explained(error, ranks[place or 0]),
+        )  # fmt: skip
         for work, place in zip(works, others, strict=True):
             try:
                 wait_for(work, timeout)
             except RuntimeError as error:
-                if not is_peer_failure(error):
-                    raise
-                raise GoneError(
-                    f"rank {ranks[place]} is gone or does not answer: it should have "
-                    f"said that it has finished its part ({first_line(error)})",
-                    ranks[place],
-                ) from error
+                raise _explained(error, ranks[place]) from error
+
+
+def _explained(error: RuntimeError, rank: int) -> RuntimeError:
+    """The error to raise for one of torch's, which may be another rank's."""
+    if not is_peer_failure(error):
+        return error
+    return GoneError(
+        f"rank {rank} is gone or does not answer: it should have said that it has finished its "
+        f"part ({first_line(error)})",
+        rank,
+    )

@@ -22,7 +22,7 @@ from commgrid.runtime.pairing import Pairing
 from commgrid.runtime.torch_world import world_store
 from commgrid.testing import run_on_ranks
 from tests.flags import hear, tell
-from tests.waiting import comes, until_waits
+from tests.waiting import comes, until, until_waits
 
 SOURCE, TARGET = (0, 1), (2, 3)
 
@@ -287,15 +287,26 @@ def test_a_rank_that_does_not_come_is_named(
         assert expected in found[rank], (rank, found[rank])
 
 
-def killed(folder: Path) -> None:
-    """Rank 3 dies after the first call; the others write down what their errors say."""
+def killed(folder: Path, seen: bool) -> None:
+    """Rank 3 dies after the first call; the others write down what their errors say.
+
+    Args:
+        seen: whether its end is seen before the next call, where sending to it fails.
+    """
     source, target = grids()
     bridge = Bridge(source, target)
     bridge(given(4, 6)).sum().backward()
     dist.barrier()  # until its gradients have arrived
     grid, rank = source or target, dist.get_rank()
     if rank == 3:
+        (folder / "3").write_text(str(os.getpid()))
+        tell("3")
+        hear("0", "1", "2")
         os.kill(os.getpid(), signal.SIGKILL)
+    tell(str(rank))
+    if seen:
+        hear("3")
+        until(lambda: has_ended(int((folder / "3").read_text())), "rank 3 ends")
 
     def step() -> None:
         with named_failures(grid):
@@ -305,15 +316,24 @@ def killed(folder: Path) -> None:
     (folder / str(rank)).write_text(said(step))
 
 
+def has_ended(process: int) -> bool:
+    """Whether a process has ended, and closed its connections, though its parent may not know."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 @pytest.mark.full
-def test_who_waits_for_a_rank_that_died_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seen", [False, True])
+def test_who_waits_for_a_rank_that_died_is_told(seen: bool, tmp_path: Path) -> None:
     """Rank 1 exchanges with rank 3; rank 0 waits for rank 1 only, and learns why."""
     with pytest.raises(AssertionError):
-        run_on_ranks(killed, 4, tmp_path)
+        run_on_ranks(killed, 4, tmp_path, seen)
     for rank in (0, 1):
         text = (tmp_path / str(rank)).read_text()
         assert text.startswith(("PeerFailedError", "PeerTimeoutError"))
-        assert "bridge 'bridge': rank 3 is gone or has not come to backward of call 1" in text
+        assert "bridge 'bridge': rank 3 is gone or has not come to " in text
     assert (tmp_path / "2").read_text().startswith(("PeerFailedError", "PeerTimeoutError"))
 
 

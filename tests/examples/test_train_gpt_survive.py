@@ -11,6 +11,7 @@ import pytest
 import commgrid
 from commgrid.testing import run_on_ranks
 from tests.examples.curves import alone, curve, load, same_curve
+from tests.flags import hear, tell
 from tests.killing import KILLED, kill_me, run_killable
 
 TINY = [
@@ -83,6 +84,7 @@ def mortal(job: list[str], deaths: Deaths) -> None:
     steps = {"now": 0}
     if rank in deaths:
         at, method = deaths[rank]
+        together = [other for other, when in deaths.items() if when == deaths[rank]]
         step, method_before = trainer.step, getattr(trainer, method)
 
         def counted(self: Any, number: int, batch: Any) -> Any:
@@ -91,6 +93,9 @@ def mortal(job: list[str], deaths: Deaths) -> None:
 
         def killed(self: Any, *args: Any) -> Any:
             if steps["now"] == at:
+                tell(f"rank {rank} is about to end")
+                # Whoever saw another one end before would not come this far.
+                hear(*(f"rank {other} is about to end" for other in together))
                 kill_me()
             return method_before(self, *args)
 
