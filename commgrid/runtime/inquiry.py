@@ -1,10 +1,10 @@
 """Asking every rank what it has recorded, also while their main threads hang.
 
-    rank 1: diagnose() ──► the store: request 3 ──► a thread of each rank ──► its last calls
+    rank 1: diagnose() ──► the store: question 3 ──► a thread of each rank ──► its last calls
     kill -USR1 ──► a thread of the rank ──► rank_00003.json, rank_00003.stacks
 
-A process that records has one thread for it, which looks at the store once a second over a
-connection of its own: one small question a second and rank, whatever the program does.
+A process that records has one thread for it. It waits for questions at the store, over a connection
+of its own (`commgrid.rendezvous.questions`), and for the signal.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from commgrid.observe.diagnosis import PATIENCE
 from commgrid.observe.diagnosis import diagnose as judge
 from commgrid.observe.findings import Diagnosis
 from commgrid.observe.traces import Trace
+from commgrid.rendezvous.op import StoreLostError
+from commgrid.rendezvous.questions import Questions, agreed_name, first, hear, tell
 from commgrid.runtime import recorder, torch_world
-from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.recorder import Recorder
 from commgrid.runtime.roll import connection_of
+from commgrid.runtime.torch_store import StoreDriver
 
 LAST = 64
 """Calls of each communicator that a rank answers with, at most."""
@@ -48,8 +50,8 @@ _LOOK_SECONDS = 1.0
 _ANSWERS_SECONDS = 3.0  # that an error waits for them
 _SOON_SECONDS = 1.0  # in which the rank whose call timed out begins to ask
 _STORE_SECONDS = 2.0  # in which the store answers, unless its server is stopped
-_KEPT_SECONDS = 60.0  # until an answer that nobody has fetched is taken back
-_ASKED = "commgrid/diagnose/asked"
+_WRITTEN_SECONDS = 0.05  # without another line of the stacks, after which all are written
+_MISSED_SECONDS = 60.0  # after which a process looks for a question that came and went unseen
 
 
 def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
@@ -90,27 +92,19 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
 
 def _others(rank: int, timeout: float) -> list[Trace]:
     """What the other ranks answer in time."""
-    found = []
     with suppress(RuntimeError):  # the store has gone with the rank that served it
-        store = connection_of(torch_world.world_store())
-        number = store.add(_ASKED, 1)
-        waiting = [each for each in range(torch_world.world_size()) if each != rank]
-        until = time.monotonic() + timeout
-        while waiting:
-            here = [each for each in waiting if store.check([_answer(number, each)])]
-            for each in here:
-                key = _answer(number, each)
-                found.append(trace_files.parse(json.loads(zlib.decompress(bytes(store.get(key))))))
-                store.delete_key(key)
-            waiting = [each for each in waiting if each not in here]
-            if not waiting or time.monotonic() > until:
-                break
-            time.sleep(0.1)
-    return found
+        driver = _driver(connection_of(torch_world.world_store()))
+        asking = Questions(rank, range(torch_world.world_size()))
+        try:
+            answers = driver.run(asking.ask(timeout))
+        finally:
+            driver.close()
+        return [trace_files.parse(json.loads(zlib.decompress(each))) for each in answers.values()]
+    return []
 
 
-def _answer(number: int, rank: int) -> str:
-    return f"commgrid/diagnose/{number}/{rank}"
+def _driver(store: Any) -> StoreDriver:
+    return StoreDriver(store, torch_world.world_size(), lambda: _STORE_SECONDS)
 
 
 def packed(own: Recorder) -> bytes:
@@ -133,6 +127,8 @@ class Answering:
 
     def __init__(self, own: Recorder, store: Any) -> None:
         self.own, self.store = own, store
+        self._world = range(torch_world.world_size())
+        self._questions = Questions(own.rank, self._world)
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._signalled = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
@@ -140,7 +136,6 @@ class Answering:
             # Python's own handlers wait until the main thread is out of torch's C++; this one
             # writes its stacks into our pipe at once.
             faulthandler.register(signal.SIGUSR1, file=self._writer, all_threads=True)
-        self._left: list[tuple[str, float]] = []
         self._over = False
         self._thread = threading.Thread(target=self._run, name="commgrid answers", daemon=True)
         self._thread.start()
@@ -156,8 +151,8 @@ class Answering:
         self._thread.join(2 * _LOOK_SECONDS)
 
     def _run(self) -> None:
-        answered: int | None = None
-        store: Any = None
+        driver: StoreDriver | None = None
+        until = 0.0
         try:
             while True:
                 ready, _, _ = select.select([self._reader], [], [], _LOOK_SECONDS)
@@ -165,35 +160,34 @@ class Answering:
                     break
                 if ready:
                     self._write_down()
+                if len(self._world) == 1:
+                    continue
                 with suppress(RuntimeError):  # of a store that ends with the world
-                    if store is None:
-                        store = connection_of(self.store)
-                        answered = store.add(_ASKED, 0)
-                    asked = store.add(_ASKED, 0)
-                    if asked != answered:
-                        answered = asked
-                        self._answer(store, asked)
-                    self._take_back(store)
+                    if driver is None:
+                        driver = _driver(connection_of(self.store))
+                        driver.run(self._questions.begin())
+                    is_asked = driver.has_come(self._questions.next_key)
+                    if is_asked or time.monotonic() > until:
+                        driver.run(self._questions.answer(lambda: packed(self.own)))
+                        until = time.monotonic() + _MISSED_SECONDS
         finally:
+            if driver is not None:
+                driver.close()
             os.close(self._reader)
-
-    def _answer(self, store: Any, number: int) -> None:
-        key = _answer(number, self.own.rank)
-        store.set(key, packed(self.own))
-        self._left.append((key, time.monotonic() + _KEPT_SECONDS))
-
-    def _take_back(self, store: Any) -> None:
-        while self._left and time.monotonic() > self._left[0][1]:
-            store.delete_key(self._left.pop(0)[0])
 
     def _write_down(self) -> None:
         """After a signal: the records, and where each thread is."""
-        time.sleep(0.05)  # until the stacks are all there
-        stacks = os.read(self._reader, 1 << 16)
+        stacks = b""
+        while select.select([self._reader], [], [], _WRITTEN_SECONDS)[0]:
+            read = os.read(self._reader, 1 << 16)
+            if not read:
+                break
+            stacks += read
         folder = Path(folder_of_environment() or FOLDER)
         with suppress(CommGridError, OSError):
             path = self.own.save(folder)
-            path.with_suffix(".stacks").write_bytes(stacks)
+            with path.with_suffix(".stacks").open("ab") as file:
+                file.write(stacks)
             print(f"commgrid: rank {self.own.rank} has written {path}", file=sys.stderr)
 
 
@@ -219,9 +213,9 @@ def follow() -> None:
 
 def _job(store: Any, known: str) -> str:
     """What the ranks of this world call their job, so that two jobs' traces are told apart."""
-    with suppress(RuntimeError, ValueError):  # the store has gone with the rank that served it
-        asked = known or uuid.uuid4().hex
-        return bytes(store.compare_set("commgrid/trace/job", "", asked)).decode() or asked
+    proposed = known or uuid.uuid4().hex
+    with suppress(StoreLostError):  # with the rank that served it
+        return _driver(store).run(agreed_name("commgrid/trace/job", proposed))
     return known
 
 
@@ -264,24 +258,18 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
 
 def _why(own: Recorder, identity: str, late: bool) -> str:
     """What the first rank whose call timed out finds, on every rank."""
-    key = f"commgrid/failures/{identity}/why"
+    at = f"commgrid/failures/{identity}/why"
     with suppress(CommGridError, RuntimeError):
         folder = folder_of_environment()
         if folder is not None:
             own.save(Path(folder))
-        store = connection_of(PatientStore(torch_world.world_store(), lambda: _STORE_SECONDS))
-        if late and store.add(f"{key}/asked", 1) == 1:
-            found = diagnose(_ANSWERS_SECONDS, patience=0.5)
-            store.set(key, f"{found}" if found else "")
-        # gloo closes the connections of a call that times out before its rank can say so.
-        soon = time.monotonic() + _SOON_SECONDS
-        while store.add(f"{key}/asked", 0) == 0:
-            if time.monotonic() > soon:
-                return ""
-            time.sleep(0.05)
-        until = time.monotonic() + 2 * _ANSWERS_SECONDS
-        while time.monotonic() < until:
-            if store.check([key]):
-                return bytes(store.get(key)).decode()
-            time.sleep(0.05)
+        driver = _driver(connection_of(torch_world.world_store()))
+        try:
+            if late and driver.run(first(at)):
+                found = diagnose(_ANSWERS_SECONDS, patience=0.5)
+                driver.run(tell(at, f"{found}" if found else ""))
+            # gloo closes the connections of a call that times out before its rank can say so.
+            return driver.run(hear(at, _SOON_SECONDS, 2 * _ANSWERS_SECONDS))
+        finally:
+            driver.close()
     return ""

@@ -17,6 +17,7 @@ from commgrid import CommGridError
 from commgrid.failures import named_failures
 from commgrid.observe import diagnosis
 from commgrid.runtime import inquiry, recorder, torch_world
+from commgrid.runtime.torch_store import StoreDriver
 from commgrid.testing import run_on_ranks
 from tests.flags import hear, meet, tell
 from tests.waiting import comes, until, until_waits
@@ -24,13 +25,13 @@ from tests.waiting import comes, until, until_waits
 
 def one_asks() -> str:
     """Ranks 0 to 2 hang in C++; rank 3, which they wait for, asks."""
-    take_back, looked = inquiry.Answering._take_back, threading.Event()
+    has_come, looked = StoreDriver.has_come, threading.Event()
 
-    def looking(self: inquiry.Answering, store: object) -> None:
+    def looking(self: StoreDriver, key: str) -> bool:
         looked.set()
-        take_back(self, store)
+        return has_come(self, key)
 
-    inquiry.Answering._take_back = looking  # type: ignore[method-assign]
+    StoreDriver.has_come = looking  # type: ignore[method-assign]
     grid = commgrid.initialize(tp=2, timeout=1000.0, trace=True)
     assert looked.wait(100)  # what was asked before is not for this rank
     group, found = grid.get_group("dp_tp"), ""
@@ -38,7 +39,8 @@ def one_asks() -> str:
         until_waits("rank 0", "rank 1", "rank 2")
         found = str(commgrid.diagnose(timeout=100.0, patience=0.0))
         store = torch_world.world_store()
-        assert not store.check(["commgrid/diagnose/1/0"])
+        assert not store.check(["commgrid/questions/1/asked"])
+        assert not store.check(["commgrid/questions/1/said/0"])
     comes(f"rank {grid.rank}")
     dist.all_reduce(torch.ones(3), group=group)  # here
     meet(grid.rank, 4)

@@ -1,0 +1,117 @@
+"""Questions that any rank may ask, and that a thread of every other rank answers.
+
+    rank 1   asks question 3 ─ waits ─────────────────────► reads the answers, and deletes them
+    rank 0   waits for question 3 ─ answers ─ arrives
+    rank 2   waits for question 3 ─ answers ─ arrives last: rank 1 need not wait any longer
+
+An answer takes a rank five operations; to wait for a question takes none.
+
+The keys of question n at `commgrid/questions/<n>`:
+
+    asked      who asks, while it is open             said/<rank>   answers
+    <block>    arrivals of those who have answered    all           every rank has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.round import said, tidy
+from commgrid.rendezvous.timeouts import timeouts
+
+_BASE = "commgrid/questions"
+
+
+class Questions:
+    """One rank's part in questions. Its methods are protocols.
+
+    Args:
+        me: this process's rank.
+        world: all ranks, each of which asks or answers.
+    """
+
+    def __init__(self, me: int, world: Sequence[int]) -> None:
+        self._me, self._world = me, world
+        self._heard = 0
+        self._late: list[str] = []  # questions that were over when this rank had answered
+
+    def ask(self, seconds: float) -> Protocol[dict[int, bytes]]:
+        """Ask all other ranks; return the answers that come within so many seconds, by rank."""
+        at = f"{_BASE}/{(yield Add(f'{_BASE}/count', 1))}"
+        yield Put(f"{at}/asked", str(self._me).encode())
+        if (yield from arrive(at, self._me, self._world)) is Arrival.LAST:
+            yield Put(f"{at}/all", b"")
+        yield Wait(f"{at}/all", (yield Now()) + seconds)
+        yield Drop((f"{at}/asked",))  # first: a rank that answers later sees to its own keys
+        others = [rank for rank in (yield from arrived(at, self._world)) if rank != self._me]
+        answers = yield from said(at, others)
+        yield from tidy(_forget(at, [self._me, *others]))
+        return answers
+
+    def begin(self) -> Protocol[None]:
+        """Answer questions that are asked from now on."""
+        self._heard = yield Add(f"{_BASE}/count", 0)
+
+    @property
+    def next_key(self) -> str:
+        """The key of the next question, to be waited for. It may come and go unseen."""
+        return f"{_BASE}/{self._heard + 1}/asked"
+
+    def answer(self, make: Callable[[], bytes]) -> Protocol[None]:
+        """Answer all new questions that are open; to be called every now and then.
+
+        Args:
+            make: makes the answer.
+        """
+        while self._late:
+            yield Drop((f"{self._late.pop()}/said/{self._me}",))
+        first, self._heard = self._heard + 1, (yield Add(f"{_BASE}/count", 0))
+        soon = (yield Now()) + timeouts().unseen
+        for number in range(first, self._heard + 1):
+            at = f"{_BASE}/{number}"
+            # A question is counted a moment before it is there; or it is over.
+            if (yield Wait(f"{at}/asked", soon)) not in (None, str(self._me).encode()):
+                yield Put(f"{at}/said/{self._me}", make())
+                if (yield from arrive(at, self._me, self._world)) is Arrival.LAST:
+                    yield Put(f"{at}/all", b"")
+                if (yield Get((f"{at}/asked", f"{at}/all"))) == (None, None):
+                    self._late.append(at)  # the answer may not be read any more
+
+
+def _forget(at: str, ranks: Sequence[int]) -> Protocol[None]:
+    answers = (f"{at}/said/{rank}" for rank in ranks)
+    yield Drop((*answers, f"{at}/all", *counters(at, ranks)))
+
+
+def agreed_name(key: str, proposed: str) -> Protocol[str]:
+    """Return the name that the first rank has proposed."""
+    standing: bytes = yield Cas(key, b"", proposed.encode())
+    return standing.decode()
+
+
+def first(at: str) -> Protocol[bool]:
+    """Return whether this rank is the first one at a place."""
+    return bool((yield Add(f"{at}/first", 1)) == 1)
+
+
+def tell(at: str, text: str) -> Protocol[None]:
+    """Tell what the first rank at a place has found out."""
+    yield Put(f"{at}/told", text.encode())
+
+
+def hear(at: str, soon: float, seconds: float) -> Protocol[str]:
+    """Return what the first rank at a place has found out.
+
+    Args:
+        soon: seconds within which one comes there.
+        seconds: within which it tells.
+
+    Returns:
+        Empty if none comes, or tells nothing in time.
+    """
+    if (yield Wait(f"{at}/first", (yield Now()) + soon)) is None:
+        return ""
+    told: bytes | None = yield Wait(f"{at}/told", (yield Now()) + seconds)
+    return (told or b"").decode()
