@@ -269,7 +269,7 @@ MUTANTS = (
         "copies on other stages are not summed",
         "commgrid/data_parallel/overlap.py",
         "adding = start_all_reduce_(bucket.gradient, sharers)",
-        "adding = Pending(None, lambda: bucket.gradient)",
+        "adding = Pending(None, lambda: bucket.gradient, sharers)",
         ("tests/pipeline/test_runner.py::test_tied_embeddings_with_data_parallelism",),
     ),
     Mutant(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import ShapeError
+from commgrid.runtime.torch_groups import follow, wait_unless_broken
 
 # torch 2.13 renames these two and warns of the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,15 +32,21 @@ class Pending:
     Args:
         work: torch's handle; None: done already.
         finish: returns the result once the handle is done.
+        group: whose ranks take part.
     """
 
     work: dist.Work | None
     finish: Callable[[], Tensor]
+    group: ProcessGroup
+
+    def __post_init__(self) -> None:
+        if self.work is not None and _beside():
+            follow(self.work, self.group)
 
     def wait(self) -> Tensor:
         """The result, once it has arrived (on CUDA: once the stream may use it)."""
         if self.work is not None and _beside():
-            self.work.wait()
+            wait_unless_broken(self.work, self.group)
         return self.finish()
 
 
@@ -47,7 +54,7 @@ def start_all_reduce_(
     tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Pending:
     """The sum over the group, written into the contiguous `tensor` itself."""
-    return Pending(dist.all_reduce(tensor, op, group, async_op=_beside()), lambda: tensor)
+    return Pending(dist.all_reduce(tensor, op, group, async_op=_beside()), lambda: tensor, group)
 
 
 def start_all_gather(
@@ -75,14 +82,15 @@ def start_all_gather(
     parts = tensor.new_empty((group.size(), *tensor.shape))
     work = _all_gather_single(parts.flatten(0, 1), tensor, group, async_op=_beside())
     if dim in (0, -tensor.dim()):
-        return Pending(work, lambda: parts.flatten(0, 1))
-    return Pending(work, lambda: torch.cat(parts.unbind(), dim))
+        return Pending(work, lambda: parts.flatten(0, 1), group)
+    return Pending(work, lambda: torch.cat(parts.unbind(), dim), group)
 
 
 def start_all_gather_(buffer: Tensor, group: ProcessGroup) -> Pending:
     """Fills a flat buffer of which this rank has filled its own of n equal parts."""
     own = buffer.chunk(group.size())[group.rank()]
-    return Pending(_all_gather_single(buffer, own, group, async_op=_beside()), lambda: buffer)
+    work = _all_gather_single(buffer, own, group, async_op=_beside())
+    return Pending(work, lambda: buffer, group)
 
 
 def start_reduce_scatter_(buffer: Tensor, group: ProcessGroup) -> Pending:
@@ -117,10 +125,11 @@ def _start_reduce_scatter(tensor: Tensor, group: ProcessGroup, own: Tensor) -> P
     """Into `own`, which may be the own part of `tensor`."""
     if tensor.device.type != "cpu":
         work = _reduce_scatter_single(own, tensor, group=group, async_op=_beside())
-        return Pending(work, lambda: own)
+        return Pending(work, lambda: own, group)
     parts = torch.empty_like(tensor)
     work = dist.all_to_all_single(parts, tensor, group=group, async_op=_beside())
-    return Pending(work, lambda: torch.sum(parts.view(group.size(), *own.shape), 0, out=own))
+    shape = (group.size(), *own.shape)
+    return Pending(work, lambda: torch.sum(parts.view(shape), 0, out=own), group)
 
 
 def start_all_to_all(
@@ -133,7 +142,7 @@ def start_all_to_all(
         received, tensor, list(receive), list(send), group=group, async_op=_beside()
     )
     # The lambda keeps the sent tensor alive as long as the handle: gloo does not.
-    return Pending(work, lambda: (received, tensor)[0])
+    return Pending(work, lambda: (received, tensor)[0], group)
 
 
 def _start_uneven_all_gather(
@@ -143,10 +152,10 @@ def _start_uneven_all_gather(
     if rows.device.type == "cpu":  # gloo gathers equal shapes only
         copies = rows.expand(group.size(), *rows.shape).flatten(0, 1)
         pending = start_all_to_all(copies, group, [len(rows)] * group.size(), sizes)
-        return Pending(pending.work, lambda: pending.finish().movedim(0, dim))
+        return Pending(pending.work, lambda: pending.finish().movedim(0, dim), group)
     whole = rows.new_empty((sum(sizes), *rows.shape[1:]))
     work = dist.all_gather(list(torch.split(whole, list(sizes))), rows, group, async_op=_beside())
-    return Pending(work, lambda: whole.movedim(0, dim))
+    return Pending(work, lambda: whole.movedim(0, dim), group)
 
 
 def _start_uneven_reduce_scatter(
@@ -157,11 +166,13 @@ def _start_uneven_reduce_scatter(
     if rows.device.type == "cpu":
         pending = start_all_to_all(rows, group, sizes, [own] * group.size())
         shape = (group.size(), own, *rows.shape[1:])
-        return Pending(pending.work, lambda: pending.finish().view(shape).sum(0).movedim(0, dim))
+        return Pending(
+            pending.work, lambda: pending.finish().view(shape).sum(0).movedim(0, dim), group
+        )
     part = rows.new_empty((own, *rows.shape[1:]))
     parts = list(torch.split(rows, list(sizes)))
     work = dist.reduce_scatter(part, parts, group=group, async_op=_beside())
-    return Pending(work, lambda: part.movedim(0, dim))
+    return Pending(work, lambda: part.movedim(0, dim), group)
 
 
 def _beside() -> bool:

@@ -112,7 +112,7 @@ class Reductions:
         def then() -> Tensor:
             return self._start(bucket).wait() if bucket.group.size() > 1 else bucket.gradient
 
-        return Pending(adding.work, then)
+        return Pending(adding.work, then, adding.group)
 
     def _start(self, bucket: Bucket) -> Pending:
         if not self._shard:

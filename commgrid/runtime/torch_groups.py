@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,10 @@ _REFUSED_SECONDS = 0.05  # until connections that are on their way are made or r
 _CONNECTED_SECONDS = 5.0  # the same on a busy machine, and until a failed grid is destroyed
 _ANSWER_SECONDS = 2.0  # that the store gets while groups are destroyed
 _ABORT_SECONDS = 20.0
+_LOOK = timedelta(seconds=1)  # between looks whether connections are broken
 _WOKEN: WeakSet[dist.ProcessGroup] = WeakSet()
+_HELD: WeakSet[dist.ProcessGroup] = WeakSet()  # whose threads gloo holds
+_UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, WeakSet[dist.Work]] = WeakKeyDictionary()
 _CALLS = ("commgrid.", "torch.distributed.")  # whose variables are of no use to the program
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
@@ -300,6 +303,84 @@ def wake(
         threading.Thread(target=_end_waiting, args=(waited_on,), daemon=True).start()
 
 
+def follow(work: dist.Work, group: dist.ProcessGroup) -> None:
+    """Know of a collective on gloo until its handle is freed; see `wait_unless_broken`."""
+    if _runs_on_gloo(group):
+        _UNDER_WAY.setdefault(group, WeakSet()).add(work)
+
+
+def wait_unless_broken(work: dist.Work, its_group: dist.ProcessGroup) -> None:
+    """Wait for a collective, as torch does; on gloo until its connections are broken.
+
+    A connection that closes ends the waits on it, but for a message of which gloo has received a
+    part: that one waits until the group's timeout (gloo's `Pair::signalException` knows waiting
+    buffers, and not the one that is being filled). So a rank that has learnt of a failure looks.
+
+    Args:
+        work: a collective's handle.
+        its_group: whose ranks take part; by this name, so that errors name the caller's function.
+
+    Raises:
+        DistNetworkError: the group's connections were broken after a failure (`wake`).
+    """
+    if not _runs_on_gloo(its_group):
+        work.wait()  # NCCL's holds the host if it is given a time
+        return
+    while True:
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise  # the collective's own error
+            if its_group in _WOKEN:
+                _HELD.add(its_group)
+                raise dist.DistNetworkError(
+                    f"the connections of {its_group.group_desc!r} were broken after a failure"
+                ) from None
+
+
+def _runs_on_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether torch knows the group, and it has no NCCL backend beside gloo's."""
+    kinds, _ = c10d._world.pg_map.get(group, ("", None))
+    return "gloo" in kinds and "nccl" not in kinds
+
+
+def _keep_held(
+    under_way: Sequence[tuple[dist.ProcessGroup, list[dist.Work]]],
+    by_pairs: Container[dist.ProcessGroup],
+) -> None:
+    """Keep groups, after `wake`, whose threads gloo holds: to free one waits for its threads.
+
+    Args:
+        under_way: collectives of each group.
+        by_pairs: as `wake` takes them: they have not been broken.
+    """
+    until = time.monotonic() + _LOOK.total_seconds()
+    for group, works in under_way:
+        if not _runs_on_gloo(group):
+            continue
+        if group in by_pairs and not _end_until(works, until):
+            with suppress(RuntimeError):
+                torch_gloo.give_up(torch_gloo.connect_all(group))
+        if group in _HELD or not _end_until(works, max(until, time.monotonic() + _REFUSED_SECONDS)):
+            # A thread that never ends, since what a module holds is freed when the process ends.
+            threading.Thread(target=_hold, args=(group,), daemon=True).start()
+
+
+def _end_until(works: Sequence[dist.Work], until: float) -> bool:
+    """Whether collectives end until a time."""
+    while not all(work.is_completed() for work in works):
+        if time.monotonic() > until:
+            return False
+        time.sleep(_REFUSED_SECONDS / 5)
+    return True
+
+
+def _hold(group: dist.ProcessGroup) -> None:
+    threading.Event().wait()
+
+
 def _end_waiting(waited_on: list[ref[dist.ProcessGroup]]) -> None:
     """Ends what waits for members to connect, on groups that are not destroyed until then.
 
@@ -352,9 +433,12 @@ def abort_all(
         groups: in order of creation.
         by_pairs, tell: as `wake` takes them.
     """
-    _free_calls(sys.exc_info()[1])
     alive = [group for group in reversed(list(groups)) if is_alive(group)]
+    under_way = [(group, list(_UNDER_WAY.get(group, ()))) for group in alive]
+    _free_calls(sys.exc_info()[1])
     wake(alive, by_pairs, tell)
+    _keep_held(under_way, by_pairs)
+    del under_way
     for group in alive:
         with suppress(RuntimeError):
             if "nccl" in backend_of(group):

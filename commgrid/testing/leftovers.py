@@ -48,7 +48,7 @@ _FILES_OF_LIBRARIES = ("/dev/", "/proc/", "/sys/", "/memfd:")
 """Devices, and shared memory of tensors, which lives as long as they do."""
 
 _KEYS_KEPT = (
-    "commgrid/trace/job", "commgrid/diagnose/asked", "commgrid/failures/",
+    "commgrid/trace/job", "commgrid/questions/count", "commgrid/failures/",
     "commgrid/board", "commgrid/rebuild/",
 )  # fmt: skip
 """Keys that commgrid keeps in the store for as long as the job lives."""

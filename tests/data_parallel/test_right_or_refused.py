@@ -238,7 +238,7 @@ def dropped() -> list[float]:
         start = overlap.start_all_gather_
 
         def late(tensor: Tensor, group: Any) -> Pending:
-            return Pending(None, lambda: start(tensor, group).wait())
+            return Pending(None, lambda: start(tensor, group).wait(), group)
 
         overlap.start_all_gather_ = late
         step_of(model, reducer, optimizer, 0)
