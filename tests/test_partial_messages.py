@@ -1,4 +1,4 @@
-"""A rank ends while it sends: gloo never ends the wait of who has received a part of a message."""
+"""A rank ends while it sends; gloo never ends a wait for a message of which a part has arrived."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def help_them() -> None:
 
 
 def gathers(waits: bool) -> str:
-    """What the receiver is told.
+    """Return the receiver's error.
 
     Args:
         waits: whether it waits for the call; else it leaves with the call under way.

@@ -1,7 +1,7 @@
-"""The communicator of a bridge: who has what, tensors from rank to rank, and who did not come.
+"""The communicator of a bridge: which rank has which tensor, messages, and absent ranks.
 
 One call of a bridge is one exchange: a rank starts all its sends and receives at once and waits for
-what it receives. Nobody waits for ever:
+what it receives. No wait is endless:
 
 - What a rank sends in a call it has before the call; so nothing that it sends waits for something
   that it receives in the same call.
@@ -187,7 +187,7 @@ class Links:
                 work.wait()
         except RuntimeError as error:
             raise self._explain(error, suspects, call) from error
-        self._check_watch(call)  # what was woken has no number that anybody has sent
+        self._check_watch(call)  # a wait that a failure ended leaves numbers that no rank sent
         if one_by_one and sends:
             versions = [version_of(tensor) for tensor, _ in leaving]
             self._leaving[call] = _Leaving(works[: len(sends)], list(leaving), versions)
@@ -225,8 +225,8 @@ class Links:
         """Destroys the communicator, not twice.
 
         Args:
-            wait: whether for what is leaving. After a failure nobody may be there to take it, and
-                ranks that wait for this one get an error instead.
+            wait: whether to wait for messages on their way. Without it, as after a failure, ranks
+                that wait for this one get an error.
         """
         failed = False
         if self._watch is not None:

@@ -8,8 +8,8 @@ An answer takes a rank five operations; to wait for a question takes none.
 
 The keys of question n at `commgrid/questions/<n>`:
 
-    asked      who asks, while it is open             said/<rank>   answers
-    <block>    arrivals of those who have answered    all           every rank has
+    asked      the rank that asks, while it is open   said/<rank>   answers
+    <block>    arrivals of ranks that have answered   all           set by the last one
 """
 
 from __future__ import annotations

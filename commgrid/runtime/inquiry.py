@@ -1,4 +1,4 @@
-"""Asking every rank what it has recorded, also while their main threads hang.
+"""Ask every rank for its records, also while main threads hang.
 
     rank 1: diagnose() ──► the store: question 3 ──► a thread of each rank ──► its last calls
     kill -USR1 ──► a thread of the rank ──► rank_00003.json, rank_00003.stacks
@@ -55,7 +55,7 @@ _MISSED_SECONDS = 60.0  # after which a process looks for a question that came a
 
 
 def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
-    """What is wrong among all ranks now, from what each has recorded; any rank may ask alone.
+    """Find out what is wrong among all ranks now, from their records. Any rank may call it alone.
 
     Every rank records (`initialize(trace=True)` or COMMGRID_TRACE). Their threads answer, so they
     may hang. Of each communicator the last 64 calls count.
@@ -91,7 +91,7 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
 
 
 def _others(rank: int, timeout: float) -> list[Trace]:
-    """What the other ranks answer in time."""
+    """Return the records that other ranks send in time."""
     with suppress(RuntimeError):  # the store has gone with the rank that served it
         driver = _driver(connection_of(torch_world.world_store()))
         asking = Questions(rank, range(torch_world.world_size()))
@@ -108,7 +108,7 @@ def _driver(store: Any) -> StoreDriver:
 
 
 def packed(own: Recorder) -> bytes:
-    """A rank's last calls, within the bounds."""
+    """Return a rank's last calls, in at most `MOST_BYTES`."""
     last = LAST
     while True:
         data = zlib.compress(json.dumps(own.as_dict(last)).encode(), 1)
@@ -118,11 +118,11 @@ def packed(own: Recorder) -> bytes:
 
 
 class Answering:
-    """The thread that answers for one process.
+    """The thread that answers questions for one process.
 
     Args:
-        own: what it has recorded.
-        store: where it is asked.
+        own: its records.
+        store: where questions are asked.
     """
 
     def __init__(self, own: Recorder, store: Any) -> None:
@@ -201,7 +201,7 @@ _answering: list[Answering] = []  # one at most
 
 
 def follow() -> None:
-    """Answers from now on while this process records; otherwise not any more."""
+    """Answer questions while this process records; stop if it does not."""
     own = recorder.current()
     store = torch_world.world_store() if own and torch_world.is_initialized() else None
     if _answering and (own is not _answering[0].own or store is not _answering[0].store):
@@ -212,7 +212,7 @@ def follow() -> None:
 
 
 def _job(store: Any, known: str) -> str:
-    """What the ranks of this world call their job, so that two jobs' traces are told apart."""
+    """Return the job's name, the same on all ranks, which tells the traces of two jobs apart."""
     proposed = known or uuid.uuid4().hex
     with suppress(StoreLostError):  # with the rank that served it
         return _driver(store).run(agreed_name("commgrid/trace/job", proposed))
@@ -220,23 +220,24 @@ def _job(store: Any, known: str) -> str:
 
 
 def stop() -> None:
-    """Answers no more."""
+    """Stop answering."""
     if _answering:
         _answering.pop().stop()
 
 
 def at_failure(identity: str, late: bool) -> Callable[[], str]:
-    """After a peer did not answer, finds out what is wrong, beside what else is done then.
+    """Begin to find out why a peer did not answer, on a thread.
 
-    The first rank whose call timed out finds it out, and the others take it from the store. The
-    records are saved too, where COMMGRID_TRACE names a folder.
+    The first rank whose call timed out asks all ranks, and the others read its result at the store.
+    The records are saved too, if COMMGRID_TRACE names a folder.
 
     Args:
         identity: of the grid.
-        late: whether a call timed out; where a connection was closed only what others found counts.
+        late: whether a call timed out. If a connection was closed, this rank does not ask.
 
     Returns:
-        Waits for it and says it in words; "" where none records, or nothing is wrong.
+        A function that waits for the result and returns it in words; "" if this process does not
+        record, or nothing is wrong.
     """
     own = recorder.current()
     if own is None:
@@ -257,7 +258,7 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
 
 
 def _why(own: Recorder, identity: str, late: bool) -> str:
-    """What the first rank whose call timed out finds, on every rank."""
+    """Return the reason that the first rank whose call timed out has found, on every rank."""
     at = f"commgrid/failures/{identity}/why"
     with suppress(CommGridError, RuntimeError):
         folder = folder_of_environment()

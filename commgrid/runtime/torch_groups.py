@@ -78,7 +78,7 @@ def create_group(
         timeout: seconds a collective may take; None takes torch's default.
         startup_timeout: seconds that meeting the others may take, where torch does not let a
             backend connect later.
-        backend_options: torch's own object instead of what `options` says of NCCL.
+        backend_options: torch's own object, which replaces the NCCL options of `options`.
         connect: whether the caller connects it at once, by an exchange of all pairs of ranks.
         prefix: what its keys in the store begin with; a name that was used before needs one.
         watched: whether a `Watch` sees to its errors, and not torch.
@@ -135,7 +135,7 @@ def create_group(
 
 @cache
 def _parsed(backend: str) -> tuple[c10d.Backend, c10d.BackendConfig, frozenset[str]]:
-    """What torch makes of a backend's name, and the kinds in it: `gloo`, `nccl`."""
+    """Parse a backend's name; return torch's values for it and its kinds, such as `gloo`."""
     parsed = c10d.Backend(backend)
     config = c10d.BackendConfig(parsed)
     return parsed, config, frozenset(config.get_device_backend_map().values())
@@ -238,7 +238,7 @@ def addresses(groups: Iterable[dist.ProcessGroup]) -> list[tuple[Any, str]]:
     found: list[tuple[Any, str]] = []
     for group in groups:
         if is_alive(group):
-            with suppress(RuntimeError):  # one that is suspended has left none
+            with suppress(RuntimeError):  # a suspended group has none
                 store = c10d._world.pg_map[group][1]
                 found += [(store, key) for key in torch_gloo.addresses(group)]
     return found
@@ -266,7 +266,7 @@ def wake(
     tell: bool = True,
     ended: bool = False,
 ) -> None:
-    """Ends whatever waits on groups, here and on their members, and waits for none of them.
+    """End all waits on groups, here and on other members, without waiting for any member.
 
     They cannot be used after it. Another thread may wait on them, or use them at the time.
 
@@ -314,7 +314,7 @@ def wait_unless_broken(work: dist.Work, its_group: dist.ProcessGroup) -> None:
 
     A connection that closes ends the waits on it, but for a message of which gloo has received a
     part: that one waits until the group's timeout (gloo's `Pair::signalException` knows waiting
-    buffers, and not the one that is being filled). So a rank that has learnt of a failure looks.
+    buffers, but not the one that it is filling). So this looks once a second for a failure.
 
     Args:
         work: a collective's handle.
@@ -400,14 +400,16 @@ def _break_gloo(group: dist.ProcessGroup, by_pairs: bool, telling: list[dist.Wor
         if not by_pairs:
             torch_gloo.break_connections(group)
         elif group.size() <= _MOST_TOLD:
-            # Who waits for this rank to connect learns that it is gone when it was there.
+            # A rank that waits for this one to connect gets a connection, which closes.
             connecting = partial(torch_gloo.connect_all, group)  # asks the store
             telling.append(_patient_store().during(connecting))
 
 
 def _free_calls(error: BaseException | None) -> None:
-    """Frees what the calls that led to an error hold: groups and work, whose connections stay open
-    as long as somebody holds them, for others to wait on. The program's own variables stay."""
+    """Clear the frames of commgrid's and torch's calls that led to an error.
+
+    They hold groups and work, whose connections stay open as long as a reference is left, so that
+    other ranks would go on waiting. The program's own variables stay."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -474,7 +476,7 @@ def runs_on_nccl(backend: str | None, options: GroupOptions) -> bool:
 
 
 def error_of(group: dist.ProcessGroup) -> str:
-    """What a backend of a group has found wrong by itself: `timeout`, `connection`, or nothing."""
+    """Return the error that a backend has found by itself: `timeout`, `connection` or empty."""
     for backend in _nccl_backends(group):
         if error := torch_nccl.error_of(backend):
             return error
@@ -504,8 +506,8 @@ def group_count() -> int:
 def destroy_all(groups: Iterable[dist.ProcessGroup]) -> None:
     """Destroy groups in reverse order of creation, every one even if one of them fails.
 
-    A call under way may still connect to a peer by the peer's address. A group that nobody else
-    holds ends with its calls, and only then are this rank's addresses taken from the store.
+    A call under way may still connect to a peer by the peer's address. A group without another
+    reference ends with its calls, and only then are this rank's addresses deleted from the store.
     """
     left = list(groups)
     del groups  # so that `left` alone holds them

@@ -19,12 +19,12 @@ NCCL_SENDS = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
     torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
-"""What torch's NCCL backend has a type of NCCL's for (ProcessGroupNCCL, `ncclDataType`)."""
+"""Dtypes that torch's NCCL backend can send (ProcessGroupNCCL, `ncclDataType`)."""
 
 
 def can_send(dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group sends tensors of a dtype and device; one that it cannot is an error of
-    torch's on the sender alone, while the receiver waits."""
+    """Whether a group sends tensors of a dtype and device. Of others torch raises an error on the
+    sender alone, while the receiver waits."""
     return dtype in NCCL_SENDS or "nccl" not in backend_for(group, device)
 
 
@@ -94,7 +94,7 @@ def start_transfers(
         return []
     device = (*sends, *recvs)[0][0].device
     if not starts_batches(group, device):
-        # What torch's batch does then, without its checks of every operation.
+        # As torch's batch does then, without its checks of every operation.
         works = []
         with batched():
             for operation, transfers in ((group.send, sends), (group.recv, recvs)):

@@ -67,7 +67,7 @@ def test_all_answer_and_nothing_is_left() -> None:
             found.start(rank, lambda now, r=rank: listening(r, 40))
         found.run()
         assert sorted(asker.result) == sorted({*range(40)} - {3})
-        assert asker.over_at < ASKS_AT + 5.0  # nobody waits for the time to be over
+        assert asker.over_at < ASKS_AT + 5.0  # no rank waits until the time is up
         assert not left(found)
 
 
