@@ -75,6 +75,20 @@ MUTANTS = (
     ),
     # -- runtime -----------------------------------------------------------------------------
     Mutant(
+        "a card that is taken stays on the board",
+        "commgrid/rendezvous/match.py",
+        "            waiting.remove(found)\n",
+        "            pass\n",
+        ("tests/rendezvous/test_match.py::test_all_at_once_find_one_each",),
+    ),
+    Mutant(
+        "an answer that comes late is left at the store",
+        "commgrid/rendezvous/questions.py",
+        "                    self._late.append(at)",
+        "                    pass",
+        ("tests/rendezvous/test_questions.py::test_every_fault_at_every_operation",),
+    ),
+    Mutant(
         "the last rank of a block of arrivals is not asked for",
         "commgrid/rendezvous/arrivals.py",
         "near = range(block * BLOCK, (block + 1) * BLOCK)",
@@ -218,7 +232,7 @@ MUTANTS = (
     Mutant(
         "a collective under way is not waited for",
         "commgrid/collectives/asynchronous.py",
-        "            self.work.wait()\n",
+        "            wait_unless_broken(self.work, self.group)\n",
         "            pass\n",
         ("tests/test_collectives.py",),
     ),

@@ -1,15 +1,13 @@
 """Two grids come together, where a rank may know one of them only; for a transfer, or a bridge.
 
-The first ranks of the two find each other on the board and tell the others of their grids; then all
-of both meet, which compares what they were given and names who does not come:
+The first ranks of the two find each other (`commgrid.rendezvous.match`) and tell the other ranks of
+their grids. Then all ranks of both meet, compare what they were given, and name absent ranks:
 
-    first of source   finds, on the board, the   first of target
-    others of source  ◄── told the target's card and the source's ──►  others of target
-    all ranks of both    meet, compare, make what they came for, meet
+    first of source   finds the   first of target
+    others of source  ◄── read the other grid's card ──►  others of target
+    all ranks of both    meet, compare, make their communicator, meet
 
-The n-th source of a name meets the n-th target. A rank that knows both grids is told nothing. Of
-each grid its first rank counts beginnings and ends of its calls at the store, so that the others
-know which call is open, or comes next: who comes late to a call that is over waits for the next.
+The n-th source of a name meets the n-th target. A rank that knows both grids need not wait.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 from commgrid.errors import (
@@ -30,17 +29,19 @@ from commgrid.errors import (
 )
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.spec import GridSpec
+from commgrid.rendezvous import match
+from commgrid.rendezvous.match import Calls
+from commgrid.rendezvous.op import Protocol, StoreLostError
+from commgrid.rendezvous.round import tidy
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import torch_world
-from commgrid.runtime.board import find
-from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.rendezvous import Rendezvous
-from commgrid.runtime.roll import Line, seconds_until
+from commgrid.runtime.roll import seconds_until
+from commgrid.runtime.torch_store import Result, StoreDriver
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
-_ANSWER_SECONDS = 5.0
-_FIRST_LOOK_SECONDS = 1.0  # and then twice as long each time
 SIDES = ("source", "target")
 
 _HEARD: WeakKeyDictionary[HyperCommGrid, dict[str, int]] = WeakKeyDictionary()
@@ -49,13 +50,13 @@ _HEARD: WeakKeyDictionary[HyperCommGrid, dict[str, int]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Card:
-    """What a grid is, for those who are not in it.
+    """A grid, as ranks see it that are not in it.
 
     Args:
-        identity: what no other grid is called.
+        identity: of the grid; no other one has it.
         spec: resolved.
         backend, timeout: of its communicators, as they were given.
-        watched: whether a thread of each of its ranks sees who is gone.
+        watched: whether it is watched (`commgrid.runtime.watch`).
     """
 
     identity: str
@@ -90,10 +91,10 @@ class Card:
 
 
 def check_alive(about: str, grid: HyperCommGrid) -> None:
-    """Raises where a grid has no communicators, or those of a torch.distributed that has ended.
+    """Raise if a grid has no communicators, or if its torch.distributed has ended.
 
     Args:
-        about: what needs it, for the message.
+        about: for the message, such as `bridge 'images'`.
     """
     if grid.is_destroyed:
         raise GridDestroyedError(
@@ -109,24 +110,23 @@ def check_alive(about: str, grid: HyperCommGrid) -> None:
 class Pairing:
     """All ranks of two grids, from finding each other to being ready.
 
-    Made on all of them at once. Used with `with`: what is raised within it is told to the ranks
-    that wait.
+    Made on all of them at once. Used with `with`: an error within it ends the others' waits.
 
     Args:
-        what: they come for, such as `bridge`.
-        name: which one.
+        what: the purpose, such as `bridge`.
+        name: of the bridge or transfer.
         grids: this rank's, by side; at least one.
         document: plain values, equal on all ranks.
         deadline: `time.monotonic()` until which to wait.
-        phases: what they meet for after comparing, at least one.
-        limit: what the user sets the deadline with, for messages.
+        phases: names of the rounds after comparing, at least one.
+        limit: the parameter by which a user sets the deadline, for messages.
 
     Attributes:
         rank: this one.
         cards: of both sides.
         ranks: of both, ascending.
-        watched: whether one of the grids is, and what they make has to be.
-        key: what nothing else at the store is called.
+        watched: whether one of the grids is watched, so that their communicator has to be, too.
+        key: at the store, for this bridge or transfer alone.
 
     Raises:
         GridDestroyedError, GridNotInitializedError: a grid's communicators are gone.
@@ -148,24 +148,26 @@ class Pairing:
         self._about, self._what, self._limit = f"{what} {name!r}", what, limit
         for grid in grids.values():
             check_alive(self._about, grid)
-        self._store = PatientStore(
-            torch_world.world_store(), lambda: max(seconds_until(deadline), _ANSWER_SECONDS)
+        self._driver = StoreDriver(
+            torch_world.world_store(),
+            max(grid.world_size for grid in grids.values()),
+            lambda: max(seconds_until(deadline), timeouts().answer),
         )
         self.rank = torch_world.world_rank()
         self._room = f"commgrid/{what}/{name}"
         self._grids = grids
         # Kept back from looking for the other grid, to tell the ranks of one's own in time.
-        margin = min(1.0, seconds_until(deadline) / 4)
+        margin = timeouts().margin_of(seconds_until(deadline))
         self._deadline, self._until = deadline, deadline - margin
-        self._line = Line(self._store, max(grid.world_size for grid in grids.values()))
-        self._calls: dict[str, tuple[str, int]] = {}
+        self._calls: dict[str, tuple[Calls, int]] = {}
+        self._card: match.Card | None = None
         try:
             self.cards = self._both({side: Card.of(grid) for side, grid in grids.items()})
             source, target = (self.cards[side] for side in SIDES)
             self.ranks = tuple(sorted({*source.spec.grid_ranks, *target.spec.grid_ranks}))
             self.watched = source.watched or target.watched
             self._rendezvous = Rendezvous(
-                self._store,
+                self._driver.store,
                 name=f"{what}/{name}",
                 about=self._about,
                 rank=self.rank,
@@ -179,14 +181,15 @@ class Pairing:
                 limit=limit,
             )  # fmt: skip
         except BaseException as error:
-            with suppress(RuntimeError):  # the store is gone
+            with suppress(StoreLostError):
                 self._end_calls(error)
             if isinstance(error, CommGridError) or not isinstance(error, RuntimeError):
                 raise
             raise torch_world.as_peer_error(self._about, error) from error
         finally:
-            self._line.close()
-        self._forget_calls()  # all have come to the meeting, so all have read what was told
+            self._driver.close()
+        for calls, number in self._calls.values():  # all ranks have come to the meeting
+            self._driver.run(tidy(calls.end(number)))
         for side, grid in grids.items():
             _HEARD.get(grid, {}).pop(self._counter(side, self.cards[side]), None)
         self.key = (
@@ -206,17 +209,26 @@ class Pairing:
 
     # -- finding the other grid -----------------------------------------------------------
 
+    def _run(self, protocol: Protocol[Result]) -> Result:
+        try:
+            return self._driver.run(protocol)
+        except StoreLostError as lost:
+            raise (lost.__cause__ or lost) from None
+
     def _both(self, known: dict[str, Card]) -> dict[str, Card]:
         """Both sides' cards, of which this rank knows one or both."""
         for side, card in known.items():
             if card.first == self.rank:
-                self._calls[side] = self._begin_call(side, card)
+                calls = Calls(self._counter(side, card))
+                self._calls[side] = calls, self._run(calls.begin())
         for side, other in (SIDES, SIDES[::-1]):
             if side in self._calls and not self._know_each_other(known):
                 known[other] = self._find(known, side, other)
         for side, other in (SIDES, SIDES[::-1]):
             if side in self._calls:
-                self._tell(side, {"card": known[other].to_text()})
+                calls, number = self._calls[side]
+                told = json.dumps({"card": known[other].to_text()})
+                self._run(calls.tell(number, told))
             elif other not in known:
                 known[other] = self._hear(side, known[side])
         return known
@@ -228,14 +240,11 @@ class Pairing:
 
     def _find(self, known: Mapping[str, Card], side: str, other: str) -> Card:
         mine, wanted = known[side], known.get(other)
-        text = find(
-            self._store,
-            self._line,
-            (self._about, side, mine.identity),
-            (self._about, other, wanted.identity if wanted is not None else None),
-            mine.to_text(),
-            self._until,
-        )
+        self._card = match.Card(
+            self._about, side, mine.identity, None if wanted is None else wanted.identity,
+            f"{self._room}/{uuid4().hex}", mine.to_text(),
+        )  # fmt: skip
+        text = self._run(match.match(self._card, self._until))
         if text is None:
             raise self._nobody(side, mine)
         return Card.from_text(text)
@@ -253,56 +262,30 @@ class Pairing:
     def _counter(self, side: str, card: Card) -> str:
         return f"{self._room}/{side}/of/{card.identity}"
 
-    def _begin_call(self, side: str, card: Card) -> tuple[str, int]:
-        """Where a grid's calls are counted, and the number of this one, odd while it is open."""
-        counter = self._counter(side, card)
-        call = self._store.add(counter, 1)
-        self._store.delete_key(f"{counter}/{call - 2}")
-        return counter, call
-
-    def _tell(self, side: str, told: Mapping[str, Any]) -> None:
-        counter, call = self._calls[side]
-        self._store.set(f"{counter}/{call}", json.dumps(told))
-
     def _hear(self, side: str, card: Card) -> Card:
-        """What the grid's first rank tells of the call that is open, or comes next."""
+        """Return the other side's card, as the grid's first rank tells it."""
         counter = self._counter(side, card)
-        heard = _HEARD.get(self._grids[side], {})
-        pause, call = _FIRST_LOOK_SECONDS, 0
-        while True:
-            # One that this rank has heard of has failed: the first rank is about to end it.
-            call = max(self._store.add(counter, 0), heard.get(counter, 0) + 1)
-            call += 1 - call % 2
-            left = seconds_until(self._deadline)
-            if self._line.within(f"{counter}/{call}", min(pause, left)):
-                break
-            if left <= pause:
-                if self._store.add(counter, 0) % 2:  # it came later than this rank, waits itself
-                    raise self._nobody(side, card)
-                raise PeerTimeoutError(
-                    f"{self._about}: rank {card.first}, the first of the {side} grid, did not come "
-                    f"within {self._limit}; is it running, and does every rank call {self._advice}?"
-                )
-            pause *= 2  # the call may have ended meanwhile, and another one be open
-        _HEARD.setdefault(self._grids[side], {})[counter] = call
-        told = json.loads(self._store.get(f"{counter}/{call}"))
+        last = _HEARD.get(self._grids[side], {})
+        heard = self._run(Calls(counter).hear(last.get(counter, 0), self._deadline))
+        if heard.words is None:
+            if heard.is_open:  # it came later than this rank, and waits itself
+                raise self._nobody(side, card)
+            raise PeerTimeoutError(
+                f"{self._about}: rank {card.first}, the first of the {side} grid, did not come "
+                f"within {self._limit}; is it running, and does every rank call {self._advice}?"
+            )
+        _HEARD.setdefault(self._grids[side], {})[counter] = heard.number
+        told = json.loads(heard.words)
         if "card" in told:
             return Card.from_text(told["card"])
         raise (PeerTimeoutError if told["late"] else PeerFailedError)(told["error"])
 
     def _end_calls(self, error: BaseException) -> None:
-        """After an error: who waits to be told of the call learns it, who comes later does not."""
+        """Tell the other ranks of an error, and look for another grid no longer."""
         known = isinstance(error, CommGridError)
         said = f"{error}" if known else f"{self._about}: rank {self.rank} failed: {error!r}"
-        for side, (counter, call) in self._calls.items():
-            if self._store.check([f"{counter}/{call}"]):
-                self._store.delete_key(f"{counter}/{call}")  # who has read it meets, and is told
-            else:
-                late = isinstance(error, PeerTimeoutError)
-                self._tell(side, {"error": said, "late": late})
-            self._store.add(counter, 1)
-
-    def _forget_calls(self) -> None:
-        for counter, call in self._calls.values():
-            self._store.delete_key(f"{counter}/{call}")
-            self._store.delete_key(counter)
+        words = json.dumps({"error": said, "late": isinstance(error, PeerTimeoutError)})
+        for calls, number in self._calls.values():
+            self._driver.run(calls.fail(number, words))
+        if self._card is not None:
+            self._driver.run(match.withdraw(self._card, f"{self._card.at}/failed"))

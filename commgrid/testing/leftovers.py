@@ -49,7 +49,7 @@ _FILES_OF_LIBRARIES = ("/dev/", "/proc/", "/sys/", "/memfd:")
 
 _KEYS_KEPT = (
     "commgrid/trace/job", "commgrid/questions/count", "commgrid/failures/",
-    "commgrid/board", "commgrid/rebuild/",
+    "commgrid/match/board", "commgrid/rebuild/",
 )  # fmt: skip
 """Keys that commgrid keeps in the store for as long as the job lives."""
 

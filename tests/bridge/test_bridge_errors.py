@@ -175,7 +175,7 @@ def again_at_once() -> str:
     end = Pairing._end_calls
 
     def end_slowly(self: Any, error: BaseException) -> None:
-        self._store = Slow(self._store)
+        self._driver.store = Slow(self._driver.store)  # type: ignore[assignment]
         end(self, error)
 
     Pairing._end_calls = end_slowly  # type: ignore[method-assign]

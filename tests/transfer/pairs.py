@@ -113,9 +113,9 @@ class Counted:
     def __init__(self) -> None:
         self.size, self._start = 0, carry.start_transfers
 
-    def __call__(self, group: Any, sends: Any, recvs: Any) -> Any:
+    def __call__(self, group: Any, sends: Any, recvs: Any, refused: Any) -> Any:
         self.size += sum(tensor.nbytes for tensor, _ in recvs)
-        return self._start(group, sends, recvs)
+        return self._start(group, sends, recvs, refused)
 
 
 def boxes_of(chunks: Any, grid: Any) -> dict[str, Any]:

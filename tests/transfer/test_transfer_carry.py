@@ -37,9 +37,9 @@ def in_place(columns: bool, dtype: torch.dtype) -> tuple[list[int], list[int], i
     transfer = Transfer(source, target, source_grid=source_grid, target_grid=target_grid)
     places, rings, start, take = [], 0, carry.start_transfers, ring.Ring.take
 
-    def started(group: Any, sends: Any, recvs: Any) -> Any:
+    def started(group: Any, sends: Any, recvs: Any, refused: Any) -> Any:
         places.extend(tensor.data_ptr() for tensor, _ in (*sends, *recvs))
-        return start(group, sends, recvs)
+        return start(group, sends, recvs, refused)
 
     def taken(self: Any, size: int) -> Any:
         nonlocal rings

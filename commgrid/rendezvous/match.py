@@ -1,0 +1,192 @@
+"""Two grids find each other by a name, though most ranks know one of them only.
+
+The first rank of each grid looks at a board. The first one to come leaves its card there and waits;
+the second one takes that card, and sends its own. A card is taken by one compare-and-set, so no two
+ranks take the same one, and the n-th source of a name meets the n-th target:
+
+    first of source   leaves its card ─ waits ──────────────────────────► reads the target's card
+    first of target                     takes the source's card ─ sends its own
+
+A grid whose first rank stands still is matched all the same, and goes on later. If that rank has
+ended, the next round, in which all ranks of both grids meet, names it.
+
+The other ranks of a grid wait for their first one to tell what it has found. It counts the
+beginnings and ends of its calls, so that a rank that comes late to a call waits for the next one.
+
+Keys: `commgrid/match/board`, and at the counter of a grid's calls `<counter>/<number>`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.timeouts import timeouts
+
+_BOARD = "commgrid/match/board"
+_FIRST_LOOK = 1.0  # and each look at a call lasts twice as long as the one before
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A grid that looks for another one.
+
+    Args:
+        about: the name under which both come, and what for.
+        side: `source` or `target`.
+        identity: of the grid.
+        wants: the other grid's identity; None: any.
+        at: key at which the other one's words are awaited; no other card has it.
+        words: for the other one.
+    """
+
+    about: str
+    side: str
+    identity: str
+    wants: str | None
+    at: str
+    words: str
+
+    def fits(self, other: Card) -> bool:
+        """Whether two cards are for each other."""
+        return (
+            self.about == other.about
+            and self.side != other.side
+            and self.wants in (None, other.identity)
+            and other.wants in (None, self.identity)
+        )
+
+
+def match(mine: Card, until: float) -> Protocol[str | None]:
+    """Return the words of the other grid, which gets this one's; None: none has come in time."""
+
+    def take(waiting: list[Card]) -> Card | None:
+        found = next((card for card in waiting if card.fits(mine)), None)
+        if found is None:
+            waiting.append(mine)
+        else:
+            waiting.remove(found)
+        return found
+
+    found = yield from _change(mine.at, take)
+    if found is not None:
+        yield Put(found.at, mine.words.encode())
+        return found.words
+    words: bytes | None = yield Wait(mine.at, until)
+    if words is None and not (yield from withdraw(mine, f"{mine.at}/withdrawn")):
+        words = yield Wait(mine.at, (yield Now()) + timeouts().lease)  # it was taken just now
+    if words is None:
+        return None
+    yield Drop((mine.at,))
+    return words.decode()
+
+
+def withdraw(mine: Card, by: str) -> Protocol[bool]:
+    """Take the cards of a grid off the board, after a failure; return whether there was one.
+
+    Args:
+        mine: the card, or another one of the grid for the same purpose.
+        by: no other change of the board has this name.
+    """
+    own = (mine.about, mine.side, mine.identity)
+
+    def leave(waiting: list[Card]) -> bool:
+        before = len(waiting)
+        waiting[:] = [card for card in waiting if (card.about, card.side, card.identity) != own]
+        return len(waiting) < before
+
+    if (yield Get((_BOARD,)))[0] is None:
+        return False
+    return (yield from _change(by, leave))
+
+
+def _change(by: str, action: Callable[[list[Card]], Found]) -> Protocol[Found]:
+    """Change the list of cards, as no other rank does meanwhile; return the action's result."""
+    attempt = 0
+    while True:
+        attempt += 1
+        before = (yield Get((_BOARD,)))[0] or b""
+        waiting = [Card(**card) for card in json.loads(before)["waiting"]] if before else []
+        result = action(waiting)
+        # No two changes are written alike, so that a rank that reads its own has made it.
+        after = {"waiting": [asdict(card) for card in waiting], "by": f"{by}/{attempt}"}
+        text = json.dumps(after).encode()
+        if (yield Cas(_BOARD, before, text)) == text:
+            return result
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The result of `Calls.hear`.
+
+    Args:
+        number: of the call.
+        words: None: nothing, and the time is up.
+        is_open: whether the call is open.
+    """
+
+    number: int
+    words: str | None
+    is_open: bool = True
+
+
+class Calls:
+    """The calls of one grid, of which its first rank tells the others. Its methods are protocols.
+
+    Args:
+        counter: key; odd while a call is open.
+    """
+
+    def __init__(self, counter: str) -> None:
+        self.counter = counter
+
+    def begin(self) -> Protocol[int]:
+        """Open a call, on the first rank; return its number."""
+        number: int = yield Add(self.counter, 1)
+        yield Drop((f"{self.counter}/{number - 2}",))
+        return number
+
+    def tell(self, number: int, words: str) -> Protocol[None]:
+        """Tell the other ranks, on the first one."""
+        yield Put(f"{self.counter}/{number}", words.encode())
+
+    def hear(self, after: int, until: float) -> Protocol[Heard]:
+        """Return what the first rank tells of the call that is open, or of the next one.
+
+        Args:
+            after: the last call that this rank has heard of; it failed, and is about to end.
+            until: time at which to give up.
+        """
+        look = _FIRST_LOOK
+        while True:
+            number = max((yield Add(self.counter, 0)), after + 1)
+            number += 1 - number % 2
+            now = yield Now()
+            words = yield Wait(f"{self.counter}/{number}", min(now + look, until))
+            if words is not None:
+                return Heard(number, words.decode())
+            if now + look >= until:
+                return Heard(number, None, (yield Add(self.counter, 0)) % 2 == 1)
+            look *= 2  # the call may have ended meanwhile, and another one be open
+
+    def fail(self, number: int, words: str) -> Protocol[None]:
+        """End a call with an error, on the first rank.
+
+        Ranks that have heard of the other grid fail in the round with it. Ranks that wait get the
+        error, and later ones wait for the next call.
+        """
+        key = f"{self.counter}/{number}"
+        if (yield Get((key,)))[0] is not None:
+            yield Drop((key,))
+        else:
+            yield Put(key, words.encode())
+        yield Add(self.counter, 1)
+
+    def end(self, number: int) -> Protocol[None]:
+        """Delete the keys of a call that all ranks have heard of, on the first rank."""
+        yield Drop((f"{self.counter}/{number}", self.counter))
