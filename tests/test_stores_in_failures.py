@@ -152,6 +152,30 @@ def test_a_store_is_gone_only_where_nobody_listens(
     assert torch_standby.ask_world() is (Answer.SILENT if listens else Answer.GONE)
 
 
+def test_a_store_with_a_full_queue_is_waited_for() -> None:
+    """Of many ranks that come at once one took such a store for silent, and went to another."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        port = listener.getsockname()[1]
+        waiting = [socket.socket() for _ in range(3)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        taken: list[socket.socket] = []
+
+        def take() -> None:
+            with suppress(OSError):  # until the listener is closed
+                while True:
+                    taken.append(listener.accept()[0])
+
+        server = threading.Timer(0.3, take)
+        server.start()
+        assert torch_standby._look("127.0.0.1", port) is None
+        listener.shutdown(socket.SHUT_RDWR)
+        server.join()
+    for each in (*waiting, *taken):
+        each.close()
+
+
 def test_what_was_recorded_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """With trace=True the error of a rank waited for ever where the store's server was stopped."""
     commgrid.initialize(trace=True)

@@ -44,8 +44,9 @@ class Timeouts:
         silent: without a sign of life until a watched rank counts as stopped, at most; less if the
             grid's `timeout` is less. The thread that sends them needs the interpreter's lock,
             which something else in the process may hold for a while.
-        connect: for a further connection to the store, at least. The server may look up the name of
-            each client's host, which takes a name server's own timeout of 5 s.
+        connect: for a further connection to the store, or one to a standby store, at least. All
+            ranks may connect at once, and the server may look up the name of each client's host,
+            which takes a name server's own timeout of 5 s.
     """
 
     answer: float = 5.0

@@ -21,11 +21,10 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import address_towards
 from commgrid.runtime.torch_world import world_store
 
-_ASK_SECONDS = 3.0
-_PROBE_SECONDS = 1.0
 _KEPT, _WORLD = "commgrid", "world"  # prefixes in a standby store
 _TOKEN = "standby"
 
@@ -93,21 +92,25 @@ def connect(address: str, own: Standby | None) -> tuple[Any, Answer]:
     found: list[Any] = []
 
     def meet() -> None:
-        limit = timedelta(seconds=_ASK_SECONDS)
+        limit = timedelta(seconds=timeouts().connect)
         store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         if store.check([_TOKEN]) and store.get(_TOKEN).decode() == token:
             found.append(store)
 
-    answer = _within(_ASK_SECONDS, meet)
+    answer = _within(timeouts().connect, meet)
     if answer is Answer.HERE and not found:
         return None, Answer.GONE  # another store, on the port that has become free
     return (found or [None])[0], answer
 
 
 def _look(host: str, port: int) -> Answer | None:
-    """Why no process listens at a port: its store is gone or silent; None: one listens."""
+    """Why no process listens at a port: its store is gone or silent; None: one listens.
+
+    All ranks look at once, and a server with a full queue takes a second attempt of the kernel's. A
+    rank that did not wait for it would go to another store than the others.
+    """
     try:
-        socket.create_connection((host, port), _PROBE_SECONDS).close()
+        socket.create_connection((host, port), timeouts().connect).close()
     except ConnectionRefusedError:
         return Answer.GONE
     except OSError:
@@ -118,7 +121,7 @@ def _look(host: str, port: int) -> Answer | None:
 def ask_world() -> Answer:
     """Whether the store that WORLD meets at answers."""
     store = world_store()
-    answer = _within(_ASK_SECONDS, lambda: store.check([_TOKEN]))
+    answer = _within(timeouts().answer, lambda: store.check([_TOKEN]))
     if answer is Answer.GONE:  # or only the connection with it is, as where a network was cut
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
