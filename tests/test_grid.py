@@ -1,11 +1,13 @@
 """Live grids on gloo ranks: what the contract says of each call."""
 
 import os
+import time
 import traceback
 from dataclasses import replace
 from datetime import timedelta
 from threading import Thread
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +28,9 @@ from commgrid import (
 )
 from commgrid.planning.ranks import RankTuple
 from commgrid.runtime import registry, torch_groups
-from commgrid.runtime.communicator import exchange_ranks
+from commgrid.runtime.communicator import Communicator, _Exchange, exchange_ranks
 from commgrid.testing import run_on_ranks
+from tests.flags import hear, tell
 from tests.sizes import pick
 
 EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
@@ -433,6 +436,32 @@ def options() -> None:
     world = dist.group.WORLD
     assert world is not None
     assert world._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=30)
+
+
+def connects_late() -> dict[str, float | None]:
+    """Rank 1 comes to the communicator of tp a second after dp's has connected on rank 0."""
+    start = _Exchange.start
+
+    def late(communicator: Communicator) -> _Exchange:
+        rank, name = dist.get_rank(), communicator.names[0]
+        if (rank, name) == (1, "tp"):
+            hear("dp has connected")
+            time.sleep(1.0)  # a slow rank
+        made = start(communicator)
+        if (rank, name) == (0, "dp"):
+            made.parts[0][1].work.wait()
+            tell("dp has connected")
+        return made
+
+    with mock.patch.object(_Exchange, "start", late):
+        grid = commgrid.initialize(tp=2, connect=["tp", "dp"])
+    return {name: c.seconds_to_connect for c in grid.communicators for name in c.names}
+
+
+def test_the_seconds_to_connect_are_a_communicators_own() -> None:
+    """A wait for another communicator was counted too."""
+    found = run_on_ranks(connects_late, 4)[0]
+    assert found["tp"] - found["dp"] > 0.9  # the slow rank's, whatever the machine does
 
 
 def test_options_reach_torch_and_world_keeps_its_own() -> None:

@@ -191,7 +191,9 @@ class _Exchange:
                     f"{communicator.describe()} answered with {_short(ranks)}; two groups "
                     "have met under one name, or a rank runs another version of commgrid"
                 )
-        seconds = time.perf_counter() - self.started
+        # On the CPU when it was over: until then others may have been waited for.
+        over = [part.ended[0] if part.ended else time.perf_counter() for _, part in self.parts]
+        seconds = max(over, default=time.perf_counter()) - self.started
         if communicator.seconds_to_connect is None:
             communicator.seconds_to_connect = seconds
         return seconds if self.parts else 0.0

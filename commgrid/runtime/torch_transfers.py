@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,14 +41,23 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class RankExchange:
-    """An exchange of the members' global ranks over one backend of a group, under way."""
+    """An exchange of the members' global ranks over one backend of a group, under way.
+
+    Args:
+        work: torch's handle.
+        heard: is filled with the ranks.
+        ended: on the CPU gets the `time.perf_counter()` at which the exchange has ended.
+    """
 
     work: dist.Work
     heard: torch.Tensor
+    ended: list[float]
 
     def wait(self, timeout: float) -> tuple[int, ...]:
-        """The ranks that answered, in group order; a RuntimeError of torch's after `timeout`."""
+        """Return the ranks that answered, in group order; torch's RuntimeError after `timeout`."""
         self.work.wait(timedelta(seconds=timeout))
+        if self.heard.device.type != "cpu":
+            self.ended.append(time.perf_counter())
         return tuple(self.heard.tolist())
 
 
@@ -66,7 +76,10 @@ def start_exchange(group: dist.ProcessGroup, device: torch.device) -> RankExchan
     else:
         work = dist.all_gather(list(torch.split(heard, 1)), mine, group=group, async_op=True)
     assert work is not None  # only non-members get None
-    return RankExchange(work, heard)
+    ended: list[float] = []
+    if device.type == "cpu":
+        work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
+    return RankExchange(work, heard, ended)
 
 
 def starts_batches(group: dist.ProcessGroup, device: torch.device) -> bool:
