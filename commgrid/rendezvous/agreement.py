@@ -17,11 +17,12 @@ say where an absent rank is instead, and compare its document if it waits for th
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commgrid.errors import CommGridError, PeerTimeoutError
-from commgrid.planning.rank_lists import describe_ranks, unpack
+from commgrid.planning.rank_lists import describe_ranks, pack, unpack
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.decision import (
     absent,
@@ -75,6 +76,8 @@ class Agreement:
         call, limit: what every rank calls, and the argument that limits it, for messages.
         server: rank that serves the store, whose process may not end before others have read why
             a start failed.
+        host: of this process.
+        on_host: ranks that the launcher starts on that host; empty if it is not known.
     """
 
     def __init__(
@@ -91,10 +94,13 @@ class Agreement:
         call: str = CALL,
         limit: str = LIMIT,
         server: int | None = None,
+        host: str = "",
+        on_host: Sequence[int] = (),
     ) -> None:
         self.about = about or f"grid {name!r}"
         self._name, self._me, self._members, self._until = name, me, members, until
         self._call, self._limit, self._server = call, limit, server
+        self._host = {"host": host, "ranks": pack(on_host)}
         self._text = json.dumps({**document, "ranks": ranks_entry(members)})
         self.margin = timeouts().margin_of(until - began)
         # Grids of disjoint ranks may share a name: their lowest ranks differ.
@@ -192,6 +198,7 @@ class Agreement:
             for other in found["rooms"][1:]:
                 yield from conclude(f"{other}/phase 0", found)
         elif missing:
+            also += yield from self._hosts(missing, here)
             found = self._absent(missing, here, "arrive", also)
         else:
             found = no_decision(self._concludes, here, self._limit)
@@ -206,6 +213,24 @@ class Agreement:
             if found is not None and (place := json.loads(found))["at"] != self._base:
                 places.append((rank, place))
         return places
+
+    def _hosts(self, missing: Sequence[int], here: Sequence[int]) -> Protocol[str]:
+        """Name the hosts of absent ranks, as ranks on the same hosts have published."""
+        found: dict[str, list[int]] = {}
+        for rank in missing[:_ASKED]:
+            at = bisect_left(here, rank)
+            for other in here[max(at - 1, 0) : at + 1]:  # a host's ranks follow one another
+                text = (yield Get((f"waits/{other}",)))[0]
+                place = json.loads(text) if text is not None else {}
+                ranks = unpack(place.get("ranks", ""))
+                if rank in ranks and not ranks >= {*missing, *here}:
+                    found.setdefault(place["host"], []).append(rank)
+                    break
+        described = (
+            f"{describe_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} on host {host}"
+            for host, ranks in found.items()
+        )
+        return "".join(f"{text}; " for text in described)
 
     # -- the phases after it ------------------------------------------------------------
 
@@ -486,7 +511,7 @@ class Agreement:
         found: bytes | None = yield Wait(key, min(until, (yield Now()) + timeouts().unseen))
         if found is None and (yield Now()) < until:
             place = {"name": self._name, "about": self.about, "at": self._base,
-                     "document": "" if self._phase else self._text}  # fmt: skip
+                     "document": "" if self._phase else self._text, **self._host}  # fmt: skip
             self._published = True
             yield Put(f"waits/{self._me}", json.dumps(place).encode())
             found = yield Wait(key, until)

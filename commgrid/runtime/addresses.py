@@ -16,6 +16,21 @@ def own_host() -> str:
     return os.environ.get("COMMGRID_HOST") or socket.gethostname()
 
 
+def ranks_here(rank: int) -> range:
+    """Return the ranks on this host, as torchrun's variables tell; empty if they do not.
+
+    torchrun numbers the ranks of one host one after the other.
+
+    Args:
+        rank: this process's.
+    """
+    local, count = (os.environ.get(key, "") for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if not (local.isdigit() and count.isdigit()):
+        return range(0)
+    first = rank - int(local)
+    return range(first, first + int(count))
+
+
 def outward_address() -> str:
     """Return this host's address for others, if the store does not tell.
 

@@ -27,6 +27,7 @@ from commgrid.planning.rank_lists import describe_ranks
 from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.runtime import inquiry, torch_world
+from commgrid.runtime.addresses import ranks_here
 from commgrid.runtime.registry import get_grid, store_server
 from commgrid.runtime.torch_store import StoreDriver
 from commgrid.runtime.whereabouts import whereabouts
@@ -263,15 +264,9 @@ def _waited_for(error: BaseException) -> set[int]:
 
 
 def _on_other_hosts(grid: HyperCommGrid) -> set[int]:
-    """The grid's ranks on other hosts than this one, as torchrun's variables tell; {}: they do not.
-
-    torchrun numbers the ranks of one host one after the other.
-    """
-    local, count = (os.environ.get(key, "") for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if not (local.isdigit() and count.isdigit()):
-        return set()
-    first = grid.rank - int(local)
-    return set(grid.spec.grid_ranks) - set(range(first, first + int(count)))
+    """The grid's ranks on other hosts than this one; {}: torchrun's variables do not tell."""
+    here = ranks_here(grid.rank)
+    return set(grid.spec.grid_ranks) - set(here) if here else set()
 
 
 def _whole_hosts(gone: set[int], missing: set[int]) -> set[int]:

@@ -16,6 +16,7 @@ from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import Decision
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import torch_world
+from commgrid.runtime.addresses import own_host, ranks_here
 from commgrid.runtime.roll import Line, seconds_until
 from commgrid.runtime.torch_store import Result, StoreDriver
 
@@ -65,7 +66,8 @@ class Rendezvous:
         self._deadline, self._let_go, self._leaves = deadline, let_go, False
         given: dict[str, Any] = {
             "name": name, "me": rank, "members": ranks, "document": document, "phases": phases,
-            "began": time.monotonic(), "until": deadline, "server": 0, **more,
+            "began": time.monotonic(), "until": deadline, "server": 0,
+            "host": own_host(), "on_host": ranks_here(rank), **more,
         }  # fmt: skip
         self._agreement = (
             FirstAgreement(token=uuid4().hex[:16], **given) if opens else Agreement(**given)

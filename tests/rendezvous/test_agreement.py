@@ -21,7 +21,8 @@ LIMIT = 60.0
 def agreement(
     rank: int, now: float, ranks: Any, *, limit: float = LIMIT, **given: Any
 ) -> Agreement:
-    more = {key: given.pop(key) for key in ("phases", "server", "about") if key in given}
+    kept = ("phases", "server", "about", "host", "on_host")
+    more = {key: given.pop(key) for key in kept if key in given}
     name = given.pop("name", "g")
     return Agreement(
         name=name, me=rank, members=ranks, document=given, began=now, until=now + limit, **more
@@ -137,6 +138,35 @@ def test_an_absent_rank_is_said_to_wait_in_another_place() -> None:
         assert isinstance(process.error, PeerTimeoutError)
         assert "rank 2 did not arrive within startup_timeout (ranks 0-1 did)" in str(process.error)
         assert "rank 2 waits in bridge 'b'" in str(process.error)
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ((5,), "; rank 5 is on host b; is every"),
+        ((0, 7), "; rank 0 is on host a; rank 7 is on host b; is every"),
+        ((3, 4, 5), "; rank 3 is on host a; ranks 4-5 are on host b; is every"),
+        ((4, 5, 6, 7), "did); is every"),  # no rank of the host has come
+    ],
+)
+def test_the_host_of_an_absent_rank_is_named(missing: tuple[int, ...], told: str) -> None:
+    """As ranks know that a launcher has started on the same host."""
+
+    def on_hosts(rank: int, now: float) -> Protocol[str]:
+        first = rank // 4 * 4
+        hosts = {"host": "ab"[rank // 4], "on_host": range(first, first + 4)}
+        return all_phases(agreement(rank, now, range(8), **hosts))
+
+    for process in play(on_hosts, [rank for rank in range(8) if rank not in missing]):
+        assert isinstance(process.error, PeerTimeoutError)
+        assert told in str(process.error)
+
+
+def test_one_host_is_not_named() -> None:
+    def on_one(rank: int, now: float) -> Protocol[str]:
+        return all_phases(agreement(rank, now, range(4), host="a", on_host=range(4)))
+
+    assert "host" not in str(play(on_one, range(3))[0].error)
 
 
 def test_a_failure_ends_the_wait_at_once() -> None:
