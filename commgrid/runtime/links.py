@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import selectors
 import socket
 import threading
@@ -25,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
+from weakref import WeakSet
 
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import listening, own_host
@@ -37,6 +39,15 @@ _LONGEST_LINE = 1 << 20
 _log = logging.getLogger("commgrid")
 
 Message = dict[str, Any]
+_OPEN: WeakSet[Links] = WeakSet()
+
+
+def _is_forked() -> None:
+    for each in list(_OPEN):
+        each.let_go()
+
+
+os.register_at_fork(after_in_child=_is_forked)
 
 
 def neighbours_of(place: int, count: int) -> list[int]:
@@ -108,6 +119,7 @@ class Links:
         self._closing = False
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="commgrid links", daemon=True)
+        _OPEN.add(self)
 
     def neighbours(self) -> list[int]:
         """The ranks that this one connects to."""
@@ -165,6 +177,14 @@ class Links:
                 self._thread.join(_CONNECT_SECONDS)
         else:
             self._release()
+
+    def let_go(self) -> None:
+        """Close the sockets in a forked process, in which they would outlive this rank."""
+        self._closing = True
+        for link in (*self._all(), *self._unnamed):
+            link.connection.close()
+        for each in (self._listener, self._bell, self._ringer, self._selector):
+            each.close()
 
     # -- the thread's part --------------------------------------------------------------
 
