@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         "an answer that comes late is left at the store",
         "commgrid/rendezvous/questions.py",
-        "                    self._late.append(at)",
+        "                    self._late.append((at, (yield Now())))",
         "                    pass",
         ("tests/rendezvous/test_questions.py::test_every_fault_at_every_operation",),
     ),

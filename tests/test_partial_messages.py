@@ -2,6 +2,8 @@
 
 import os
 import signal
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid.collectives.asynchronous import Pending
 from commgrid.failures import named_failures
+from commgrid.runtime.torch_groups import wait_unless_broken
 from commgrid.runtime.torch_world import world_store
 from tests.flags import hear, tell
 from tests.killing import KILLED, run_killable
@@ -71,3 +74,39 @@ def test_a_rank_with_a_part_of_a_message_learns_who_has_ended(waits: bool) -> No
     found = run_killable(gathers, 3, waits)
     assert found[SENDER] == KILLED
     assert found[RECEIVER].startswith(f"rank {SENDER} is gone: its process has ended (rank ")
+
+
+class Late:
+    """The handle of a collective that ends just as a look at it ends in vain.
+
+    Args:
+        error: its own.
+    """
+
+    def __init__(self, error: RuntimeError | None) -> None:
+        self.error, self.looks = error, 0
+
+    def wait(self, *limit: timedelta) -> None:
+        if limit:
+            self.looks += 1
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return self.looks == 2
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("its own")])
+def test_a_collective_that_ends_after_a_look_is_no_failure(error: RuntimeError | None) -> None:
+    grid = commgrid.initialize()
+    work: Any = Late(error)
+    try:
+        if error is None:
+            wait_unless_broken(work, grid.get_group("dp"))
+        else:
+            with pytest.raises(RuntimeError, match="its own"):
+                wait_unless_broken(work, grid.get_group("dp"))
+        assert work.looks == 2
+    finally:
+        commgrid.shutdown()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from commgrid.failures import named_failures
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import outward_address
 from commgrid.runtime.links import Links, _logged, neighbours_of
-from commgrid.runtime.torch_world import world_store
 from commgrid.runtime.watch import Watch
 from commgrid.testing import run_on_ranks
 from tests.flags import meet
@@ -365,31 +361,6 @@ def test_a_callback_that_raises_does_not_end_the_thread(caplog: pytest.LogCaptur
 def test_an_address_that_is_not_this_hosts_is_an_error() -> None:
     with pytest.raises(commgrid.CommGridError, match=r"opened on 192\.0\.2\.1.*watch=False"):
         Two(address="192.0.2.1")
-
-
-def forks() -> str:
-    """Rank 1 is killed, and a process that it has forked lives on."""
-    rank = int(os.environ["RANK"])
-    grid = commgrid.initialize(dp=2, watch=True, timeout=1000.0)
-    if rank == 1:
-        if (child := os.fork()) == 0:
-            time.sleep(200)  # until rank 0 ends it
-            os._exit(0)
-        world_store().set("child", str(child))
-        kill_me()
-    child = int(world_store().get("child"))
-    assert grid.watch is not None
-    try:
-        return str(grid.watch.read(120.0))
-    finally:
-        os.kill(child, signal.SIGKILL)
-        commgrid.shutdown()
-
-
-def test_a_forked_process_holds_no_links() -> None:
-    """The others took the rank for stopped, a minute later."""
-    found = run_killable(forks, 2, check=False)  # the child was not the launcher's
-    assert found == ["rank 1 is gone: its process has ended", KILLED]
 
 
 def test_links_over_ipv6() -> None:

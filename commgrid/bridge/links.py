@@ -83,6 +83,7 @@ class Links:
         device: torch.device | str | None,
     ) -> None:
         self.about, self.key, self.ranks = about, key, tuple(ranks)
+        wanted = None if device is None else torch.device(device)
         self._options, self._timeout = GroupOptions(), timeout
         self.group = torch_groups.create_group(
             key, about, self.ranks, backend=backend, options=self._options,
@@ -94,9 +95,7 @@ class Links:
                 key, about, torch_world.world_rank(), self.ranks, self.group,
                 timeout=torch_world.group_timeout(timeout), grids=grids,
             )  # fmt: skip
-        self.device = torch_groups.devices_of(self.group)[-1]
-        if device is not None:
-            self.device = torch.device(device)
+        self.device = wanted or torch_groups.devices_of(self.group)[-1]
         self._position = {rank: i for i, rank in enumerate(self.ranks)}
         self._leaving: dict[str, _Leaving] = {}
 
@@ -235,9 +234,11 @@ class Links:
         if not torch_groups.is_alive(self.group):
             return
         if wait and not failed:
-            with suppress(GoneError):  # who should receive has ended before us
-                self.finish()
-            torch_groups.destroy_group(self.group)
+            try:
+                with suppress(GoneError):  # a receiver has ended before this rank
+                    self.finish()
+            finally:
+                torch_groups.destroy_group(self.group)
         else:
             self._leaving.clear()
             torch_groups.abort_all([self.group])

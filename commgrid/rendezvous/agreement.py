@@ -76,8 +76,7 @@ class Agreement:
         call, limit: what every rank calls, and the argument that limits it, for messages.
         server: rank that serves the store, whose process may not end before others have read why
             a start failed.
-        host: of this process.
-        on_host: ranks that the launcher starts on that host; empty if it is not known.
+        where: returns this process's host and the ranks that the launcher has started there.
     """
 
     def __init__(
@@ -94,13 +93,12 @@ class Agreement:
         call: str = CALL,
         limit: str = LIMIT,
         server: int | None = None,
-        host: str = "",
-        on_host: Sequence[int] = (),
+        where: Callable[[], tuple[str, Sequence[int]]] = lambda: ("", ()),
     ) -> None:
         self.about = about or f"grid {name!r}"
         self._name, self._me, self._members, self._until = name, me, members, until
         self._call, self._limit, self._server = call, limit, server
-        self._host = {"host": host, "ranks": pack(on_host)}
+        self._where = where
         self._text = json.dumps({**document, "ranks": ranks_entry(members)})
         self.margin = timeouts().margin_of(until - began)
         # Grids of disjoint ranks may share a name: their lowest ranks differ.
@@ -510,8 +508,10 @@ class Agreement:
         """Wait for a key; after a while publish where."""
         found: bytes | None = yield Wait(key, min(until, (yield Now()) + timeouts().unseen))
         if found is None and (yield Now()) < until:
+            host, ranks = self._where()
             place = {"name": self._name, "about": self.about, "at": self._base,
-                     "document": "" if self._phase else self._text, **self._host}  # fmt: skip
+                     "document": "" if self._phase else self._text,
+                     "host": host, "ranks": pack(ranks)}  # fmt: skip
             self._published = True
             yield Put(f"waits/{self._me}", json.dumps(place).encode())
             found = yield Wait(key, until)

@@ -7,7 +7,7 @@ ranks take the same one, and the n-th source of a name meets the n-th target:
     first of source   leaves its card ─ waits ──────────────────────────► reads the target's card
     first of target                     takes the source's card ─ sends its own
 
-A grid whose first rank stands still is matched all the same, and goes on later. If that rank has
+A grid whose first rank is stopped is matched all the same, and goes on later. If that rank has
 ended, the next round, in which all ranks of both grids meet, names it.
 
 The other ranks of a grid wait for their first one to tell what it has found. It counts the
@@ -61,11 +61,17 @@ class Card:
             and other.wants in (None, self.identity)
         )
 
+    def is_for(self, other: Card) -> bool:
+        """Whether two cards are of one grid and for the same purpose."""
+        mine, its = ((each.about, each.side, each.identity) for each in (self, other))
+        return mine == its
+
 
 def match(mine: Card, until: float) -> Protocol[str | None]:
-    """Return the words of the other grid, which gets this one's; None: none has come in time."""
+    """Exchange words with a grid that fits; return the other grid's, or None if none has come."""
 
     def take(waiting: list[Card]) -> Card | None:
+        waiting[:] = [card for card in waiting if not card.is_for(mine)]  # of a call that failed
         found = next((card for card in waiting if card.fits(mine)), None)
         if found is None:
             waiting.append(mine)
@@ -81,6 +87,8 @@ def match(mine: Card, until: float) -> Protocol[str | None]:
     if words is None and not (yield from withdraw(mine, f"{mine.at}/withdrawn")):
         words = yield Wait(mine.at, (yield Now()) + timeouts().lease)  # it was taken just now
     if words is None:
+        yield Put(mine.at, b"")  # ends the wait at the store, which has no other end
+        yield Drop((mine.at,))
         return None
     yield Drop((mine.at,))
     return words.decode()
@@ -90,14 +98,13 @@ def withdraw(mine: Card, by: str) -> Protocol[bool]:
     """Take the cards of a grid off the board, after a failure; return whether there was one.
 
     Args:
-        mine: the card, or another one of the grid for the same purpose.
-        by: no other change of the board has this name.
+        mine: any card of the grid for the same purpose.
+        by: name of this change of the board; no other one has it.
     """
-    own = (mine.about, mine.side, mine.identity)
 
     def leave(waiting: list[Card]) -> bool:
         before = len(waiting)
-        waiting[:] = [card for card in waiting if (card.about, card.side, card.identity) != own]
+        waiting[:] = [card for card in waiting if not card.is_for(mine)]
         return len(waiting) < before
 
     if (yield Get((_BOARD,)))[0] is None:
@@ -148,6 +155,8 @@ class Calls:
     def begin(self) -> Protocol[int]:
         """Open a call, on the first rank; return its number."""
         number: int = yield Add(self.counter, 1)
+        if number % 2 == 0:  # a call before it was not ended, as if the store did not answer
+            number = yield Add(self.counter, 1)
         yield Drop((f"{self.counter}/{number - 2}",))
         return number
 
@@ -159,7 +168,7 @@ class Calls:
         """Return what the first rank tells of the call that is open, or of the next one.
 
         Args:
-            after: the last call that this rank has heard of; it failed, and is about to end.
+            after: the last failed call that this rank has heard of, which may still be open.
             until: time at which to give up.
         """
         look = _FIRST_LOOK
@@ -177,8 +186,8 @@ class Calls:
     def fail(self, number: int, words: str) -> Protocol[None]:
         """End a call with an error, on the first rank.
 
-        Ranks that have heard of the other grid fail in the round with it. Ranks that wait get the
-        error, and later ones wait for the next call.
+        Ranks that have the other grid's card fail in the round with it. Ranks that wait get the
+        error. Ranks that come later wait for the next call.
         """
         key = f"{self.counter}/{number}"
         if (yield Get((key,)))[0] is not None:

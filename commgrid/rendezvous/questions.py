@@ -35,7 +35,8 @@ class Questions:
     def __init__(self, me: int, world: Sequence[int]) -> None:
         self._me, self._world = me, world
         self._heard = 0
-        self._late: list[str] = []  # questions that were over when this rank had answered
+        # Questions that were over when this rank had answered: their keys, and the time.
+        self._late: list[tuple[str, float]] = []
 
     def ask(self, seconds: float) -> Protocol[dict[int, bytes]]:
         """Ask all other ranks; return the answers that come within so many seconds, by rank."""
@@ -44,7 +45,7 @@ class Questions:
         if (yield from arrive(at, self._me, self._world)) is Arrival.LAST:
             yield Put(f"{at}/all", b"")
         yield Wait(f"{at}/all", (yield Now()) + seconds)
-        yield Drop((f"{at}/asked",))  # first: a rank that answers later sees to its own keys
+        yield Drop((f"{at}/asked",))  # first: a rank that answers later deletes its own keys
         others = [rank for rank in (yield from arrived(at, self._world)) if rank != self._me]
         answers = yield from said(at, others)
         yield from tidy(_forget(at, [self._me, *others]))
@@ -65,19 +66,20 @@ class Questions:
         Args:
             make: makes the answer.
         """
-        while self._late:
-            yield Drop((f"{self._late.pop()}/said/{self._me}",))
+        while self._late and self._late[0][1] < (yield Now()) - timeouts().lease:
+            at, _ = self._late.pop(0)
+            yield Drop((f"{at}/said/{self._me}", f"{at}/all"))  # if it has not been read
         first, self._heard = self._heard + 1, (yield Add(f"{_BASE}/count", 0))
         soon = (yield Now()) + timeouts().unseen
         for number in range(first, self._heard + 1):
             at = f"{_BASE}/{number}"
-            # A question is counted a moment before it is there; or it is over.
+            # It is counted a moment before the key is there. Or it is over, and the key deleted.
             if (yield Wait(f"{at}/asked", soon)) not in (None, str(self._me).encode()):
                 yield Put(f"{at}/said/{self._me}", make())
                 if (yield from arrive(at, self._me, self._world)) is Arrival.LAST:
                     yield Put(f"{at}/all", b"")
-                if (yield Get((f"{at}/asked", f"{at}/all"))) == (None, None):
-                    self._late.append(at)  # the answer may not be read any more
+                if (yield Get((f"{at}/asked",))) == (None,):
+                    self._late.append((at, (yield Now())))
 
 
 def _forget(at: str, ranks: Sequence[int]) -> Protocol[None]:

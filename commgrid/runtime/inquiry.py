@@ -33,6 +33,7 @@ from commgrid.observe.traces import Trace
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.questions import Questions, agreed_name, first, hear, tell
 from commgrid.runtime import recorder, torch_world
+from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.recorder import Recorder
 from commgrid.runtime.roll import connection_of
 from commgrid.runtime.torch_store import StoreDriver
@@ -44,7 +45,7 @@ MOST_BYTES = 1 << 17
 """Of an answer, once it is packed; a rank that has more leaves out its earlier calls."""
 
 FOLDER = "commgrid_trace"
-"""Where a signal has records written that COMMGRID_TRACE gives no folder for."""
+"""Folder of the records that a signal asks for, if COMMGRID_TRACE names none."""
 
 _LOOK_SECONDS = 1.0
 _ANSWERS_SECONDS = 3.0  # that an error waits for them
@@ -93,7 +94,7 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
 def _others(rank: int, timeout: float) -> list[Trace]:
     """Return the records that other ranks send in time."""
     with suppress(RuntimeError):  # the store has gone with the rank that served it
-        driver = _driver(connection_of(torch_world.world_store()))
+        driver = _driver(_connection(torch_world.world_store()))
         asking = Questions(rank, range(torch_world.world_size()))
         try:
             answers = driver.run(asking.ask(timeout))
@@ -101,6 +102,11 @@ def _others(rank: int, timeout: float) -> list[Trace]:
             driver.close()
         return [trace_files.parse(json.loads(zlib.decompress(each))) for each in answers.values()]
     return []
+
+
+def _connection(store: Any) -> Any:
+    """A connection of one's own to a store, also if its server is stopped: that is an error."""
+    return connection_of(PatientStore(store, lambda: _STORE_SECONDS))
 
 
 def _driver(store: Any) -> StoreDriver:
@@ -164,7 +170,7 @@ class Answering:
                     continue
                 with suppress(RuntimeError):  # of a store that ends with the world
                     if driver is None:
-                        driver = _driver(connection_of(self.store))
+                        driver = _driver(_connection(self.store))
                         driver.run(self._questions.begin())
                     is_asked = driver.has_come(self._questions.next_key)
                     if is_asked or time.monotonic() > until:
@@ -264,7 +270,7 @@ def _why(own: Recorder, identity: str, late: bool) -> str:
         folder = folder_of_environment()
         if folder is not None:
             own.save(Path(folder))
-        driver = _driver(connection_of(torch_world.world_store()))
+        driver = _driver(_connection(torch_world.world_store()))
         try:
             if late and driver.run(first(at)):
                 found = diagnose(_ANSWERS_SECONDS, patience=0.5)

@@ -227,6 +227,9 @@ class Links:
                 elif key.fileobj is self._listener:
                     with suppress(OSError):
                         self._listener.accept()[0].close()
+                else:
+                    with suppress(BlockingIOError):
+                        self._bell.recv(4096)
 
     @staticmethod
     def _received(link: _Link) -> bytes:

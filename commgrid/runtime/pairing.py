@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 SIDES = ("source", "target")
 
 _HEARD: WeakKeyDictionary[HyperCommGrid, dict[str, int]] = WeakKeyDictionary()
-"""Of this rank's grids, by counter, the last call that it has heard of, unless that succeeded."""
+"""For each grid of this rank: by counter, the number of its last failed call."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,13 @@ class Pairing:
         self._driver = StoreDriver(
             torch_world.world_store(),
             max(grid.world_size for grid in grids.values()),
-            lambda: max(seconds_until(deadline), timeouts().answer),
+            lambda: max(0.0 if self._failing else seconds_until(deadline), timeouts().answer),
         )
+        self._failing = False
         self.rank = torch_world.world_rank()
         self._room = f"commgrid/{what}/{name}"
         self._grids = grids
-        # Kept back from looking for the other grid, to tell the ranks of one's own in time.
+        # Time before the deadline to tell the other ranks of this grid what was found.
         margin = timeouts().margin_of(seconds_until(deadline))
         self._deadline, self._until = deadline, deadline - margin
         self._calls: dict[str, tuple[Calls, int]] = {}
@@ -181,6 +182,7 @@ class Pairing:
                 limit=limit,
             )  # fmt: skip
         except BaseException as error:
+            self._failing = True
             with suppress(StoreLostError):
                 self._end_calls(error)
             if isinstance(error, CommGridError) or not isinstance(error, RuntimeError):
@@ -249,12 +251,12 @@ class Pairing:
             raise self._nobody(side, mine)
         return Card.from_text(text)
 
-    def _nobody(self, side: str, card: Card) -> PeerTimeoutError:
+    def _nobody(self, side: str, card: Card, unless: str = "") -> PeerTimeoutError:
         (other,) = {*SIDES} - {side}
         return PeerTimeoutError(
             f"{self._about}: no {other} grid has come to meet the {side} grid of "
-            f"{describe_ranks(card.spec.grid_ranks)} within {self._limit}; is its first rank "
-            f"running, and does every rank call {self._advice}, on one torch.distributed?"
+            f"{describe_ranks(card.spec.grid_ranks)} within {self._limit}{unless}; is its first "
+            f"rank running, and does every rank call {self._advice}, on one torch.distributed?"
         )
 
     # -- the first rank tells the others of its grid --------------------------------------
@@ -268,8 +270,8 @@ class Pairing:
         last = _HEARD.get(self._grids[side], {})
         heard = self._run(Calls(counter).hear(last.get(counter, 0), self._deadline))
         if heard.words is None:
-            if heard.is_open:  # it came later than this rank, and waits itself
-                raise self._nobody(side, card)
+            if heard.is_open:  # it came later than this rank, and waits itself; or it has ended
+                raise self._nobody(side, card, f", or rank {card.first} has ended meanwhile")
             raise PeerTimeoutError(
                 f"{self._about}: rank {card.first}, the first of the {side} grid, did not come "
                 f"within {self._limit}; is it running, and does every rank call {self._advice}?"

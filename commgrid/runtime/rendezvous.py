@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -19,6 +20,18 @@ from commgrid.runtime import torch_world
 from commgrid.runtime.addresses import own_host, ranks_here
 from commgrid.runtime.roll import Line, seconds_until
 from commgrid.runtime.torch_store import Result, StoreDriver
+
+
+def _on_this_host(rank: int) -> tuple[str, Sequence[int]]:
+    """Return the host's name, and the ranks on it, for others; empty if the launcher does not say.
+
+    Args:
+        rank: this process's.
+    """
+    ranks = ranks_here(rank)
+    with suppress(OSError):
+        return (own_host(), ranks) if ranks else ("", ())
+    return "", ()
 
 
 class Rendezvous:
@@ -67,7 +80,7 @@ class Rendezvous:
         given: dict[str, Any] = {
             "name": name, "me": rank, "members": ranks, "document": document, "phases": phases,
             "began": time.monotonic(), "until": deadline, "server": 0,
-            "host": own_host(), "on_host": ranks_here(rank), **more,
+            "where": partial(_on_this_host, rank), **more,
         }  # fmt: skip
         self._agreement = (
             FirstAgreement(token=uuid4().hex[:16], **given) if opens else Agreement(**given)

@@ -47,7 +47,10 @@ _ANSWER_SECONDS = 2.0  # that the store gets while groups are destroyed
 _ABORT_SECONDS = 20.0
 _LOOK = timedelta(seconds=1)  # between looks whether connections are broken
 _WOKEN: WeakSet[dist.ProcessGroup] = WeakSet()
-_HELD: WeakSet[dist.ProcessGroup] = WeakSet()  # whose threads gloo holds
+_BROKEN: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups of gloo's that `wake` was called for."""
+_LEFT: WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = WeakKeyDictionary()
+"""Collectives of these groups that a rank has waited for in vain."""
 _UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, WeakSet[dist.Work]] = WeakKeyDictionary()
 _CALLS = ("commgrid.", "torch.distributed.")  # whose variables are of no use to the program
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
@@ -274,8 +277,8 @@ def wake(
         groups: of this process.
         by_pairs: those of which some pairs of ranks may not be connected yet.
         tell: False where members wait elsewhere, as while they start: gloo's are left alone.
-        ended: whether it is known that the process of a member has ended, whose host lives: what
-            waits here for it to connect ends a moment later.
+        ended: whether a member's process has ended, and its host lives. Waits here for it to
+            connect then end some seconds later.
     """
     waiting = list(groups)
     telling: list[dist.Work] = []  # kept until refused connections are refused
@@ -284,6 +287,8 @@ def wake(
         if group in _WOKEN or not is_alive(group) or group.size() == 1:
             continue
         _WOKEN.add(group)
+        if tell and _runs_on_gloo(group):
+            _BROKEN.add(group)
         for backend in _nccl_backends(group):
             ending.append(threading.Thread(target=backend.abort, daemon=True))
         if tell and "gloo" in backend_of(group):
@@ -323,7 +328,7 @@ def wait_unless_broken(work: dist.Work, its_group: dist.ProcessGroup) -> None:
     Raises:
         DistNetworkError: the group's connections were broken after a failure (`wake`).
     """
-    if not _runs_on_gloo(its_group):
+    if its_group not in _BROKEN and not _runs_on_gloo(its_group):
         work.wait()  # NCCL's holds the host if it is given a time
         return
     while True:
@@ -331,10 +336,11 @@ def wait_unless_broken(work: dist.Work, its_group: dist.ProcessGroup) -> None:
             work.wait(_LOOK)
             return
         except RuntimeError:
-            if work.is_completed():
-                raise  # the collective's own error
-            if its_group in _WOKEN:
-                _HELD.add(its_group)
+            if work.is_completed():  # since then, or with an error of its own
+                work.wait()
+                return
+            if its_group in _BROKEN:
+                _LEFT.setdefault(its_group, []).append(work)
                 raise dist.DistNetworkError(
                     f"the connections of {its_group.group_desc!r} were broken after a failure"
                 ) from None
@@ -354,16 +360,17 @@ def _keep_held(
 
     Args:
         under_way: collectives of each group.
-        by_pairs: as `wake` takes them: they have not been broken.
+        by_pairs: groups that are not connected yet, whose connections `wake` leaves open.
     """
     until = time.monotonic() + _LOOK.total_seconds()
     for group, works in under_way:
         if not _runs_on_gloo(group):
             continue
         if group in by_pairs and not _end_until(works, until):
-            with suppress(RuntimeError):
-                torch_gloo.give_up(torch_gloo.connect_all(group))
-        if group in _HELD or not _end_until(works, max(until, time.monotonic() + _REFUSED_SECONDS)):
+            with suppress(RuntimeError):  # it asks the store
+                connecting = partial(torch_gloo.connect_all, group)
+                torch_gloo.give_up(_patient_store().during(connecting))
+        if not _end_until(works, max(until, time.monotonic() + _REFUSED_SECONDS)):
             # A thread that never ends, since what a module holds is freed when the process ends.
             threading.Thread(target=_hold, args=(group,), daemon=True).start()
 
@@ -428,15 +435,15 @@ def abort_all(
 ) -> None:
     """Destroys groups whose members may have failed, without waiting for any of them.
 
-    Members that wait for this rank get an error, also where something still holds a group that is
-    connected. Within `except` the error's traceback holds none any more.
+    Members that wait for this rank get an error, even if there are other references to a connected
+    group. Within `except` those of the error's traceback are cleared.
 
     Args:
         groups: in order of creation.
         by_pairs, tell: as `wake` takes them.
     """
     alive = [group for group in reversed(list(groups)) if is_alive(group)]
-    under_way = [(group, list(_UNDER_WAY.get(group, ()))) for group in alive]
+    under_way = [(group, [*_UNDER_WAY.get(group, ()), *_LEFT.pop(group, ())]) for group in alive]
     _free_calls(sys.exc_info()[1])
     wake(alive, by_pairs, tell)
     _keep_held(under_way, by_pairs)

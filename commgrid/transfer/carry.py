@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.torch_transfers import start_transfers, starts_batches, wait_for
 from commgrid.runtime.torch_world import first_line, is_peer_failure
@@ -162,8 +163,8 @@ class Carrier:
         )
 
         def refused(error: RuntimeError, peer: int | None) -> Exception:
-            messages = (parcel.message for parcel in batch if parcel.place == peer)
-            return self._explain(error, next(messages, batch[0].message))
+            named = [each.message for each in batch if peer in (None, each.place)]
+            return self._explain(error, named)
 
         works = start_transfers(self._group, sends, recvs, refused)
         return _UnderWay(batch, buffers, works, room)
@@ -175,16 +176,24 @@ class Carrier:
             try:
                 wait_for(work, None if self._in_batches else self._timeout)
             except RuntimeError as error:
-                raise self._explain(error, ordered[number].message) from error
+                waited_for = ordered if self._in_batches else [ordered[number]]
+                raise self._explain(error, [each.message for each in waited_for]) from error
         for parcel, buffer in zip(under_way.batch, under_way.buffers, strict=True):
             if not parcel.message.is_send and parcel.straight is None:
                 for view, place in _places(parcel, buffer):
                     view.copy_(place)
         ring.give_back(under_way.room)
 
-    def _explain(self, error: RuntimeError, message: Message) -> RuntimeError:
+    def _explain(self, error: RuntimeError, messages: Sequence[Message]) -> RuntimeError:
+        """The error to raise for one of torch's, which comes from one of some messages."""
         if not is_peer_failure(error):
             return error
+        message, peers = messages[0], {each.peer for each in messages}
+        if len(peers) > 1:
+            return GoneError(
+                f"one of {describe_ranks(peers)} is gone or does not answer: this rank has waited "
+                f"for their messages ({first_line(error)})"
+            )
         how = "received from" if message.is_send else "sent to"
         return GoneError(
             f"rank {message.peer} is gone or does not answer: it should have {how} this rank "

@@ -21,7 +21,7 @@ LIMIT = 60.0
 def agreement(
     rank: int, now: float, ranks: Any, *, limit: float = LIMIT, **given: Any
 ) -> Agreement:
-    kept = ("phases", "server", "about", "host", "on_host")
+    kept = ("phases", "server", "about", "where")
     more = {key: given.pop(key) for key in kept if key in given}
     name = given.pop("name", "g")
     return Agreement(
@@ -154,8 +154,8 @@ def test_the_host_of_an_absent_rank_is_named(missing: tuple[int, ...], told: str
 
     def on_hosts(rank: int, now: float) -> Protocol[str]:
         first = rank // 4 * 4
-        hosts = {"host": "ab"[rank // 4], "on_host": range(first, first + 4)}
-        return all_phases(agreement(rank, now, range(8), **hosts))
+        host = "ab"[rank // 4], range(first, first + 4)
+        return all_phases(agreement(rank, now, range(8), where=lambda: host))
 
     for process in play(on_hosts, [rank for rank in range(8) if rank not in missing]):
         assert isinstance(process.error, PeerTimeoutError)
@@ -164,7 +164,7 @@ def test_the_host_of_an_absent_rank_is_named(missing: tuple[int, ...], told: str
 
 def test_one_host_is_not_named() -> None:
     def on_one(rank: int, now: float) -> Protocol[str]:
-        return all_phases(agreement(rank, now, range(4), host="a", on_host=range(4)))
+        return all_phases(agreement(rank, now, range(4), where=lambda: ("a", range(4))))
 
     assert "host" not in str(play(on_one, range(3))[0].error)
 

@@ -136,6 +136,16 @@ def test_a_card_of_a_grid_that_failed_is_taken_off() -> None:
     assert (target.result, again.result) == ("s1", "t0")
 
 
+def test_a_card_of_a_call_that_failed_is_replaced() -> None:
+    """s0 could not take its card back, as if the store did not answer, and calls again."""
+    found = Simulation()
+    lost = Card("this", "source", "s0", None, "this/s0 before", "s0")
+    found.start(0, lambda now: match(lost, now + LIMIT), 0.0)
+    again, target = start(found, "s0", 1.0), start(found, "t0", 2.0)
+    found.run()
+    assert (again.result, target.result) == ("t0", "s0")
+
+
 # -- the first rank of a grid tells the others --------------------------------------------
 
 
@@ -171,6 +181,20 @@ def test_a_rank_that_comes_late_to_a_failed_call_waits_for_the_next() -> None:
     heard = found.start(2, lambda now: other(after=1), 10.0)  # it has heard of the failed one
     found.run()
     assert late.result == heard.result == Heard(3, "found")
+
+
+def test_a_call_that_was_not_ended_does_not_shift_the_next() -> None:
+    """The store did not answer when the first rank failed; it calls again."""
+
+    def not_ended() -> Protocol[None]:
+        yield from Calls("c").begin()
+
+    found = Simulation()
+    found.start(0, lambda now: not_ended())
+    heard = found.start(1, lambda now: other(), 2.0)
+    found.start(0, lambda now: first("found", 1.0, fails=False), 5.0)
+    found.run()
+    assert heard.result == Heard(3, "found")
 
 
 def test_the_time_is_up_before_or_after_the_first_rank_has_come() -> None:
