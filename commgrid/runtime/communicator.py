@@ -26,7 +26,7 @@ class Communicator:
         group: the torch process group.
         seconds_to_create: what creating it took on this rank.
         seconds_to_connect: what its first exchange took; None if it has not connected at start-up.
-        adopted: whether somebody else made the group.
+        adopted: whether the program made the group, and commgrid did not.
         suspended: whether `grid.suspend` has given it up until `grid.resume`.
     """
 
@@ -94,7 +94,7 @@ class Communicator:
 class CheckReport:
     """What `grid.check` found: names, size and seconds of every communicator, all of them good.
 
-    Those that are suspended were not asked.
+    Suspended ones are left out.
     """
 
     rank: int
@@ -121,7 +121,7 @@ def exchange_ranks(
     Args:
         communicators: of this rank.
         patience: seconds that are left to wait.
-        failed: is told why it failed, before others see this rank's connections close.
+        failed: called with the error, before other ranks see this rank's connections close.
 
     Returns:
         The seconds that each took.

@@ -7,7 +7,7 @@ announced (`bye`, `dropped`), and after any other the neighbour tries to connect
 an ended process refuses. A process that is stopped, or whose host is gone, is silent.
 A message goes from neighbour to neighbour to all ranks.
 
-    8 ranks: 0 ── 1, 2, 4          rank 5 killed ──► 1, 3, 4, 6, 7 see it ──► 0 and 2 are told
+    8 ranks: 0 ── 1, 2, 4          rank 5 killed ──► 1, 3, 4, 6, 7 see it ──► 0 and 2 hear of it
 
 The store is asked for addresses once, and never again.
 """
@@ -127,7 +127,7 @@ class Links:
         return [self._ranks[each] for each in neighbours_of(place, len(self._ranks))]
 
     def connect(self, addresses: Mapping[int, str], secret: str) -> None:
-        """Connect to the neighbours, and begin to listen; one that is not reached is only logged.
+        """Connect to the neighbours, and begin to listen; log a neighbour that cannot be reached.
 
         On this host no firewall is between: a refused connection there means an ended process.
 

@@ -5,7 +5,7 @@
     message 3                         ...   started as soon as the buffers have room
 
 Messages are started in the plan's order, and the first one is waited for where there is no room for
-the next; `TransferPlan.messages` says why nobody then waits for ever. A message of one box that
+the next; `TransferPlan.messages` says why no wait is then endless. A message of one box that
 lies in one piece, in the dtype and on the device that it travels in, is sent from where it is, and
 received into where it is going. All others share one piece of memory, a ring that is used again and
 again: fresh memory for each would cost as much as sending it. Where the backend starts many
@@ -76,7 +76,7 @@ class _UnderWay:
 
 
 class Carrier:
-    """Carries out a plan on this rank, as often as it is asked to.
+    """Carries out a plan on this rank, as often as needed.
 
     Args:
         group: of the ranks of both sides.

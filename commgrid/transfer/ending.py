@@ -1,4 +1,4 @@
-"""The end of a run: nobody leaves it before all have come, and a rank that is gone has a name."""
+"""The end of a run: no rank leaves it before all have come, and a rank that is gone has a name."""
 
 from __future__ import annotations
 

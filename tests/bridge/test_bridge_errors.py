@@ -1,4 +1,4 @@
-"""What is wrong about a bridge is an error on every rank that names it, and nobody waits."""
+"""Each mistake about a bridge is an error on every rank, which names it; no rank waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCE, TARGET = (0, 1), (2, 3)
 
 
 def grids(**axes: Any) -> tuple[Any, Any]:
-    """Ranks 0 and 1, and 2 and 3; None for the one that this rank is not in."""
+    """The grids of ranks 0 and 1 and of ranks 2 and 3; None for a grid without this rank."""
     source, target = dist.get_rank() in SOURCE, dist.get_rank() in TARGET
     how = {"timeout": 2.0, "startup_timeout": 20.0, **axes}
     return (
@@ -243,7 +243,7 @@ def test_what_one_process_can_tell_alone() -> None:
 
 
 def absent(missing: int, when: str, told: tuple[int, ...]) -> str:
-    """What a rank raises where one does not come to something."""
+    """Return a rank's error if another one does not come."""
     source, target = grids()
     rank = dist.get_rank()
     if when == "bridge":

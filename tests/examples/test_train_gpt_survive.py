@@ -94,7 +94,7 @@ def mortal(job: list[str], deaths: Deaths) -> None:
         def killed(self: Any, *args: Any) -> Any:
             if steps["now"] == at:
                 tell(f"rank {rank} is about to end")
-                # Whoever saw another one end before would not come this far.
+                # A rank that had seen another one end would not come this far.
                 hear(*(f"rank {other} is about to end" for other in together))
                 kill_me()
             return method_before(self, *args)

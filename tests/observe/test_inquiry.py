@@ -113,7 +113,7 @@ def test_an_error_by_timeout_says_what_is_wrong() -> None:
     assert any(each.startswith("PeerTimeoutError") for each in others)
     for each in others:
         assert "rank 2 has not entered dp_tp all_reduce 1, for which ranks 0-1, 3 have" in each
-        assert "is gone or does not answer" not in each  # a guess, of the one who was waited for
+        assert "is gone or does not answer" not in each  # a guess
 
 
 def test_without_records_it_says_so() -> None:
