@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.round import forget
 from commgrid.rendezvous.timeouts import timeouts
 
 _BOARD = "commgrid/match/board"
@@ -88,10 +89,8 @@ def match(mine: Card, until: float) -> Protocol[str | None]:
         words = yield Wait(mine.at, (yield Now()) + timeouts().lease)  # it was taken just now
     if words is None:
         yield Put(mine.at, b"")  # ends the wait at the store, which has no other end
-        yield Drop((mine.at,))
-        return None
-    yield Drop((mine.at,))
-    return words.decode()
+    yield from forget(mine.at)
+    return None if words is None else words.decode()
 
 
 def withdraw(mine: Card, by: str) -> Protocol[bool]:

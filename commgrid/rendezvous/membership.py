@@ -32,7 +32,7 @@ from commgrid.errors import (
 from commgrid.planning.rank_lists import describe_ranks, pack, unpack
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
-from commgrid.rendezvous.round import said, tidy
+from commgrid.rendezvous.round import forget, said, tidy
 from commgrid.rendezvous.timeouts import timeouts
 
 _BASE = "commgrid/rebuild"
@@ -294,7 +294,7 @@ class Membership:
         else:
             found = conclude(here, [words[rank].decode() for rank in here])
         yield from self._conclude(number, {**found, "here": pack(here), "ended": pack(ended)}, call)
-        yield Drop(tuple(f"{base}/said/{rank}" for rank in here))
+        yield from forget(*(f"{base}/said/{rank}" for rank in here))
 
     def _conclude(self, number: int, found: Mapping[str, Any], call: Call) -> Protocol[None]:
         past = yield from self._past(number)

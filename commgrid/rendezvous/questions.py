@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
-from commgrid.rendezvous.round import said, tidy
+from commgrid.rendezvous.round import forget, said
 from commgrid.rendezvous.timeouts import timeouts
 
 _BASE = "commgrid/questions"
@@ -48,7 +48,8 @@ class Questions:
         yield Drop((f"{at}/asked",))  # first: a rank that answers later deletes its own keys
         others = [rank for rank in (yield from arrived(at, self._world)) if rank != self._me]
         answers = yield from said(at, others)
-        yield from tidy(_forget(at, [self._me, *others]))
+        words = (f"{at}/said/{rank}" for rank in others)
+        yield from forget(*words, f"{at}/all", *counters(at, self._world))
         return answers
 
     def begin(self) -> Protocol[None]:
@@ -68,7 +69,7 @@ class Questions:
         """
         while self._late and self._late[0][1] < (yield Now()) - timeouts().lease:
             at, _ = self._late.pop(0)
-            yield Drop((f"{at}/said/{self._me}", f"{at}/all"))  # if it has not been read
+            yield from forget(f"{at}/said/{self._me}", f"{at}/all")  # if it has not been read
         first, self._heard = self._heard + 1, (yield Add(f"{_BASE}/count", 0))
         soon = (yield Now()) + timeouts().unseen
         for number in range(first, self._heard + 1):
@@ -80,11 +81,6 @@ class Questions:
                     yield Put(f"{at}/all", b"")
                 if (yield Get((f"{at}/asked",))) == (None,):
                     self._late.append((at, (yield Now())))
-
-
-def _forget(at: str, ranks: Sequence[int]) -> Protocol[None]:
-    answers = (f"{at}/said/{rank}" for rank in ranks)
-    yield Drop((*answers, f"{at}/all", *counters(at, ranks)))
 
 
 def agreed_name(key: str, proposed: str) -> Protocol[str]:

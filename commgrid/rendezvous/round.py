@@ -158,6 +158,12 @@ def tidy(protocol: Protocol[None]) -> Protocol[None]:
         yield from protocol
 
 
+def forget(*keys: str) -> Protocol[None]:
+    """Delete keys that are of no use any more; if the store is lost, that changes nothing."""
+    with suppress(StoreLostError):
+        yield Drop(keys)
+
+
 def is_good(decision: Mapping[str, Any]) -> bool:
     """Whether a decision lets all members go on."""
     return bool(decision["kind"] == "agreed")

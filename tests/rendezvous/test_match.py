@@ -7,7 +7,7 @@ import pytest
 from commgrid.rendezvous.match import Calls, Card, Heard, match, withdraw
 from commgrid.rendezvous.op import Now, Protocol, StoreLostError, Wait
 from commgrid.rendezvous.round import tidy
-from tests.rendezvous.simulator import FAULTS, Process, Simulation, every_fault
+from tests.rendezvous.simulator import FAULTS, Fault, Process, Simulation, every_fault
 
 LIMIT = 300.0
 SIDES = ("source", "target")
@@ -83,6 +83,17 @@ def test_every_fault_at_every_operation(first: int) -> None:
             assert [process.result for process in found.processes] == ["t0", "s0"]
             assert not keys(found)
     assert rows >= len(FAULTS) * 7
+
+
+@pytest.mark.parametrize("kind", ["store gone", "store stopped", "given up"])
+def test_a_store_that_is_lost_after_the_match_changes_nothing(kind: str) -> None:
+    """s0 has read the other one's words, and only deletes them."""
+    found = Simulation()
+    source = found.start(0, lambda now: finding(card("s0")), fault=Fault(kind, 4))
+    target = start(found, "t0", 5.0)
+    found.run()
+    assert source.issued == 4
+    assert (source.result, target.result) == ("t0", "s0"), found.schedule()
 
 
 def test_a_rank_that_stands_still_is_not_passed_over() -> None:
