@@ -43,6 +43,7 @@ from commgrid.rendezvous.round import (
     decoded,
     drop,
     drop_but_decision,
+    forget,
     is_good,
     round_,
     said,
@@ -275,15 +276,12 @@ class Agreement:
             await_decision=self._wait,
         )  # fmt: skip
         if say is not None:
-            yield from tidy(self._take_back_words(at))
+            yield from forget(f"{at}/said/{self._me}")
         yield from self._obey(decision)
         self._phase += 1
         if last:
             yield from tidy(self._leave_for_good())
         return decision
-
-    def _take_back_words(self, at: str) -> Protocol[None]:
-        yield Drop((f"{at}/said/{self._me}",))
 
     def _leave_for_good(self) -> Protocol[None]:
         """Leave when all is well; the last rank to leave deletes what is left at the store."""

@@ -505,11 +505,6 @@ def _nccl_backends(group: dist.ProcessGroup) -> list[Any]:
     ]
 
 
-def group_count() -> int:
-    """How many process groups this process has, WORLD among them."""
-    return len(c10d._world.pg_map)
-
-
 def destroy_all(groups: Iterable[dist.ProcessGroup]) -> None:
     """Destroy groups in reverse order of creation, every one even if one of them fails.
 
