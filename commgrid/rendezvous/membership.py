@@ -169,7 +169,7 @@ class Membership:
             number = max(number + 1, (yield from self._next()))
 
     def _decided(self, number: int) -> Protocol[dict[str, Any]]:
-        """Wait for a call's decision; one that is deleted counts as others', without this rank."""
+        """Wait for a call's decision. A deleted one counts as a decision without this rank."""
         key = f"{_BASE}/{number}/verdict"
         while (yield Wait(key, (yield Now()) + _LOOK_SECONDS)) is None:
             if (yield from self._next()) > number:

@@ -20,8 +20,8 @@ VARIABLE = "COMMGRID_TIMEOUTS"
 class Timeouts:
     """Durations in seconds, the same on all ranks.
 
-    What a user waits for is given to `initialize`: `startup_timeout` for a start, `timeout` for a
-    collective. These durations are for the protocols within.
+    These durations are for the protocols within. The limits of a start and of a collective are the
+    arguments `startup_timeout` and `timeout` of `initialize`.
 
     Args:
         answer: a store's answer to one operation, at least, however little time is left. A server
@@ -38,7 +38,7 @@ class Timeouts:
             rank after the other, which takes milliseconds; a busy machine takes longer.
         arrive: for living ranks to report after a connection was lost. All learn of it at once, and
             only a busy rank is late.
-        exit: for the other processes to end before the one that serves the store does. They may
+        exit: for the other processes to end before the process that serves the store. They may
             still read from it; longer than a process takes to run its exit handlers.
         beat: between two signs of life on a link of a watched grid.
         silent: without a sign of life until a watched rank counts as stopped, at most; less if the
@@ -69,7 +69,7 @@ class Timeouts:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Timeouts:
-        """Return the durations with what COMMGRID_TIMEOUTS changes.
+        """Return the durations, with the changes of COMMGRID_TIMEOUTS.
 
         Args:
             environ: None: this process's environment.

@@ -318,8 +318,8 @@ def wait_unless_broken(work: dist.Work, its_group: dist.ProcessGroup) -> None:
     """Wait for a collective, as torch does; on gloo until its connections are broken.
 
     A connection that closes ends the waits on it, but for a message of which gloo has received a
-    part: that one waits until the group's timeout (gloo's `Pair::signalException` knows waiting
-    buffers, but not the one that it is filling). So this looks once a second for a failure.
+    part: that one waits until the group's timeout (gloo's `Pair::signalException` leaves out
+    the buffer that it is filling). So this looks once a second for a failure.
 
     Args:
         work: a collective's handle.
