@@ -15,9 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import commgrid
 from commgrid import SpecError, UnknownGroupError
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.torch_groups import group_count
 from commgrid.tensor_parallel import ColumnParallelLinear
 from commgrid.testing import run_on_ranks
+from tests.process_groups import group_count
 from tests.sizes import some
 
 GRIDS: dict[int, list[dict[str, Any]]] = {

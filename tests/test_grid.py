@@ -27,10 +27,11 @@ from commgrid import (
     UnknownGroupError,
 )
 from commgrid.planning.ranks import RankTuple
-from commgrid.runtime import registry, torch_groups
+from commgrid.runtime import registry
 from commgrid.runtime.communicator import Communicator, _Exchange, exchange_ranks
 from commgrid.testing import run_on_ranks
 from tests.flags import hear, tell
+from tests.process_groups import group_count
 from tests.sizes import pick
 
 EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
@@ -371,7 +372,7 @@ def test_two_threads_and_one_name() -> None:
 
     def both() -> None:
         outcomes: list[str] = []
-        groups = torch_groups.group_count()
+        groups = group_count()
 
         def start() -> None:
             try:
@@ -387,7 +388,7 @@ def test_two_threads_and_one_name() -> None:
             thread.join()
         assert sorted(said[:7] for said in outcomes) == ["grid 'd", "started"]
         commgrid.destroy()
-        assert torch_groups.group_count() == groups
+        assert group_count() == groups
 
     run_on_ranks(both, 2)
 

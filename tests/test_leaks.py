@@ -15,6 +15,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid.runtime import patient, torch_groups
 from commgrid.testing import run_on_ranks
+from tests.process_groups import group_count
 from tests.sizes import pick
 
 CYCLES, SETTLING = pick((50, 10), (50, 10), (200, 20))
@@ -51,7 +52,7 @@ def many(cycles: int) -> list[tuple[int, int, float]]:
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == dist.get_world_size()
-    assert torch_groups.group_count() == 1
+    assert group_count() == 1
     return seen
 
 
@@ -110,7 +111,7 @@ def test_an_old_handle_that_somebody_keeps_costs_only_itself() -> None:
     def holding() -> list[Any]:
         kept = commgrid.initialize(tp=2).get_group("tp")
         commgrid.destroy()
-        assert torch_groups.group_count() == 1
+        assert group_count() == 1
         assert not torch_groups.is_alive(kept)
         seen = []
         for done in range(CYCLES // 10 + 10):

@@ -24,11 +24,11 @@ from commgrid.collectives import all_gather, broadcast
 from commgrid.data_parallel import GradientReducer
 from commgrid.pipeline import Pipeline
 from commgrid.planning.groups import GroupDef
-from commgrid.runtime.torch_groups import group_count
 from commgrid.sharding import ShardingSpec
 from commgrid.tensor_parallel import ColumnParallelLinear
 from commgrid.testing import run_on_ranks
 from tests.enumeration import coordinates, groups_along
+from tests.process_groups import group_count
 
 SIX = (0, 1, 2, 4, 5, 7)
 PERMUTED = (5, 2, 0, 7)

@@ -20,10 +20,10 @@ from commgrid.planning.constraints import order_by_host
 from commgrid.planning.crossing import check_within
 from commgrid.planning.rank_lists import pack_order, unpack_order
 from commgrid.runtime.hosts import conclude
-from commgrid.runtime.torch_groups import group_count
 from commgrid.runtime.torch_world import world_store
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import run_on_ranks
+from tests.process_groups import group_count
 
 IN_ORDER, SCATTERED = "aaaabbbb", "abababab"
 """The host of each of eight ranks: two hosts of four."""

@@ -34,6 +34,7 @@ from commgrid.runtime import torch_groups, torch_nccl, torch_suspend
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks
 from tests.flags import hear, tell
+from tests.process_groups import group_count
 from tests.sizes import pick
 from tests.test_leaks import usage
 from tests.waiting import until
@@ -82,7 +83,7 @@ def cycling(cycles: int) -> list[list[tuple[int, int, float]]]:
     check_sums(grid)
     grid.check()
     commgrid.destroy()
-    assert torch_groups.group_count() == 1
+    assert group_count() == 1
     return [[bare, up, usage()], down, again]
 
 
@@ -287,12 +288,12 @@ def flattening() -> None:
     grid = commgrid.initialize(tp=2, dp=2, create=["tp", "dp"])
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     before = root["a", "b"]._flatten("before").get_group()
-    count = torch_groups.group_count()
+    count = group_count()
     grid.suspend()
-    assert torch_groups.group_count() == count
+    assert group_count() == count
     meanwhile = dist.new_group([0, 1, 2, 3], use_local_synchronization=True)
     grid.resume()
-    assert torch_groups.group_count() == count + 1
+    assert group_count() == count + 1
     after = dist.new_group([0, 1, 2, 3], use_local_synchronization=True)
     assert [summed(group) for group in (before, meanwhile, after)] == [10, 10, 10]
     check_sums(grid)
@@ -516,7 +517,7 @@ def ending(how: str) -> None:
         assert not commgrid.is_initialized()
         assert "its communicators are gone" in str(grid) or grid.is_destroyed
         return
-    assert torch_groups.group_count() == 1
+    assert group_count() == 1
     files, threads, _ = usage()
     assert files - bare[0] <= 4
     assert threads - bare[1] <= 4

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import commgrid
 from commgrid.runtime.registry import live_grids
-from commgrid.runtime.torch_groups import group_count
 from commgrid.testing import run_on_ranks
+from tests.process_groups import group_count
 
 ROOT = Path(__file__).parents[2]
 

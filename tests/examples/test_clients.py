@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import commgrid
-from commgrid.runtime.torch_groups import group_count
 from commgrid.testing import run_on_ranks
 from tests.examples.curves import ROOT, load
+from tests.process_groups import group_count
 
 LAYOUTS: dict[str, list[list[str]]] = {
     "accelerate": [["--dp-shard", "4"], ["--dp-replicate", "2", "--dp-shard", "2"]],

@@ -21,6 +21,7 @@ from commgrid import CommGridError, PeerTimeoutError
 from commgrid.runtime import registry, torch_world
 from commgrid.testing import free_port, run_on_ranks
 from tests.flags import hear, meet, tell
+from tests.process_groups import group_count
 from tests.waiting import comes, until_waits
 
 WORLD = 4
@@ -186,7 +187,7 @@ def fails_half_way(rank: int) -> tuple[str, str]:
     """Rank 2 fails at its third communicator; nobody keeps a group, and WORLD still works."""
     from commgrid.runtime import torch_groups
 
-    before = torch_groups.group_count()
+    before = group_count()
     create = torch_groups.create_group
     made = []
 
@@ -199,7 +200,7 @@ def fails_half_way(rank: int) -> tuple[str, str]:
     torch_groups.create_group = failing
     outcome = attempt(FOREVER, tp=2, pp=2)
     torch_groups.create_group = create
-    assert torch_groups.group_count() == before
+    assert group_count() == before
     dist.barrier()
     grid = commgrid.initialize(tp=2, pp=2)
     grid.check()
