@@ -8,15 +8,18 @@ An answer takes a rank five operations; to wait for a question takes none.
 
 The keys of question n at `commgrid/questions/<n>`:
 
-    asked      the rank that asks, while it is open   said/<rank>   answers
-    <block>    arrivals of ranks that have answered   all           set by the last one
+    asked/<block>   the rank that asks, while it is open   said/<rank>   answers
+    <block>         arrivals of ranks that have answered   all           set by the last one
+
+A block is 30 ranks. They wait for a key of their own, since ending a wait wakes all who wait for
+its key, and at the end of a job all ranks end theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
+from commgrid.rendezvous.arrivals import BLOCK, Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import forget, said
 from commgrid.rendezvous.timeouts import timeouts
@@ -41,11 +44,13 @@ class Questions:
     def ask(self, seconds: float) -> Protocol[dict[int, bytes]]:
         """Ask all other ranks; return the answers that come within so many seconds, by rank."""
         at = f"{_BASE}/{(yield Add(f'{_BASE}/count', 1))}"
-        yield Put(f"{at}/asked", str(self._me).encode())
+        asked = tuple(f"{at}/asked/{block}" for block in sorted({r // BLOCK for r in self._world}))
+        for key in asked:
+            yield Put(key, str(self._me).encode())
         if (yield from arrive(at, self._me, self._world)) is Arrival.LAST:
             yield Put(f"{at}/all", b"")
         yield Wait(f"{at}/all", (yield Now()) + seconds)
-        yield Drop((f"{at}/asked",))  # first: a rank that answers later deletes its own keys
+        yield Drop(asked)  # first: a rank that answers later deletes its own keys
         others = [rank for rank in (yield from arrived(at, self._world)) if rank != self._me]
         answers = yield from said(at, others)
         words = (f"{at}/said/{rank}" for rank in others)
@@ -59,7 +64,7 @@ class Questions:
     @property
     def next_key(self) -> str:
         """The key of the next question, to be waited for. It may come and go unseen."""
-        return f"{_BASE}/{self._heard + 1}/asked"
+        return self._asked(self._heard + 1)
 
     def answer(self, make: Callable[[], bytes]) -> Protocol[None]:
         """Answer all new questions that are open; to be called every now and then.
@@ -73,14 +78,18 @@ class Questions:
         first, self._heard = self._heard + 1, (yield Add(f"{_BASE}/count", 0))
         soon = (yield Now()) + timeouts().unseen
         for number in range(first, self._heard + 1):
-            at = f"{_BASE}/{number}"
+            at, asked = f"{_BASE}/{number}", self._asked(number)
             # It is counted a moment before the key is there. Or it is over, and the key deleted.
-            if (yield Wait(f"{at}/asked", soon)) not in (None, str(self._me).encode()):
+            if (yield Wait(asked, soon)) not in (None, str(self._me).encode()):
                 yield Put(f"{at}/said/{self._me}", make())
                 if (yield from arrive(at, self._me, self._world)) is Arrival.LAST:
                     yield Put(f"{at}/all", b"")
-                if (yield Get((f"{at}/asked",))) == (None,):
+                if (yield Get((asked,))) == (None,):
                     self._late.append((at, (yield Now())))
+
+    def _asked(self, number: int) -> str:
+        """Return the key that tells this rank of a question."""
+        return f"{_BASE}/{number}/asked/{self._me // BLOCK}"
 
 
 def agreed_name(key: str, proposed: str) -> Protocol[str]:

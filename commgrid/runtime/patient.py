@@ -28,9 +28,25 @@ _OWED_SECONDS = 0.1  # that a store gets which has kept an earlier call waiting
 _OWED: WeakKeyDictionary[Any, _Asked] = WeakKeyDictionary()
 """Of a store, the call that it has not answered: until it does, torch's client is held."""
 
+_LOST: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Of a store whose server has closed the connection, torch's error. torch's client does not connect
+again, and logs some twenty lines of C++ for each further call."""
+
 
 class SilentStoreError(dist.DistNetworkError):
     """The store's server has neither answered nor ended: it is stopped, or cannot be reached."""
+
+
+def served(store: Any) -> Any:
+    """Return the store beneath torch's prefixes, which has the `host` and `port` if it is served.
+
+    Args:
+        store: torch's, or a `PatientStore`.
+    """
+    found = store.raw if isinstance(store, PatientStore) else store
+    while hasattr(found, "underlying_store"):
+        found = found.underlying_store
+    return found
 
 
 class PatientStore:
@@ -43,6 +59,7 @@ class PatientStore:
 
     def __init__(self, store: Any, patience: Callable[[], float]) -> None:
         self.raw: Any = store.raw if isinstance(store, PatientStore) else store
+        self._client = served(store)  # shared by all prefixes, with its connection and its lock
         self._patience = patience
 
     @property
@@ -84,7 +101,16 @@ class PatientStore:
         self.raw.wait(keys, timeout)
 
     def _ask(self, name: str, *args: Any) -> Any:
-        return self.during(lambda: getattr(self.raw, name)(*args))
+        if self._client in _LOST:
+            raise dist.DistNetworkError(_LOST[self._client])
+        try:
+            return self.during(lambda: getattr(self.raw, name)(*args))
+        except SilentStoreError:
+            raise
+        except dist.DistNetworkError as error:
+            if name != "clone":  # which makes a connection of its own
+                _LOST[self._client] = str(error)
+            raise
 
     def during(self, call: Callable[[], Answer]) -> Answer:
         """Run a call of torch's that asks this store, and return its result.
@@ -93,13 +119,13 @@ class PatientStore:
             SilentStoreError: it has not returned in time, or an earlier one has not yet.
         """
         what = f"the store has not answered for {self._patience():.3g} s"
-        owed = _OWED.pop(self.raw, None)
+        owed = _OWED.pop(self._client, None)
         if owed is not None and not owed.is_over(min(self._patience(), _OWED_SECONDS)):
-            _OWED[self.raw] = owed
+            _OWED[self._client] = owed
             raise SilentStoreError(what)
         asked = _Asked(call)
         if not asked.is_over(self._patience()):
-            _OWED[self.raw] = asked
+            _OWED[self._client] = asked
             raise SilentStoreError(what)
         return cast(Answer, asked.answer())
 
@@ -194,6 +220,7 @@ def _forget() -> None:
     """In a forked process none of these threads is there, and no answer comes."""
     _IDLE.clear()
     _OWED.clear()
+    _LOST.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

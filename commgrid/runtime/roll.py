@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime.patient import PatientStore
+from commgrid.runtime.patient import PatientStore, served
 
 _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
 # Where so few ranks meet, the others are moments away: looking a few times, with growing pauses,
@@ -18,6 +22,9 @@ _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
 _FEW_RANKS = 64
 _LOOK_SECONDS = 0.25
 _FIRST_PAUSE, _PAUSES_GROW = 0.001, 1.5
+_END_SECONDS = 1.0  # to end a wait; a stopped server, which cannot, does not end one either
+_NOTHING = "\x00nothing"
+"""No key holds this value."""
 
 
 class Store(Protocol):
@@ -41,10 +48,10 @@ class Line:
     """Waiting for a key of the store without holding up what else this process asks it.
 
     A wait holds its connection, so it never takes the store's own: the next call on that one would
-    wait as well, where not even Ctrl-C reaches it. Nothing interrupts torch's wait, and torch logs
-    each wait that ends without its key. So it runs on a thread of its own, which is left waiting
-    when the time is up. Connections are used again, since a store's server looks up the name of a
-    client's host before it serves any other client.
+    wait as well, where not even Ctrl-C reaches it. Torch logs each wait that ends with its limit.
+    So it runs on a thread of its own, with a long limit, and is ended when the line is closed.
+    Connections are used again, since a store's server looks up the name of a client's host before
+    it serves any other client.
 
     Args:
         store: where to ask.
@@ -60,12 +67,12 @@ class Line:
         self._waits: list[_Wait] = []
 
     def close(self) -> None:
-        """Lets its connections go; what still waits ends with its slice."""
+        """End what still waits, and let the connections go."""
+        for wait in self._waits:
+            wait.end()
         if self._reuse:
             mine = [each for each in self._free() if each is not self._store]
             _FREE.setdefault(self._store, []).extend(mine)
-        for wait in self._waits:
-            wait.abandoned = True
         self._waits = []
 
     def _free(self) -> list[Any]:
@@ -88,8 +95,8 @@ class Line:
                     return True
                 seconds -= looked
             for wait in self._waits:
-                wait.abandoned = True
-            self._waits.append(_Wait(self._connection(), key))
+                wait.end()
+            self._waits.append(_Wait(self._connection(), key, self._store))
         return self._waits[-1].within(seconds)
 
     def _looks(self, key: str, seconds: float) -> bool:
@@ -146,22 +153,30 @@ os.register_at_fork(after_in_child=_is_forked)
 
 
 class _Wait:
-    """One wait on a thread; once abandoned it ends with its slice."""
+    """A wait on a thread.
 
-    def __init__(self, store: Any, key: str) -> None:
-        self.key, self.store = key, store
+    Args:
+        store: a connection that nothing else uses meanwhile.
+        key: to wait for.
+        asked: another connection, which ends it.
+    """
+
+    def __init__(self, store: Any, key: str, asked: Any) -> None:
+        self.key, self.store, self._asked = key, store, asked
         self.over = threading.Event()
-        self.abandoned = False
+        self._ends = False
         self._error: BaseException | None = None
+        _UNDER_WAY.add(self)
         threading.Thread(target=self._run, name=f"commgrid waits for {key}", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            while not self._slice() and not self.abandoned:
+            while not self._slice() and not self._ends:
                 pass
         except BaseException as error:
             self._error = error
         self.over.set()
+        _UNDER_WAY.discard(self)
 
     def _slice(self) -> bool:
         """Whether the key came in this slice."""
@@ -175,11 +190,38 @@ class _Wait:
             return False
 
     def within(self, seconds: float) -> bool:
+        """Whether the key comes within so many seconds, or a wait for it is ended elsewhere."""
         if not self.over.wait(max(seconds, 0.0)):
             return False
         if self._error is not None:
             raise self._error
         return True
+
+    def end(self) -> None:
+        """End it: a compare-and-set that sets nothing wakes all who wait for its key."""
+        self._ends = True
+        if self.over.is_set() or not isinstance(served(self.store), dist.TCPStore):
+            return
+        until, pause = time.monotonic() + _END_SECONDS, _FIRST_PAUSE
+        with suppress(RuntimeError):  # of a store that has ended, as the wait then has
+            asking = PatientStore(self._asked, lambda: _END_SECONDS)
+            while not self.over.is_set() and time.monotonic() < until:
+                asking.compare_set(self.key, _NOTHING, _NOTHING)
+                self.over.wait(pause)  # the wait, just begun, may come to the server after this
+                pause *= _PAUSES_GROW
+
+
+_UNDER_WAY: set[_Wait] = set()
+
+
+def _end_all() -> None:
+    """End all waits when the process ends: a thread that returns from torch's C++ while Python is
+    being taken down aborts the process."""
+    for wait in list(_UNDER_WAY):
+        wait.end()
+
+
+atexit.register(_end_all)
 
 
 def seconds_until(deadline: float) -> float:

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import address_towards
+from commgrid.runtime.patient import served
 from commgrid.runtime.torch_world import world_store
 
 _KEPT, _WORLD = "commgrid", "world"  # prefixes in a standby store
@@ -123,8 +124,7 @@ def ask_world() -> Answer:
     store = world_store()
     answer = _within(timeouts().answer, lambda: store.check([_TOKEN]))
     if answer is Answer.GONE:  # or only the connection with it is, as where a network was cut
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
+        store = served(store)
         if hasattr(store, "host"):
             answer = _look(store.host, store.port) or Answer.SILENT
     return answer

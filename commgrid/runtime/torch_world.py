@@ -28,6 +28,7 @@ from commgrid.planning.names import nearest
 from commgrid.runtime import torch_nccl
 from commgrid.runtime.addresses import address_towards, outward_address
 from commgrid.runtime.launch import Launch
+from commgrid.runtime.patient import served
 from commgrid.version import VERSION
 
 FAKE = "fake"
@@ -62,9 +63,7 @@ def world_store() -> Any:
 
 def own_address() -> str:
     """This host's address where others reach it: the one from which it reaches the store."""
-    store = world_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = served(world_store())
     found = address_towards(store.host, store.port) if hasattr(store, "host") else None
     return outward_address() if found is None else found
 
@@ -374,9 +373,7 @@ def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
 
 def _store_address() -> str:
     """Where WORLD's store is served, as ` at host:port`; empty where that is not known."""
-    store: Any = world_store() if is_initialized() else None
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = served(world_store()) if is_initialized() else None
     return f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
 
 

@@ -39,7 +39,7 @@ def one_asks() -> str:
         until_waits("rank 0", "rank 1", "rank 2")
         found = str(commgrid.diagnose(timeout=100.0, patience=0.0))
         store = torch_world.world_store()
-        assert not store.check(["commgrid/questions/1/asked"])
+        assert not store.check(["commgrid/questions/1/asked/0"])
         assert not store.check(["commgrid/questions/1/said/0"])
     comes(f"rank {grid.rank}")
     dist.all_reduce(torch.ones(3), group=group)  # here

@@ -1,0 +1,98 @@
+"""Waits for a key of the store: they end with their line, and hold no process at its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from commgrid.rendezvous.op import Add, StoreLostError, Wait
+from commgrid.runtime.roll import Line
+from commgrid.runtime.torch_store import StoreDriver
+from tests.waiting import until
+
+MANY = 1000
+"""Ranks; more than look for a key before they wait for it."""
+
+
+@pytest.fixture
+def store() -> Any:
+    return PrefixStore("here", TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+
+
+def waiting(key: str) -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == f"commgrid waits for {key}"]
+
+
+def test_a_closed_line_ends_its_wait(store: Any) -> None:
+    line = Line(store, MANY)
+    assert not line.within("never", 0.1)
+    assert waiting("never")
+    line.close()
+    until(lambda: not waiting("never"), "the end of the wait")
+
+
+def test_a_wait_for_another_key_ends_the_one_before(store: Any) -> None:
+    line = Line(store, MANY)
+    assert not line.within("never", 0.1)
+    store.set("now", "")
+    assert line.within("now", 60.0)
+    until(lambda: not waiting("never"), "the end of the wait before")
+    line.close()
+
+
+def test_others_wait_on_for_the_same_key(store: Any) -> None:
+    def waits() -> Any:
+        return (yield Wait("key", time.monotonic() + 60.0))
+
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.append(StoreDriver(store, MANY).run(waits())))
+    other.start()
+    until(lambda: len(waiting("key")) == 1, "another wait")
+    line = Line(store, MANY)
+    assert not line.within("key", 0.1)
+    line.close()
+    until(lambda: len(waiting("key")) == 1, "one wait less")
+    assert found == []
+    store.set("key", "value")
+    other.join(60)
+    assert found == [b"value"]
+
+
+SCRIPT = """
+import sys
+from torch.distributed import TCPStore
+from commgrid.runtime.roll import Line
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+assert not Line(store, 1000).within("never", 0.2)
+sys.exit(7)
+"""
+
+
+def test_a_process_with_a_wait_ends_with_its_own_status() -> None:
+    # Python ends the server with the store, the wait returns, and its thread asks for the lock
+    # of an interpreter that is being taken down.
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (7, b"")
+
+
+def test_torch_is_not_asked_again_once_a_store_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("localhost", server.port, is_master=False)
+    one, two = (StoreDriver(PrefixStore(name, client), MANY) for name in ("one", "two"))
+    del server
+    for driver in (one, two, one):
+        with pytest.raises(StoreLostError, match=r"recv|send") as told:
+            driver.run(adds())
+        assert isinstance(told.value.__cause__, dist.DistNetworkError)
+    assert capfd.readouterr().err.count("[c10d]") == 1  # and some twenty lines of C++
+
+
+def adds() -> Any:
+    yield Add("key", 1)
