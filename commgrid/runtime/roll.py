@@ -11,8 +11,6 @@ from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.patient import PatientStore, served
 
@@ -200,7 +198,7 @@ class _Wait:
     def end(self) -> None:
         """End it: a compare-and-set that sets nothing wakes all who wait for its key."""
         self._ends = True
-        if self.over.is_set() or not isinstance(served(self.store), dist.TCPStore):
+        if self.over.is_set() or not hasattr(served(self.store), "port"):
             return
         until, pause = time.monotonic() + _END_SECONDS, _FIRST_PAUSE
         with suppress(RuntimeError):  # of a store that has ended, as the wait then has

@@ -52,6 +52,8 @@ _BROKEN: WeakSet[dist.ProcessGroup] = WeakSet()
 _LEFT: WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = WeakKeyDictionary()
 """Collectives of these groups that a rank has waited for in vain."""
 _UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, WeakSet[dist.Work]] = WeakKeyDictionary()
+_CONNECTING: WeakKeyDictionary[dist.ProcessGroup, dist.Work] = WeakKeyDictionary()
+"""Of groups that `wake` was called for, the receive that connects their pairs."""
 _CALLS = ("commgrid.", "torch.distributed.")  # whose variables are of no use to the program
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
@@ -280,19 +282,19 @@ def wake(
         ended: whether a member's process has ended, and its host lives. Waits here for it to
             connect then end some seconds later.
     """
-    waiting = list(groups)
-    telling: list[dist.Work] = []  # kept until refused connections are refused
+    woken: list[dist.ProcessGroup] = []
     ending: list[threading.Thread] = []
-    for group in waiting:
+    for group in groups:
         if group in _WOKEN or not is_alive(group) or group.size() == 1:
             continue
         _WOKEN.add(group)
+        woken.append(group)
         if tell and _runs_on_gloo(group):
             _BROKEN.add(group)
         for backend in _nccl_backends(group):
             ending.append(threading.Thread(target=backend.abort, daemon=True))
         if tell and "gloo" in backend_of(group):
-            told = (group, group in by_pairs, telling)
+            told = (group, group in by_pairs)
             ending.append(threading.Thread(target=_break_gloo, args=told, daemon=True))
     # At once: NCCL ends a communicator's own kernels, and frees its memory when those of all have
     # ended; and gloo waits for the addresses of peers that may have gone.
@@ -301,11 +303,11 @@ def wake(
     until = time.monotonic() + _ABORT_SECONDS
     for thread in ending:
         thread.join(max(until - time.monotonic(), 0.0))
-    if telling:
+    connecting = [ref(group) for group in woken if group in _CONNECTING]
+    if connecting:
         time.sleep(_REFUSED_SECONDS)
-    if telling and ended:
-        waited_on = [ref(group) for group in waiting if group in by_pairs]
-        threading.Thread(target=_end_waiting, args=(waited_on,), daemon=True).start()
+    if connecting and ended:
+        threading.Thread(target=_end_waiting, args=(connecting,), daemon=True).start()
 
 
 def follow(work: dist.Work, group: dist.ProcessGroup) -> None:
@@ -352,27 +354,28 @@ def _runs_on_gloo(group: dist.ProcessGroup) -> bool:
     return "gloo" in kinds and "nccl" not in kinds
 
 
-def _keep_held(
-    under_way: Sequence[tuple[dist.ProcessGroup, list[dist.Work]]],
-    by_pairs: Container[dist.ProcessGroup],
+def _end_calls(
+    group: dist.ProcessGroup, works: Sequence[dist.Work], by_pairs: bool, until: float
 ) -> None:
-    """Keep groups, after `wake`, whose threads gloo holds: to free one waits for its threads.
+    """End the calls under way on a group that is about to be destroyed, which waits for them.
+
+    A group whose calls gloo does not end is kept, since to free it would wait for them.
 
     Args:
-        under_way: collectives of each group.
-        by_pairs: groups that are not connected yet, whose connections `wake` leaves open.
+        group: after `wake`.
+        works: its calls.
+        by_pairs: whether some pairs of ranks may not be connected yet.
+        until: time until which they may end by themselves.
     """
-    until = time.monotonic() + _LOOK.total_seconds()
-    for group, works in under_way:
-        if not _runs_on_gloo(group):
-            continue
-        if group in by_pairs and not _end_until(works, until):
-            with suppress(RuntimeError):  # it asks the store
-                connecting = partial(torch_gloo.connect_all, group)
-                torch_gloo.give_up(_patient_store().during(connecting))
-        if not _end_until(works, max(until, time.monotonic() + _REFUSED_SECONDS)):
-            # A thread that never ends, since what a module holds is freed when the process ends.
-            threading.Thread(target=_hold, args=(group,), daemon=True).start()
+    if not _runs_on_gloo(group) or _end_until(works, until):
+        return
+    if by_pairs:
+        with suppress(RuntimeError):  # it asks the store
+            connecting = partial(torch_gloo.connect_all, group)
+            torch_gloo.give_up(_patient_store().during(connecting))
+    if not _end_until(works, time.monotonic() + _REFUSED_SECONDS):
+        # A thread that never ends, since what a module holds is freed when the process ends.
+        threading.Thread(target=_hold, args=(group,), daemon=True).start()
 
 
 def _end_until(works: Sequence[dist.Work], until: float) -> bool:
@@ -388,28 +391,27 @@ def _hold(group: dist.ProcessGroup) -> None:
     threading.Event().wait()
 
 
-def _end_waiting(waited_on: list[ref[dist.ProcessGroup]]) -> None:
-    """Ends what waits for members to connect, on groups that are not destroyed until then.
+def _end_waiting(connecting: list[ref[dist.ProcessGroup]]) -> None:
+    """End what waits for members to connect, on groups that are not destroyed until then.
 
-    A connection to a host that is gone would still be under way then, and be refused later, on
-    which gloo ends the process.
+    By then every connection that `wake` has begun is made or refused; gloo ends the process if one
+    is refused later.
     """
     time.sleep(_CONNECTED_SECONDS)
-    for each in waited_on:
+    for each in connecting:
         group = each()
-        if group is not None and is_alive(group):
-            with suppress(RuntimeError):
-                torch_gloo.give_up(torch_gloo.connect_all(group))
+        if group is not None and is_alive(group) and (work := _CONNECTING.pop(group, None)):
+            torch_gloo.give_up(work)
 
 
-def _break_gloo(group: dist.ProcessGroup, by_pairs: bool, telling: list[dist.Work]) -> None:
+def _break_gloo(group: dist.ProcessGroup, by_pairs: bool) -> None:
     with suppress(RuntimeError):
         if not by_pairs:
             torch_gloo.break_connections(group)
         elif group.size() <= _MOST_TOLD:
             # A rank that waits for this one to connect gets a connection, which closes.
             connecting = partial(torch_gloo.connect_all, group)  # asks the store
-            telling.append(_patient_store().during(connecting))
+            _CONNECTING[group] = _patient_store().during(connecting)
 
 
 def _free_calls(error: BaseException | None) -> None:
@@ -443,17 +445,20 @@ def abort_all(
         by_pairs, tell: as `wake` takes them.
     """
     alive = [group for group in reversed(list(groups)) if is_alive(group)]
-    under_way = [(group, [*_UNDER_WAY.get(group, ()), *_LEFT.pop(group, ())]) for group in alive]
+    under_way = {group: [*_UNDER_WAY.get(group, ()), *_LEFT.pop(group, ())] for group in alive}
     _free_calls(sys.exc_info()[1])
     wake(alive, by_pairs, tell)
-    _keep_held(under_way, by_pairs)
-    del under_way
-    for group in alive:
+    until = time.monotonic() + (_LOOK.total_seconds() if tell else 0.0)
+    while alive:  # one after the other: a group whose calls were ended must not live on
+        group = alive.pop(0)
+        works = under_way.pop(group)
         with suppress(RuntimeError):
             if "nccl" in backend_of(group):
                 _forget(group)  # torch would shut down what has been aborted, and may hang there
             else:
+                _end_calls(group, works, group in by_pairs, until)
                 dist.destroy_process_group(group)
+        del group, works
 
 
 def _forget(group: dist.ProcessGroup) -> None:

@@ -373,7 +373,7 @@ def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
 
 def _store_address() -> str:
     """Where WORLD's store is served, as ` at host:port`; empty where that is not known."""
-    store = served(world_store()) if is_initialized() else None
+    store: Any = served(world_store()) if is_initialized() else None
     return f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
 
 
