@@ -4,7 +4,7 @@ Gradient reduction, norms, sharded optimizers and checkpoints all read it here, 
 declares it once.
 """
 
-import commgrid.parameters.ddp  # noqa: F401  DistributedDataParallel is checked from now on
+import commgrid.parameters.ddp  # noqa: F401  checks DistributedDataParallel
 from commgrid.parameters.foreign import Foreign, foreign_slice
 from commgrid.parameters.layout import Distinct, ParameterLayout, layout_of
 from commgrid.parameters.marks import Mark, mark_parameters

@@ -11,6 +11,7 @@ from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.parameters.layout import layout_of
 from commgrid.parameters.placement import Placement, placements
+from commgrid.parameters.slices import REGISTERED
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.registry import get_grid
 from commgrid.runtime.torch_patches import before_ddp
@@ -42,4 +43,4 @@ def _copies_group(placement: Placement, cut: GroupRef) -> str:
     return "no other rank has one"
 
 
-before_ddp(_refuse_copying_over_slices)
+REGISTERED.append(lambda: before_ddp(_refuse_copying_over_slices))

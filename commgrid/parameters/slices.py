@@ -247,4 +247,6 @@ def _slices_in(optimizer: Optimizer) -> Iterator[Slice]:
                 yield Slice(f"{type(module).__name__}.{name}", parameter, module.shards_of(name))
 
 
-_HOOKS = StepHooks(lambda: [register_optimizer_step_pre_hook(_before_step)])
+REGISTERED: list[Callable[[], Any]] = [lambda: register_optimizer_step_pre_hook(_before_step)]
+"""What is registered with torch while a module with slices exists; each returns its handle."""
+_HOOKS = StepHooks(lambda: [register() for register in REGISTERED])

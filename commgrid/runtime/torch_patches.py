@@ -4,7 +4,7 @@
 |---|---|---|
 | `answered_with` | while a root's names are flattened | lets `DeviceMesh._flatten` take a group that exists |
 | `let_names_be_taken` | for the process | asks who made a flattened axis before it refuses its name |
-| `before_ddp` | for the process | asks a module about the ranks that it is about to be copied to |
+| `before_ddp` | while a module with slices exists | asks a module about the ranks that it is about to be copied to |
 | `mend_uneven_gathers` | for the process | gathers uneven pieces over a flattened axis in their own sizes, or axis by axis |
 
 Each was checked on the versions in `_CHECKED`; on others the lasting change is left out.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from inspect import signature
@@ -138,13 +139,31 @@ def forget_plans() -> None:
             clear()
 
 
-def before_ddp(check: Callable[[nn.Module, Sequence[int]], None]) -> None:
+@dataclass(frozen=True)
+class Replaced:
+    """A function of a class of torch's that is replaced until `remove`."""
+
+    owner: Any
+    name: str
+    before: Any
+    now: Any
+
+    def remove(self) -> None:
+        """Put the former one back, unless somebody else has replaced this one since."""
+        if vars(self.owner)[self.name] is self.now:
+            setattr(self.owner, self.name, self.before)
+
+
+def before_ddp(check: Callable[[nn.Module, Sequence[int]], None]) -> Replaced:
     """Has DistributedDataParallel show a module, and the ranks it goes to, before it copies it.
 
     DDP broadcasts every parameter of the first rank to all others of its group, and asks nobody.
 
     Args:
         check: raises where that is wrong.
+
+    Returns:
+        A handle, whose `remove` ends it.
     """
     start = DistributedDataParallel.__init__
 
@@ -159,3 +178,4 @@ def before_ddp(check: Callable[[nn.Module, Sequence[int]], None]) -> None:
         start(ddp, module, *args, **named)
 
     DistributedDataParallel.__init__ = checked  # type: ignore[method-assign, assignment]
+    return Replaced(DistributedDataParallel, "__init__", start, checked)
