@@ -29,6 +29,7 @@ from torch import Tensor
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import torch_groups, torch_world, watching
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.missing import who_is_missing
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 MOST_AHEAD = 16
 """So many calls a rank's messages may be on their way: gloo does not say when they have left."""
 
-_LEARNT_SECONDS = 2.0  # that a watch gets to say who is gone, once a connection has closed
 
 Addressed = tuple[Tensor, int]
 """A tensor, and the global rank that it goes to or comes from."""
@@ -272,7 +272,7 @@ class Links:
         """
         if self._watch is None:
             return
-        learnt = self._watch.read(0.0 if error is None else _LEARNT_SECONDS)
+        learnt = self._watch.read(0.0 if error is None else timeouts().seen)
         if learnt is not None:
             got = "" if error is None else f" and got {torch_world.first_line(error)}"
             raise GoneError(

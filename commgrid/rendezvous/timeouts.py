@@ -40,6 +40,8 @@ class Timeouts:
             only a busy rank is late.
         exit: for the other processes to end before the process that serves the store. They may
             still read from it; longer than a process takes to run its exit handlers.
+        seen: for a watch to say whose process has ended, after a collective lost its connection. It
+            learns of it by a connection of its own, and asks that rank's host once more.
         beat: between two signs of life on a link of a watched grid.
         silent: without a sign of life until a watched rank counts as stopped, at most; less if the
             grid's `timeout` is less. The thread that sends them needs the interpreter's lock,
@@ -57,6 +59,7 @@ class Timeouts:
     settle: float = 1.0
     arrive: float = 10.0
     exit: float = 5.0
+    seen: float = 2.0
     beat: float = 1.0
     silent: float = 60.0
     connect: float = 10.0

@@ -26,6 +26,7 @@ from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, 
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.op import StoreLostError
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import inquiry, torch_world
 from commgrid.runtime.addresses import ranks_here
 from commgrid.runtime.registry import get_grid, store_server
@@ -35,7 +36,6 @@ from commgrid.runtime.whereabouts import whereabouts
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
-_PATIENCE_SECONDS = 2.0  # for a rank that knows more than that a connection closed
 _GUESSES = ("not answer", "came too late")  # what a silent connection is taken for
 
 
@@ -119,7 +119,7 @@ def named_failures(
             raise
         why = inquiry.at_failure(grid.identity, "timed out" in f"{error}".lower())
         if learnt is None and watch is not None:
-            learnt = watch.read(_PATIENCE_SECONDS)
+            learnt = watch.read(timeouts().seen)
         told = learnt or board.inquire(grid, error, f"{me}{at}")
         grid.abort_after_failure()
         late = _says_late(error) if learnt is None or watch is None else watch.late

@@ -16,6 +16,7 @@ from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.agreement import PHASES
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world, watching
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from commgrid.runtime.watch import Watch
 
 
-_SEEN_SECONDS = 2.0  # in which a watch has seen a process end whose connection was lost
 _log = logging.getLogger("commgrid")
 
 
@@ -253,7 +253,7 @@ class HyperCommGrid(NamedGroups):
     def _connect(self, rendezvous: Rendezvous, limit: float | None) -> None:
         def tell(error: BaseException) -> None:
             lost, watch = torch_world.lost_by_gloo(error), self._watch
-            if lost and watch is not None and (seen := watch.read(_SEEN_SECONDS)):
+            if lost and watch is not None and (seen := watch.read(timeouts().seen)):
                 rendezvous.interrupt(seen, watch.late)
             else:
                 rendezvous.tell(error)

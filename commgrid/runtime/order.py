@@ -39,7 +39,6 @@ MOMENT = 1.0
 _FREE = ("all_to_all", "all_gather", "barrier")
 """Collectives whose members may hand in different amounts."""
 
-_STORE_SECONDS = 5.0  # in which the store answers
 _KEPT = 1024  # calls of each communicator that are held against others'
 _AHEAD = 8  # calls within which two that are swapped are seen
 _GLOO_SECONDS = 0.05  # that an asynchronous call on gloo waits for the other's
@@ -102,7 +101,7 @@ class OrderCheck:
         self._base = f"commgrid/order/{grid.identity}"
         # A server that is stopped must not hold who ends the grid because of it.
         own = connection_of(torch_world.world_store())
-        self._store = PatientStore(own, lambda: _STORE_SECONDS)
+        self._store = PatientStore(own)
         self._channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
         self._pending: WeakKeyDictionary[dist.Work, Issued] = WeakKeyDictionary()
         self._turns: dict[str, int] = {}
@@ -112,7 +111,7 @@ class OrderCheck:
         self._circle: list[Any] = []  # as the last look has found it
         self._news = threading.Condition()
         self._mail = Mailbox(
-            self._rank, PatientStore(connection_of(self._store), lambda: _STORE_SECONDS),
+            self._rank, PatientStore(connection_of(self._store)),
             self._base, torch_world.own_address(), self._heard,
         )  # fmt: skip
         self._refresh()

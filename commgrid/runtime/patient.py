@@ -20,6 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from commgrid.rendezvous.timeouts import timeouts
+
 Answer = TypeVar("Answer")
 
 _IDLE_SECONDS = 0.5  # that a thread waits for a next call
@@ -49,18 +51,22 @@ def served(store: Any) -> Any:
     return found
 
 
+def _answer() -> float:
+    return timeouts().answer
+
+
 class PatientStore:
     """A store whose calls end.
 
     Args:
         store: torch's.
-        patience: how many seconds a call may take, asked at each.
+        patience: returns the seconds that a call may take; None: `Timeouts.answer`.
     """
 
-    def __init__(self, store: Any, patience: Callable[[], float]) -> None:
+    def __init__(self, store: Any, patience: Callable[[], float] | None = None) -> None:
         self.raw: Any = store.raw if isinstance(store, PatientStore) else store
         self._client = served(store)  # shared by all prefixes, with its connection and its lock
-        self._patience = patience
+        self._patience = patience or _answer
 
     @property
     def timeout(self) -> Any:

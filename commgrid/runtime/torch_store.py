@@ -18,7 +18,6 @@ from commgrid.rendezvous.op import (
     StoreLostError,
     Wait,
 )
-from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.patient import PatientStore, SilentStoreError
 from commgrid.runtime.roll import Line, seconds_until
 
@@ -47,7 +46,7 @@ class StoreDriver:
         patience: Callable[[], float] | None = None,
         line: Line | None = None,
     ) -> None:
-        self.store = PatientStore(store, patience or (lambda: timeouts().answer))
+        self.store = PatientStore(store, patience)
         self._line = line or Line(store, among)
 
     def run(self, protocol: Protocol[Result]) -> Result:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from commgrid.runtime.communicator import Communicator
     from commgrid.runtime.grid import HyperCommGrid
 
-_ANSWER_SECONDS = 5.0  # that the store gets
-
 
 def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
     """Whether a grid is watched: as it was asked for, else where one of its names runs on NCCL.
@@ -113,7 +111,7 @@ def between(
 
 
 def _store() -> PatientStore:
-    return PatientStore(torch_world.world_store(), lambda: _ANSWER_SECONDS)
+    return PatientStore(torch_world.world_store())
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.planning.groups import GroupOptions
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import torch_groups, watching
 from commgrid.runtime.failures import GoneError, no_answer_of
 from commgrid.runtime.grid import HyperCommGrid
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
 _HEARD_SECONDS = 10.0  # that hearing of an error, which all ranks are about to, may take
-_LEARNT_SECONDS = 2.0  # that a watch gets to say who is gone, once a connection has closed
 _UNUSABLE = "the target is not to be used: some of its tensors may be new and others old"
 Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
 
@@ -394,7 +394,7 @@ class Transfer:
         kind, told = "failed", f"{me} failed: {type(error).__name__}: {first_line(error)}"
         if isinstance(error, GoneError) or is_peer_failure(error):
             kind = "gone"
-            learnt = None if self._watch is None else self._watch.read(_LEARNT_SECONDS)
+            learnt = None if self._watch is None else self._watch.read(timeouts().seen)
             if self._watch is not None and learnt is not None:
                 kind, told = "absent" if self._watch.late else "gone", learnt
             elif isinstance(error, GoneError):
