@@ -33,7 +33,7 @@ from commgrid.observe.traces import Trace
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.questions import Questions, agreed_name, first, hear, tell
 from commgrid.runtime import recorder, torch_world
-from commgrid.runtime.patient import PatientStore
+from commgrid.runtime.patient import Asked, PatientStore
 from commgrid.runtime.recorder import Recorder
 from commgrid.runtime.roll import connection_of
 from commgrid.runtime.torch_store import StoreDriver
@@ -249,16 +249,12 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
     if own is None:
         return lambda: ""
     own.paused = True  # what ends the grid now is no call of the program's
-    said: list[str] = []
-    thread = threading.Thread(
-        target=lambda: said.append(_why(own, identity, late)), name="commgrid asks", daemon=True
-    )
-    thread.start()
+    asked = Asked(lambda: _why(own, identity, late))
 
     def result() -> str:
         # A store whose server is stopped meanwhile holds the thread for ever.
-        thread.join(_SOON_SECONDS + 3 * _ANSWERS_SECONDS + _STORE_SECONDS)
-        return "".join(said)
+        limit = _SOON_SECONDS + 3 * _ANSWERS_SECONDS + _STORE_SECONDS
+        return str(asked.answer()) if asked.is_over(limit) else ""
 
     return result
 
@@ -266,7 +262,7 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
 def _why(own: Recorder, identity: str, late: bool) -> str:
     """Return the reason that the first rank whose call timed out has found, on every rank."""
     at = f"commgrid/failures/{identity}/why"
-    with suppress(CommGridError, RuntimeError):
+    with suppress(CommGridError, RuntimeError, OSError):
         folder = folder_of_environment()
         if folder is not None:
             own.save(Path(folder))

@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 _IDLE_SECONDS = 0.5  # that a thread waits for a next call
 _OWED_SECONDS = 0.1  # that a store gets which has kept an earlier call waiting
 
-_OWED: WeakKeyDictionary[Any, _Asked] = WeakKeyDictionary()
+_OWED: WeakKeyDictionary[Any, Asked] = WeakKeyDictionary()
 """Of a store, the call that it has not answered: until it does, torch's client is held."""
 
 _LOST: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -129,15 +129,15 @@ class PatientStore:
         if owed is not None and not owed.is_over(min(self._patience(), _OWED_SECONDS)):
             _OWED[self._client] = owed
             raise SilentStoreError(what)
-        asked = _Asked(call)
+        asked = Asked(call)
         if not asked.is_over(self._patience()):
             _OWED[self._client] = asked
             raise SilentStoreError(what)
         return cast(Answer, asked.answer())
 
 
-class _Asked:
-    """A call under way on a thread; made for being quick where the answer is."""
+class Asked:
+    """A call under way on a thread that is kept for the next one."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call: Callable[[], Any] | None = call
@@ -192,12 +192,12 @@ class _Asker:
     """
 
     def __init__(self) -> None:
-        self._asked: _Asked | None = None
+        self._asked: Asked | None = None
         self._wanted = _thread.allocate_lock()  # until there is a call
         self._wanted.acquire()
         _thread.start_new_thread(self._run, ())
 
-    def ask(self, asked: _Asked) -> None:
+    def ask(self, asked: Asked) -> None:
         """Make a call on this thread, which is new, or was taken from the idle ones."""
         self._asked = asked
         self._wanted.release()

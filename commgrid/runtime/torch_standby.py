@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -23,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import address_towards
-from commgrid.runtime.patient import served
+from commgrid.runtime.patient import Asked, served
 from commgrid.runtime.torch_world import world_store
 
 _KEPT, _WORLD = "commgrid", "world"  # prefixes in a standby store
@@ -130,21 +129,16 @@ def ask_world() -> Answer:
     return answer
 
 
-def _within(seconds: float, call: Any) -> Answer:
-    """Result of a store call within some seconds, on a thread, since torch cannot cancel it."""
-    said = [Answer.SILENT]
-
-    def run() -> None:
-        try:
-            call()
-            said[0] = Answer.HERE
-        except (RuntimeError, ValueError):
-            said[0] = Answer.GONE
-
-    thread = threading.Thread(target=run, name="commgrid asks a store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return said[0]
+def _within(seconds: float, call: Callable[[], object]) -> Answer:
+    """Return the result of a store call within some seconds; torch cannot cancel it."""
+    asked = Asked(call)
+    if not asked.is_over(seconds):
+        return Answer.SILENT
+    try:
+        asked.answer()
+    except (RuntimeError, ValueError):
+        return Answer.GONE
+    return Answer.HERE
 
 
 def move_world(store: Any) -> Any:
