@@ -248,5 +248,5 @@ def _slices_in(optimizer: Optimizer) -> Iterator[Slice]:
 
 
 REGISTERED: list[Callable[[], Any]] = [lambda: register_optimizer_step_pre_hook(_before_step)]
-"""What is registered with torch while a module with slices exists; each returns its handle."""
+"""Functions that hook into torch while a module with slices exists, and return handles."""
 _HOOKS = StepHooks(lambda: [register() for register in REGISTERED])

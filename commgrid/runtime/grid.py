@@ -48,7 +48,7 @@ class HyperCommGrid(NamedGroups):
 
     Args:
         spec: a GridSpec, or the YAML path or dict of one; its -1 is filled from WORLD.
-        name: what it is called in messages, and part of what its communicators meet under.
+        name: for messages, and part of the keys under which its communicators meet.
         backend: of every communicator that the groups table gives none; None takes WORLD's.
         timeout: how long a collective may take, in seconds or as timedelta; None: torch's default.
         startup_timeout: how long starting may take in all, likewise.
@@ -104,13 +104,13 @@ class HyperCommGrid(NamedGroups):
     def _describe(
         self, spec: GridSpec, name: str, backend: str | None, timeout: float | None
     ) -> None:
-        """What it is, before it has any communicator."""
+        """Set the attributes of a grid that has no communicators yet."""
         super().__init__(name, spec, torch_world.world_rank())
         self._backend, self._timeout = backend, timeout
         self._owns_groups, self._incarnation = True, ""
         self._checks = 0  # calls of `check`
         self.rebuilt: Rebuilt | None = None
-        """What it was rebuilt from, where `commgrid.rebuild` has made it."""
+        """The grid before, if `commgrid.rebuild` has made this one; else None."""
         self._addresses: list[tuple[Any, str]] = []
         self._before_destroy: list[Callable[[], object]] = []
         self._communicators: list[Communicator] = []
@@ -119,15 +119,15 @@ class HyperCommGrid(NamedGroups):
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, name: str = "default") -> HyperCommGrid:
-        """A grid over the groups of a mesh that exists already, and of what was flattened from it.
+        """Make a grid over the groups of an existing mesh, and of its flattened dims.
 
-        It creates none, and `destroy` leaves them to whoever made them. It is not in the registry:
-        hand it to layers as `grid=`.
+        It creates no group, and `destroy` leaves the mesh's groups alone. It is not in the
+        registry: give it to layers as `grid=`.
 
         Args:
-            mesh: with names for its dims. Its groups list their ranks as it does, which those that
-                torch makes for it do where ranks rise along every dim.
-            name: what messages call it.
+            mesh: with names for its dims. Its groups must list their ranks in the mesh's order, as
+                torch's own do if ranks rise along every dim.
+            name: for messages.
 
         Raises:
             SpecError: a mesh without names, or whose groups have their ranks in another order.
@@ -173,7 +173,7 @@ class HyperCommGrid(NamedGroups):
             try:
                 watch = watching.prepare(self, partial(self._wake_waiting, under_way=under_way))
             except CommGridError as error:
-                unwatched = error  # which the others are told once they have come
+                unwatched = error  # raised, and told to the others, when all have arrived
         try:
             with Rendezvous(
                 torch_world.world_store(),
@@ -207,7 +207,7 @@ class HyperCommGrid(NamedGroups):
         except BaseException:
             self._watch = watch
             with suppress(RuntimeError):
-                # Destroying could wait for those that are gone.
+                # To destroy could wait for ranks that are gone.
                 torch_groups.abort_all(self._let_go(), tell=False)
             raise
 
@@ -271,32 +271,31 @@ class HyperCommGrid(NamedGroups):
             self._positions[name] = position
 
     def before_destroy(self, callback: Callable[[], object]) -> None:
-        """Calls back once, when the grid is about to be destroyed: whoever handed its groups on."""
+        """Register a function that is called once, before the grid is destroyed."""
         self._before_destroy.append(callback)
 
     def destroy(self) -> None:
-        """Destroys the grid's communicators; nothing else, and not twice."""
+        """Destroy the grid's communicators; a second call does nothing."""
         torch_groups.destroy_all(self._let_go())
 
     def abort(self) -> None:
-        """Destroys the grid without waiting for what is under way, after a failure.
+        """Destroy the grid after a failure, without waiting for calls under way.
 
-        Peers that wait for this rank get an error instead of what they wait for; on a watched grid
-        it names this rank.
+        Ranks that wait for this one get an error; on a watched grid it names this rank.
         """
         if self._watch is not None:
             self._watch.post(f"rank {self._rank} has aborted grid {self._name!r}")
         self.abort_after_failure()
 
     def abort_after_failure(self) -> None:
-        """`abort` where the other ranks learn of the failure by itself."""
+        """Do as `abort`, if the other ranks learn of the failure in another way."""
         by_pairs = self._connected_by_pairs()
         groups = self._let_go()
         self._addresses = torch_groups.addresses(groups)
         torch_groups.abort_all(groups, by_pairs)
 
     def forget_addresses(self) -> None:
-        """Takes from the store what `abort` has left there, since that may be gone with a rank."""
+        """Delete the addresses that `abort` has left at the store, if it has not gone meanwhile."""
         with suppress(RuntimeError):
             while self._addresses:
                 store, key = self._addresses.pop()
@@ -322,19 +321,18 @@ class HyperCommGrid(NamedGroups):
     def suspend(
         self, names: str | Sequence[str] | None = None, *, timeout: Seconds = 600.0
     ) -> None:
-        """Gives up connections and device memory of communicators, which keep their place.
+        """Free connections and device memory of communicators, until `resume`.
 
-        Every rank of the grid calls it with the same names. NCCL frees what it has allocated, and
-        the torch groups stay the same objects; where it cannot (before torch 2.12 or NCCL 2.29.7)
-        and on gloo the groups are destroyed, and `resume` makes others under their names. WORLD
-        stays as it is.
+        Every rank of the grid calls it with the same names. NCCL frees its memory, and the torch
+        groups stay the same objects; on gloo, and on torch before 2.12 or NCCL before 2.29.7, the
+        groups are destroyed, and `resume` makes others under their names. WORLD is not suspended.
 
         Args:
-            names: of groups, which other names may share a communicator with; None: all.
+            names: names of groups, with other names of the same communicators; None: all.
             timeout: how long this call may take, in seconds or as timedelta.
 
         Raises:
-            CommGridError: work is under way on one of them, or somebody else made them. Nothing
+            CommGridError: work is under way on one of them, or the grid did not make them. Nothing
                 has changed then, on any rank.
             PeerFailedError: that was so on another rank.
             PeerTimeoutError: a rank did not call it in time; it is named.
@@ -361,7 +359,7 @@ class HyperCommGrid(NamedGroups):
         an error.
 
         Args:
-            names: as `suspend` takes them; those that are not suspended stay as they are.
+            names: names of groups; None: all. Groups that are not suspended do not change.
             timeout: likewise.
 
         Raises:
@@ -406,12 +404,12 @@ class HyperCommGrid(NamedGroups):
 
     @property
     def timeout(self) -> float | None:
-        """The seconds a collective may take, as it was given; None: torch's default."""
+        """The seconds that a collective may take; None: torch's default."""
         return self._timeout
 
     @property
     def identity(self) -> str:
-        """What no other grid at this store ever is called: name, first rank and incarnation."""
+        """A name unlike any other grid's at this store: name, first rank and incarnation."""
         return f"{self._name}@{self._spec.grid_ranks[0]}/{self._incarnation}"
 
     @property

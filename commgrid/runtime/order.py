@@ -180,7 +180,7 @@ class OrderCheck:
         peer: int | None,
         transfer: bool,
     ) -> tuple[Issued, int]:
-        """What is about to be issued, and the rank that is told."""
+        """Return the call that is to be issued, and the rank that learns of it."""
         first = tensors[0] if tensors else None
         dtype = "" if first is None else DTYPES.get(first.dtype, str(first.dtype))
         shape = [] if first is None else list(first.shape)
@@ -349,10 +349,10 @@ class OrderCheck:
         return ", ".join(f"{what} at {place} on rank {who}" for who, what, place in told)
 
     def _posted(self, error: GridMismatchError) -> GridMismatchError:
-        """An error that the others are told of."""
+        """Tell the other ranks of an error, and return it."""
         with suppress(RuntimeError):
             self._store.compare_set(f"{self._base}/failed", "", str(error))
-        if self._grid.watch is not None:  # wakes those who wait on a device
+        if self._grid.watch is not None:  # wakes ranks that wait on a device
             self._grid.watch.post(f"rank {self._rank} has found that {error}")
         return error
 
@@ -381,7 +381,7 @@ class OrderCheck:
             raise
         except RuntimeError:
             return  # the store has gone; the wait itself will say who else
-        if found and found == self._circle:  # twice the same: nobody has moved
+        if found and found == self._circle:  # twice the same: no rank has moved
             steps = "; ".join(
                 f"rank {rank} waits in {names} {words} at {where} for rank {after}"
                 for rank, names, words, where, after in sorted(found)
@@ -412,7 +412,7 @@ class OrderCheck:
         return []
 
     def _missing(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """The states of those that wait elsewhere and have not entered a rank's call."""
+        """Return the states of ranks that wait elsewhere and have not entered a rank's call."""
         asked = [rank for rank in state["ranks"] if rank != state["rank"]]
         if state["other"] is not None:
             asked = [state["other"]]

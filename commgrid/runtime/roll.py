@@ -196,7 +196,7 @@ class _Wait:
         return True
 
     def end(self) -> None:
-        """End it: a compare-and-set that sets nothing wakes all who wait for its key."""
+        """End it: a compare-and-set wakes all that wait for its key, even if it sets nothing."""
         self._ends = True
         if self.over.is_set() or not hasattr(served(self.store), "port"):
             return

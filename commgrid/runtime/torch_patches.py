@@ -1,4 +1,4 @@
-"""What of torch's DeviceMesh and DTensor is changed from outside, and when each change can go.
+"""Changes of torch's DeviceMesh, DTensor and DDP while a program runs, and when each can go.
 
 | change | lasts | goes when torch |
 |---|---|---|
@@ -50,11 +50,11 @@ def answered_with(group: ProcessGroup) -> Iterator[None]:
 
 
 OFFERED = "_offered_by_commgrid"
-"""The mark of a flattened mesh that nobody has asked for yet. It outlasts pickling, harmlessly."""
+"""The mark of a flattened mesh that was not asked for yet. It is pickled with it, harmlessly."""
 
 
 def offer(root: DeviceMesh, name: str, flattened: DeviceMesh) -> None:
-    """Has a root know a flattened mesh of its ranks by a name, until somebody else takes that."""
+    """Let a root know a flattened mesh of its ranks by a name, until the program takes the name."""
     offered = copy(flattened)
     offered._root_mesh, offered._flatten_mapping = root, {}
     setattr(offered, OFFERED, True)
@@ -149,7 +149,7 @@ class Replaced:
     now: Any
 
     def remove(self) -> None:
-        """Put the former one back, unless somebody else has replaced this one since."""
+        """Put the former one back, unless this one was replaced meanwhile."""
         if vars(self.owner)[self.name] is self.now:
             setattr(self.owner, self.name, self.before)
 
@@ -157,7 +157,7 @@ class Replaced:
 def before_ddp(check: Callable[[nn.Module, Sequence[int]], None]) -> Replaced:
     """Has DistributedDataParallel show a module, and the ranks it goes to, before it copies it.
 
-    DDP broadcasts every parameter of the first rank to all others of its group, and asks nobody.
+    DDP broadcasts every parameter of the first rank to all others of its group.
 
     Args:
         check: raises where that is wrong.

@@ -107,7 +107,7 @@ class StoreDriver:
         return tuple(self._read(key) for key in keys)
 
     def _read(self, key: str) -> bytes | None:
-        # Compare and set alone would wake all that wait for a missing key.
+        # Compare and set alone would wake all ranks that wait for a missing key.
         return self._value(key) if self.store.check([key]) else None
 
     def _value(self, key: str) -> bytes | None:

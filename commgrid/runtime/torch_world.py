@@ -1,7 +1,7 @@
 """Starting and stopping torch.distributed, the store its ranks meet at, and what its errors mean.
 
-With its neighbours called `torch_*` this is the one door to torch.distributed: whatever of it is
-not public torch stands in these files (and `docs/torch_versions.md` says what to do when it goes).
+Names of torch.distributed that are not public are used in the `torch_*` files alone;
+`docs/torch_versions.md` says what to do when one is removed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def world_size() -> int:
 
 
 def world_backend() -> str:
-    """WORLD's backend as it was given: `gloo`, `cpu:gloo,cuda:nccl`, `fake`, …"""
+    """Return the name of WORLD's backend, such as `gloo`, `cpu:gloo,cuda:nccl` or `fake`."""
     world = c10d._get_default_group()
     backend: str = c10d._world.pg_map[world][0]
     if backend == c10d.Backend.UNDEFINED:  # none was given: what torch chose, a device each
@@ -62,17 +62,17 @@ def world_store() -> Any:
 
 
 def own_address() -> str:
-    """This host's address where others reach it: the one from which it reaches the store."""
+    """Return this host's address for other hosts: the one from which it reaches the store."""
     store = served(world_store())
     found = address_towards(store.host, store.port) if hasattr(store, "host") else None
     return outward_address() if found is None else found
 
 
 def group_timeout(limit: float | None) -> float:
-    """Seconds that collectives of a grid may take.
+    """Return the seconds that collectives of a grid may take.
 
     Args:
-        limit: as it was given to the grid; None: torch's default for WORLD's backend.
+        limit: the grid's `timeout`; None: torch's default for WORLD's backend.
     """
     if limit is not None:
         return limit
@@ -82,18 +82,18 @@ def group_timeout(limit: float | None) -> float:
 
 
 def default_backend() -> str:
-    """What commgrid starts torch.distributed with: NCCL where CUDA is, else gloo.
+    """Return the backend with which commgrid starts torch.distributed: NCCL with CUDA, else gloo.
 
-    Not gloo beside NCCL, which would connect every rank with every other.
+    Gloo beside NCCL would connect every rank with every other rank.
     """
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def take_device(launch: Launch, backend: str) -> None:
-    """Makes the CUDA device of this rank's number on its node the current one.
+    """Make the CUDA device with this rank's local rank the current one.
 
-    A current device other than 0 was chosen by the program and stays. 0 is also what merely
-    touching CUDA leaves, so a launcher's number goes before it.
+    A current device other than 0 was chosen by the program, and stays. Device 0 is also current
+    after any first use of CUDA, so a launcher's number replaces it.
 
     Raises:
         SpecError: NCCL among several ranks and devices, and nothing says which is this one's.
@@ -114,7 +114,7 @@ def take_device(launch: Launch, backend: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What a rank runs, which all of a grid must: commgrid, torch, and NCCL where there is CUDA."""
+    """Return the versions that all ranks must share: of commgrid, torch, and NCCL with CUDA."""
     found = {"commgrid": VERSION, "torch": str(torch.__version__)}
     if torch.cuda.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -122,16 +122,16 @@ def versions() -> dict[str, str]:
 
 
 def connect_store(launch: Launch, left: float) -> Any:
-    """The store that all ranks of a launch share; a world of one keeps its own.
+    """Connect to the store that all ranks of a launch share; a world of one has its own.
 
     Args:
         launch: whose store.
         left: seconds until startup_timeout is over; it may be over already.
 
     Raises:
-        PeerTimeoutError: nobody serves it in time; names its address. Or there was no time to ask,
-            which is about this rank.
-        CommGridError: this rank is to serve it and cannot, since the port is taken.
+        PeerTimeoutError: no process serves it in time; names its address. Or no time was left to
+            ask, through no fault of others.
+        CommGridError: this rank should serve it and cannot, since the port is taken.
     """
     if launch.address is None:
         return HashStore()
@@ -145,14 +145,13 @@ def connect_store(launch: Launch, left: float) -> Any:
     search = _StoreSearch(launch, time.monotonic() + left)
     threading.Thread(target=search.run, name="commgrid-store", daemon=True).start()
     store = search.wait(left)
-    # Under torchrun the store is the agent's, which keeps it, and whatever an earlier attempt of
-    # the job has left there, over restarts; TORCHELASTIC_RESTART_COUNT tells none apart, since
-    # each agent counts its own. Whoever writes keys here makes them new by what the store counts.
+    # Under torchrun the agent serves the store and keeps it over restarts, with the keys of earlier
+    # attempts. TORCHELASTIC_RESTART_COUNT is no name for an attempt: each agent counts its own.
     return PrefixStore("commgrid", store)
 
 
 def follow_timeout(store: Any, timeout: float | None, backend: str) -> None:
-    """Gives a store the time limit of collectives, since a communicator's first use waits at it.
+    """Give a store the time limit of collectives; a communicator's first use waits at the store.
 
     Args:
         store: what `connect_store` returned.
@@ -164,7 +163,7 @@ def follow_timeout(store: Any, timeout: float | None, backend: str) -> None:
 
 
 def pause_between_probes(world_size: int) -> float:
-    """Return the seconds between two looks of a rank for the store's port.
+    """Return the seconds between two attempts of a rank to reach the store's port.
 
     All ranks look until rank 0 serves it, and then all connect at once: a server accepts some
     20,000 connections a second.
@@ -192,12 +191,12 @@ class _StoreSearch:
         self._address, self._port = launch.address, launch.port
         self._where = f"{launch.address}:{launch.port}"
         self._found: Future[Any] = Future()
-        # What goes into the error.
+        # For the error.
         self._listens = launch.hosts_store
         self._last = "no answer"
 
     def wait(self, seconds: float) -> Any:
-        """The store; the main thread's part."""
+        """Wait for the store, on the main thread."""
         try:
             wait_for_futures([self._found], seconds)
         except BaseException:  # Ctrl-C
@@ -208,10 +207,10 @@ class _StoreSearch:
         return self._found.result()
 
     def run(self) -> None:
-        """The thread's part: tries until it has the store, or nobody waits any more."""
+        """Try until the store is reached or the main thread has given up."""
         # A first connection can get lost where many ranks connect at once: short tries, then
-        # longer. Not where this rank serves the store: torch ends its server with the try, and
-        # whoever has connected meanwhile loses it.
+        # longer. The rank that serves the store tries once: torch ends its server with a try that
+        # fails, and clients that have connected to it lose it.
         patience = float("inf") if self._launch.hosts_store else 1.0
         while not self._found.cancelled():
             left = max(self._deadline - time.monotonic(), 0.1)
@@ -243,17 +242,17 @@ class _StoreSearch:
         )
 
     def _is_served(self, seconds: float) -> bool:
-        """Whether something listens there; torch's own client keeps trying past its timeout."""
+        """Return whether a process listens there; torch's client tries on past its timeout."""
         try:
             with socket.create_connection((self._address, self._port), seconds) as probe:
-                # Trying a port nobody listens on, a socket can get that very port and meet itself.
+                # If no process listens on a port, a socket may get that port and connect to itself.
                 return bool(probe.getsockname() != probe.getpeername())
         except OSError as error:
             self._last = error.strerror or str(error)
             return False
 
     def _finish(self, outcome: Any) -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
+        with suppress(InvalidStateError):  # the main thread has given up
             if isinstance(outcome, BaseException):
                 self._found.set_exception(outcome)
             else:
@@ -292,7 +291,7 @@ class _StoreSearch:
 def start_world(
     launch: Launch, store: Any, incarnation: str, backend: str, startup_timeout: float
 ) -> None:
-    """Starts torch.distributed on a store, with keys that no earlier start has used.
+    """Start torch.distributed on a store, with keys that no earlier start has used.
 
     Raises:
         PeerTimeoutError: the ranks could not connect within `startup_timeout` seconds.
@@ -319,9 +318,9 @@ def start_world(
 
 
 def start_fake_world(rank: int, world_size: int) -> None:
-    """Makes this process a rank of a world in which nobody else is and nothing is sent.
+    """Make this process one rank of a world without other processes, in which nothing is sent.
 
-    A program that starts torch.distributed by itself finds it started.
+    `init_process_group` does nothing from then on, so that a program can call it.
 
     Args:
         rank, world_size: what torch.distributed says from now on.
@@ -334,7 +333,7 @@ def start_fake_world(rank: int, world_size: int) -> None:
 
 
 def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Changes how long collectives of a group may take, on each of its backends."""
+    """Set the time limit of a group's collectives, on each of its backends."""
     if hasattr(dist, "set_timeout"):  # torch 2.14
         dist.set_timeout(limit, group)
         return
@@ -346,18 +345,18 @@ def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
 
 
 def unwrapped(backend: Any) -> Any:
-    """A backend, out of torch's wrapper for debugging."""
+    """Return the backend within torch's wrapper for debugging."""
     return getattr(backend, "wrapped_pg", backend)
 
 
 def stop_world() -> None:
-    """Ends torch.distributed if it is up."""
+    """End torch.distributed if it is started."""
     if is_initialized():
         dist.destroy_process_group()
 
 
 def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
-    """What torch's error while meeting peers means: that one did not come, or something else."""
+    """Return commgrid's error for torch's: an absent or silent peer, a lost store, or another."""
     if isinstance(error, CommGridError):
         return error
     text = first_line(error)
@@ -372,7 +371,7 @@ def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
 
 
 def _store_address() -> str:
-    """Where WORLD's store is served, as ` at host:port`; empty where that is not known."""
+    """Return the address of WORLD's store as ` at host:port`; empty if it is not known."""
     store: Any = served(world_store()) if is_initialized() else None
     return f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
 
@@ -390,24 +389,24 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def lost_by_gloo(error: BaseException) -> bool:
-    """Whether `as_peer_error` made it of a connection that gloo had and lost.
+    """Return whether an error of `as_peer_error` is about a connection that gloo had and lost.
 
-    Its other side need not have ended: gloo takes whoever connects and says that it is the rank
-    which is waited for, also a stranger who looks for a peer that had this port before.
+    The rank on its other side may be alive. gloo accepts any process that connects and gives the
+    expected rank, such as one of another job whose peer had this port before.
     """
     return _LOST_BY_GLOO.search(str(error.__cause__)) is not None
 
 
 def is_store_gone(error: BaseException) -> bool:
-    """Whether a call of the store failed since its server has ended, and not merely waited."""
+    """Return whether a call of the store failed because its server has ended."""
     return isinstance(error, dist.DistNetworkError) and not _CANNOT_SERVE.search(str(error))
 
 
 _ADVICE = ". This is typically caused by a remote worker"  # what gloo adds
 _IN_GLOO = re.compile(r"^\[\S+\.cc:\d+\] ")
 
-# What torch 2.11 to 2.15 raise where a peer is gone or silent; each is provoked by a test, but for
-# NCCL's, which need GPUs and which nobody has provoked yet.
+# Errors of torch 2.11 to 2.15 about a peer that is gone or silent. A test provokes each but NCCL's,
+# which need GPUs, and have not been seen yet.
 _GONE = (
     "connection (closed by|reset by|refused|timed out|aborted)|broken pipe|no route to host"
     "|network is (unreachable|down)|host is (unreachable|down)|endpoint is not connected"
@@ -438,13 +437,13 @@ _CANNOT_SERVE = re.compile(r"^The server socket has failed to (listen|bind)")
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without what follows its first line, and what gloo puts around it."""
+    """Return the first line of an error's message, without gloo's additions."""
     lines = _IN_GLOO.sub("", str(error)).partition(_ADVICE)[0].splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def check_backend(key: str, backend: str | None) -> None:
-    """Raises SpecError where `backend` is none of this torch's (`gloo`, `cpu:gloo,cuda:nccl`)."""
+    """Raise SpecError if this torch has no such `backend` (`gloo`, `cpu:gloo,cuda:nccl`)."""
     # MPI makes groups of all ranks only, and fake stands for a whole world or not at all.
     never = ("undefined", "mpi", FAKE)
     for pair in (backend or "gloo").split(","):
@@ -462,7 +461,7 @@ def check_backend(key: str, backend: str | None) -> None:
 
 
 def _is_available(kind: str) -> bool:
-    """Whether torch has a backend, also one that another package brings, once it is asked for."""
+    """Return whether torch has a backend, or a package that registers it on demand."""
     if not kind.replace("-", "_").isidentifier():
         return False
     try:
@@ -472,6 +471,6 @@ def _is_available(kind: str) -> bool:
 
 
 def _backend_names() -> list[str]:
-    """Every backend that torch knows, and those that it would register on demand (2.14)."""
+    """Return the names of torch's backends, with those that it registers on demand (2.14)."""
     asked = {entry.name.lower() for entry in entry_points(group="torch.distributed.backends")}
     return sorted({*c10d.Backend.backend_list, *asked})

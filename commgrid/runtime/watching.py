@@ -1,4 +1,4 @@
-"""Which grids are watched, a grid's watch, and that of a group between two grids."""
+"""Watches of grids, and of groups between two grids."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
-    """Whether a grid is watched: as it was asked for, else where one of its names runs on NCCL.
+    """Return whether a grid is watched: by default if one of its groups runs on NCCL.
 
-    The same on all ranks, whichever groups they have.
+    The result is the same on all ranks.
 
     Args:
-        asked: what `initialize` was given.
-        spec: a resolved one.
-        backend: of its communicators, as `initialize` was given it.
+        asked: `watch` of `initialize`.
+        spec: resolved.
+        backend: `backend` of `initialize`.
     """
     if len(spec.grid_ranks) == 1 or torch_world.world_backend() == torch_world.FAKE:
         return False
@@ -36,10 +36,10 @@ def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
 
 
 def prepare(grid: HyperCommGrid, wake: Callable[[str, bool], object]) -> Watch:
-    """The watch of a grid that has no communicators yet.
+    """Make the watch of a grid that has no communicators yet.
 
     Args:
-        wake: as a `Watch` takes it.
+        wake: see `Watch`.
     """
     return Watch(
         _store(),
@@ -53,7 +53,7 @@ def prepare(grid: HyperCommGrid, wake: Callable[[str, bool], object]) -> Watch:
 
 
 def begin(watch: Watch, grid: HyperCommGrid) -> None:
-    """Watches the collectives of a grid whose communicators are made."""
+    """Watch the collectives of a grid that has its communicators."""
     watch.begin([_Watched(each) for each in grid.communicators if len(each.ranks) > 1])
 
 
@@ -69,20 +69,20 @@ def between(
     unconnected: Container[ProcessGroup] = (),
     told: Callable[[str, bool], object] = lambda text, late: None,
 ) -> Watch:
-    """The watch of a group whose ranks are of two grids; it learns what this rank's grids' do.
+    """Make the watch of a group whose ranks are of two grids; it follows their watches.
 
-    Its address is told. All connect it, with its key for a secret, and begin it, as a grid's.
+    It publishes its address. The caller connects it, with its key for a secret, and begins it.
 
     Args:
-        key: what nothing else at the store is called.
+        key: unlike all others at the store.
         what: the group, for messages.
         rank: this one.
         ranks: the group's, in its order.
         timeout: seconds a collective may take.
-        grids: that this rank is in, of which some may be watched.
-        unconnected: has the group as long as some pairs of its ranks may not be connected.
-        told: is called before the group's connections are broken, with what has failed, and whether
-            it is that somebody does not answer.
+        grids: of this rank; some may be watched.
+        unconnected: contains the group while some pairs of its ranks may not be connected.
+        told: called before the group's connections are broken, with the failure, and whether it is
+            a rank that does not answer.
     """
 
     def wake(why: str, late: bool) -> None:

@@ -1,4 +1,4 @@
-"""What to run first where there is a GPU: ten checks that nothing else stands for, in one command.
+"""Ten checks to run first on a machine with a GPU, in one command.
 
     python tests/gpu/first.py                                  # on one GPU, within 25 minutes
     python tests/gpu/first.py --python A/bin/python            # and with the torch of another one
