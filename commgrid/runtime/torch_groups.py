@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
 from commgrid.runtime import torch_gloo, torch_nccl
-from commgrid.runtime.patient import PatientStore
+from commgrid.runtime.patient import Asked, PatientStore
 from commgrid.runtime.torch_all_to_all import fill_in_sizes
 from commgrid.runtime.torch_world import (
     FAKE,
@@ -283,7 +283,9 @@ def wake(
             connect then end some seconds later.
     """
     woken: list[dist.ProcessGroup] = []
-    ending: list[threading.Thread] = []
+    # Each on a thread: NCCL ends a communicator's own kernels, and frees its memory when those of
+    # all have ended; and gloo waits for the addresses of peers that may have gone.
+    ending: list[Asked] = []
     for group in groups:
         if group in _WOKEN or not is_alive(group) or group.size() == 1:
             continue
@@ -292,17 +294,12 @@ def wake(
         if tell and _runs_on_gloo(group):
             _BROKEN.add(group)
         for backend in _nccl_backends(group):
-            ending.append(threading.Thread(target=backend.abort, daemon=True))
+            ending.append(Asked(backend.abort))
         if tell and "gloo" in backend_of(group):
-            told = (group, group in by_pairs)
-            ending.append(threading.Thread(target=_break_gloo, args=told, daemon=True))
-    # At once: NCCL ends a communicator's own kernels, and frees its memory when those of all have
-    # ended; and gloo waits for the addresses of peers that may have gone.
-    for thread in ending:
-        thread.start()
+            ending.append(Asked(partial(_break_gloo, group, group in by_pairs)))
     until = time.monotonic() + _ABORT_SECONDS
-    for thread in ending:
-        thread.join(max(until - time.monotonic(), 0.0))
+    for each in ending:
+        each.is_over(until - time.monotonic())
     connecting = [ref(group) for group in woken if group in _CONNECTING]
     if connecting:
         time.sleep(_REFUSED_SECONDS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_for_futures
@@ -28,7 +27,7 @@ from commgrid.planning.names import nearest
 from commgrid.runtime import torch_nccl
 from commgrid.runtime.addresses import address_towards, outward_address
 from commgrid.runtime.launch import Launch
-from commgrid.runtime.patient import served
+from commgrid.runtime.patient import Asked, served
 from commgrid.version import VERSION
 
 FAKE = "fake"
@@ -143,7 +142,7 @@ def connect_store(launch: Launch, left: float) -> Any:
             "startup_timeout"
         )
     search = _StoreSearch(launch, time.monotonic() + left)
-    threading.Thread(target=search.run, name="commgrid-store", daemon=True).start()
+    Asked(search.run)
     store = search.wait(left)
     # Under torchrun the agent serves the store and keeps it over restarts, with the keys of earlier
     # attempts. TORCHELASTIC_RESTART_COUNT is no name for an attempt: each agent counts its own.
