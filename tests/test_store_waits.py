@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -63,6 +64,20 @@ def test_others_wait_on_for_the_same_key(store: Any) -> None:
     store.set("key", "value")
     other.join(60)
     assert found == [b"value"]
+
+
+def test_a_forked_process_ends_no_wait_of_its_parent(store: Any) -> None:
+    line = Line(store, MANY)
+    assert not line.within("never", 0.1)
+    child = os.fork()
+    if child == 0:
+        line.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.add("count", 1) == 1  # the answer to this process
+    assert waiting("never")
+    line.close()
+    until(lambda: not waiting("never"), "the end of the wait")
 
 
 SCRIPT = """

@@ -142,14 +142,6 @@ _connecting = threading.Lock()
 """Held while a store has another timeout."""
 
 
-def _is_forked() -> None:
-    global _connecting
-    _connecting = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_is_forked)
-
-
 class _Wait:
     """A wait on a thread.
 
@@ -198,7 +190,7 @@ class _Wait:
     def end(self) -> None:
         """End it: a compare-and-set wakes all that wait for its key, even if it sets nothing."""
         self._ends = True
-        if self.over.is_set() or not hasattr(served(self.store), "port"):
+        if self not in _UNDER_WAY or not hasattr(served(self.store), "port"):
             return
         until, pause = time.monotonic() + _END_SECONDS, _FIRST_PAUSE
         with suppress(RuntimeError):  # of a store that has ended, as the wait then has
@@ -210,6 +202,17 @@ class _Wait:
 
 
 _UNDER_WAY: set[_Wait] = set()
+
+
+def _is_forked() -> None:
+    """In a forked process no wait is under way, and the connections are its parent's."""
+    global _connecting
+    _connecting = threading.Lock()
+    _UNDER_WAY.clear()
+    _FREE.clear()
+
+
+os.register_at_fork(after_in_child=_is_forked)
 
 
 def _end_all() -> None:
