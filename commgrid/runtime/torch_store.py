@@ -116,12 +116,9 @@ class StoreDriver:
         return None if found == _MISSING else found
 
     def _wait(self, key: str, until: float) -> bytes | None:
-        came = self._line.within(key, seconds_until(until))
-        found = self._value(key) if came else None
-        while found is None:
+        while True:
+            came = self._line.within(key, seconds_until(until))
             found = self._read(key)  # also if the time is up: it may have come just now
-            if not came:
-                break
-            if found is None:  # it came, and was deleted
-                came = self._line.within(key, seconds_until(until))
-        return found
+            if found is not None or not came:
+                return found
+            # It came and was deleted, or another rank has ended its wait, which wakes this one.

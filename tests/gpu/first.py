@@ -240,7 +240,8 @@ def memory(where: Where) -> str:
     where.wait()
     made = sum(len(each.ranks) > 1 for each in grid.communicators)
     # The ranks of a GPU share its counter.
-    ranks = 1 if where.emulated else dist.get_world_size() / torch.cuda.device_count()
+    ranks = 1.0 if where.emulated else dist.get_world_size() / torch.cuda.device_count()
+    ranks = max(1.0, ranks)
     taken = (where.memory() - before) / made / ranks
     return f"{taken:.1f} MiB each, of {made}"
 
