@@ -74,8 +74,8 @@ class Line:
         self._waits = []
 
     def _free(self) -> list[Any]:
-        """Its connections that no wait holds."""
-        held = {id(wait.store) for wait in self._waits if not wait.over.is_set()}
+        """Its connections that no wait holds, and that were not lost."""
+        held = {id(w.store) for w in self._waits if not w.over.is_set() or w.has_failed}
         return list({id(w.store): w.store for w in self._waits if id(w.store) not in held}.values())
 
     def within(self, key: str, seconds: float) -> bool:
@@ -178,6 +178,11 @@ class _Wait:
             if time.monotonic() < until - 1.0:
                 raise  # not a timeout: the store is gone
             return False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its connection was lost."""
+        return self._error is not None
 
     def within(self, seconds: float) -> bool:
         """Whether the key comes within so many seconds, or a wait for it is ended elsewhere."""

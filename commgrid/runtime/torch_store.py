@@ -78,7 +78,7 @@ class StoreDriver:
         return self._line.within(key, 0.0)
 
     def close(self) -> None:
-        """Let connections go. A wait that is under way on one of them ends by itself."""
+        """End a wait that is under way, and let connections go."""
         self._line.close()
 
     def _carry_out(self, operation: Op) -> Any:
@@ -111,7 +111,7 @@ class StoreDriver:
         return self._value(key) if self.store.check([key]) else None
 
     def _value(self, key: str) -> bytes | None:
-        """Read a key that is most likely there, in one call."""
+        """Read a key that was seen; it may be deleted since."""
         found = self.store.compare_set(key, _MISSING, _MISSING)  # type: ignore[arg-type]
         return None if found == _MISSING else found
 
