@@ -27,7 +27,7 @@ def usage() -> tuple[int, int, float]:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     mebibytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    # Those that have asked the store are there for half a second more.
+    # Those that ask stores are kept for the next call.
     threads = len(os.listdir("/proc/self/task")) - len(patient._IDLE)
     return len(os.listdir("/proc/self/fd")), threads, mebibytes
 

@@ -32,18 +32,11 @@ class Store:
         return str(threading.get_native_id()).encode()
 
 
-@pytest.fixture(autouse=True)
-def none_idle() -> None:
-    """Threads of the test before have ended."""
-    until(lambda: not patient._IDLE, "the end of idle threads")
-
-
 def asked(store: Any, patience: float = 60.0) -> PatientStore:
     return PatientStore(store, lambda: patience)
 
 
-def test_calls_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient, "_IDLE_SECONDS", 20.0)
+def test_calls_share_a_thread() -> None:
     store, other = asked(Store()), asked(Store())
     seen = {store.get("a"), store.get("b"), other.get("c")}
     with pytest.raises(KeyError):
@@ -51,20 +44,10 @@ def test_calls_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen.add(store.get("d"))
     assert len(seen) == 1
     assert str(threading.get_native_id()).encode() not in seen
-    monkeypatch.undo()
-    store.get("e")  # whose thread has waited, and now ends soon
-
-
-def test_a_thread_ends_where_there_are_no_more_calls() -> None:
-    store = asked(Store())
-    mine = f"/proc/self/task/{store.get('a').decode()}"
-    until(lambda: not os.path.exists(mine), "the end of the thread")
-    assert patient._IDLE == []
-    assert store.get("b")  # on another
 
 
 def test_a_thread_that_hangs_is_left_alone_with_its_call() -> None:
-    raw = Store()
+    raw, idle = Store(), len(patient._IDLE)
     hung, other = asked(raw, 0.2), asked(Store())
     first = other.get("a")
     raw.may.clear()
@@ -83,11 +66,11 @@ def test_a_thread_that_hangs_is_left_alone_with_its_call() -> None:
         return raw not in patient._OWED
 
     until(answers, "an answer")
-    assert len(patient._IDLE) <= 2
+    assert len(patient._IDLE) <= max(idle, 1) + 1
 
 
 def test_several_threads_ask_at_once() -> None:
-    raw, found = Store(), []
+    raw, found, idle = Store(), [], len(patient._IDLE)
     raw.may.clear()
     asking = [threading.Thread(target=lambda: found.append(asked(raw).get("a"))) for _ in range(4)]
     for each in asking:
@@ -96,7 +79,7 @@ def test_several_threads_ask_at_once() -> None:
     for each in asking:
         each.join(60)
     assert len(found) == 4
-    assert len(patient._IDLE) <= 4
+    assert len(patient._IDLE) <= max(idle, 4)
 
 
 def test_an_idle_thread_keeps_no_store() -> None:

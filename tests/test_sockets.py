@@ -23,9 +23,10 @@ SIZES = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
 def usage() -> Need:
     """This process's files, the connected TCP sockets among them, and threads that stay."""
     before = -1
-    while patient._IDLE or before != (now := len(os.listdir("/proc/self/task"))):
-        before = len(os.listdir("/proc/self/task"))
-        time.sleep(0.3)  # a poll; a thread that asks the store stays for half a second
+    # Threads that ask stores are kept for the next call.
+    while before != (now := len(os.listdir("/proc/self/task")) - len(patient._IDLE)):
+        before = now
+        time.sleep(0.3)  # a poll
     names = os.listdir("/proc/self/fd")  # the listing's own among them, each time
     connected = 0
     for name in names:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from commgrid.rendezvous.op import Add, StoreLostError, Wait
+from commgrid.runtime import patient, roll
+from commgrid.runtime.patient import served
 from commgrid.runtime.roll import Line
 from commgrid.runtime.torch_store import StoreDriver
 from tests.waiting import until
@@ -27,8 +29,8 @@ def store() -> Any:
     return PrefixStore("here", TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
 
 
-def waiting(key: str) -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == f"commgrid waits for {key}"]
+def waiting(key: str) -> list[Any]:
+    return [each for each in roll._UNDER_WAY if each.key == key]
 
 
 def test_a_closed_line_ends_its_wait(store: Any) -> None:
@@ -80,6 +82,27 @@ def test_a_forked_process_ends_no_wait_of_its_parent(store: Any) -> None:
     until(lambda: not waiting("never"), "the end of the wait")
 
 
+def test_a_line_holds_few_waits(store: Any) -> None:
+    line = Line(store, MANY)
+    for number in range(20):
+        assert not line.within(f"never/{number}", 0.001)
+    assert len(line._waits) <= 3
+    line.close()
+    until(lambda: not roll._UNDER_WAY, "the end of all waits")
+
+
+def test_a_lost_connection_that_ends_a_wait_leaves_it_to_the_server(store: Any) -> None:
+    line = Line(store, MANY)
+    assert not line.within("never", 0.1)
+    patient._LOST[served(store)] = "lost"
+    line.close()
+    assert waiting("never")  # it has been given a second
+    line = Line(store.underlying_store.clone(), MANY)
+    assert not line.within("here/never", 0.1)
+    line.close()  # which ends all waits for the key
+    until(lambda: not waiting("never"), "the end of the wait")
+
+
 SCRIPT = """
 import sys
 from torch.distributed import TCPStore
@@ -95,6 +118,42 @@ def test_a_process_with_a_wait_ends_with_its_own_status() -> None:
     # of an interpreter that is being taken down.
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, timeout=100)
     assert (ended.returncode, ended.stderr) == (7, b"")
+
+
+# Python 3.12 and later start no thread once a process ends. The handler is the first to run. The
+# second wait is one that a handler of the program's needs.
+NO_THREAD = """
+import atexit, _thread, sys, threading, time
+from torch.distributed import TCPStore
+from commgrid.runtime.roll import Line
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+def waits():
+    line = Line(store, 1000)
+    assert not line.within("never", 0.2)
+    store.set("later", "")
+    assert line.within("later", 60.0)
+    print("seen")
+
+atexit.register(waits)
+
+def refused(*args):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+assert not Line(store, 1000).within("never", 0.2)
+time.sleep(1.0)
+
+@atexit.register
+def no_more():
+    _thread.start_new_thread = threading._start_new_thread = refused
+
+sys.exit(7)
+"""
+
+
+def test_waits_are_ended_where_no_thread_can_be_started() -> None:
+    ended = subprocess.run([sys.executable, "-c", NO_THREAD], capture_output=True, timeout=100)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (7, b"", b"seen\n")
 
 
 def test_torch_is_not_asked_again_once_a_store_is_lost(capfd: pytest.CaptureFixture[str]) -> None:

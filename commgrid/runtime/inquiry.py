@@ -9,6 +9,7 @@ of its own (`commgrid.rendezvous.questions`), and for the signal.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -214,6 +215,8 @@ def follow() -> None:
         stop()
     if own is not None and store is not None and not _answering:
         own.job = _job(store, own.job)
+        atexit.unregister(stop)
+        atexit.register(stop)  # its thread must not be within torch when Python is taken down
         _answering.append(Answering(own, store))
 
 

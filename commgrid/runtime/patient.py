@@ -1,10 +1,10 @@
-"""Calls of the store that end, also where the process that serves it is stopped.
+"""Calls of the store that end, also if the process that serves it is stopped.
 
-torch's client waits for each answer in C++ without a limit. A server that has ended is an error at
-once. A stopped server, or one behind a cut link, is silent for ever, and not even Ctrl-C reaches
-the thread. So a call runs on a thread of its own, and its caller stops waiting after a time. The
-thread then takes the next call, and ends if none comes for a while: a thread for every call takes
-several times the processor time of the call, and a start makes many.
+torch's client waits in C++ for each answer, without a limit. If the server has ended, that is an
+error at once. A stopped server, or one behind a cut link, never answers, and not even Ctrl-C
+reaches the waiting thread. So each call runs on a thread beside, and its caller waits for a limited
+time. Threads are kept for later calls, since to start one takes several times the processor time of
+a call, and Python starts none at the end of a process.
 
     asked ── thread ──► torch's client ──► server        nothing comes
       └── after so many seconds: DistNetworkError; the next call waits for this one's answer first
@@ -24,7 +24,6 @@ from commgrid.rendezvous.timeouts import timeouts
 
 Answer = TypeVar("Answer")
 
-_IDLE_SECONDS = 0.5  # that a thread waits for a next call
 _OWED_SECONDS = 0.1  # that a store gets which has kept an earlier call waiting
 
 _OWED: WeakKeyDictionary[Any, Asked] = WeakKeyDictionary()
@@ -137,15 +136,23 @@ class PatientStore:
 
 
 class Asked:
-    """A call under way on a thread that is kept for the next one."""
+    """A call under way on a thread that is kept for the next one.
 
-    def __init__(self, call: Callable[[], Any]) -> None:
+    Args:
+        call: runs on the thread.
+        lasts: whether it lasts until another call ends it. Then a thread is kept for that one,
+            since Python may start none at the end of the process.
+    """
+
+    def __init__(self, call: Callable[[], Any], lasts: bool = False) -> None:
         self._call: Callable[[], Any] | None = call
         self._answer: Any = None
         self._error: BaseException | None = None
         self._held = _thread.allocate_lock()  # until the call has returned
         self._held.acquire()
         (_idle() or _Asker()).ask(self)
+        if lasts and not _IDLE:
+            _IDLE.append(_Asker())
 
     def run(self) -> None:
         """Makes the call, on its thread."""
@@ -159,6 +166,11 @@ class Asked:
     def tell(self) -> None:
         """Has who asked go on."""
         self._held.release()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has raised an error."""
+        return self._error is not None
 
     def is_over(self, seconds: float = 0.0) -> bool:
         """Whether it has returned, once so many seconds have passed at most."""
@@ -175,7 +187,7 @@ class Asked:
 
 
 _IDLE: list[_Asker] = []
-"""Threads that have no call to make; taken and put back in one step of Python's each."""
+"""Threads without a call; `append` and `pop` are one step of the interpreter each."""
 
 
 def _idle() -> _Asker | None:
@@ -186,9 +198,9 @@ def _idle() -> _Asker | None:
 
 
 class _Asker:
-    """A thread that makes calls one after the other, and is abandoned if a call hangs.
+    """A thread that makes calls one after the other, until the process ends.
 
-    It belongs to no store, and keeps none: what it has between two calls is nothing.
+    A call that hangs keeps it. Between two calls it holds no reference to a store.
     """
 
     def __init__(self) -> None:
@@ -203,23 +215,14 @@ class _Asker:
         self._wanted.release()
 
     def _run(self) -> None:
-        while self._is_wanted():
+        while True:
+            self._wanted.acquire()
             asked, self._asked = self._asked, None
             assert asked is not None
             asked.run()
-            _IDLE.append(self)  # first, so that who asks next does not need another one
+            _IDLE.append(self)  # before its caller goes on, and perhaps asks again
             asked.tell()
             del asked
-
-    def _is_wanted(self) -> bool:
-        """Whether there is a call, as soon as there is or none has come for a while."""
-        if self._wanted.acquire(timeout=_IDLE_SECONDS):
-            return True
-        try:
-            _IDLE.remove(self)
-        except ValueError:  # it has just been taken, and gets a call
-            return self._wanted.acquire()
-        return False
 
 
 def _forget() -> None:

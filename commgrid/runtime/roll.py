@@ -1,4 +1,11 @@
-"""Waiting for a key of the store, without holding up anything else that this process asks it."""
+"""Waiting for a key of the store, while this process asks the store other things.
+
+    line ── thread ──► a further connection ──► the server answers once the key is there
+      └── the store's own connection ──► compare-and-set of the key wakes who waits for it
+
+The second way ends a wait that is not needed any more. At the end of the process all waits are
+ended: a thread that returns from torch's C++ while Python is being taken down aborts the process.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +18,18 @@ from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime.patient import PatientStore, served
+from commgrid.runtime.patient import Asked, PatientStore, served
 
 _SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
-# Where so few ranks meet, the others are moments away: looking a few times, with growing pauses,
-# costs less than a connection and a thread. More ranks would keep the store's server busy.
+# So few ranks come within moments of each other. They look a few times, with growing pauses, before
+# they wait: a connection costs more. More ranks would keep the store's server busy.
 _FEW_RANKS = 64
 _LOOK_SECONDS = 0.25
 _FIRST_PAUSE, _PAUSES_GROW = 0.001, 1.5
-_END_SECONDS = 1.0  # to end a wait; a stopped server, which cannot, does not end one either
+_END_SECONDS = 1.0  # to end a wait; it lasts if the server is stopped, which does no harm
 _NOTHING = "\x00nothing"
 """No key holds this value."""
 
@@ -43,13 +52,11 @@ _FREE: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 class Line:
-    """Waiting for a key of the store without holding up what else this process asks it.
+    """Waits for keys of a store, one after the other.
 
-    A wait holds its connection, so it never takes the store's own: the next call on that one would
-    wait as well, where not even Ctrl-C reaches it. Torch logs each wait that ends with its limit.
-    So it runs on a thread of its own, with a long limit, and is ended when the line is closed.
-    Connections are used again, since a store's server looks up the name of a client's host before
-    it serves any other client.
+    A wait holds its connection, so each runs on a further one, on a thread, and lasts until its
+    line is closed or waits for another key. Connections are kept for later lines, since the server
+    may look up the name of a client's host when it connects, and serves no other client meanwhile.
 
     Args:
         store: where to ask.
@@ -75,7 +82,7 @@ class Line:
 
     def _free(self) -> list[Any]:
         """Its connections that no wait holds, and that were not lost."""
-        held = {id(w.store) for w in self._waits if not w.over.is_set() or w.has_failed}
+        held = {id(w.store) for w in self._waits if not w.is_over() or w.has_failed}
         return list({id(w.store): w.store for w in self._waits if id(w.store) not in held}.values())
 
     def within(self, key: str, seconds: float) -> bool:
@@ -85,8 +92,12 @@ class Line:
             RuntimeError: the store is gone.
         """
         self._patience = max(seconds, timeouts().answer)
+        if _process_ends:
+            if threading.current_thread() is not threading.main_thread():
+                raise dist.DistNetworkError("this process is ending")
+            return self._looks(key, seconds)
         last = self._waits[-1] if self._waits else None
-        if last is None or last.key != key or last.over.is_set():
+        if last is None or last.key != key or last.is_over():
             if self._look_seconds:
                 looked = min(self._look_seconds, seconds)
                 if self._looks(key, looked):
@@ -94,7 +105,9 @@ class Line:
                 seconds -= looked
             for wait in self._waits:
                 wait.end()
-            self._waits.append(_Wait(self._connection(), key, self._store))
+            store = self._connection()
+            self._waits = [wait for wait in self._waits if wait.store is not store]
+            self._waits.append(_Wait(store, key, self._store))
         return self._waits[-1].within(seconds)
 
     def _looks(self, key: str, seconds: float) -> bool:
@@ -110,9 +123,9 @@ class Line:
 
     def _connection(self) -> Any:
         """One that no wait holds."""
-        free = self._free() or _FREE.get(self._store, [])
-        if free:
-            return free.pop()
+        for free in (self._free(), _FREE.get(self._store, [])):
+            with suppress(IndexError):
+                return free.pop()
         made = connection_of(self._asked)
         return self._store if made is self._asked else made
 
@@ -139,11 +152,11 @@ def connection_of(store: Any) -> Any:
 
 
 _connecting = threading.Lock()
-"""Held while a store has another timeout."""
+"""Held while a store has another timeout: a clone takes its own from the store."""
 
 
 class _Wait:
-    """A wait on a thread.
+    """A wait under way on a thread.
 
     Args:
         store: a connection that nothing else uses meanwhile.
@@ -153,20 +166,22 @@ class _Wait:
 
     def __init__(self, store: Any, key: str, asked: Any) -> None:
         self.key, self.store, self._asked = key, store, asked
-        self.over = threading.Event()
         self._ends = False
-        self._error: BaseException | None = None
+        atexit.unregister(_end_all)  # handlers run in reverse order, and those of before may wait
+        atexit.register(_end_all)
         _UNDER_WAY.add(self)
-        threading.Thread(target=self._run, name=f"commgrid waits for {key}", daemon=True).start()
+        try:
+            self._call = Asked(self._run, lasts=True)
+        except BaseException:
+            _UNDER_WAY.discard(self)
+            raise
 
     def _run(self) -> None:
         try:
             while not self._slice() and not self._ends:
                 pass
-        except BaseException as error:
-            self._error = error
-        self.over.set()
-        _UNDER_WAY.discard(self)
+        finally:
+            _UNDER_WAY.discard(self)
 
     def _slice(self) -> bool:
         """Whether the key came in this slice."""
@@ -179,17 +194,20 @@ class _Wait:
                 raise  # not a timeout: the store is gone
             return False
 
+    def is_over(self, seconds: float = 0.0) -> bool:
+        """Whether it has ended, once so many seconds have passed at most."""
+        return self._call.is_over(seconds)
+
     @property
     def has_failed(self) -> bool:
         """Whether its connection was lost."""
-        return self._error is not None
+        return self._call.has_failed
 
     def within(self, seconds: float) -> bool:
         """Whether the key comes within so many seconds, or a wait for it is ended elsewhere."""
-        if not self.over.wait(max(seconds, 0.0)):
+        if not self.is_over(seconds):
             return False
-        if self._error is not None:
-            raise self._error
+        self._call.answer()
         return True
 
     def end(self) -> None:
@@ -200,19 +218,22 @@ class _Wait:
         until, pause = time.monotonic() + _END_SECONDS, _FIRST_PAUSE
         with suppress(RuntimeError):  # of a store that has ended, as the wait then has
             asking = PatientStore(self._asked, lambda: _END_SECONDS)
-            while not self.over.is_set() and time.monotonic() < until:
+            while not self.is_over() and time.monotonic() < until:
                 asking.compare_set(self.key, _NOTHING, _NOTHING)
-                self.over.wait(pause)  # the wait, just begun, may come to the server after this
+                self.is_over(pause)  # the wait, just begun, may come to the server after this
                 pause *= _PAUSES_GROW
+        self.is_over(seconds_until(until))
 
 
 _UNDER_WAY: set[_Wait] = set()
+_process_ends = False
 
 
 def _is_forked() -> None:
     """In a forked process no wait is under way, and the connections are its parent's."""
-    global _connecting
+    global _connecting, _process_ends
     _connecting = threading.Lock()
+    _process_ends = False
     _UNDER_WAY.clear()
     _FREE.clear()
 
@@ -221,13 +242,11 @@ os.register_at_fork(after_in_child=_is_forked)
 
 
 def _end_all() -> None:
-    """End all waits when the process ends: a thread that returns from torch's C++ while Python is
-    being taken down aborts the process."""
+    """End all waits, at the end of the process; from now on lines look for their keys."""
+    global _process_ends
+    _process_ends = True
     for wait in list(_UNDER_WAY):
         wait.end()
-
-
-atexit.register(_end_all)
 
 
 def seconds_until(deadline: float) -> float:

@@ -304,7 +304,7 @@ def wake(
     if connecting:
         time.sleep(_REFUSED_SECONDS)
     if connecting and ended:
-        threading.Thread(target=_end_waiting, args=(connecting,), daemon=True).start()
+        Asked(partial(_end_waiting, connecting))
 
 
 def follow(work: dist.Work, group: dist.ProcessGroup) -> None:
@@ -371,8 +371,8 @@ def _end_calls(
             connecting = partial(torch_gloo.connect_all, group)
             torch_gloo.give_up(_patient_store().during(connecting))
     if not _end_until(works, time.monotonic() + _REFUSED_SECONDS):
-        # A thread that never ends, since what a module holds is freed when the process ends.
-        threading.Thread(target=_hold, args=(group,), daemon=True).start()
+        # On a thread that never ends: what a module holds is freed when the process ends.
+        Asked(partial(_hold, group))
 
 
 def _end_until(works: Sequence[dist.Work], until: float) -> bool:
@@ -449,7 +449,7 @@ def abort_all(
     while alive:  # one after the other: a group whose calls were ended must not live on
         group = alive.pop(0)
         works = under_way.pop(group)
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, ValueError):  # another thread may destroy it as well
             if "nccl" in backend_of(group):
                 _forget(group)  # torch would shut down what has been aborted, and may hang there
             else:

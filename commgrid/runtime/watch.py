@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from commgrid.planning.rank_lists import describe_ranks
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.libraries import is_programs
 from commgrid.runtime.links import Links, Message
+from commgrid.runtime.patient import Asked
 from commgrid.runtime.roll import Store
 
 _ANSWER_SECONDS = 1.0  # for a rank that is behind to say so, where the others have answered
@@ -106,7 +108,7 @@ class Watch:
         self.ended: set[int] = set()
         """Neighbours whose processes this one has seen end."""
         self._learnt = threading.Event()
-        self._waking: threading.Thread | None = None
+        self._waking: Asked | None = None
         self._followers: list[Watch] = []
         self._followed: list[Watch] = []
         self._links = Links(
@@ -180,8 +182,8 @@ class Watch:
             self._ended = True
         while self._followed:
             self._followed.pop()._followers.remove(self)
-        if self._waking is not None and self._waking is not threading.current_thread():
-            self._waking.join(_WAKE_SECONDS)
+        if self._waking is not None:
+            self._waking.is_over(_WAKE_SECONDS)
         self._links.close()
         # It may be kept, for `ended`; it must not keep communicators with their connections.
         self._communicators, self._lost_on, self._wake = (), None, lambda text, late: None
@@ -226,8 +228,7 @@ class Watch:
             if tell:
                 self._links.tell({"kind": "failed", "text": text, "late": late})
             if wake:  # which takes NCCL some time, while the links go on
-                self._waking = threading.Thread(target=self._wakes, args=(text, late), daemon=True)
-                self._waking.start()
+                self._waking = Asked(partial(self._wakes, text, late))
         self._learnt.set()
         for each in list(self._followers):
             each._fails(text, late, wake=wake)
