@@ -54,8 +54,9 @@ class MortalStore(CountingStore):
 class MortalLine(Line):
     """A line whose process ends where it waits in vain."""
 
-    def within(self, key: str, seconds: float) -> bool:
-        if not super().within(key, 0.1):
+    def within(self, key: str, seconds: float) -> bytes | None:
+        found = super().within(key, 0.1)
+        if found is None:
             self._store.left = 0
             raise Killed
-        return True
+        return found

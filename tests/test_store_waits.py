@@ -35,7 +35,7 @@ def waiting(key: str) -> list[Any]:
 
 def test_a_closed_line_ends_its_wait(store: Any) -> None:
     line = Line(store, MANY)
-    assert not line.within("never", 0.1)
+    assert line.within("never", 0.1) is None
     assert waiting("never")
     line.close()
     until(lambda: not waiting("never"), "the end of the wait")
@@ -43,9 +43,9 @@ def test_a_closed_line_ends_its_wait(store: Any) -> None:
 
 def test_a_wait_for_another_key_ends_the_one_before(store: Any) -> None:
     line = Line(store, MANY)
-    assert not line.within("never", 0.1)
-    store.set("now", "")
-    assert line.within("now", 60.0)
+    assert line.within("never", 0.1) is None
+    store.set("now", "value")
+    assert line.within("now", 60.0) == b"value"
     until(lambda: not waiting("never"), "the end of the wait before")
     line.close()
 
@@ -59,7 +59,7 @@ def test_others_wait_on_for_the_same_key(store: Any) -> None:
     other.start()
     until(lambda: len(waiting("key")) == 1, "another wait")
     line = Line(store, MANY)
-    assert not line.within("key", 0.1)
+    assert line.within("key", 0.1) is None
     line.close()
     until(lambda: len(waiting("key")) == 1, "one wait less")
     assert found == []
@@ -70,7 +70,7 @@ def test_others_wait_on_for_the_same_key(store: Any) -> None:
 
 def test_a_forked_process_ends_no_wait_of_its_parent(store: Any) -> None:
     line = Line(store, MANY)
-    assert not line.within("never", 0.1)
+    assert line.within("never", 0.1) is None
     child = os.fork()
     if child == 0:
         line.close()
@@ -85,7 +85,7 @@ def test_a_forked_process_ends_no_wait_of_its_parent(store: Any) -> None:
 def test_a_line_holds_few_waits(store: Any) -> None:
     line = Line(store, MANY)
     for number in range(20):
-        assert not line.within(f"never/{number}", 0.001)
+        assert line.within(f"never/{number}", 0.001) is None
     assert len(line._waits) <= 3
     line.close()
     until(lambda: not roll._UNDER_WAY, "the end of all waits")
@@ -93,12 +93,12 @@ def test_a_line_holds_few_waits(store: Any) -> None:
 
 def test_a_lost_connection_that_ends_a_wait_leaves_it_to_the_server(store: Any) -> None:
     line = Line(store, MANY)
-    assert not line.within("never", 0.1)
+    assert line.within("never", 0.1) is None
     patient._LOST[served(store)] = "lost"
     line.close()
     assert waiting("never")  # it has been given a second
     line = Line(store.underlying_store.clone(), MANY)
-    assert not line.within("here/never", 0.1)
+    assert line.within("here/never", 0.1) is None
     line.close()  # which ends all waits for the key
     until(lambda: not waiting("never"), "the end of the wait")
 
@@ -108,7 +108,7 @@ import sys
 from torch.distributed import TCPStore
 from commgrid.runtime.roll import Line
 store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-assert not Line(store, 1000).within("never", 0.2)
+assert Line(store, 1000).within("never", 0.2) is None
 sys.exit(7)
 """
 
@@ -130,9 +130,9 @@ store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 def waits():
     line = Line(store, 1000)
-    assert not line.within("never", 0.2)
-    store.set("later", "")
-    assert line.within("later", 60.0)
+    assert line.within("never", 0.2) is None
+    store.set("later", "value")
+    assert line.within("later", 60.0) == b""
     print("seen")
 
 atexit.register(waits)
@@ -140,7 +140,7 @@ atexit.register(waits)
 def refused(*args):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
-assert not Line(store, 1000).within("never", 0.2)
+assert Line(store, 1000).within("never", 0.2) is None
 time.sleep(1.0)
 
 @atexit.register

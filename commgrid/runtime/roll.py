@@ -85,8 +85,12 @@ class Line:
         held = {id(w.store) for w in self._waits if not w.is_over() or w.has_failed}
         return list({id(w.store): w.store for w in self._waits if id(w.store) not in held}.values())
 
-    def within(self, key: str, seconds: float) -> bool:
-        """Whether the key is there within so many seconds.
+    def within(self, key: str, seconds: float) -> bytes | None:
+        """Wait for a key.
+
+        Returns:
+            Its value; empty if it is there and was not read, or if the wait was ended elsewhere;
+            None if the key has not come within so many seconds.
 
         Raises:
             RuntimeError: the store is gone.
@@ -95,13 +99,13 @@ class Line:
         if _process_ends:
             if threading.current_thread() is not threading.main_thread():
                 raise dist.DistNetworkError("this process is ending")
-            return self._looks(key, seconds)
+            return b"" if self._looks(key, seconds) else None
         last = self._waits[-1] if self._waits else None
         if last is None or last.key != key or last.is_over():
             if self._look_seconds:
                 looked = min(self._look_seconds, seconds)
                 if self._looks(key, looked):
-                    return True
+                    return b""
                 seconds -= looked
             for wait in self._waits:
                 wait.end()
@@ -167,6 +171,11 @@ class _Wait:
     def __init__(self, store: Any, key: str, asked: Any) -> None:
         self.key, self.store, self._asked = key, store, asked
         self._ends = False
+        # By torch's `get`, whose limit is its connection's. Of a key that is deleted meanwhile,
+        # libuv's server returns nothing, and the older one closes the connection.
+        self._reads = store is not asked and getattr(served(store), "libuvBackend", False)
+        if self._reads:
+            store.set_timeout(timedelta(seconds=_SLICE_SECONDS))
         atexit.unregister(_end_all)  # handlers run in reverse order, and those of before may wait
         atexit.register(_end_all)
         _UNDER_WAY.add(self)
@@ -176,23 +185,26 @@ class _Wait:
             _UNDER_WAY.discard(self)
             raise
 
-    def _run(self) -> None:
+    def _run(self) -> bytes:
         try:
-            while not self._slice() and not self._ends:
+            while (found := self._slice()) is None and not self._ends:
                 pass
+            return found or b""
         finally:
             _UNDER_WAY.discard(self)
 
-    def _slice(self) -> bool:
-        """Whether the key came in this slice."""
+    def _slice(self) -> bytes | None:
+        """The key's value if it came in this slice, empty if it may have come."""
         until = time.monotonic() + _SLICE_SECONDS
         try:
+            if self._reads:
+                return bytes(self.store.get(self.key))  # empty, if a compare-and-set has ended it
             self.store.wait([self.key], timedelta(seconds=_SLICE_SECONDS))
-            return True
+            return b""
         except RuntimeError:
             if time.monotonic() < until - 1.0:
                 raise  # not a timeout: the store is gone
-            return False
+            return None
 
     def is_over(self, seconds: float = 0.0) -> bool:
         """Whether it has ended, once so many seconds have passed at most."""
@@ -203,12 +215,11 @@ class _Wait:
         """Whether its connection was lost."""
         return self._call.has_failed
 
-    def within(self, seconds: float) -> bool:
-        """Whether the key comes within so many seconds, or a wait for it is ended elsewhere."""
+    def within(self, seconds: float) -> bytes | None:
+        """As `Line.within`."""
         if not self.is_over(seconds):
-            return False
-        self._call.answer()
-        return True
+            return None
+        return bytes(self._call.answer())
 
     def end(self) -> None:
         """End it: a compare-and-set wakes all that wait for its key, even if it sets nothing."""

@@ -75,7 +75,7 @@ class StoreDriver:
     def has_come(self, key: str) -> bool:
         """Return whether a key has come. From the first call on it is waited for, so that further
         calls ask the store nothing."""
-        return self._line.within(key, 0.0)
+        return self._line.within(key, 0.0) is not None
 
     def close(self) -> None:
         """End a wait that is under way, and let connections go."""
@@ -118,7 +118,8 @@ class StoreDriver:
     def _wait(self, key: str, until: float) -> bytes | None:
         while True:
             came = self._line.within(key, seconds_until(until))
-            found = self._read(key)  # also if the time is up: it may have come just now
-            if found is not None or not came:
+            # Not read yet; or it was deleted, or another rank has ended its wait for it, which
+            # ends all. If the time is up, it may have come just now.
+            found = came or self._read(key)
+            if found is not None or came is None:
                 return found
-            # It came and was deleted, or another rank has ended its wait, which wakes this one.

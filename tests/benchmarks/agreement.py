@@ -61,6 +61,7 @@ class Shared:
     def __init__(self, store: Any) -> None:
         self.store, self.lock = store, threading.Lock()
         self.waits: dict[str, threading.Event] = {}
+        self.found: dict[str, bytes] = {}
 
     def event(self, key: str) -> threading.Event:
         with self.lock:
@@ -70,7 +71,9 @@ class Shared:
             return self.waits[key]
 
     def _wait(self, key: str) -> None:
-        self.store.clone().wait([key], timedelta(seconds=600))
+        store = self.store.clone()
+        store.set_timeout(timedelta(seconds=600))
+        self.found[key] = store.get(key)
         self.waits[key].set()
 
 
@@ -80,9 +83,13 @@ class SharedLine:
     def __init__(self, counting: Counting, shared: Shared) -> None:
         self._counting, self._shared = counting, shared
 
-    def within(self, key: str, seconds: float) -> bool:
+    def within(self, key: str, seconds: float) -> bytes | None:
         self._counting.calls += 1
-        return self._shared.event(key).wait(max(seconds, 0.0))
+        if not self._shared.event(key).wait(max(seconds, 0.0)):
+            return None
+        found = self._shared.found[key]
+        self._counting.read += len(found)
+        return found
 
     def close(self) -> None:
         """Nothing: the process's waits serve its other ranks too."""

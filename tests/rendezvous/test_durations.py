@@ -11,7 +11,7 @@ MEETING = ("runtime", "transfer", "bridge")
 """Folders whose code waits for other ranks, beside `rendezvous`."""
 BESIDE_TIMEOUTS = {
     "bridge": 0,
-    "runtime": 31,
+    "runtime": 30,
     "transfer": 1,
 }
 """Durations that are not in `Timeouts`; fewer are welcome, and are counted here."""
