@@ -215,19 +215,28 @@ class Agreement:
 
     def _hosts(self, missing: Sequence[int], here: Sequence[int]) -> Protocol[str]:
         """Name the hosts of absent ranks, as ranks on the same hosts have published."""
-        found: dict[str, list[int]] = {}
+        hosts: dict[str, frozenset[int]] = {}
         for rank in missing[:_ASKED]:
             at = bisect_left(here, rank)
             for other in here[max(at - 1, 0) : at + 1]:  # a host's ranks follow one another
-                text = (yield Get((f"waits/{other}",)))[0]
-                place = json.loads(text) if text is not None else {}
-                ranks = unpack(place.get("ranks", ""))
-                if rank in ranks and not ranks >= {*missing, *here}:
-                    found.setdefault(place["host"], []).append(rank)
+                if any(rank in ranks for ranks in hosts.values()):
                     break
+                text = (yield Get((f"waits/{other}",)))[0]
+                if text is None:
+                    continue
+                place = json.loads(text)
+                if not place["ranks"]:  # the launcher does not tell who is on which host
+                    return ""
+                hosts[place["host"]] = frozenset(unpack(place["ranks"]))
+        found = {
+            host: [rank for rank in missing[:_ASKED] if rank in ranks]
+            for host, ranks in hosts.items()
+            if not ranks >= {*missing, *here}  # then all are there, which says nothing
+        }
         described = (
             f"{describe_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} on host {host}"
             for host, ranks in found.items()
+            if ranks
         )
         return "".join(f"{text}; " for text in described)
 
