@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -15,6 +16,7 @@ import commgrid
 from commgrid import GridMismatchError, PeerTimeoutError
 from commgrid.collectives import all_reduce
 from commgrid.rendezvous.failure import Failure
+from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.runtime import failures, inquiry, registry, torch_standby, torch_world
 from commgrid.runtime.patient import SilentStoreError
 from commgrid.runtime.roll import connection_of
@@ -181,8 +183,7 @@ def test_what_was_recorded_is_not_waited_for_without_end(monkeypatch: pytest.Mon
     commgrid.initialize(trace=True)
     try:
         monkeypatch.setattr(inquiry, "connection_of", lambda _: threading.Event().wait())
-        for name in ("_SOON_SECONDS", "_ANSWERS_SECONDS", "_STORE_SECONDS"):
-            monkeypatch.setattr(inquiry, name, 0.1, raising=False)
+        use_timeouts(replace(Timeouts(), settle=0.1, leave=0.1, answer=0.1))
         why = inquiry.at_failure("default@0/0.1", True)
         said: list[str] = []
         waiting = threading.Thread(target=lambda: said.append(why()), daemon=True)
@@ -190,6 +191,7 @@ def test_what_was_recorded_is_not_waited_for_without_end(monkeypatch: pytest.Mon
         waiting.join(30.0)
         assert said == [""]
     finally:
+        use_timeouts(None)
         commgrid.trace.stop()
         commgrid.shutdown()
 

@@ -19,9 +19,15 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True)
 class Get:
-    """Read keys without waiting: a tuple with each value, or None for a missing key."""
+    """Read keys without waiting: a tuple with each value, or None for a missing key.
+
+    Args:
+        stay: whether all of them are there, and are not deleted meanwhile. Then all are read in one
+            call, which would wait for a missing key.
+    """
 
     keys: tuple[str, ...]
+    stay: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,14 @@ class Timeouts:
     arguments `startup_timeout` and `timeout` of `initialize`.
 
     Args:
+        poll: the first pause between two looks at something that is waited for. Pauses grow, unless
+            the wait is short.
+        moment: for what is under way to be done: ranks that start together meet, this host makes
+            or refuses a connection, torch notes the end of a collective. Milliseconds, but for a
+            busy machine; what takes longer is waited for in another way.
         answer: a store's answer to one operation, at least, however little time is left. A server
-            of 16,384 ranks has a queue of some seconds when all of them ask at once.
+            of 16,384 ranks has a queue of some seconds when all of them ask at once. Also another
+            rank's answer on a link of a watched grid.
         margin: kept back from a deadline, in which one rank finds the absent ones for all. To read
             the bitmaps of 16,384 ranks takes 0.2 s.
         lease: for an elected rank to write its decision, before another rank is elected. Longer
@@ -49,8 +55,13 @@ class Timeouts:
         connect: for a further connection to the store, or one to a standby store, at least. All
             ranks may connect at once, and the server may look up the name of each client's host,
             which takes a name server's own timeout of 5 s.
+        abort: to abort the communicators of a failed grid. NCCL waits for its kernels, and frees
+            the memory of all communicators when the last of them is aborted.
+        device: for a device to run what is queued, before communicators are suspended.
     """
 
+    poll: float = 0.001
+    moment: float = 0.2
     answer: float = 5.0
     margin: float = 1.0
     lease: float = 10.0
@@ -63,6 +74,8 @@ class Timeouts:
     beat: float = 1.0
     silent: float = 60.0
     connect: float = 10.0
+    abort: float = 20.0
+    device: float = 10.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

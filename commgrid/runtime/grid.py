@@ -296,10 +296,8 @@ class HyperCommGrid(NamedGroups):
 
     def forget_addresses(self) -> None:
         """Delete the addresses that `abort` has left at the store, if it has not gone meanwhile."""
-        with suppress(RuntimeError):
-            while self._addresses:
-                store, key = self._addresses.pop()
-                store.delete_key(key)
+        torch_groups.forget_addresses(self._addresses)
+        self._addresses = []
 
     def _connected_by_pairs(self) -> set[ProcessGroup]:
         return {c.group for c in self._communicators if not c.connected}

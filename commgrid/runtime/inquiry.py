@@ -33,6 +33,7 @@ from commgrid.observe.findings import Diagnosis
 from commgrid.observe.traces import Trace
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.questions import Questions, agreed_name, first, hear, tell
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import recorder, torch_world
 from commgrid.runtime.patient import Asked, PatientStore
 from commgrid.runtime.recorder import Recorder
@@ -47,13 +48,6 @@ MOST_BYTES = 1 << 17
 
 FOLDER = "commgrid_trace"
 """Folder of the records that a signal asks for, if COMMGRID_TRACE names none."""
-
-_LOOK_SECONDS = 1.0
-_ANSWERS_SECONDS = 3.0  # that an error waits for them
-_SOON_SECONDS = 1.0  # in which the rank whose call timed out begins to ask
-_STORE_SECONDS = 2.0  # in which the store answers, unless its server is stopped
-_WRITTEN_SECONDS = 0.05  # without another line of the stacks, after which all are written
-_MISSED_SECONDS = 60.0  # after which a process looks for a question that came and went unseen
 
 
 def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
@@ -107,11 +101,11 @@ def _others(rank: int, timeout: float) -> list[Trace]:
 
 def _connection(store: Any) -> Any:
     """A connection of one's own to a store, also if its server is stopped: that is an error."""
-    return connection_of(PatientStore(store, lambda: _STORE_SECONDS))
+    return connection_of(PatientStore(store, lambda: timeouts().answer))
 
 
 def _driver(store: Any) -> StoreDriver:
-    return StoreDriver(store, torch_world.world_size(), lambda: _STORE_SECONDS)
+    return StoreDriver(store, torch_world.world_size(), lambda: timeouts().answer)
 
 
 def packed(own: Recorder) -> bytes:
@@ -155,14 +149,14 @@ class Answering:
         if self._signalled:
             faulthandler.unregister(signal.SIGUSR1)
         os.close(self._writer)  # which the thread sees
-        self._thread.join(2 * _LOOK_SECONDS)
+        self._thread.join(2 * timeouts().beat)
 
     def _run(self) -> None:
         driver: StoreDriver | None = None
         until = 0.0
         try:
             while True:
-                ready, _, _ = select.select([self._reader], [], [], _LOOK_SECONDS)
+                ready, _, _ = select.select([self._reader], [], [], timeouts().beat)
                 if self._over:
                     break
                 if ready:
@@ -176,7 +170,7 @@ class Answering:
                     is_asked = driver.has_come(self._questions.next_key)
                     if is_asked or time.monotonic() > until:
                         driver.run(self._questions.answer(lambda: packed(self.own)))
-                        until = time.monotonic() + _MISSED_SECONDS
+                        until = time.monotonic() + timeouts().silent
         finally:
             if driver is not None:
                 driver.close()
@@ -185,7 +179,7 @@ class Answering:
     def _write_down(self) -> None:
         """After a signal: the records, and where each thread is."""
         stacks = b""
-        while select.select([self._reader], [], [], _WRITTEN_SECONDS)[0]:
+        while select.select([self._reader], [], [], timeouts().moment)[0]:
             read = os.read(self._reader, 1 << 16)
             if not read:
                 break
@@ -256,7 +250,7 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
 
     def result() -> str:
         # A store whose server is stopped meanwhile holds the thread for ever.
-        limit = _SOON_SECONDS + 3 * _ANSWERS_SECONDS + _STORE_SECONDS
+        limit = timeouts().settle + 3 * timeouts().leave + timeouts().answer
         return str(asked.answer()) if asked.is_over(limit) else ""
 
     return result
@@ -272,10 +266,10 @@ def _why(own: Recorder, identity: str, late: bool) -> str:
         driver = _driver(_connection(torch_world.world_store()))
         try:
             if late and driver.run(first(at)):
-                found = diagnose(_ANSWERS_SECONDS, patience=0.5)
+                found = diagnose(timeouts().leave, patience=timeouts().beat)
                 driver.run(tell(at, f"{found}" if found else ""))
             # gloo closes the connections of a call that times out before its rank can say so.
-            return driver.run(hear(at, _SOON_SECONDS, 2 * _ANSWERS_SECONDS))
+            return driver.run(hear(at, timeouts().settle, 2 * timeouts().leave))
         finally:
             driver.close()
     return ""

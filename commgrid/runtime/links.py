@@ -31,10 +31,6 @@ from weakref import WeakSet
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import listening, own_host
 
-_CONNECT_SECONDS = 5.0
-_AGAIN_SECONDS = 1.0  # to connect again after a link was closed
-_GREET_SECONDS = 30.0
-_GOODBYE_SECONDS = 2.0
 _LONGEST_LINE = 1 << 20
 _log = logging.getLogger("commgrid")
 
@@ -139,7 +135,7 @@ class Links:
         for rank, address in addresses.items():
             host, port, _ = address.split(" ", 2)
             try:
-                made = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+                made = socket.create_connection((host, int(port)), timeouts().answer)
                 made.sendall(self._line(self._hello()))
             except OSError as error:
                 if isinstance(error, ConnectionRefusedError) and self._is_here(address):
@@ -174,7 +170,7 @@ class Links:
         if self._thread.is_alive():
             self._ring()
             if threading.current_thread() is not self._thread:
-                self._thread.join(_CONNECT_SECONDS)
+                self._thread.join(timeouts().answer)
         else:
             self._release()
 
@@ -217,7 +213,7 @@ class Links:
             self._send(link, {"kind": "bye"})
             with suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
-        until = time.monotonic() + _GOODBYE_SECONDS
+        until = time.monotonic() + timeouts().leave
         while self._all() and (left := until - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
                 if isinstance(key.data, _Link):
@@ -251,7 +247,7 @@ class Links:
                 self._send(link, {"kind": "dropped", "seconds": self.silent_after})
                 self._drop(link)
                 self._lost(link.rank, "silent")
-        for link in [each for each in self._unnamed if now - each.heard > _GREET_SECONDS]:
+        for link in [each for each in self._unnamed if now - each.heard > timeouts().silent / 2]:
             self._drop(link)
         self._look()
         return now
@@ -272,11 +268,11 @@ class Links:
     def _again(self, link: _Link) -> None:
         """Connect again to a neighbour whose link has closed, or report how it is lost."""
         host, port, _ = link.address.split(" ", 2)
-        until, how = time.monotonic() + _AGAIN_SECONDS, "unreachable"
+        until, how = time.monotonic() + timeouts().beat, "unreachable"
         while time.monotonic() < until:
             made = None
             try:
-                made = socket.create_connection((host, int(port)), _AGAIN_SECONDS)
+                made = socket.create_connection((host, int(port)), timeouts().beat)
                 made.sendall(self._line(self._hello()))
             except ConnectionRefusedError:
                 how = "ended" if self._is_here(link.address) else "unreachable"
@@ -284,7 +280,7 @@ class Links:
             except (ConnectionResetError, BrokenPipeError):  # it is ending just now
                 if made is not None:
                     made.close()
-                time.sleep(_AGAIN_SECONDS / 20)
+                time.sleep(timeouts().beat / 20)
             except OSError:
                 break
             else:

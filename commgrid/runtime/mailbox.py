@@ -16,9 +16,11 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
+from commgrid.rendezvous import addresses
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import listening
+from commgrid.runtime.torch_store import StoreDriver
 
-_CONNECT_SECONDS = 10.0
 _LONGEST = 1 << 20
 
 
@@ -45,14 +47,16 @@ class Mailbox:
         address: str,
         heard: Callable[[int, Any], None],
     ) -> None:
-        self._rank, self._store, self._prefix, self._heard = rank, store, prefix, heard
+        self._rank, self._heard = rank, heard
+        self._driver, self._at = StoreDriver(store, 2), f"{prefix}/at"
         self._out: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         self._secret = uuid4().hex
         self._server = listening(address, "initialize without verify='order'")
         self._bell, self._ringer = socket.socketpair()
         host, port = self._server.getsockname()[:2]
-        store.set(f"{prefix}/at/{rank}", json.dumps([host, port, self._secret]))
+        mine = json.dumps([host, port, self._secret])
+        self._driver.run(addresses.publish(self._at, rank, mine))
         self._thread = threading.Thread(target=self._run, name="commgrid mailbox", daemon=True)
         self._thread.start()
 
@@ -60,7 +64,7 @@ class Mailbox:
         """Sends a message; False where the other is gone.
 
         Raises:
-            NoMailboxError: the other has made none, for ten seconds.
+            NoMailboxError: the other has made none, for `Timeouts.connect`.
         """
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
@@ -74,13 +78,12 @@ class Mailbox:
         return True
 
     def _connect(self, rank: int) -> socket.socket:
-        key, until = f"{self._prefix}/at/{rank}", time.monotonic() + _CONNECT_SECONDS
-        while not self._store.check([key]):
-            if time.monotonic() > until:
-                raise NoMailboxError
-            time.sleep(0.01)
-        host, port, secret = json.loads(self._store.get(key))
-        connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+        until = time.monotonic() + timeouts().connect
+        found = self._driver.run(addresses.awaited(self._at, rank, until))
+        if found is None:
+            raise NoMailboxError
+        host, port, secret = json.loads(found)
+        connection = socket.create_connection((host, port), timeouts().connect)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(json.dumps([secret, self._rank]).encode() + b"\n")
         return connection
@@ -90,13 +93,14 @@ class Mailbox:
         with suppress(OSError):
             self._ringer.close()
         if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+            self._thread.join(timeouts().answer)
         with self._lock:
             for connection in self._out.values():
                 connection.close()
             self._out.clear()
         with suppress(RuntimeError):  # the store has gone with the rank that served it
-            self._store.delete_key(f"{self._prefix}/at/{self._rank}")
+            self._driver.run(addresses.withdraw(self._at, self._rank))
+            self._driver.close()
 
     def _run(self) -> None:
         senders: dict[socket.socket, tuple[bytearray, list[int]]] = {}

@@ -24,7 +24,6 @@ from commgrid.rendezvous.timeouts import timeouts
 
 Answer = TypeVar("Answer")
 
-_OWED_SECONDS = 0.1  # that a store gets which has kept an earlier call waiting
 
 _OWED: WeakKeyDictionary[Any, Asked] = WeakKeyDictionary()
 """Of a store, the call that it has not answered: until it does, torch's client is held."""
@@ -101,10 +100,6 @@ class PatientStore:
         """A further connection, which is torch's own."""
         return self._ask("clone")
 
-    def wait(self, keys: list[str], timeout: Any) -> None:
-        """torch's own wait, which holds its thread."""
-        self.raw.wait(keys, timeout)
-
     def _ask(self, name: str, *args: Any) -> Any:
         if self._client in _LOST:
             raise dist.DistNetworkError(_LOST[self._client])
@@ -125,7 +120,7 @@ class PatientStore:
         """
         what = f"the store has not answered for {self._patience():.3g} s"
         owed = _OWED.pop(self._client, None)
-        if owed is not None and not owed.is_over(min(self._patience(), _OWED_SECONDS)):
+        if owed is not None and not owed.is_over(min(self._patience(), timeouts().moment)):
             _OWED[self._client] = owed
             raise SilentStoreError(what)
         asked = Asked(call)

@@ -23,6 +23,7 @@ from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, refit
 from commgrid.rendezvous.membership import Call, LateError, Membership
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import inquiry, recorder, torch_standby, torch_world
 from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
@@ -31,7 +32,6 @@ from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.torch_store import StoreDriver
 
 _SHARE = 0.5  # of the time that is left, for one attempt: another rank may go meanwhile
-_LEAST_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ class _Rebuild:
         try:
             return HyperCommGrid(
                 spec, name=name, backend=verdict["backend"], timeout=verdict["timeout"],
-                startup_timeout=max(left * _SHARE, _LEAST_SECONDS), watch=verdict["watch"],
+                startup_timeout=max(left * _SHARE, timeouts().answer), watch=verdict["watch"],
             )  # fmt: skip
         except (PeerTimeoutError, PeerFailedError) as error:
             raise _AttemptError(f"rebuild: {error}") from error

@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -23,28 +23,13 @@ import torch.distributed as dist
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.patient import Asked, PatientStore, served
 
-_SLICE_SECONDS = 900.0  # torch logs two lines at the end of each
+_NO_LIMIT = timedelta(days=1000)  # of a wait, which is ended in another way
 # So few ranks come within moments of each other. They look a few times, with growing pauses, before
 # they wait: a connection costs more. More ranks would keep the store's server busy.
 _FEW_RANKS = 64
-_LOOK_SECONDS = 0.25
-_FIRST_PAUSE, _PAUSES_GROW = 0.001, 1.5
-_END_SECONDS = 1.0  # to end a wait; it lasts if the server is stopped, which does no harm
+_PAUSES_GROW = 1.5
 _NOTHING = "\x00nothing"
 """No key holds this value."""
-
-
-class Store(Protocol):
-    """The methods of a `torch.distributed.Store` that are used."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def add(self, key: str, value: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 _FREE: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
@@ -57,6 +42,8 @@ class Line:
     A wait holds its connection, so each runs on a further one, on a thread, and lasts until its
     line is closed or waits for another key. Connections are kept for later lines, since the server
     may look up the name of a client's host when it connects, and serves no other client meanwhile.
+    Of a store whose waits cannot be ended, a file's or that of torch's older server, it looks for
+    the key instead, at most once in `Timeouts.beat`.
 
     Args:
         store: where to ask.
@@ -68,7 +55,8 @@ class Line:
         self._patience, self._reuse = 0.0, reuse
         self._asked = PatientStore(store, lambda: self._patience)
         self._store = self._asked.raw
-        self._look_seconds = _LOOK_SECONDS if among <= _FEW_RANKS else 0.0
+        self._ends_waits = getattr(served(store), "libuvBackend", False)
+        self._look_seconds = timeouts().moment if among <= _FEW_RANKS else 0.0
         self._waits: list[_Wait] = []
 
     def close(self) -> None:
@@ -96,9 +84,9 @@ class Line:
             RuntimeError: the store is gone.
         """
         self._patience = max(seconds, timeouts().answer)
-        if _process_ends:
-            if threading.current_thread() is not threading.main_thread():
-                raise dist.DistNetworkError("this process is ending")
+        if _process_ends and threading.current_thread() is not threading.main_thread():
+            raise dist.DistNetworkError("this process is ending")
+        if _process_ends or not self._ends_waits:
             return b"" if self._looks(key, seconds) else None
         last = self._waits[-1] if self._waits else None
         if last is None or last.key != key or last.is_over():
@@ -116,12 +104,12 @@ class Line:
 
     def _looks(self, key: str, seconds: float) -> bool:
         """Whether the key is seen within so many seconds, on the store's own connection."""
-        until, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        until, pause = time.monotonic() + seconds, timeouts().poll
         while not self._asked.check([key]):
             left = until - time.monotonic()
             if left <= 0:
                 return False
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, left, timeouts().beat))
             pause *= _PAUSES_GROW
         return True
 
@@ -130,8 +118,7 @@ class Line:
         for free in (self._free(), _FREE.get(self._store, [])):
             with suppress(IndexError):
                 return free.pop()
-        made = connection_of(self._asked)
-        return self._store if made is self._asked else made
+        return connection_of(self._asked)
 
 
 def connection_of(store: Any) -> Any:
@@ -170,12 +157,7 @@ class _Wait:
 
     def __init__(self, store: Any, key: str, asked: Any) -> None:
         self.key, self.store, self._asked = key, store, asked
-        self._ends = False
-        # By torch's `get`, whose limit is its connection's. Of a key that is deleted meanwhile,
-        # libuv's server returns nothing, and the older one closes the connection.
-        self._reads = store is not asked and getattr(served(store), "libuvBackend", False)
-        if self._reads:
-            store.set_timeout(timedelta(seconds=_SLICE_SECONDS))
+        store.set_timeout(_NO_LIMIT)
         atexit.unregister(_end_all)  # handlers run in reverse order, and those of before may wait
         atexit.register(_end_all)
         _UNDER_WAY.add(self)
@@ -187,24 +169,9 @@ class _Wait:
 
     def _run(self) -> bytes:
         try:
-            while (found := self._slice()) is None and not self._ends:
-                pass
-            return found or b""
+            return bytes(self.store.get(self.key))  # empty, if a compare-and-set has ended it
         finally:
             _UNDER_WAY.discard(self)
-
-    def _slice(self) -> bytes | None:
-        """The key's value if it came in this slice, empty if it may have come."""
-        until = time.monotonic() + _SLICE_SECONDS
-        try:
-            if self._reads:
-                return bytes(self.store.get(self.key))  # empty, if a compare-and-set has ended it
-            self.store.wait([self.key], timedelta(seconds=_SLICE_SECONDS))
-            return b""
-        except RuntimeError:
-            if time.monotonic() < until - 1.0:
-                raise  # not a timeout: the store is gone
-            return None
 
     def is_over(self, seconds: float = 0.0) -> bool:
         """Whether it has ended, once so many seconds have passed at most."""
@@ -223,12 +190,11 @@ class _Wait:
 
     def end(self) -> None:
         """End it: a compare-and-set wakes all that wait for its key, even if it sets nothing."""
-        self._ends = True
-        if self not in _UNDER_WAY or not hasattr(served(self.store), "port"):
+        if self not in _UNDER_WAY:
             return
-        until, pause = time.monotonic() + _END_SECONDS, _FIRST_PAUSE
+        until, pause = time.monotonic() + timeouts().margin, timeouts().poll
         with suppress(RuntimeError):  # of a store that has ended, as the wait then has
-            asking = PatientStore(self._asked, lambda: _END_SECONDS)
+            asking = PatientStore(self._asked, lambda: timeouts().margin)
             while not self.is_over() and time.monotonic() < until:
                 asking.compare_set(self.key, _NOTHING, _NOTHING)
                 self.is_over(pause)  # the wait, just begun, may come to the server after this

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commgrid.rendezvous.timeouts import timeouts
+
 _SUMS = ("allreduce", "allreduce_coalesced", "_reduce_scatter_base", "reduce_scatter")
 """Methods of a process group whose first argument holds what comes out."""
 
@@ -78,7 +80,7 @@ class _Messages:
                 path = self._next(source, dist.get_rank())
                 until = time.monotonic() + (self._patience if source < dist.get_rank() else 0.0)
                 while not path.exists() and time.monotonic() < until:
-                    time.sleep(0.01)
+                    time.sleep(10 * timeouts().poll)
                 if path.exists():
                     tensors[0].copy_(torch.load(path, weights_only=True))
             return work

@@ -26,9 +26,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
+from commgrid.rendezvous.addresses import remove
+from commgrid.rendezvous.op import StoreLostError
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import torch_gloo, torch_nccl
 from commgrid.runtime.patient import Asked, PatientStore
 from commgrid.runtime.torch_all_to_all import fill_in_sizes
+from commgrid.runtime.torch_store import StoreDriver
 from commgrid.runtime.torch_world import (
     FAKE,
     is_initialized,
@@ -41,11 +45,6 @@ from commgrid.runtime.torch_world import (
 # torch keeps what it makes groups from in module state, and threads may start grids at once.
 _CREATING = threading.RLock()
 
-_REFUSED_SECONDS = 0.05  # until connections that are on their way are made or refused
-_CONNECTED_SECONDS = 5.0  # the same on a busy machine, and until a failed grid is destroyed
-_ANSWER_SECONDS = 2.0  # that the store gets while groups are destroyed
-_ABORT_SECONDS = 20.0
-_LOOK = timedelta(seconds=1)  # between looks whether connections are broken
 _WOKEN: WeakSet[dist.ProcessGroup] = WeakSet()
 _BROKEN: WeakSet[dist.ProcessGroup] = WeakSet()
 """Groups of gloo's that `wake` was called for."""
@@ -188,7 +187,8 @@ def destroy_group(group: dist.ProcessGroup) -> None:
 
 
 def _patient_store() -> PatientStore:
-    return PatientStore(world_store(), lambda: _ANSWER_SECONDS)
+    # Groups are destroyed meanwhile, and other ranks may wait for that.
+    return PatientStore(world_store(), lambda: timeouts().leave)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -260,7 +260,7 @@ def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
             with suppress(RuntimeError):
                 trying.append(torch_gloo.connect_all(group))
     if trying:
-        time.sleep(_REFUSED_SECONDS)
+        time.sleep(timeouts().moment)
     for work in trying:
         torch_gloo.give_up(work)
 
@@ -297,12 +297,12 @@ def wake(
             ending.append(Asked(backend.abort))
         if tell and "gloo" in backend_of(group):
             ending.append(Asked(partial(_break_gloo, group, group in by_pairs)))
-    until = time.monotonic() + _ABORT_SECONDS
+    until = time.monotonic() + timeouts().abort
     for each in ending:
         each.is_over(until - time.monotonic())
     connecting = [ref(group) for group in woken if group in _CONNECTING]
     if connecting:
-        time.sleep(_REFUSED_SECONDS)
+        time.sleep(timeouts().moment)
     if connecting and ended:
         Asked(partial(_end_waiting, connecting))
 
@@ -332,7 +332,7 @@ def wait_unless_broken(work: dist.Work, its_group: dist.ProcessGroup) -> None:
         return
     while True:
         try:
-            work.wait(_LOOK)
+            work.wait(timedelta(seconds=timeouts().beat))
             return
         except RuntimeError:
             if work.is_completed():  # since then, or with an error of its own
@@ -370,7 +370,7 @@ def _end_calls(
         with suppress(RuntimeError):  # it asks the store
             connecting = partial(torch_gloo.connect_all, group)
             torch_gloo.give_up(_patient_store().during(connecting))
-    if not _end_until(works, time.monotonic() + _REFUSED_SECONDS):
+    if not _end_until(works, time.monotonic() + timeouts().moment):
         # On a thread that never ends: what a module holds is freed when the process ends.
         Asked(partial(_hold, group))
 
@@ -380,7 +380,7 @@ def _end_until(works: Sequence[dist.Work], until: float) -> bool:
     while not all(work.is_completed() for work in works):
         if time.monotonic() > until:
             return False
-        time.sleep(_REFUSED_SECONDS / 5)
+        time.sleep(timeouts().poll)
     return True
 
 
@@ -394,7 +394,7 @@ def _end_waiting(connecting: list[ref[dist.ProcessGroup]]) -> None:
     By then every connection that `wake` has begun is made or refused; gloo ends the process if one
     is refused later.
     """
-    time.sleep(_CONNECTED_SECONDS)
+    time.sleep(timeouts().answer)
     for each in connecting:
         group = each()
         if group is not None and is_alive(group) and (work := _CONNECTING.pop(group, None)):
@@ -445,7 +445,7 @@ def abort_all(
     under_way = {group: [*_UNDER_WAY.get(group, ()), *_LEFT.pop(group, ())] for group in alive}
     _free_calls(sys.exc_info()[1])
     wake(alive, by_pairs, tell)
-    until = time.monotonic() + (_LOOK.total_seconds() if tell else 0.0)
+    until = time.monotonic() + (timeouts().beat if tell else 0.0)
     while alive:  # one after the other: a group whose calls were ended must not live on
         group = alive.pop(0)
         works = under_way.pop(group)
@@ -473,9 +473,11 @@ def _forget(group: dist.ProcessGroup) -> None:
     _unregister_process_group(group.group_name)
 
 
-def _delete(keys: Iterable[tuple[Any, str]]) -> None:
-    for store, key in keys:
-        store.delete_key(key)
+def forget_addresses(keys: Iterable[tuple[Any, str]]) -> None:
+    """Delete addresses from their stores; a store that has gone keeps none."""
+    with suppress(StoreLostError):
+        for store, key in keys:
+            StoreDriver(store, 1, lambda: timeouts().leave).run(remove(key))
 
 
 def runs_on_nccl(backend: str | None, options: GroupOptions) -> bool:
@@ -526,8 +528,6 @@ def destroy_all(groups: Iterable[dist.ProcessGroup]) -> None:
         except RuntimeError as error:
             failed.append(error)
         del group  # waits for its calls
-    if kept:
-        with suppress(RuntimeError):  # a store that has gone keeps nothing
-            _patient_store().during(partial(_delete, kept))
+    forget_addresses(kept)
     if failed:
         raise failed[0]

@@ -20,9 +20,12 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+from commgrid.rendezvous import addresses
+from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.addresses import address_towards
 from commgrid.runtime.patient import Asked, served
+from commgrid.runtime.torch_store import StoreDriver
 from commgrid.runtime.torch_world import world_store
 
 _KEPT, _WORLD = "commgrid", "world"  # prefixes in a standby store
@@ -69,7 +72,7 @@ def serve(towards: tuple[str, int] | None) -> Standby | None:
     try:
         server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         token = uuid4().hex
-        server.set(_TOKEN, token)
+        StoreDriver(server, 1).run(addresses.publish(_TOKEN, 0, token))
     except RuntimeError:
         return None
     own = None if towards is None else address_towards(*towards)
@@ -94,7 +97,7 @@ def connect(address: str, own: Standby | None) -> tuple[Any, Answer]:
     def meet() -> None:
         limit = timedelta(seconds=timeouts().connect)
         store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-        if store.check([_TOKEN]) and store.get(_TOKEN).decode() == token:
+        if StoreDriver(store, 1).run(addresses.seen(_TOKEN, 0)) == token:
             found.append(store)
 
     answer = _within(timeouts().connect, meet)
@@ -121,12 +124,16 @@ def _look(host: str, port: int) -> Answer | None:
 def ask_world() -> Answer:
     """Whether the store that WORLD meets at answers."""
     store = world_store()
-    answer = _within(timeouts().answer, lambda: store.check([_TOKEN]))
-    if answer is Answer.GONE:  # or only the connection with it is, as where a network was cut
-        store = served(store)
-        if hasattr(store, "host"):
-            answer = _look(store.host, store.port) or Answer.SILENT
-    return answer
+    try:
+        StoreDriver(store, 1).run(addresses.seen(_TOKEN, 0))
+        return Answer.HERE
+    except StoreLostError as lost:
+        if lost.silent:
+            return Answer.SILENT
+    store = served(store)
+    if hasattr(store, "host"):  # perhaps only the connection is gone, where a network was cut
+        return _look(store.host, store.port) or Answer.SILENT
+    return Answer.GONE
 
 
 def _within(seconds: float, call: Callable[[], object]) -> Answer:

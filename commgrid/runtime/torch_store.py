@@ -83,8 +83,8 @@ class StoreDriver:
 
     def _carry_out(self, operation: Op) -> Any:
         match operation:
-            case Get(keys):
-                return self._get(keys)
+            case Get(keys, stay):
+                return self._get(keys, stay)
             case Put(key, value):
                 self.store.set(key, value)  # type: ignore[arg-type]
             case Add(key, by):
@@ -100,9 +100,9 @@ class StoreDriver:
                 return time.monotonic()
         return None
 
-    def _get(self, keys: tuple[str, ...]) -> tuple[bytes | None, ...]:
-        # For many keys only: torch's `multi_get` waits for a key that is deleted meanwhile.
-        if len(keys) > _FEW_KEYS and self.store.check(list(keys)):
+    def _get(self, keys: tuple[str, ...], stay: bool) -> tuple[bytes | None, ...]:
+        # Torch's `multi_get` waits for a key that is deleted meanwhile.
+        if (stay and keys) or (len(keys) > _FEW_KEYS and self.store.check(list(keys))):
             return tuple(self.store.multi_get(list(keys)))
         return tuple(self._read(key) for key in keys)
 

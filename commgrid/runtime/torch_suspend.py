@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import GridDestroyedError, GroupSuspendedError
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import torch_gloo, torch_groups, torch_nccl
 from commgrid.runtime.torch_world import unwrapped
 
@@ -50,9 +51,6 @@ _LOOK_UPS = ("get_backend", "get_global_rank", "get_group_rank", "get_process_gr
 
 _bindings: Any = _distributed_c10d  # torch's types leave out what is private
 
-_SETTLING_SECONDS = 0.2  # from the end of a gloo collective until torch has noted it
-_DEVICE_SECONDS = 10.0  # that what is queued on a device may take; a suspension waits for it
-_POLL_SECONDS = 0.005
 _NOT_CONNECTED = re.compile(r"not (been )?initialized", re.IGNORECASE)
 
 _given_up: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -115,10 +113,10 @@ def work_under_way(groups: Iterable[dist.ProcessGroup], seconds: float) -> dict[
     """
     asked = {group.group_name: group for group in groups}
     on_device = any(_has_nccl(group) for group in asked.values())
-    patience = min(_DEVICE_SECONDS if on_device else _SETTLING_SECONDS, seconds)
+    patience = min(timeouts().device if on_device else timeouts().moment, seconds)
     until = time.monotonic() + patience
     while (found := _recorded(asked, on_device)) and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(timeouts().poll)
     if on_device and not found:
         torch.cuda.synchronize(torch_nccl.rank_device())
     return found

@@ -21,18 +21,16 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.rendezvous import addresses
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.libraries import is_programs
 from commgrid.runtime.links import Links, Message
 from commgrid.runtime.patient import Asked
-from commgrid.runtime.roll import Store
+from commgrid.runtime.torch_store import StoreDriver
 
-_ANSWER_SECONDS = 1.0  # for a rank that is behind to say so, where the others have answered
-_ANSWERS_SECONDS = 5.0  # for all members to answer
-_WAKE_SECONDS = 30.0
 _LONGEST = 8000
 _NAMED = 4
 _log = logging.getLogger("commgrid")
@@ -80,7 +78,7 @@ class Watch:
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         key: str,
         rank: int,
         ranks: range | tuple[int, ...],
@@ -90,7 +88,8 @@ class Watch:
         communicators: Sequence[Watched] = (),
         wake: Callable[[str, bool], object],
     ) -> None:
-        self._store, self._key, self._rank, self._timeout = store, key, rank, timeout
+        self._driver, self._at = StoreDriver(store, len(ranks)), f"{key}/watch"
+        self._rank, self._timeout = rank, timeout
         self._communicators, self._wake = communicators, wake
         self._main = threading.main_thread().ident
         # After a backend's own timeout: its time, its communicator, and the ranks' answers.
@@ -117,8 +116,8 @@ class Watch:
         )  # fmt: skip
 
     def tell_address(self) -> None:
-        """Leaves at the store where the others find this rank; one store call."""
-        self._store.set(self._at(self._rank), self._links.address)
+        """Publish where the others find this rank; one store call."""
+        self._driver.run(addresses.publish(self._at, self._rank, self._links.address))
 
     def connect(self, secret: str) -> None:
         """Links this rank with its neighbours, once all have told their address; one store call.
@@ -126,10 +125,8 @@ class Watch:
         Args:
             secret: what only the grid's processes know.
         """
-        neighbours = self._links.neighbours()
-        found = self._store.multi_get([self._at(rank) for rank in neighbours]) if neighbours else []
-        at = {rank: text.decode() for rank, text in zip(neighbours, found, strict=True)}
-        self._links.connect(at, secret)
+        found = self._driver.run(addresses.published(self._at, self._links.neighbours()))
+        self._links.connect(found, secret)
 
     def begin(self, communicators: Sequence[Watched] | None = None) -> None:
         """All have connected, and collectives begin: takes this rank's address from the store.
@@ -140,7 +137,7 @@ class Watch:
         if communicators is not None:
             self._communicators = communicators
         self._links.silent_after = min(self._timeout, timeouts().silent)
-        self._store.delete_key(self._at(self._rank))
+        self._driver.run(addresses.withdraw(self._at, self._rank))
 
     def follow(self, other: Watch) -> None:
         """Fails whenever another does, as what is between two grids fails with each of them.
@@ -183,13 +180,10 @@ class Watch:
         while self._followed:
             self._followed.pop()._followers.remove(self)
         if self._waking is not None:
-            self._waking.is_over(_WAKE_SECONDS)
+            self._waking.is_over(timeouts().abort + timeouts().answer)
         self._links.close()
         # It may be kept, for `ended`; it must not keep communicators with their connections.
         self._communicators, self._lost_on, self._wake = (), None, lambda text, late: None
-
-    def _at(self, rank: int) -> str:
-        return f"{self._key}/watch/{rank}"
 
     # -- the thread's part --------------------------------------------------------------
 
@@ -245,7 +239,7 @@ class Watch:
             return
         if self._asked_at is not None:
             waited = time.monotonic() - self._asked_at
-            if waited > (_ANSWERS_SECONDS if self._unanswered() else _ANSWER_SECONDS):
+            if waited > (timeouts().answer if self._unanswered() else timeouts().settle):
                 self._conclude()
             return
         for each in self._communicators:

@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import torch_groups, torch_world
-from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.watch import Watch
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def prepare(grid: HyperCommGrid, wake: Callable[[str, bool], object]) -> Watch:
         wake: see `Watch`.
     """
     return Watch(
-        _store(),
+        torch_world.world_store(),
         f"commgrid/watch/{grid.name}@{min(grid.spec.grid_ranks)}",
         grid.rank,
         grid.spec.grid_ranks,
@@ -91,7 +90,7 @@ def between(
 
     try:
         made = Watch(
-            _store(),
+            torch_world.world_store(),
             key,
             rank,
             tuple(ranks),
@@ -108,10 +107,6 @@ def between(
         if grid.watch is not None:
             made.follow(grid.watch)
     return made
-
-
-def _store() -> PatientStore:
-    return PatientStore(torch_world.world_store())
 
 
 @dataclass(frozen=True)

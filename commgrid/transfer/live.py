@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
-_HEARD_SECONDS = 10.0  # that hearing of an error, which all ranks are about to, may take
 _UNUSABLE = "the target is not to be used: some of its tensors may be new and others old"
 Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
 
@@ -382,7 +381,7 @@ class Transfer:
         except TransferError:
             with suppress(CommGridError):
                 self._barriers.come(
-                    f"run {self._runs} is refused", _HEARD_SECONDS, "did not hear why"
+                    f"run {self._runs} is refused", timeouts().arrive, "did not hear why"
                 )
             raise
 
