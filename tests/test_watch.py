@@ -144,9 +144,9 @@ class Counted:
         self.kept: dict[str, bytes] = {}
         self.calls = 0
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: bytes) -> None:
         self.calls += 1
-        self.kept[key] = value.encode()
+        self.kept[key] = value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.calls += 1

@@ -137,7 +137,12 @@ def give_up(work: dist.Work) -> None:
 
 
 def _lazy_devices() -> list[Any]:
-    """Devices as torch makes them for a gloo group, but lazy; never shared by groups that talk."""
+    """Devices as torch makes them for a gloo group, but lazy.
+
+    Groups that talk need one each: a lazy device finds a connection's group by nothing but ranks.
+    To make them when a group is first used would have others wait for this rank's address at the
+    store, where gloo's wait holds all that its process asks.
+    """
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(names) > 1:
         return [_Gloo.create_device(interface=name, lazy_init=True) for name in names.split(",")]
