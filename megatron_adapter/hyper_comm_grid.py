@@ -22,8 +22,9 @@ from commgrid.planning.groups import GroupOptions
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.names import nearest
 from commgrid.planning.ranks import as_index
-from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import world as torch_world
 from megatron_adapter.errors import MegatronSizeError, UnknownViewError
 
 _BASE = "base"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from commgrid.runtime.roll import Line
+from commgrid.torch_compat.waits import Line
 
 
 class CountingStore:

@@ -170,6 +170,15 @@ MUTANTS = (
         ("tests/rendezvous/test_starts.py::test_any_order_of_operations",),
     ),
     Mutant(
+        "a closed line leaves its wait",
+        "commgrid/torch_compat/waits.py",
+        """        for wait in self._waits:
+            wait.end()
+        if self._reuse:""",
+        "        if self._reuse:",
+        ("tests/test_store_waits.py::test_a_closed_line_ends_its_wait",),
+    ),
+    Mutant(
         "half of the ranks go on although the others may be alive",
         "commgrid/runtime/rebuild.py",
         "(len(were) // 2 + 1 if unsure else -(-len(were) // 2))",

@@ -10,9 +10,9 @@ from torch.distributed import distributed_c10d as c10d
 
 import commgrid
 from commgrid.errors import CommGridError
-from commgrid.runtime import torch_nccl
-from commgrid.runtime.torch_world import world_store
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import nccl as torch_nccl
+from commgrid.torch_compat.world import world_store
 from tests.test_grid import check_sums
 from tests.waiting import until
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from commgrid.errors import SpecError
 from commgrid.planning.groups import GroupOptions
-from commgrid.runtime import torch_nccl, torch_world
 from commgrid.runtime.launch import Launch
+from commgrid.torch_compat import nccl as torch_nccl
+from commgrid.torch_compat import world as torch_world
 
 
 class Cuda:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid.runtime import torch_all_to_all
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import all_to_all as torch_all_to_all
 
 
 def exchanged() -> tuple[list[float], list[Any]]:

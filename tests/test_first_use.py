@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.planning.groups import GroupOptions
-from commgrid.runtime import torch_groups, torch_world
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import world as torch_world
 from tests.flags import hear, tell
 from tests.waiting import comes, until_waits
 
@@ -58,7 +60,7 @@ def first_use(use: str, dead: str) -> None:
     with pytest.raises(RuntimeError) as told:
         USES[use](group)
     assert torch_world.is_peer_failure(told.value), told.value
-    torch_groups.abort_all([group], {group})
+    failed_groups.abort_all([group], {group})
     del group
     tell(f"{dist.get_rank()} is through")
 

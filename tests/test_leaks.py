@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid.runtime import patient, torch_groups
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import patient
 from tests.process_groups import group_count
 from tests.sizes import pick
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import commgrid
 from commgrid.errors import PeerFailedError, PeerTimeoutError
 from commgrid.runtime import grid as grids
-from commgrid.runtime import torch_gloo
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import gloo as torch_gloo
 from tests.flags import hear, tell
 from tests.killing import KILLED, kill_me, run_killable
 from tests.waiting import comes, until_waits

@@ -12,8 +12,8 @@ import commgrid
 from commgrid.bridge import Bridge
 from commgrid.rendezvous import match
 from commgrid.runtime.pairing import Card
-from commgrid.runtime.torch_world import world_store
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat.world import world_store
 from commgrid.transfer import Transfer
 from tests.waiting import comes, until_waits
 

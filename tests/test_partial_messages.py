@@ -12,8 +12,8 @@ import torch.distributed as dist
 import commgrid
 from commgrid.collectives.asynchronous import Pending
 from commgrid.failures import named_failures
-from commgrid.runtime.torch_groups import wait_unless_broken
-from commgrid.runtime.torch_world import world_store
+from commgrid.torch_compat.failed_groups import wait_unless_broken
+from commgrid.torch_compat.world import world_store
 from tests.flags import hear, tell
 from tests.killing import KILLED, run_killable
 from tests.waiting import comes, until_waits

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from commgrid.runtime import patient
-from commgrid.runtime.patient import PatientStore, SilentStoreError
+from commgrid.torch_compat import patient
+from commgrid.torch_compat.patient import PatientStore, SilentStoreError
 from tests.waiting import until
 
 
@@ -114,7 +114,7 @@ def test_a_forked_process_asks_on_threads_of_its_own() -> None:
 
 SCRIPT = """
 import os, signal, sys, threading, time
-from commgrid.runtime.patient import PatientStore, SilentStoreError
+from commgrid.torch_compat.patient import PatientStore, SilentStoreError
 
 class Store:
     def get(self, key):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import commgrid
 from commgrid import CommGridError, PeerTimeoutError
 from commgrid.runtime.failures import _whole_hosts
-from commgrid.runtime.torch_world import as_peer_error, is_peer_failure
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat.world import as_peer_error, is_peer_failure
 from tests.flags import hear, tell
 from tests.waiting import comes, until_waits
 

@@ -20,9 +20,9 @@ from commgrid.planning.constraints import order_by_host
 from commgrid.planning.crossing import check_within
 from commgrid.planning.rank_lists import pack_order, unpack_order
 from commgrid.runtime.hosts import conclude
-from commgrid.runtime.torch_world import world_store
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat.world import world_store
 from tests.process_groups import group_count
 
 IN_ORDER, SCATTERED = "aaaabbbb", "abababab"

@@ -12,12 +12,14 @@ import commgrid
 from commgrid import PeerFailedError, PeerTimeoutError
 from commgrid.collectives import all_reduce
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime import registry, torch_gloo, torch_world
+from commgrid.runtime import registry
 from commgrid.runtime.failures import named_failures
 from commgrid.runtime.rebuild import States, _Rebuild
-from commgrid.runtime.torch_gloo import break_connections
-from commgrid.runtime.torch_world import world_store
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import gloo as torch_gloo
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.gloo import break_connections
+from commgrid.torch_compat.world import world_store
 from tests.flags import hear, meet, tell
 from tests.killing import KILLED, kill_me, run_killable
 from tests.sizes import full

@@ -14,8 +14,8 @@ from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.sockets import Need, check_limits, needs, of_world, total
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime import patient
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import patient
 
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
 

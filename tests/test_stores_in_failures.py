@@ -17,11 +17,13 @@ from commgrid import GridMismatchError, PeerTimeoutError
 from commgrid.collectives import all_reduce
 from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
-from commgrid.runtime import failures, inquiry, registry, torch_standby, torch_world
-from commgrid.runtime.patient import SilentStoreError
-from commgrid.runtime.roll import connection_of
-from commgrid.runtime.torch_standby import Answer
+from commgrid.runtime import failures, inquiry, registry
 from commgrid.testing import free_port, run_on_ranks
+from commgrid.torch_compat import standby as torch_standby
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.patient import SilentStoreError
+from commgrid.torch_compat.standby import Answer
+from commgrid.torch_compat.waits import connection_of
 from tests.flags import hear, tell
 from tests.killing import run_killable
 

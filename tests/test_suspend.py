@@ -30,9 +30,11 @@ from commgrid import (
 from commgrid.collectives import all_reduce
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.pipeline import Pipeline
-from commgrid.runtime import torch_groups, torch_nccl, torch_suspend
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import nccl as torch_nccl
+from commgrid.torch_compat import suspend as torch_suspend
 from tests.flags import hear, tell
 from tests.process_groups import group_count
 from tests.sizes import pick

@@ -20,8 +20,8 @@ import commgrid
 from commgrid.bridge import Bridge
 from commgrid.failures import named_failures
 from commgrid.rendezvous.agreement import Agreement
-from commgrid.runtime import torch_groups
 from commgrid.testing import RanksFailed, run_on_ranks
+from commgrid.torch_compat import groups as torch_groups
 from commgrid.transfer import Transfer, carry
 from commgrid.transfer.barriers import TransferBarriers
 from tests.flags import tell

@@ -30,10 +30,13 @@ from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import torch_groups, torch_world, watching
+from commgrid.runtime import watching
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.missing import who_is_missing
-from commgrid.runtime.torch_transfers import can_send, start_exchange, start_transfers, version_of
+from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.transfers import can_send, start_exchange, start_transfers, version_of
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -241,7 +244,7 @@ class Links:
                 torch_groups.destroy_group(self.group)
         else:
             self._leaving.clear()
-            torch_groups.abort_all([self.group])
+            failed_groups.abort_all([self.group])
 
     # -- when something is wrong ----------------------------------------------------------
 

@@ -12,7 +12,7 @@ from commgrid.bridge.links import Addressed, Links
 from commgrid.bridge.plan import Message
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.sharding import take_runs
-from commgrid.runtime import torch_world
+from commgrid.torch_compat import world as torch_world
 
 
 def move(

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from commgrid.checkpoint.hand import Hand
-from commgrid.runtime.torch_archive import Envelope, envelope, placed
+from commgrid.torch_compat.archive import Envelope, envelope, placed
 
 PIECE = 4 << 20
 """Bytes that the hand is given at once."""

@@ -34,9 +34,9 @@ from commgrid.checkpoint.boxes import Chunk
 from commgrid.checkpoint.items import Item, Shared, Value
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.collectives.plain import all_gather, all_to_all
-from commgrid.runtime import torch_groups
-from commgrid.runtime.addresses import own_host
 from commgrid.runtime.registry import _registry
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat.addresses import own_host
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

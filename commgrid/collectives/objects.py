@@ -19,7 +19,8 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.plain import all_gather, all_to_all, broadcast
 from commgrid.errors import CommGridError
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.runtime import torch_groups, torch_world
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import world as torch_world
 
 Value = TypeVar("Value")
 Answer = TypeVar("Answer")

@@ -26,7 +26,7 @@ from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.parameters import Placement, foreign_slice
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.replicas import Copy, differing, digest
-from commgrid.runtime.torch_world import FAKE
+from commgrid.torch_compat.world import FAKE
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

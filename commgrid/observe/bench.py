@@ -19,8 +19,8 @@ from commgrid.planning.cluster import CLUSTERS, Cluster, Device, Level
 from commgrid.planning.cost import COLLECTIVES
 from commgrid.planning.fitting import Measured
 from commgrid.planning.names import canonical, nearest
-from commgrid.runtime import torch_groups
-from commgrid.runtime.addresses import own_host
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat.addresses import own_host
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

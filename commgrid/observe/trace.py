@@ -21,7 +21,7 @@ from commgrid.observe import trace_files, traces
 from commgrid.observe.traces import Trace
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.registry import live_grids
-from commgrid.runtime.torch_world import is_initialized, world_rank
+from commgrid.torch_compat.world import is_initialized, world_rank
 
 __all__ = ["is_on", "save", "start", "stop", "summary"]
 

@@ -31,8 +31,8 @@ from commgrid.pipeline.schedule import Message, Send
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-from commgrid.runtime.torch_transfers import can_send, start_transfers
-from commgrid.runtime.torch_world import first_line, is_peer_failure
+from commgrid.torch_compat.transfers import can_send, start_transfers
+from commgrid.torch_compat.world import first_line, is_peer_failure
 
 _HEADER_NUMBERS = 128
 # Messages whose tensors are kept because they may still be on their way: gloo does not say whether

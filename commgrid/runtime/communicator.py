@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 from commgrid.errors import GridMismatchError
 from commgrid.planning.groups import GroupOptions
 from commgrid.planning.plan import PlannedCommunicator
-from commgrid.runtime import torch_groups, torch_suspend, torch_transfers, torch_world
+from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import suspend as torch_suspend
+from commgrid.torch_compat import transfers as torch_transfers
+from commgrid.torch_compat import world as torch_world
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +139,7 @@ def exchange_ranks(
         try:
             failed(error)
         finally:  # also at a second Ctrl-C
-            torch_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
+            failed_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
         raise
 
 

@@ -43,8 +43,8 @@ from commgrid.planning.groups import GroupDef, GroupEntry
 from commgrid.planning.ranks import RankTuple
 from commgrid.planning.region import Region
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime import torch_groups
-from commgrid.runtime.torch_patches import (
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat.patches import (
     answered_with,
     let_names_be_taken,
     mend_uneven_gathers,

@@ -27,11 +27,12 @@ from commgrid.planning.rank_lists import describe_ranks
 from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import inquiry, torch_world
-from commgrid.runtime.addresses import ranks_here
+from commgrid.runtime import inquiry
 from commgrid.runtime.registry import get_grid, store_server
-from commgrid.runtime.torch_store import StoreDriver
 from commgrid.runtime.whereabouts import whereabouts
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.addresses import ranks_here
+from commgrid.torch_compat.store import StoreDriver
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

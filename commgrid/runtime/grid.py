@@ -17,7 +17,7 @@ from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import hosts, summary, suspension, torch_groups, torch_world, watching
+from commgrid.runtime import hosts, summary, suspension, watching
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.missing import missing_ranks
@@ -25,7 +25,10 @@ from commgrid.runtime.named_groups import NamedGroups
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.sub_grid import SubGrid
-from commgrid.runtime.torch_patches import forget_plans
+from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.patches import forget_plans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -184,7 +187,7 @@ class HyperCommGrid(NamedGroups):
                 deadline=deadline,
                 phases=(*asked, *(PHASES if connects else PHASES[1:])),
                 beforehand=None if watch is None else watch.tell_address,
-                let_go=lambda: torch_groups.abort_all(self._let_go(), tell=False),
+                let_go=lambda: failed_groups.abort_all(self._let_go(), tell=False),
             ) as rendezvous:
                 under_way.append(rendezvous)
                 if unwatched is not None:
@@ -208,7 +211,7 @@ class HyperCommGrid(NamedGroups):
             self._watch = watch
             with suppress(RuntimeError):
                 # To destroy could wait for ranks that are gone.
-                torch_groups.abort_all(self._let_go(), tell=False)
+                failed_groups.abort_all(self._let_go(), tell=False)
             raise
 
     def _wake_waiting(self, why: str, late: bool, under_way: list[Rendezvous]) -> None:
@@ -220,7 +223,7 @@ class HyperCommGrid(NamedGroups):
             rendezvous.interrupt(why, late)
         groups = [c.group for c in self._communicators]
         by_pairs = self._connected_by_pairs()
-        torch_groups.wake(groups, by_pairs, tell=not under_way, ended=not late)
+        failed_groups.wake(groups, by_pairs, tell=not under_way, ended=not late)
 
     def _create(
         self,
@@ -292,7 +295,7 @@ class HyperCommGrid(NamedGroups):
         by_pairs = self._connected_by_pairs()
         groups = self._let_go()
         self._addresses = torch_groups.addresses(groups)
-        torch_groups.abort_all(groups, by_pairs)
+        failed_groups.abort_all(groups, by_pairs)
 
     def forget_addresses(self) -> None:
         """Delete the addresses that `abort` has left at the store, if it has not gone meanwhile."""

@@ -17,8 +17,8 @@ from commgrid.planning.crossing import members_of
 from commgrid.planning.rank_lists import describe_ranks, pack_order, unpack_order
 from commgrid.planning.ranks import RankTuple, as_ranks
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime.addresses import own_host
 from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.torch_compat.addresses import own_host
 
 _NAMED = 4  # hosts that a message lists
 PHASE = "hosts"

@@ -34,11 +34,12 @@ from commgrid.observe.traces import Trace
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.questions import Questions, agreed_name, first, hear, tell
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import recorder, torch_world
-from commgrid.runtime.patient import Asked, PatientStore
+from commgrid.runtime import recorder
 from commgrid.runtime.recorder import Recorder
-from commgrid.runtime.roll import connection_of
-from commgrid.runtime.torch_store import StoreDriver
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.patient import Asked, PatientStore
+from commgrid.torch_compat.store import StoreDriver
+from commgrid.torch_compat.waits import connection_of
 
 LAST = 64
 """Calls of each communicator that a rank answers with, at most."""

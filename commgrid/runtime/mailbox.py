@@ -18,8 +18,8 @@ from uuid import uuid4
 
 from commgrid.rendezvous import addresses
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime.addresses import listening
-from commgrid.runtime.torch_store import StoreDriver
+from commgrid.torch_compat.addresses import listening
+from commgrid.torch_compat.store import StoreDriver
 
 _LONGEST = 1 << 20
 

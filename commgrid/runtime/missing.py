@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from commgrid.planning.rank_lists import describe_ranks, unpack
 from commgrid.rendezvous.failure import Failure
-from commgrid.runtime import torch_world
-from commgrid.runtime.torch_store import StoreDriver
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.store import StoreDriver
 
 
 def missing_ranks(at: str, ranks: Iterable[int]) -> set[int]:

@@ -24,11 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
-from commgrid.runtime import torch_calls, torch_groups, torch_world
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
-from commgrid.runtime.patient import PatientStore
 from commgrid.runtime.recorder import DTYPES, caller, place_of
-from commgrid.runtime.roll import connection_of
+from commgrid.torch_compat import calls as torch_calls
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.patient import PatientStore
+from commgrid.torch_compat.waits import connection_of
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

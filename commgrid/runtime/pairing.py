@@ -34,10 +34,10 @@ from commgrid.rendezvous.match import Calls
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import tidy
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import torch_world
 from commgrid.runtime.rendezvous import Rendezvous
-from commgrid.runtime.roll import seconds_until
-from commgrid.runtime.torch_store import Result, StoreDriver
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.store import Result, StoreDriver
+from commgrid.torch_compat.waits import seconds_until
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

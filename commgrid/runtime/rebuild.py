@@ -24,12 +24,14 @@ from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, refit
 from commgrid.rendezvous.membership import Call, LateError, Membership
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import inquiry, recorder, torch_standby, torch_world
+from commgrid.runtime import inquiry, recorder
 from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, Registry, _registry
 from commgrid.runtime.seconds import Seconds, as_seconds
-from commgrid.runtime.torch_store import StoreDriver
+from commgrid.torch_compat import standby as torch_standby
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.store import StoreDriver
 
 _SHARE = 0.5  # of the time that is left, for one attempt: another rank may go meanwhile
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from commgrid.errors import CommGridError
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.runtime import torch_calls
 from commgrid.runtime.libraries import OWN, is_programs
+from commgrid.torch_compat import calls as torch_calls
 
 FORMAT = 1
 """Of the files; it rises when a reader has to know."""

@@ -22,13 +22,15 @@ from commgrid.rendezvous.epoch import leave_world
 from commgrid.rendezvous.membership import Membership
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts, use_timeouts
-from commgrid.runtime import inquiry, torch_standby, torch_world
+from commgrid.runtime import inquiry
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.rendezvous import Rendezvous
-from commgrid.runtime.roll import Line
-from commgrid.runtime.torch_store import StoreDriver
-from commgrid.runtime.torch_world import versions
+from commgrid.torch_compat import standby as torch_standby
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.store import StoreDriver
+from commgrid.torch_compat.waits import Line
+from commgrid.torch_compat.world import versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

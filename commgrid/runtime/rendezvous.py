@@ -16,10 +16,10 @@ from commgrid.rendezvous.epoch import FirstAgreement
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import Decision
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import torch_world
-from commgrid.runtime.addresses import own_host, ranks_here
-from commgrid.runtime.roll import Line, seconds_until
-from commgrid.runtime.torch_store import Result, StoreDriver
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.addresses import own_host, ranks_here
+from commgrid.torch_compat.store import Result, StoreDriver
+from commgrid.torch_compat.waits import Line, seconds_until
 
 
 def _on_this_host(rank: int) -> tuple[str, Sequence[int]]:

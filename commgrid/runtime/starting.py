@@ -19,13 +19,14 @@ from commgrid.planning.ranks import as_ranks
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts
-from commgrid.runtime import inquiry, recorder, torch_world
+from commgrid.runtime import inquiry, recorder
 from commgrid.runtime import order as order_check
 from commgrid.runtime.audited import audit_sizes, audited_grid
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.registry import Made, _registry
 from commgrid.runtime.seconds import Seconds, as_seconds
+from commgrid.torch_compat import world as torch_world
 
 
 def initialize(

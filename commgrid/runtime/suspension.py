@@ -19,9 +19,12 @@ from weakref import ref
 
 from commgrid.errors import CommGridError
 from commgrid.rendezvous.agreement import PHASES
-from commgrid.runtime import torch_groups, torch_suspend, torch_world
 from commgrid.runtime.communicator import Communicator, exchange_ranks
 from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import suspend as torch_suspend
+from commgrid.torch_compat import world as torch_world
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -138,7 +141,7 @@ def _or_destroyed(grid: HyperCommGrid) -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(RuntimeError):  # all wait at the store, and none in a collective
-            torch_groups.abort_all(grid._let_go(), tell=False)
+            failed_groups.abort_all(grid._let_go(), tell=False)
         error.add_note("commgrid: the grid was destroyed on this rank; initialize makes another")
         raise
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from torch.distributed import ProcessGroup
 
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime import torch_groups, torch_world
 from commgrid.runtime.watch import Watch
+from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import world as torch_world
 
 if TYPE_CHECKING:
     from commgrid.runtime.communicator import Communicator
@@ -86,7 +88,7 @@ def between(
 
     def wake(why: str, late: bool) -> None:
         told(why, late)
-        torch_groups.wake([group], unconnected, ended=not late)
+        failed_groups.wake([group], unconnected, ended=not late)
 
     try:
         made = Watch(
@@ -101,7 +103,7 @@ def between(
         )
         made.tell_address()
     except BaseException:
-        torch_groups.abort_all([group], unconnected, tell=False)
+        failed_groups.abort_all([group], unconnected, tell=False)
         raise
     for grid in grids:
         if grid.watch is not None:

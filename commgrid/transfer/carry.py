@@ -24,8 +24,8 @@ from torch import Tensor
 
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.failures import GoneError
-from commgrid.runtime.torch_transfers import start_transfers, starts_batches, wait_for
-from commgrid.runtime.torch_world import first_line, is_peer_failure
+from commgrid.torch_compat.transfers import start_transfers, starts_batches, wait_for
+from commgrid.torch_compat.world import first_line, is_peer_failure
 from commgrid.transfer.ending import meet
 from commgrid.transfer.held import Held
 from commgrid.transfer.plan import Message, Move

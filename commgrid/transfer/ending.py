@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from commgrid.runtime.failures import GoneError
-from commgrid.runtime.torch_transfers import start_transfers, wait_for
-from commgrid.runtime.torch_world import first_line, is_peer_failure
+from commgrid.torch_compat.transfers import start_transfers, wait_for
+from commgrid.torch_compat.world import first_line, is_peer_failure
 
 
 def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from commgrid.errors import SpecError, TransferError
-from commgrid.runtime import torch_groups
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
+from commgrid.torch_compat import groups as torch_groups
 from commgrid.transfer.held import Held, Model
 
 if TYPE_CHECKING:

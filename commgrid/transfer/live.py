@@ -18,12 +18,14 @@ from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.planning.groups import GroupOptions
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import torch_groups, watching
+from commgrid.runtime import watching
 from commgrid.runtime.failures import GoneError, no_answer_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pairing import Pairing, check_alive
 from commgrid.runtime.seconds import Seconds, as_seconds
-from commgrid.runtime.torch_world import first_line, is_peer_failure
+from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat.world import first_line, is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.carry import Carrier, most_of
 from commgrid.transfer.given import device_of, grids_of, refuse_shared_memory
@@ -444,7 +446,7 @@ def _end(
         watch.close()
         broken = broken or watch.failure is not None
     if broken:
-        torch_groups.abort_all([group], unconnected)
+        failed_groups.abort_all([group], unconnected)
     else:
         torch_groups.destroy_group(group)
     barriers.close()

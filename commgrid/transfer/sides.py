@@ -25,7 +25,7 @@ from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.planning.boxes import Box
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.replicas import digest
-from commgrid.runtime import torch_groups
+from commgrid.torch_compat import groups as torch_groups
 from commgrid.transfer.held import Held, Model, Names, TransferredModel, mapped_items, tensors_of
 from commgrid.transfer.layouts import Form, Side
 

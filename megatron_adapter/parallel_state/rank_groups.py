@@ -16,7 +16,7 @@ import torch.distributed as dist
 from commgrid.errors import GridNotInitializedError
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.runtime import torch_world
+from commgrid.torch_compat import world as torch_world
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.parallel_state.access import peek, write
 from megatron_adapter.state import STORE

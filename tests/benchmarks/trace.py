@@ -24,8 +24,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
-from commgrid.runtime import recorder, torch_calls
+from commgrid.runtime import recorder
 from commgrid.runtime.order import OrderCheck
+from commgrid.torch_compat import calls as torch_calls
 from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.examples.curves import load
 

@@ -19,8 +19,8 @@ from commgrid.bridge import Bridge, Cut
 from commgrid.context_parallel import SequenceSharding
 from commgrid.failures import named_failures
 from commgrid.runtime.pairing import Pairing
-from commgrid.runtime.torch_world import world_store
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat.world import world_store
 from tests.flags import hear, tell
 from tests.waiting import comes, until, until_waits
 

@@ -25,8 +25,8 @@ from commgrid.checkpoint import background, beside, storage
 from commgrid.checkpoint.boxes import Chunk
 from commgrid.checkpoint.hand import Hand
 from commgrid.checkpoint.items import Item, Value
-from commgrid.runtime.torch_archive import envelope
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat.archive import envelope
 from tests.waiting import until
 
 TENSORS = {

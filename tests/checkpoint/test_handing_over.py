@@ -14,9 +14,9 @@ from commgrid.checkpoint.memory import Inventory, kept_states, missing
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.rendezvous.membership import Membership
-from commgrid.runtime import torch_standby
 from commgrid.tensor_parallel import initialize_parameters
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import standby as torch_standby
 from tests.killing import KILLED, kill_me, run_killable
 from tests.waiting import until
 

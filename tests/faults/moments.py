@@ -75,7 +75,7 @@ def while_agreeing(act: Act, folder: Path, limits: Limits) -> None:
 
 
 def while_creating_groups(act: Act, folder: Path, limits: Limits) -> None:
-    from commgrid.runtime import torch_groups
+    from commgrid.torch_compat import groups as torch_groups
 
     replaced(torch_groups, "create_group", act, 3)
     started(limits)

@@ -9,8 +9,8 @@ from torch import nn
 import commgrid
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.failures import named_failures
-from commgrid.runtime import torch_world
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from commgrid.torch_compat import world as torch_world
 from tests.test_leaks import cycle, usage
 
 Seen = tuple[int, int, float, int]

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, PeerTimeoutError
-from commgrid.runtime import registry, torch_world
+from commgrid.runtime import registry
 from commgrid.testing import free_port, run_on_ranks
+from commgrid.torch_compat import world as torch_world
 from tests.flags import hear, meet, tell
 from tests.process_groups import group_count
 from tests.waiting import comes, until_waits
@@ -185,7 +186,7 @@ def test_a_failed_attempt_does_not_spoil_the_next() -> None:
 
 def fails_half_way(rank: int) -> tuple[str, str]:
     """Rank 2 fails at its third communicator; nobody keeps a group, and WORLD still works."""
-    from commgrid.runtime import torch_groups
+    from commgrid.torch_compat import groups as torch_groups
 
     before = group_count()
     create = torch_groups.create_group
@@ -215,7 +216,7 @@ def test_an_initialize_that_fails_half_way_leaves_nothing() -> None:
 
 def lost(rank: int) -> str | None:
     """Rank 3 falls silent after all have agreed, while groups are being made."""
-    from commgrid.runtime import torch_groups
+    from commgrid.torch_compat import groups as torch_groups
 
     create = torch_groups.create_group
 
@@ -246,7 +247,7 @@ def test_a_rank_that_is_lost_half_way_is_the_one_that_is_named() -> None:
 
 def interrupted(rank: int) -> Any:
     """Ctrl-C while waiting, then a second try: the rank is not counted twice."""
-    from commgrid.runtime.roll import Line
+    from commgrid.torch_compat.waits import Line
 
     if rank == 0:
         within = Line.within

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commgrid
 from commgrid import CommGridError, GroupSuspendedError, PeerFailedError
-from commgrid.runtime import torch_nccl
+from commgrid.torch_compat import nccl as torch_nccl
 from tests.gpu.on_gpus import on_gpus
 from tests.gpu.test_nccl import check_sums
 

@@ -19,8 +19,8 @@ from commgrid import (
     PeerFailedError,
     SpecError,
 )
-from commgrid.runtime import torch_groups
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import groups as torch_groups
 from megatron_adapter import HyperCommGrid, MegatronSizeError
 
 with warnings.catch_warnings():

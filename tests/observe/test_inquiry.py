@@ -16,9 +16,10 @@ import commgrid
 from commgrid import CommGridError
 from commgrid.failures import named_failures
 from commgrid.observe import diagnosis
-from commgrid.runtime import inquiry, recorder, torch_world
-from commgrid.runtime.torch_store import StoreDriver
+from commgrid.runtime import inquiry, recorder
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.store import StoreDriver
 from tests.flags import hear, meet, tell
 from tests.waiting import comes, until, until_waits
 

@@ -22,8 +22,9 @@ import torch.distributed as dist
 import commgrid
 from commgrid.observe import diagnosis, trace_files
 from commgrid.observe.findings import Diagnosis
-from commgrid.runtime import recorder, torch_calls
+from commgrid.runtime import recorder
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import calls as torch_calls
 from tests.flags import meet
 from tests.observe import simulated
 

@@ -20,8 +20,9 @@ from commgrid import CommGridError, SpecError
 from commgrid.cli import main
 from commgrid.collectives import all_reduce
 from commgrid.observe import trace_files
-from commgrid.runtime import recorder, torch_calls
+from commgrid.runtime import recorder
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import calls as torch_calls
 
 
 def methods() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,8 +9,8 @@ from torch import nn
 import commgrid
 from commgrid import PeerFailedError, SpecError
 from commgrid.pipeline import Pipeline
-from commgrid.runtime import torch_transfers
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import transfers as torch_transfers
 
 
 class Halves(nn.Module):

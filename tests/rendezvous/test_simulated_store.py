@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]
 
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Op, Protocol, Put, StoreLostError, Wait
-from commgrid.runtime.torch_store import StoreDriver
+from commgrid.torch_compat.store import StoreDriver
 from tests.rendezvous.simulator import SimulatedStore
 
 SEQUENCES = 10_000  # of 12 operations each

@@ -40,8 +40,8 @@ from commgrid.observe.audit.records import (
 from commgrid.observe.audit.reductions import Reductions
 from commgrid.pipeline import Pipeline
 from commgrid.replicas import digest
-from commgrid.runtime import torch_calls
 from commgrid.runtime.registry import get_grid, is_initialized
+from commgrid.torch_compat import calls as torch_calls
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

@@ -18,8 +18,8 @@ from commgrid.rendezvous.op import (
     StoreLostError,
     Wait,
 )
-from commgrid.runtime.patient import PatientStore, SilentStoreError
-from commgrid.runtime.roll import Line, seconds_until
+from commgrid.torch_compat.patient import PatientStore, SilentStoreError
+from commgrid.torch_compat.waits import Line, seconds_until
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
-from commgrid.runtime.torch_calls import batched
+from commgrid.torch_compat.calls import batched
 
 Transfer = tuple[torch.Tensor, int]
 """A tensor, and the group rank that it goes to or comes from."""
@@ -131,7 +131,7 @@ def start_transfers(
 def wait_for(work: dist.Work, seconds: float | None) -> None:
     """Waits for a message, however long gloo would by itself.
 
-    A gloo group that connects by pairs (`commgrid.runtime.torch_gloo`) gives a message a fifth of
+    A gloo group that connects by pairs (`commgrid.torch_compat.gloo`) gives a message a fifth of
     the group's timeout, unless a wait says how long.
 
     Args:

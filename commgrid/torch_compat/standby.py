@@ -23,10 +23,10 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.rendezvous import addresses
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime.addresses import address_towards
-from commgrid.runtime.patient import Asked, served
-from commgrid.runtime.torch_store import StoreDriver
-from commgrid.runtime.torch_world import world_store
+from commgrid.torch_compat.addresses import address_towards
+from commgrid.torch_compat.patient import Asked, served
+from commgrid.torch_compat.store import StoreDriver
+from commgrid.torch_compat.world import world_store
 
 _KEPT, _WORLD = "commgrid", "world"  # prefixes in a standby store
 _TOKEN = "standby"

@@ -1,7 +1,7 @@
 """Starting and stopping torch.distributed, the store its ranks meet at, and what its errors mean.
 
-Names of torch.distributed that are not public are used in the `torch_*` files alone;
-`docs/torch_versions.md` says what to do when one is removed.
+`docs/torch_versions.md` lists the names that are private to torch, and says what to do when one is
+removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,13 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.errors import CommGridError, PeerTimeoutError, SpecError
 from commgrid.planning.groups import GroupOptions
 from commgrid.planning.names import nearest
-from commgrid.runtime import torch_nccl
-from commgrid.runtime.addresses import address_towards, outward_address
-from commgrid.runtime.launch import Launch
-from commgrid.runtime.patient import Asked, served
+from commgrid.torch_compat import nccl as torch_nccl
+from commgrid.torch_compat.addresses import address_towards, outward_address
+from commgrid.torch_compat.patient import Asked, served
 from commgrid.version import VERSION
+
+if TYPE_CHECKING:
+    from commgrid.runtime.launch import Launch
 
 FAKE = "fake"
 

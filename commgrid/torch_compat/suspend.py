@@ -32,8 +32,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import GridDestroyedError, GroupSuspendedError
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import torch_gloo, torch_groups, torch_nccl
-from commgrid.runtime.torch_world import unwrapped
+from commgrid.torch_compat import gloo as torch_gloo
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import nccl as torch_nccl
+from commgrid.torch_compat.world import unwrapped
 
 _CALLS = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced",
