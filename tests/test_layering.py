@@ -143,3 +143,37 @@ def test_only_the_door_creates_and_destroys_groups() -> None:
             if isinstance(node, ast.Attribute)
         }  # fmt: skip
         assert not used & makers, f"{path} calls {used & makers}; only {DOOR} may"
+
+
+THREADS = (
+    "torch_compat/patient.py", "runtime/links.py", "runtime/inquiry.py", "runtime/mailbox.py",
+    "runtime/stopping.py",
+)  # fmt: skip
+"""Files that start threads, beside checkpoints and tests. docs/architecture.md has their ends."""
+STORE = ("torch_compat/store.py", "torch_compat/waits.py", "torch_compat/patient.py")
+"""Files that carry out operations of a store."""
+COMPARES = "runtime/order.py"
+"""`verify="order"`, which asks the store itself."""
+
+
+def called(path: Path) -> set[str]:
+    """Last parts of the names that a file calls."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+
+
+def test_few_files_start_threads() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for path in FILES:
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.split("/")[0] not in ("checkpoint", "testing"):
+            starts = called(path) & {"Thread", "Timer", "start_new_thread", "ThreadPoolExecutor"}
+            assert bool(starts) == (name in THREADS), f"{name} starts threads: {starts}"
+    assert all(f"commgrid/{name}" in page for name in THREADS)
+
+
+def test_one_driver_asks_the_store() -> None:
+    for path in FILES:
+        name = path.relative_to(PACKAGE).as_posix()
+        asked = called(path) & {"compare_set", "multi_get", "delete_key"}
+        assert not asked or name in (*STORE, COMPARES), f"{name} asks the store: {asked}"

@@ -1,11 +1,13 @@
 """GridSpec: orders, regions, the groups table, and the way through dicts and YAML."""
 
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import commgrid
 from commgrid import GridSpec, SpecError, UnknownGroupError
 from commgrid.planning.names import ambiguity
 
@@ -167,3 +169,10 @@ def test_resolve_needs_a_world() -> None:
         GridSpec.build().resolve()
     with pytest.raises(SpecError, match="ranks=4 to 11: the world has only ranks 0 to 7"):
         GridSpec.build().resolve(world_size=8, ranks=range(4, 12))
+
+
+def test_initialize_takes_what_a_spec_is_built_from_with_the_same_defaults() -> None:
+    """`initialize` finds out what was given by comparing with the defaults of `build`."""
+    ours = signature(commgrid.initialize).parameters
+    for name, parameter in signature(GridSpec.build).parameters.items():
+        assert ours[name].default == parameter.default, name

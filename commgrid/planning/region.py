@@ -13,6 +13,8 @@ from commgrid.planning.ranks import as_index
 
 STANDARD = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "dp", "pp")
 """Megatron's default order, with the parts that may stand in for dp."""
+HSDP = ("dp_replicate", "dp_shard")
+"""The two parts of dp, slower one first, where it has two."""
 
 Size = int | str
 

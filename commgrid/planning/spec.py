@@ -23,6 +23,7 @@ from commgrid.planning.layout import RankLayout
 from commgrid.planning.presets import find_preset
 from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks
 from commgrid.planning.region import (
+    HSDP,
     STANDARD,
     Region,
     dense_from,
@@ -318,8 +319,8 @@ class GridSpec:
         words: dict[str, tuple[str, ...]] = {
             axis: (axis,) for region in self.regions for axis in region.axes
         }
-        if "dp_replicate" in words and "dp_shard" in words:
-            words["dp"] = ("dp_replicate", "dp_shard")
+        if words.keys() >= {*HSDP}:
+            words["dp"] = HSDP
         return words
 
     @cached_property

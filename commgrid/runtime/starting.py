@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from commgrid.planning.constraints import BY_RANK
 from commgrid.planning.names import nearest
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import as_ranks
+from commgrid.planning.region import HSDP
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts
@@ -129,11 +131,11 @@ def initialize(
     sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, **axes}
     rest = {"order": order, "create": create, "connect": connect, "share": share, "groups": groups,
             "within": within, "place": place}  # fmt: skip
-    known = {*str(order).split("-"), "dp_replicate", "dp_shard"}
+    known = {*str(order).split("-"), *HSDP}
     for axis in axes.keys() - known if preset is None else ():
         raise SpecError(
             f"{axis}={axes[axis]!r}: neither an argument of initialize nor an axis of "
-            f"order={order!r}{nearest(axis, _ARGUMENTS)}"
+            f"order={order!r}{nearest(axis, [*signature(initialize).parameters, *HSDP])}"
         )
     audited = audited_grid() if name == "default" else None
     if preset is not None:
@@ -240,16 +242,6 @@ def join(
     _registry.ensure_world(backend, limit, deadline)
 
 
-_DEFAULTS: dict[str, Any] = {
-    "dp": -1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "order": DEFAULT_ORDER,
-    "create": "all", "connect": "axes", "share": DEFAULT_SHARE, "groups": None,
-    "within": None, "place": BY_RANK,
-}  # fmt: skip
-_ARGUMENTS = (*_DEFAULTS, "dp_replicate", "dp_shard", "ranks", "backend", "timeout",
-              "startup_timeout", "trace", "watch", "verify", "timeouts", "preset", "config",
-              "name")  # fmt: skip
-
-
 def _from_preset(
     preset: str,
     config: object,
@@ -260,13 +252,16 @@ def _from_preset(
     """The preset's spec, with what differs from the defaults laid over it."""
     if config is not None:
         raise SpecError(f"preset={preset!r} beside config=: give one of them")
-    given, changes = (
-        {k: v for k, v in part.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
-        for part in (sizes, rest)
-    )
+    given, changes = _other_than_default(sizes), _other_than_default(rest)
     rows = changes.pop("groups", None) or {}
     changes.update({f"groups.{name}": row for name, row in rows.items()})
     return GridSpec.from_preset(preset, ranks=ranks, changes=changes, **given)
+
+
+def _other_than_default(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments without those that have the default of `GridSpec.build`."""
+    known = signature(GridSpec.build).parameters
+    return {k: v for k, v in given.items() if k not in known or v != known[k].default}
 
 
 def started_ranks() -> int:
@@ -282,11 +277,10 @@ def _from_config(
     ranks: range | Sequence[int] | str | None,
 ) -> GridSpec:
     """The config's spec; anything else that describes a grid beside it is an error."""
-    beside = [k for k, v in given.items() if k not in _DEFAULTS or v != _DEFAULTS[k]]
-    if beside:
+    if beside := _other_than_default(given):
         raise SpecError(
-            f"{', '.join(f'{key}={given[key]!r}' for key in beside)} beside config=: the config "
-            "describes the whole grid; put these into it, or leave config out"
+            f"{', '.join(f'{key}={value!r}' for key, value in beside.items())} beside config=: the "
+            "config describes the whole grid; put these into it, or leave config out"
         )
     spec = GridSpec.from_config(config)
     return spec if ranks is None else replace(spec, ranks=as_ranks(ranks))

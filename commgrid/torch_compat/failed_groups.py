@@ -161,8 +161,9 @@ def _end_calls(
         return
     if by_pairs:
         with suppress(RuntimeError):  # it asks the store
-            connecting = partial(torch_gloo.connect_all, group)
-            torch_gloo.give_up(patient_store().during(connecting))
+            work = patient_store().during(partial(torch_gloo.connect_all, group))
+            time.sleep(timeouts().moment)  # a connection refused later ends the process
+            torch_gloo.give_up(work)
     if not _end_until(works, time.monotonic() + timeouts().moment):
         # On a thread that never ends: what a module holds is freed when the process ends.
         Asked(partial(_hold, group))

@@ -279,7 +279,7 @@ CHECKS = {
     "DTensor Shard(0) to Shard(1)": Check(redistributes, 2, 90),
     "suspend after a pipeline's step": Check(suspends, 2, 90),
     "an all-reduce of 8 bytes": Check(eight_bytes, 2, 90),
-    "all-to-alls of unequal sizes": Check(exchanges, 2, 400),
+    "all-to-alls of unequal sizes": Check(exchanges, 2, 380),
     "a rank that never comes to dp_cp": Check(never_comes, 4, 150),
     "a stage later than startup_timeout": Check(slow_stage, 2, 120),
     "two orders": Check(ordered, 4, 150),
