@@ -2,8 +2,8 @@
 
 The ranks of the new grid tell each other what they have in memory, their own and their neighbours'.
 The newest state that is there as a whole goes to where it is needed now, as between any two grids;
-else the last checkpoint is loaded. What only ranks have that are left out, they hand over before,
-in rebuild.
+else the last checkpoint is loaded. Ranks that are left out of the new grid hand over what no other
+rank has, in rebuild.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Recovered:
     """What `recover` has brought back.
 
     Args:
-        step: it is of; training goes on with the next.
+        step: of the state; training continues with the next.
         source: `memory`: what the ranks that are left had of their own; `neighbours' memory`: some
             of it was kept for ranks that are gone; `memory of ranks left out`: some of it was only
             with ranks that have no place any more, which handed it over in `rebuild`;
             `checkpoint`: the folder's last.
         extra: what was kept or saved with it.
-        lost: with a checkpoint: what nobody had in memory any more, by name, if anything was kept.
+        lost: with a checkpoint: names of the entries that no rank had in memory, if any were kept.
     """
 
     step: int
@@ -93,7 +93,7 @@ def rebuild(
         name: of the grid; None: the default one.
         grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
             learn of a failure in their next collective; give more than they compute without one.
-            Where the grid is watched, nobody waits for a rank whose process was seen to end.
+            On a watched grid, no rank waits for a process that was seen to end.
         at_least: how many ranks of the grid before must come; None: half, or more than half where
             the store is out of reach and others may be there still. Fewer may be the smaller side
             of a network that was cut, while the larger side continues too.
@@ -134,7 +134,7 @@ def recover(
     trusted: bool = False,
     grid: HyperCommGrid | None = None,
 ) -> Recovered:
-    """Brings model and optimizer to the newest state that is left; on all ranks of the new grid.
+    """Load the newest state that is left into model and optimizer; on all ranks of the new grid.
 
     That is a state which ranks have kept in memory (`checkpoint.keep`, or `save` with
     `keep_in_memory=True`) and of which they have every part together, on any grid; or else, or
@@ -193,7 +193,7 @@ def recover(
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What there is to go on from.
+    """The states from which training can continue.
 
     Args:
         tag: of a whole state in memory; None: the checkpoint.
@@ -304,7 +304,7 @@ class _Memory:
 
 
 def _metadata(form: Any) -> Any:
-    """What torch's metadata says of a tensor, or of a value."""
+    """Return torch's metadata of a tensor, or of a value."""
     if form is None:
         return BytesStorageMetadata()
     shape, dtype = form

@@ -164,7 +164,7 @@ class FirstAgreement(Agreement):
 
 
 def leave_world(ranks: int, serves: bool, until: float) -> Protocol[None]:
-    """Leave at a process's end. The one that serves the store waits for the others.
+    """Leave at the end of a process. The process that serves the store waits for the others.
 
     Args:
         ranks: number of ranks that leave.

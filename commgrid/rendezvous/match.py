@@ -7,7 +7,7 @@ ranks take the same one, and the n-th source of a name meets the n-th target:
     first of source   leaves its card ─ waits ──────────────────────────► reads the target's card
     first of target                     takes the source's card ─ sends its own
 
-A grid whose first rank is stopped is matched all the same, and goes on later. If that rank has
+A grid whose first rank is stopped is matched as well; that rank reads the result later. If it has
 ended, the next round, in which all ranks of both grids meet, names it.
 
 The other ranks of a grid wait for their first one to tell what it has found. It counts the

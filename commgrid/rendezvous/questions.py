@@ -11,8 +11,8 @@ The keys of question n at `commgrid/questions/<n>`:
     asked/<block>   the rank that asks, while it is open   said/<rank>   answers
     <block>         arrivals of ranks that have answered   all           set by the last one
 
-A block is 30 ranks, which wait for one key: at the end of a job all ranks end their waits, and to
-end one wakes all that wait for its key.
+A block is 30 ranks that wait for one key. At the end of a job all ranks end their waits, and ending
+one wakes all waits for its key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an audit asks of this process: the sizes of its grid, instead of the program's own."""
+"""The sizes of the grid that an audit uses instead of the program's own."""
 
 from __future__ import annotations
 

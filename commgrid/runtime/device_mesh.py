@@ -3,7 +3,7 @@
 Nothing here creates a process group. A mesh has the axes that were asked for and is a root by
 itself, as one of `init_device_mesh` is, so that torch flattens, slices and asks it as its own:
 
-    device_mesh("dp", "tp")       dp tp       a root, whatever other axes the grid has
+    device_mesh("dp", "tp")       dp tp       a root, also if the grid has other axes
     device_mesh("dp_cp", "tp")    dp_cp tp    a root; dp_cp is one dim, over the grid's group
     device_mesh("tp", "dp")       tp dp       a root, transposed
     device_mesh("tp")             tp          of the root of all axes above size 1, if there are
@@ -159,9 +159,9 @@ class GridMeshes:
         return made
 
     def _base(self, region: Region, dims: Dims) -> DeviceMesh:
-        """A mesh of single axes from which others are put together; nobody else sees it.
+        """An internal mesh of single axes, from which others are put together.
 
-        It has the axes above size 1 and those that `dims` names, slowest first; where `dims` has
+        It has the axes above size 1 and those in `dims`, slowest first; where `dims` has
         another order the axes of `dims` come last, in that order.
         """
         slowest, sizes = list(reversed(region.axes)), dict(region.numbers)
@@ -211,7 +211,7 @@ class GridMeshes:
         return base._flatten_mapping[name]
 
     def _offer_names(self, region: Region, dims: Dims, root: DeviceMesh) -> None:
-        """Offers a root the grid's names of what can be flattened from it."""
+        """Offer the grid's names for all dims that can be flattened from a root."""
         sizes, base = dict(region.numbers), self._base(region, dims)
         slowest_first = self._is_slowest_first(region, dims)
         for name, definition in self._created.items():
@@ -242,7 +242,7 @@ def _joined(parts: Iterable[DeviceMesh], root: DeviceMesh | None) -> DeviceMesh:
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
-    """What grid a mesh is, and its groups by name, also those that were flattened from it.
+    """Return a mesh as a spec, and its groups by name, with its flattened dims.
 
     Raises:
         SpecError: a mesh without names, or whose groups have their ranks in another order.

@@ -1,4 +1,4 @@
-"""Who started this process, as which rank of how many: torchrun, SLURM's srun, or nobody."""
+"""This process's rank, and the number of ranks, as torchrun or SLURM's srun set them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Launch:
-        """What the launcher's variables say: torchrun's (or the same set by hand), then srun's.
+        """Read the launcher's variables: torchrun's (or the same set by hand), then srun's.
 
         Restarts are not counted: torchrun's TORCHELASTIC_RESTART_COUNT is each agent's own, and
         differs between nodes of one job.

@@ -1,4 +1,4 @@
-"""Which lines of a stack are the program's: neither torch's, commgrid's nor Python's own."""
+"""Lines of a stack that are the program's own: not torch's, commgrid's or Python's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TORCH, OWN = (
 """The folders of torch and of commgrid."""
 
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
-_WRAPPER = f"{os.sep}typing_extensions.py"  # of what torch has deprecated
+_WRAPPER = f"{os.sep}typing_extensions.py"  # around functions that torch has deprecated
 
 
 def is_ours(file: str) -> bool:

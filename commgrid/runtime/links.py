@@ -321,7 +321,7 @@ class Links:
             self._drop(link)
 
     def _obey(self, link: _Link, line: bytes) -> bool:
-        """Handle a line of a neighbour; return whether the link goes on."""
+        """Handle a line of a neighbour; return whether the link stays open."""
         try:
             message = json.loads(line)
             kind = message["kind"]

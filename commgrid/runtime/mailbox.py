@@ -128,7 +128,7 @@ class Mailbox:
                             self._heard(who[0], None)
 
     def _read(self, connection: socket.socket, inbox: bytearray, who: list[int]) -> bool:
-        """Takes what has come; whether the connection goes on."""
+        """Read new messages; return whether the connection stays open."""
         try:
             data = connection.recv(1 << 16)
         except OSError:

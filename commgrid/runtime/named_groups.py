@@ -1,4 +1,4 @@
-"""What a grid answers by name: communicators, ranks, sizes and places of this rank's groups."""
+"""Looking up this rank's groups by name: communicators, ranks, sizes and positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class NamedGroups:
     """The groups of a plan, and where this rank is in them.
 
-    What was asked for once is kept: asking again is a look into a dictionary. What is kept goes
+    Results are kept, so that the next look-up is an access to a dictionary. What is kept goes
     when the grid is destroyed, so that no look-up has to check whether it was.
 
     Args:

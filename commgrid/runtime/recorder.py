@@ -1,6 +1,6 @@
-"""What this process has issued: a ring of the last collectives, each with its name and its place.
+"""The last collectives of this process, in a ring, each with its group and its line of code.
 
-A record is made before the call, so that one that never returns is the last of its communicator.
+A record is made before the call: a call that never returns is the last of its communicator.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Record:
             torch describes another.
         number: how many this rank had issued on it before.
         operation: such as `all_reduce`.
-        shape, dtype: of what the rank hands in, of `recv` what it takes; of several tensors the
-            first one's.
-        bytes: of all of it.
+        shape, dtype: of the input, for `recv` of the output; of several tensors those of the
+            first.
+        bytes: of all tensors.
         peer: the group rank of a transfer's other side, or of the root of a collective with one.
         turn: how many collectives this rank had issued on it before; of a transfer, how many in
             its direction with this peer.
         code, line: where the program called.
         began, issued, ended: nanoseconds of `time.perf_counter_ns`; `ended` is when the wait for it
-            was over, None where nobody has waited.
+            was over, None if there was no wait.
     """
 
     group: str
@@ -125,7 +125,7 @@ class Recorder:
         """All of it, as a file holds it; times in nanoseconds of a clock that `wall` tells.
 
         Args:
-            last: calls of each communicator at most, the last ones; None: all that are kept.
+            last: number of calls of each communicator, at most; None: all in the ring.
         """
         with self._lock:
             records, dropped = list(self.records), self.dropped
@@ -151,8 +151,7 @@ class Recorder:
     def meet(self, rank: int, members: Mapping[str, list[int]]) -> None:
         """Notes the communicators of a grid that was made, and counts their calls from here.
 
-        Whatever ranks have issued on others of these names, before a failure, they need not have
-        issued alike.
+        Before a failure, ranks may have issued different calls on other groups of these names.
         """
         with self._lock:
             self.rank, self.paused = rank, False
@@ -238,7 +237,7 @@ class Recorder:
             self._waits.pop(threading.get_ident(), None)
 
     def _name(self, group: dist.ProcessGroup) -> str:
-        """What a group is called from now on, and whose it is."""
+        """Note a group's name and members."""
         ranks = list(dist.get_process_group_ranks(group))
         name = _called(group)
         if self.members.setdefault(name, ranks) != ranks:  # another's; nobody else's has its ranks
@@ -345,7 +344,7 @@ def _save_at_exit(recorder: Recorder, folder: Path) -> None:
 
 
 def start(capacity: int = CAPACITY) -> Recorder:
-    """Begins to record; what records already goes on."""
+    """Begin to record, or go on if there is a recorder."""
     if not _current:
         _current.append(Recorder(capacity))
         torch_calls.listen(_current[0])
@@ -361,5 +360,5 @@ def stop() -> Recorder | None:
 
 
 def current() -> Recorder | None:
-    """What records in this process; None: nothing."""
+    """Return this process's recorder, None if it does not record."""
     return _current[0] if _current else None

@@ -59,7 +59,7 @@ def initialize(
     name: str = "default",
     **axes: int,
 ) -> HyperCommGrid:
-    """Creates a grid on all its ranks and registers it; starts torch.distributed if nobody has.
+    """Create a grid on all its ranks and register it; start torch.distributed if it is not up.
 
     Every rank of the grid calls it with the same arguments; it returns when all of them
     have all their communicators.
@@ -71,18 +71,18 @@ def initialize(
         create: `"all"` combinations of axes, or a list of names.
         connect: which communicators connect now: `"axes"` (single axes and the groups
             table), `"all"`, `"none"` or a list of names; the rest do at first use.
-        share: which names of equal rank sets are one communicator: `"aliases"` (those that say
-            they are the same, and groups of one rank), `"region"` (also those that differ by axes
-            of size 1) or `"all"`. The last two save memory, and all members then issue
-            collectives on names that share in one order, asynchronous ones too.
+        share: which names with equal ranks are one communicator: `"aliases"` (declared aliases, and
+            groups of one rank), `"region"` (also names that differ by axes of size 1) or `"all"`.
+            The last two save memory; all members must then issue the collectives of names that
+            share a communicator in one order, asynchronous ones too.
         groups: the groups table, as in YAML.
         ranks: the global ranks this grid covers, in any order: the place in the list is the
             place in the grid. None: all of WORLD. Where commgrid starts torch.distributed, every
             rank of WORLD calls initialize or `join`.
         within: groups that may not leave a host, as `{"tp": "node"}`; where the hosts of the ranks
             break it, it is an error on all of them.
-        place: `"by_host"` gives the ranks of one host neighbouring places in the grid, whatever
-            their numbers, and says so where that changes anything.
+        place: `"by_host"` gives the ranks of one host neighbouring places in the grid, even if
+            their numbers are not neighbours, and logs any change of places.
         backend: None takes WORLD's; where commgrid starts torch.distributed, `nccl` with CUDA,
             else `gloo`. The current CUDA device becomes that of LOCAL_RANK or SLURM_LOCALID, unless
             one other than 0 is current.
@@ -201,7 +201,7 @@ def _audited(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_fit(spec: GridSpec) -> None:
-    """A spec that cannot fit is this rank's own error, before it meets anybody."""
+    """Raise an error for a spec that cannot fit, before this rank meets others."""
     launch = Launch.from_environment(os.environ)
     try:
         GroupPlan.for_rank(spec.resolve(launch.world_size), launch.rank)
@@ -249,7 +249,7 @@ def _from_preset(
     rest: Mapping[str, Any],
     ranks: range | Sequence[int] | str | None,
 ) -> GridSpec:
-    """The preset's spec, with what differs from the defaults laid over it."""
+    """Return the preset's spec, changed by the arguments that differ from their defaults."""
     if config is not None:
         raise SpecError(f"preset={preset!r} beside config=: give one of them")
     given, changes = _other_than_default(sizes), _other_than_default(rest)
@@ -259,13 +259,13 @@ def _from_preset(
 
 
 def _other_than_default(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments without those that have the default of `GridSpec.build`."""
+    """Return the arguments whose value is not the default of `GridSpec.build`."""
     known = signature(GridSpec.build).parameters
     return {k: v for k, v in given.items() if k not in known or v != known[k].default}
 
 
 def started_ranks() -> int:
-    """How many ranks there are, or a launcher has started: 1 where nobody has."""
+    """Return the number of ranks, as torch or the launcher says; 1 without a launcher."""
     if torch_world.is_initialized():
         return torch_world.world_size()
     return Launch.from_environment(os.environ).world_size

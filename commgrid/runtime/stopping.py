@@ -25,7 +25,7 @@ def told_when_stopped(tell: Callable[[str], object]) -> Iterator[None]:
 
     Args:
         tell: what is done first, with `"SIGINT"` or `"SIGTERM"`: print a line on one rank, say.
-            It runs on that thread, while the main thread goes on.
+            It runs on that thread, beside the main thread.
 
     Example:
         >>> import commgrid
@@ -50,7 +50,7 @@ def told_when_stopped(tell: Callable[[str], object]) -> Iterator[None]:
                 tell(signal.Signals(number[0]).name)
                 os._exit(128 + number[0])
 
-    # A job in the background of a shell, or under nohup, ignores them, and goes on doing so.
+    # A job in the background of a shell, or under nohup, ignores them, also from now on.
     before = {
         number: signal.signal(number, lambda *_: None)
         for number in STOPS

@@ -1,4 +1,4 @@
-"""What a grid prints as: a short table of its axes, for a terminal or a notebook."""
+"""The short table of a grid's axes that it prints in a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def as_html(grid: HyperCommGrid) -> str:
 
 
 def _columns(grid: HyperCommGrid, region: Region) -> list[tuple[str, str, str]]:
-    """What stands below each other: axis, its size, and this rank's index."""
+    """Return the table's columns: axis, its size, and this rank's index."""
     heads = [("axis", "size", f"rank {grid.rank}")]
     return heads + [
         (axis, f"{size:,}", f"{grid.coordinate[axis]:,}") for axis, size in region.numbers
@@ -63,7 +63,7 @@ def _columns(grid: HyperCommGrid, region: Region) -> list[tuple[str, str, str]]:
 
 
 def _held(grid: HyperCommGrid) -> str:
-    """How many communicators this rank has, and in what state."""
+    """Return the number of this rank's communicators, and their states, in words."""
     ranks = several(grid.world_size, "rank")
     if grid.is_destroyed:
         return f"{ranks}; destroyed, holds no communicator"

@@ -5,8 +5,8 @@
               each gives up its own, in creation order, which is the same on all
     suspended all have
 
-Resuming goes compare, created, ready, as a grid's start does. Whoever fails after `idle`, or while
-groups are made, leaves communicators of which some members are gone: the grid is destroyed.
+Resuming goes compare, created, ready, as a grid's start does. If a rank fails after `idle`, or
+while groups are made, some communicators lack members, and the grid is destroyed.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Watch:
         return self.failure or text
 
     def leave(self, text: str) -> None:
-        """Tell all that this rank leaves, which is a failure for ranks that wait for it.
+        """Tell all that this rank leaves; ranks that wait for it fail.
 
         Args:
             text: why.

@@ -24,7 +24,7 @@ _GROUPS = ("group", "members", "process_group", "pg")  # what the argument is ca
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a rank was at.
+    """The call in which a rank was.
 
     Args:
         operation: such as `all_reduce`; what it called of commgrid's or torch's, where no group is
@@ -47,7 +47,7 @@ class Whereabouts:
 
 
 def whereabouts(error: BaseException) -> Whereabouts | None:
-    """What this rank was at when it raised; None: that is not known."""
+    """Return the call in which this rank was when it raised, None if it is not known."""
     line, called = "", ""
     on: tuple[str, dist.ProcessGroup] | None = None
     for frame, number in traceback.walk_tb(error.__traceback__):

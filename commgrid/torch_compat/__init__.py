@@ -1,1 +1,1 @@
-"""The only door to what is private to torch, or differs between its versions."""
+"""The only place with names that are private to torch, or differ between its versions."""

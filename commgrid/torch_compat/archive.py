@@ -1,8 +1,8 @@
-"""What torch.save writes around a tensor's numbers, without reading them.
+"""The bytes that torch.save writes around a tensor's numbers, made without the numbers.
 
-torch.save makes a zip archive: what the tensor is, its numbers, and at the end a list of all that.
-Of the numbers it needs only their checksum, which stands in two places. So who writes the numbers
-themselves, in pieces, has everything else from here:
+torch.save makes a zip archive: a description of the tensor, its numbers, and a list of both at the
+end. The checksum of the numbers is written in two places; nothing else depends on them. A caller
+that writes the numbers in pieces gets the other bytes from here:
 
     head                            numbers                     tail
     archive/data.pkl, names, …      as they lie in memory       their checksum, …, the list
@@ -27,7 +27,7 @@ _LISTED_CHECKSUM, _LISTED_LENGTHS, _LISTED_NAME = 16, 28, 46  # bytes into an en
 
 @dataclass(frozen=True)
 class Envelope:
-    """What stands before and after a tensor's numbers.
+    """The bytes before and after a tensor's numbers.
 
     Args:
         head, tail: the bytes.
@@ -64,7 +64,7 @@ class _Parts:
 
 
 def envelope(tensor: Tensor) -> Envelope | None:
-    """What torch.save writes around a tensor's numbers.
+    """Return the bytes that torch.save writes around a tensor's numbers.
 
     Args:
         tensor: contiguous, on the CPU, with storage of its own; its numbers are not read.
@@ -105,10 +105,10 @@ def _listed(tail: bytes) -> int | None:
 
 
 def placed(index: MetadataIndex, file: str, start: int, length: int) -> WriteResult:
-    """What torch's metadata is told of something in a file.
+    """An entry of torch's metadata, for a tensor or a value in a file.
 
     Args:
-        index: what it is.
+        index: its key.
         file: its name in the checkpoint's folder.
         start, length: where it is in that, in bytes.
     """

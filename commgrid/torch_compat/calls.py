@@ -1,8 +1,8 @@
-"""Sees every collective that Python hands to a torch process group, whoever wrote the code.
+"""Listening to every collective that Python issues on a torch process group.
 
-`torch.distributed`'s functions all end in a method of `ProcessGroup`, and a wait in `Work.wait`.
-While somebody listens these methods are ours, which tell and then call torch's; when nobody does,
-they are torch's own again, so that not listening costs nothing.
+All functions of `torch.distributed` call a method of `ProcessGroup`, and waits call `Work.wait`.
+While there is a listener, these methods are replaced by ours, which tell it and call torch's. When
+the last listener stops they are torch's own again and cost nothing.
 
 Not seen is what never comes through Python: DistributedDataParallel's own all-reduces, functional
 collectives (DTensor's, and what torch.compile has taken in), and a backend called by itself.
@@ -76,20 +76,20 @@ class Listener(Protocol):
         ...
 
     def waits(self, work: dist.Work) -> None:
-        """Somebody is about to wait for it; it may raise, and nobody waits."""
+        """It is about to be waited for. An error raised here prevents the wait."""
         ...
 
     def waited(self, work: dist.Work, failed: bool) -> None:
-        """Somebody has waited for it, or the wait has failed."""
+        """It has been waited for, or the wait has failed."""
         ...
 
 
 class _Batching(threading.local):
-    """Which batch a thread starts; 0: none.
+    """The batch of a thread.
 
     Args:
-        number: of it.
-        last: of its last call, what listeners returned.
+        number: of the batch; 0: none.
+        last: the values that listeners returned for its last call.
     """
 
     number = 0
@@ -101,7 +101,7 @@ _batching, _batches = _Batching(), itertools.count(1)
 
 @contextmanager
 def batched() -> Iterator[None]:
-    """What this thread issues inside is started as one, whatever the backend makes of it."""
+    """Within it, this thread's calls are started as one batch, on any backend."""
     if not _listeners or _batching.number:
         yield
         return
@@ -133,13 +133,13 @@ def listen(listener: Listener) -> None:
 
 
 def stop(listener: Listener) -> None:
-    """Tells it no more; where nobody listens torch's methods are its own again."""
+    """Remove a listener; with the last one, torch's methods are its own again."""
     global _listeners
     with _lock:
         _listeners = tuple(each for each in _listeners if each is not listener)
         if not _listeners:
             for (kind, name), (method, ours) in list(_original.items()):
-                # What somebody has put around ours since stays; ours then tells nobody.
+                # If another library has wrapped ours since, ours stays, and tells no listener.
                 if vars(kind)[name] is ours:
                     setattr(kind, name, method)
                     del _original[kind, name]
@@ -157,7 +157,7 @@ def _put_in_place() -> None:
 
 def _replace(kind: Any, name: str, ours: Callable[..., Any]) -> None:
     if (kind, name) not in _original:
-        # What the class holds, which `getattr` would give without what binds it to a group.
+        # From `vars`: `getattr` would return a static method without its wrapper.
         _original[kind, name] = vars(kind)[name], ours
         setattr(kind, name, ours)
 
@@ -232,7 +232,7 @@ def is_blocking() -> bool:
 
 
 def plain_wait(work: dist.Work, timeout: timedelta) -> None:
-    """torch's own wait, which tells nobody."""
+    """torch's own wait, which tells no listener."""
     held = _original.get((dist.Work, "wait"))
     (dist.Work.wait if held is None else held[0])(work, timeout)
 

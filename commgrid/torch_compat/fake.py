@@ -2,8 +2,8 @@
 
 A fake all-reduce leaves what it was given, so that a count of ranks is 1. Here a sum is this rank's
 number times the ranks, which is what programs check; maxima and gathers stay torch's: a gather is
-so many copies. Whole numbers that are sent, such as the shape of what follows, reach the rank that
-they are sent to if it runs later; other messages hold anything.
+so many copies. Messages of whole numbers, such as the shape of the next tensor, reach their rank if
+it runs later; other messages have any content.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """gloo groups that connect two ranks when they first talk.
 
 torch makes a gloo group by connecting all pairs of its ranks. Here a group gets a device of its own
-that connects lazily: creating it waits for nobody, reads nothing from the store, and each rank
-leaves one key there, its address. torch hands options to plug-ins only, so for the moment of
-creation gloo is one, and the group is torch's own gloo group in the end.
+that connects lazily: each rank writes one key to the store, its address, reads none, and does not
+wait. torch passes options to plug-ins only, so gloo is registered as a plug-in while the group is
+made; the result is torch's own gloo group.
 
 Of a pair of ranks one connects and the other waits for it, up to five times the seconds gloo knows
 when it is made (gloo's `Pair::waitUntil`); those seconds are also what a send or receive may take.
@@ -97,7 +97,7 @@ def adopt(group: dist.ProcessGroup, chosen: c10d.Backend, config: c10d.BackendCo
 
 
 def addresses(group: dist.ProcessGroup) -> list[str]:
-    """The keys of what this rank has left in a group's store."""
+    """Return the keys that this rank has written to a group's store."""
     for pair in c10d._world.pg_backend_config[group].split(","):
         on, _, kind = pair.partition(":")
         if kind == "gloo" and group.size() > 1:
@@ -108,7 +108,7 @@ def addresses(group: dist.ProcessGroup) -> list[str]:
 
 
 def connect_all(group: dist.ProcessGroup) -> dist.Work:
-    """Starts to connect every pair of this rank's in a group, and waits for nobody."""
+    """Begin to connect this rank with all others of a group, without waiting."""
     work = group.recv_anysource([torch.empty(1)], _NEVER_SENT)
     assert work is not None
     return work
@@ -141,7 +141,7 @@ def _lazy_devices() -> list[Any]:
 
     Groups that talk need one each: a lazy device finds a connection's group by nothing but ranks.
     To make them when a group is first used would have others wait for this rank's address at the
-    store, where gloo's wait holds all that its process asks.
+    store, where gloo's wait delays all other calls of its process.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(names) > 1:

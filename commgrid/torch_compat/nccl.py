@@ -6,7 +6,7 @@
 | `nccl-legacy` | | first | first |
 | `nccl2`, `nccl-lazy` | | second | second |
 
-The first connects when it is first used, on the device of what it is given. The second does so
+The first connects when it is first used, on the device of the tensors. The second does so
 too in 2.14. In 2.15 it is bound to a device when it is created (the group's, else LOCAL_RANK's,
 else the global rank modulo the number of devices, which it then writes into the group, WORLD
 too), and connects there and then, unless its options say `lazy_init`. So from 2.15 on it gets the
@@ -50,7 +50,7 @@ def is_bound(kinds: Collection[str]) -> bool:
 def rank_device() -> torch.device:
     """This rank's CUDA device: WORLD's where it is bound to one, else the current one.
 
-    Whoever starts WORLD with a device may never have made it the current one.
+    A program may start WORLD with a device that is not the current one.
     """
     world = dist.group.WORLD
     bound = None if world is None else world.bound_device_id
@@ -60,9 +60,9 @@ def rank_device() -> torch.device:
 
 
 def device_for(kinds: Collection[str]) -> torch.device | None:
-    """The device to create a group of these backends on; None: they take it from what they get.
+    """The device to create a group of these backends on; None: they take it from the first tensors.
 
-    torchcomms, where torch is switched to it, takes any index where it is given none.
+    torchcomms, if torch is switched to it, takes any index if none is given.
     """
     comms = getattr(getattr(dist, "config", None), "use_torchcomms", False)
     asks = is_bound(kinds) or (comms and {*kinds} - {"gloo", "fake"})
@@ -128,10 +128,10 @@ def is_connected(backend: Any) -> bool | None:
 
 @contextmanager
 def errors_are_ours() -> Iterator[None]:
-    """Within it groups of NCCL's first backend leave their errors to whoever watches them.
+    """Within it, groups of NCCL's first backend leave their errors to a watch.
 
-    Else torch's watchdog thread ends the process some seconds after an error or a timeout, and
-    until then holds what would have to be let go. What the environment says goes first.
+    Otherwise torch's watchdog thread ends the process some seconds after an error or a timeout, and
+    keeps the communicator until then. Variables that are set in the environment keep their values.
     """
     ours = {key: "0" for key in _ERRORS if key not in os.environ}
     os.environ.update(ours)
@@ -143,7 +143,7 @@ def errors_are_ours() -> Iterator[None]:
 
 
 def error_of(backend: Any) -> str:
-    """What a backend has found wrong by itself: `timeout`, `connection`, or nothing."""
+    """Return the error that a backend has found by itself: `timeout`, `connection`, or empty."""
     if not hasattr(backend, "get_error"):
         return ""
     found = str(backend.get_error().name).lower()

@@ -65,7 +65,7 @@ def let_names_be_taken() -> None:
     """Keeps torch from refusing names that were only offered, as if a user had flattened to them.
 
     Flattening what was offered under that name takes the offer; flattening anything else to it, or
-    with another backend, makes the offer void, and torch goes on as where there was none.
+    with another backend, cancels the offer, and torch makes a group as usual.
     """
     create = getattr(DeviceMesh, "_create_flatten_mesh", None)
     if not _CHECKED[0] <= _torch_version() < _CHECKED[1]:

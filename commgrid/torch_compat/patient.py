@@ -215,7 +215,7 @@ class _Asker:
             asked, self._asked = self._asked, None
             assert asked is not None
             asked.run()
-            _IDLE.append(self)  # before its caller goes on, and perhaps asks again
+            _IDLE.append(self)  # before its caller continues, and may ask again
             asked.tell()
             del asked
 

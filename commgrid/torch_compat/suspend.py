@@ -46,19 +46,19 @@ _CALLS = (
     "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
     "_start_coalescing",
 )  # fmt: skip
-"""What a ProcessGroup communicates with, in some torch or other."""
+"""Methods of a ProcessGroup that communicate, in any of torch's versions."""
 
 _LOOK_UPS = ("get_backend", "get_global_rank", "get_group_rank", "get_process_group_ranks")
-"""What torch and programs ask about a group beside them; torch fails where it is destroyed."""
+"""Other functions that torch and programs call with a group, and that fail if it is destroyed."""
 
 _bindings: Any = _distributed_c10d  # torch's types leave out what is private
 
 _NOT_CONNECTED = re.compile(r"not (been )?initialized", re.IGNORECASE)
 
 _given_up: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups whose calls go to what has their name."""
+"""Groups whose calls go to the group with their name."""
 _answering: WeakKeyDictionary[dist.ProcessGroup, StandIn] = WeakKeyDictionary()
-"""For those that NCCL has suspended: what has their name, which torch only knows weakly."""
+"""For groups that NCCL has suspended, the group with their name; torch keeps a weak one only."""
 
 
 class StandIn(dist.ProcessGroup):
@@ -104,9 +104,9 @@ for _name in (*_CALLS, "_get_backend"):  # C++ finds these too, as DTensor and c
 
 
 def work_under_way(groups: Iterable[dist.ProcessGroup], seconds: float) -> dict[str, list[str]]:
-    """What has been started on groups and is not done, by the group's description.
+    """Return the calls under way on groups, by the group's description.
 
-    What is queued on a device is waited for. torch's flight recorder knows; it does not hear of
+    Calls queued on a device are waited for. torch's flight recorder knows; it does not hear of
     gloo's sends and receives, and of nothing where TORCH_FR_BUFFER_SIZE is 0.
 
     Args:
@@ -154,7 +154,7 @@ def suspend(group: dist.ProcessGroup, why: str) -> None:
 
     Args:
         group: one that `suspends_itself`.
-        why: what a collective on it says meanwhile.
+        why: the error of collectives on it meanwhile.
     """
     _on_connected(group, "suspend")
     follow_name(group)
@@ -236,7 +236,7 @@ def _answer(name: str, group: dist.ProcessGroup) -> None:
 
 
 def cut_off(group: dist.ProcessGroup, connected: bool) -> None:
-    """Ends the connections of a destroyed group that somebody still holds, and has it follow.
+    """End the connections of a destroyed group that the program still holds, and let it follow.
 
     Args:
         group: the destroyed one.
@@ -249,16 +249,16 @@ def cut_off(group: dist.ProcessGroup, connected: bool) -> None:
 
 
 def follow_name(group: dist.ProcessGroup) -> None:
-    """Has what Python calls of a group be called of the one that torch finds under its name."""
+    """Forward Python's calls of a group to the group that torch finds under its name."""
     _guard_calls()
     _given_up.add(group)
 
 
 def _now(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group that has the name of one that was given up."""
+    """Return the group that has the name of a destroyed one."""
     try:
         found: dist.ProcessGroup = _bindings._resolve_process_group(group.group_name)
-    except RuntimeError as error:  # nobody has it
+    except RuntimeError as error:  # there is none
         raise GridDestroyedError(
             f"this handle is of communicator {group.group_desc}, whose grid was destroyed while it "
             "was suspended or after it; take the group of the grid that is alive"

@@ -189,7 +189,7 @@ class _Wait:
         return bytes(self._call.answer())
 
     def end(self) -> None:
-        """End it: a compare-and-set wakes all that wait for its key, even if it sets nothing."""
+        """End it: a compare-and-set wakes all waits for its key, even if it sets nothing."""
         if self not in _UNDER_WAY:
             return
         until, pause = time.monotonic() + timeouts().margin, timeouts().poll
