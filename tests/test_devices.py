@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from commgrid.errors import SpecError
 from commgrid.planning.groups import GroupOptions
+from commgrid.planning.spec import GridSpec
 from commgrid.runtime.launch import Launch
+from commgrid.runtime.watching import is_wanted
+from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
 
@@ -187,8 +190,10 @@ class Started:
 
     def start(self, backend: str, **given: Any) -> None:
         self.given = {"backend": backend, **given}
+        self.dumps = os.environ.get(DUMPS)
 
 
+DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 NO_NCCL = pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
 
 
@@ -213,6 +218,26 @@ def test_an_older_world_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = Launch(rank=3, world_size=16, local_rank=3)
     torch_world.start_world(launch, dist.HashStore(), "x", "nccl", 9.0)
     assert (started.given["device_id"], started.given["pg_options"]) == (None, None)
+
+
+@NO_NCCL
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize(
+    ("watched", "before", "while_made"), [(True, None, "0"), (False, None, None), (True, "1", "1")]
+)
+def test_survivors_of_a_timeout_do_not_end_with_torchs_dump(
+    monkeypatch: pytest.MonkeyPatch, watched: bool, before: str | None, while_made: str | None
+) -> None:
+    """torch reads it when the first group is made, and ends processes 480 s after a timeout."""
+    Cuda(monkeypatch, 8, None)
+    monkeypatch.delenv(DUMPS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(DUMPS, before)
+    started = Started(monkeypatch)
+    launch = Launch(rank=3, world_size=16, local_rank=3)
+    torch_world.start_world(launch, dist.HashStore(), "x", "nccl", 9.0, watched)
+    assert started.dumps == while_made
+    assert os.environ.get(DUMPS) == before
 
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl-legacy", "nccl2", "nccl-lazy", "cuda:nccl"])
@@ -271,3 +296,24 @@ def test_whether_the_newer_backend_has_connected(monkeypatch: pytest.MonkeyPatch
     assert torch_nccl.is_connected(backend) is None  # torch 2.14 does not say it
     assert torch_nccl.is_connected(SimpleNamespace(_is_initialized=lambda: False)) is False
     assert torch_nccl.is_connected(SimpleNamespace()) is True
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_backend_that_ends_the_process_at_an_abort_is_not_watched(
+    monkeypatch: pytest.MonkeyPatch, mended: bool
+) -> None:
+    """torch 2.14's second one: a watch ends communicators by aborting them."""
+    kinds = frozenset({"nccl2"})
+    options = SimpleNamespace(lazy_init=True) if mended else SimpleNamespace()
+    nccl = SimpleNamespace(Options=options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(torch_world, "world_backend", lambda: "nccl2")
+    monkeypatch.setattr(torch_groups, "nccl_kinds", lambda backend, options: kinds)
+    spec = GridSpec.build(tp=2).resolve(4)
+    assert is_wanted(None, spec, None) is mended
+    assert not is_wanted(False, spec, None)
+    if mended:
+        assert is_wanted(True, spec, None)
+    else:
+        with pytest.raises(SpecError, match=r"watch=True: nccl2 of torch .* use nccl"):
+            is_wanted(True, spec, None)

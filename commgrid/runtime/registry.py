@@ -141,8 +141,10 @@ class Registry:
         self.tables.pop(name, None)
         return None
 
-    def ensure_world(self, backend: str | None, timeout: float | None, deadline: float) -> bool:
-        """Starts torch.distributed unless it is up, once all ranks are there; whether it did."""
+    def ensure_world(
+        self, backend: str | None, timeout: float | None, deadline: float, watched: bool = True
+    ) -> bool:
+        """Start torch.distributed unless it is up, once all ranks are there; whether it did."""
         if not self.world_lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
             raise PeerTimeoutError(
                 "another thread of this process has been starting torch.distributed for as long as "
@@ -151,12 +153,14 @@ class Registry:
         try:
             starts = not torch_world.is_initialized()
             if starts:
-                self._start_world(backend, timeout, deadline)
+                self._start_world(backend, timeout, deadline, watched)
             return starts
         finally:
             self.world_lock.release()
 
-    def _start_world(self, backend: str | None, timeout: float | None, deadline: float) -> None:
+    def _start_world(
+        self, backend: str | None, timeout: float | None, deadline: float, watched: bool
+    ) -> None:
         chosen = backend or torch_world.default_backend()
         torch_world.check_backend("backend", chosen)
         launch = Launch.from_environment(os.environ)
@@ -186,7 +190,7 @@ class Registry:
                 phases=("ready",),
             ) as rendezvous:
                 epoch, patience = rendezvous.incarnation, rendezvous.patience()
-                torch_world.start_world(launch, self.store, epoch, chosen, patience)
+                torch_world.start_world(launch, self.store, epoch, chosen, patience, watched)
                 self.place.standbys = self._tell_standbys(rendezvous, launch.rank, candidates)
         except BaseException:
             with suppress(RuntimeError):

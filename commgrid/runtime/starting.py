@@ -150,7 +150,7 @@ def initialize(
     with _registry.reserved(name):
         if not torch_world.is_initialized():
             _check_fit(spec)
-        started = _registry.ensure_world(backend, limit, deadline)
+        started = _registry.ensure_world(backend, limit, deadline, watch is not False)
         try:
             left = deadline - time.monotonic()
             grid = HyperCommGrid(

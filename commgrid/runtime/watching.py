@@ -6,12 +6,15 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed import ProcessGroup
 
+from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.watch import Watch
 from commgrid.torch_compat import failed_groups
 from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
 
 if TYPE_CHECKING:
@@ -28,12 +31,22 @@ def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
         asked: `watch` of `initialize`.
         spec: resolved.
         backend: `backend` of `initialize`.
+
+    Raises:
+        SpecError: a backend that ends the process, instead of what waits for a lost rank.
     """
     if len(spec.grid_ranks) == 1 or torch_world.world_backend() == torch_world.FAKE:
         return False
-    if asked is not None:
-        return asked
-    return any(torch_groups.runs_on_nccl(backend, d.options) for d in spec.definitions.values())
+    kinds = {
+        k for d in spec.definitions.values() for k in torch_groups.nccl_kinds(backend, d.options)
+    }
+    fatal = torch_nccl.ending_at_abort(kinds)
+    if asked and fatal:
+        raise SpecError(
+            f"watch=True: {fatal[0]} of torch {torch.__version__} ends the process when a "
+            "communicator is aborted (pytorch#192105); use nccl, or torch 2.15, or watch=False"
+        )
+    return asked if asked is not None else bool(kinds) and not fatal
 
 
 def prepare(grid: HyperCommGrid, wake: Callable[[str, bool], object]) -> Watch:

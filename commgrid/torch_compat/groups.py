@@ -249,10 +249,10 @@ def runs_on_gloo(group: dist.ProcessGroup) -> bool:
     return "gloo" in kinds and "nccl" not in kinds
 
 
-def runs_on_nccl(backend: str | None, options: GroupOptions) -> bool:
-    """Whether a group of these arguments would have an NCCL backend."""
+def nccl_kinds(backend: str | None, options: GroupOptions) -> frozenset[str]:
+    """Return the NCCL backends that a group of these arguments would have, by torch's names."""
     chosen = options.backend or backend or world_backend()
-    return chosen != FAKE and bool(_parsed(chosen)[2] & {*torch_nccl.NAMES})
+    return frozenset() if chosen == FAKE else _parsed(chosen)[2] & {*torch_nccl.NAMES}
 
 
 def error_of(group: dist.ProcessGroup) -> str:

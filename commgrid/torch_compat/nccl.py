@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +35,7 @@ NAMES = ("nccl", "nccl-legacy", "nccl2", "nccl-lazy")
 CONNECTS_WITHIN = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """torch's own, in seconds; the first backend reads it once in a process."""
 _SUSPENDS = (2, 29, 7)
-_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+_HANDLES_ERRORS, _DUMPS = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _SECOND_IS_NCCL = "TORCH_DIST_USE_NCCL2"
 
 
@@ -45,6 +45,15 @@ def is_bound(kinds: Collection[str]) -> bool:
         return False
     first_is_nccl = os.environ.get(_SECOND_IS_NCCL) == "0"
     return bool({"nccl2", "nccl-lazy"} & set(kinds)) or ("nccl" in kinds and not first_is_nccl)
+
+
+def ending_at_abort(kinds: Collection[str]) -> list[str]:
+    """Return those of some backends that end the process when a group is aborted: 2.14's second.
+
+    See https://github.com/pytorch/pytorch/pull/192105.
+    """
+    options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
+    return [] if hasattr(options, "lazy_init") else sorted({"nccl2", "nccl-lazy"} & set(kinds))
 
 
 def rank_device() -> torch.device:
@@ -126,14 +135,28 @@ def is_connected(backend: Any) -> bool | None:
     return bool(backend.supports_splitting)
 
 
-@contextmanager
-def errors_are_ours() -> Iterator[None]:
+def errors_are_ours() -> AbstractContextManager[None]:
     """Within it, groups of NCCL's first backend leave their errors to a watch.
 
     Otherwise torch's watchdog thread ends the process some seconds after an error or a timeout, and
-    keeps the communicator until then. Variables that are set in the environment keep their values.
+    keeps the communicator until then.
     """
-    ours = {key: "0" for key in _ERRORS if key not in os.environ}
+    return _off(_HANDLES_ERRORS, _DUMPS)
+
+
+def dumps_nothing() -> AbstractContextManager[None]:
+    """Within it, WORLD is made so that a timeout of any group does not end the process.
+
+    Otherwise a thread of torch's, which begins with the first group of a process, waits for the
+    ranks to write their flight recorders, and ends the process after 480 s.
+    """
+    return _off(_DUMPS)
+
+
+@contextmanager
+def _off(*keys: str) -> Iterator[None]:
+    """Set switches of torch's to 0 that the environment does not set."""
+    ours = {key: "0" for key in keys if key not in os.environ}
     os.environ.update(ours)
     try:
         yield

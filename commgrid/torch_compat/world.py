@@ -11,7 +11,7 @@ import socket
 import time
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_for_futures
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -290,9 +290,22 @@ class _StoreSearch:
 
 
 def start_world(
-    launch: Launch, store: Any, incarnation: str, backend: str, startup_timeout: float
+    launch: Launch,
+    store: Any,
+    incarnation: str,
+    backend: str,
+    startup_timeout: float,
+    watched: bool = False,
 ) -> None:
     """Start torch.distributed on a store, with keys that no earlier start has used.
+
+    Args:
+        launch: this process's place.
+        store: of all ranks.
+        incarnation: prefix of the keys.
+        backend: of WORLD.
+        startup_timeout: seconds in which the ranks must connect.
+        watched: whether grids are watched, so that survivors of a timeout live on.
 
     Raises:
         PeerTimeoutError: the ranks could not connect within `startup_timeout` seconds.
@@ -302,16 +315,18 @@ def start_world(
     limit = c10d._get_default_timeout(c10d.Backend(backend))
     patience = timedelta(seconds=startup_timeout) if "gloo" in backend else limit
     kinds = set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values())
+    lives_on = torch_nccl.dumps_nothing() if watched else nullcontext()
     try:
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(f"world/{incarnation}", store),
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=patience,
-            device_id=torch_nccl.device_for(kinds),
-            pg_options=torch_nccl.make_options(GroupOptions(), kinds, patience),
-        )
+        with lives_on:
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(f"world/{incarnation}", store),
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=patience,
+                device_id=torch_nccl.device_for(kinds),
+                pg_options=torch_nccl.make_options(GroupOptions(), kinds, patience),
+            )
     except RuntimeError as error:
         raise as_peer_error("torch.distributed cannot be started", error) from error
     if "gloo" in backend:
