@@ -168,9 +168,10 @@ class Registry:
             self.store = torch_world.connect_store(launch, deadline - time.monotonic())
             self.launch = launch
         torch_world.follow_timeout(self.store, timeout, chosen)
-        others = [r for r in range(launch.world_size) if not launch.is_served_by(r)]
-        candidates = torch_standby.chosen(others if launch.address else [])
         self.place = StorePlace(server=0 if launch.is_served_by(0) else None)
+        # If a launcher's agent serves the store and ends, the launcher ends all ranks as well.
+        others = range(1, launch.world_size) if launch.is_served_by(0) else ()
+        candidates = torch_standby.chosen(others)
         if launch.rank in candidates:
             self.place.own = torch_standby.serve((str(launch.address), launch.port))
         try:
