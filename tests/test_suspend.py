@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.pipeline import Pipeline
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks
+from commgrid.torch_compat import failed_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import suspend as torch_suspend
@@ -580,6 +582,67 @@ def by_itself(calls: list[str]) -> None:
 
 def test_groups_that_suspend_themselves_stay_the_same_objects() -> None:
     run_on_ranks(by_itself, 2, [])
+
+
+class Suspending:
+    """A backend of NCCL's that tells what it is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.asked = device, list[str]()
+
+    def suspend(self) -> None:
+        self.asked.append("suspend")
+
+    def resume(self) -> None:
+        self.asked.append("resume")
+
+    def abort(self) -> None:
+        self.asked.append("abort")
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"suspended": int(self.asked[-1] == "suspend")}
+
+    def get_error(self) -> SimpleNamespace:
+        return SimpleNamespace(name="SUCCESS")
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 7
+
+
+def with_a_backend_that_suspends(ends: str) -> None:
+    """gloo, but for what is asked of the backend itself."""
+    torch_suspend._has_nccl = lambda group: True  # type: ignore[assignment]
+    torch_nccl.can_suspend = lambda: True  # type: ignore[assignment]
+    torch_suspend.work_under_way = lambda *_: {}  # type: ignore[assignment]
+    torch_nccl.rank_device = lambda: torch.device("cuda", 0)  # type: ignore[assignment]
+    grid = commgrid.initialize(tp=2, create=["tp"], watch=True)
+    backend, group = Suspending(torch.device("cuda", 0)), grid.get_group("tp")
+    torchs = torch_groups._TORCHS_GET_BACKEND
+    torch_groups._TORCHS_GET_BACKEND = (  # type: ignore[assignment]
+        lambda of, device: backend if device.type == "cuda" else torchs(of, device)
+    )
+    grid.suspend("tp")
+    (suspended,) = grid.communicators
+    assert suspended.memory == {"suspended": 1}
+    message(lambda: summed(group), GroupSuspendedError)
+    with pytest.MonkeyPatch.context() as nccls:
+        nccls.setattr(torch_groups, "backend_of", lambda group: "nccl")
+        nccls.setattr(torch_groups, "devices_of", lambda group: [torch.device("cuda", 0)])
+        assert torch_groups.error_of(group) == ""  # which a watch asks all the time
+        assert torch_groups.calls_of(group) == 7
+        if ends == "abort":
+            failed_groups.wake([group], ended=True)
+            assert backend.asked == ["suspend", "abort"]
+    if ends == "resume":
+        grid.resume("tp")
+        assert backend.asked == ["suspend", "resume"]
+        assert grid.is_alive
+
+
+@pytest.mark.parametrize("ends", ["abort", "resume"])
+def test_the_backend_of_a_suspended_group_is_asked_and_not_its_stand_in(ends: str) -> None:
+    """Resuming raised that the group is suspended, and so did its watch, and an abort."""
+    run_on_ranks(with_a_backend_that_suspends, 2, ends, check=False)
 
 
 def test_without_nccl_2_29_7_groups_do_not_suspend_themselves(

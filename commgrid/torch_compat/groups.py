@@ -39,6 +39,8 @@ from commgrid.torch_compat.world import (
     world_store,
 )
 
+# `suspend` replaces it by one that raises for suspended groups.
+_TORCHS_GET_BACKEND = dist.ProcessGroup._get_backend
 # torch keeps what it makes groups from in module state, and threads may start grids at once.
 _CREATING = threading.RLock()
 
@@ -206,7 +208,7 @@ def is_connected(group: dist.ProcessGroup) -> bool:
     if group.size() == 1 or backend_of(group) == FAKE:
         return False
     for device in devices_of(group):
-        backend = unwrapped(group._get_backend(device))
+        backend = backend_on(group, device)
         if torch_nccl.is_connected(backend) is False:
             return False
     return True
@@ -221,7 +223,7 @@ def tells_connected(group: dist.ProcessGroup) -> bool:
     """Whether torch tells of a group that commgrid made if its members have connected."""
     if connects_by_pairs(group):
         return False
-    backends = (unwrapped(group._get_backend(device)) for device in devices_of(group))
+    backends = (backend_on(group, device) for device in devices_of(group))
     return all(torch_nccl.is_connected(backend) is not None for backend in backends)
 
 
@@ -272,11 +274,12 @@ def nccl_backends(group: dist.ProcessGroup) -> list[Any]:
     """Return the NCCL backends of a group of several ranks."""
     if not is_alive(group) or "nccl" not in backend_of(group) or group.size() == 1:
         return []
-    return [
-        unwrapped(group._get_backend(device))
-        for device in devices_of(group)
-        if device.type == "cuda"
-    ]
+    return [backend_on(group, device) for device in devices_of(group) if device.type == "cuda"]
+
+
+def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return a group's own backend for a device, also while the group is suspended."""
+    return unwrapped(_TORCHS_GET_BACKEND(group, device))
 
 
 def destroy_all(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -35,7 +35,6 @@ from commgrid.rendezvous.timeouts import timeouts
 from commgrid.torch_compat import gloo as torch_gloo
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
-from commgrid.torch_compat.world import unwrapped
 
 _CALLS = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced",
@@ -172,7 +171,7 @@ def resume(group: dist.ProcessGroup) -> None:
 
 def _on_connected(group: dist.ProcessGroup, call: str) -> Any:
     """Calls a backend that has connected; None where it has not, and has no memory either."""
-    backend = unwrapped(group._get_backend(torch_nccl.rank_device()))
+    backend = torch_groups.backend_on(group, torch_nccl.rank_device())
     if torch_nccl.is_connected(backend) is False:
         return None
     try:
