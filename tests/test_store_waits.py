@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore
 from commgrid.rendezvous.op import Add, StoreLostError, Wait
 from commgrid.torch_compat import patient
 from commgrid.torch_compat import waits as roll
-from commgrid.torch_compat.patient import served
+from commgrid.torch_compat.patient import SilentStoreError, served
 from commgrid.torch_compat.store import StoreDriver
 from commgrid.torch_compat.waits import Line
 from tests.waiting import until
@@ -46,7 +46,7 @@ def test_a_wait_for_another_key_ends_the_one_before(store: Any) -> None:
     line = Line(store, MANY)
     assert line.within("never", 0.1) is None
     store.set("now", "value")
-    assert line.within("now", 60.0) == b"value"
+    assert line.within("now", 60.0) == b""  # it is there, and to be read
     until(lambda: not waiting("never"), "the end of the wait before")
     line.close()
 
@@ -81,6 +81,29 @@ def test_a_forked_process_ends_no_wait_of_its_parent(store: Any) -> None:
     assert waiting("never")
     line.close()
     until(lambda: not waiting("never"), "the end of the wait")
+
+
+def test_a_key_that_came_between_two_looks_is_told_once(store: Any) -> None:
+    """More than 64 ranks heard of a question a minute late."""
+    driver = StoreDriver(store, MANY)
+    assert not driver.has_come("key")
+    store.set("key", "value")
+    until(lambda: not waiting("key"), "the end of the wait")
+    assert driver.has_come("key")
+    assert driver.has_come("key")  # asked anew: it is still there
+    store.delete_key("key")
+    assert not driver.has_come("key")
+    driver.close()
+
+
+def test_an_ended_server_is_lost_and_not_silent() -> None:
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("localhost", server.port, is_master=False)
+    line = Line(PrefixStore("here", client), MANY)
+    del server
+    with pytest.raises(dist.DistNetworkError) as told:
+        line.within("never", 30.0)
+    assert not isinstance(told.value, SilentStoreError)
 
 
 def test_a_line_holds_few_waits(store: Any) -> None:
@@ -150,6 +173,36 @@ def no_more():
 
 sys.exit(7)
 """
+
+
+# A wait that begins in a handler of the program's leaves the other thread's to be ended.
+HANDLER = """
+import atexit, sys, threading
+from torch.distributed import TCPStore
+from commgrid.torch_compat.waits import Line
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+def wait():
+    Line(store.clone(), 1000).within("other", 60.0)
+
+other = threading.Thread(target=wait, daemon=True)
+
+@atexit.register
+def waits():
+    line = Line(store, 1000)
+    assert line.within("never", 0.2) is None
+    line.close()
+
+other.start()
+assert Line(store, 1000).within("never", 0.5) is None
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("times", range(2))
+def test_a_wait_in_an_exit_handler_leaves_no_other(times: int) -> None:
+    ended = subprocess.run([sys.executable, "-c", HANDLER], capture_output=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (7, b"")
 
 
 def test_waits_are_ended_where_no_thread_can_be_started() -> None:

@@ -81,7 +81,9 @@ class Timeouts:
         for field in fields(self):
             value = getattr(self, field.name)
             if type(value) not in (int, float) or not 0 < value < 1e9:
-                raise SpecError(f"timeouts.{field.name}={value!r}: expected seconds above 0")
+                raise SpecError(
+                    f"timeouts.{field.name}={value!r}: expected seconds above 0, below 1e9"
+                )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Timeouts:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import json
+import logging
 import os
 import select
 import signal
@@ -40,6 +41,8 @@ from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.patient import Asked, PatientStore
 from commgrid.torch_compat.store import StoreDriver
 from commgrid.torch_compat.waits import connection_of
+
+_log = logging.getLogger("commgrid")
 
 LAST = 64
 """Calls of each communicator that a rank answers with, at most."""
@@ -164,7 +167,7 @@ class Answering:
                     self._write_down()
                 if len(self._world) == 1:
                     continue
-                with suppress(RuntimeError):  # of a store that ends with the world
+                try:
                     if driver is None:
                         driver = _driver(_connection(self.store))
                         driver.run(self._questions.begin())
@@ -172,6 +175,10 @@ class Answering:
                     if is_asked or time.monotonic() > until:
                         driver.run(self._questions.answer(lambda: packed(self.own)))
                         until = time.monotonic() + timeouts().silent
+                except RuntimeError:
+                    pass  # of a store that ends with the world
+                except Exception:
+                    _log.exception("rank %d cannot answer a question", self.own.rank)
         finally:
             if driver is not None:
                 driver.close()

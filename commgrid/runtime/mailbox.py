@@ -136,15 +136,16 @@ class Mailbox:
         inbox += data
         *lines, rest = bytes(inbox).split(b"\n")
         inbox[:] = rest
-        try:
-            for line in lines:
+        for line in lines:
+            try:
                 message = json.loads(line)
-                if who:
-                    self._heard(who[0], message)
-                elif message[0] != self._secret:
-                    return False
-                else:
-                    who.append(int(message[1]))
-        except (ValueError, KeyError, TypeError, IndexError):
-            return False  # no program of ours
+                if not who:
+                    secret, rank = message
+                    if secret != self._secret:
+                        return False
+                    who.append(int(rank))
+                    continue
+            except (ValueError, TypeError):
+                return False  # not from a process of commgrid
+            self._heard(who[0], message)
         return bool(data) and len(inbox) < _LONGEST

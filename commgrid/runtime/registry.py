@@ -29,7 +29,7 @@ from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.torch_compat import standby as torch_standby
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.store import StoreDriver
-from commgrid.torch_compat.waits import Line
+from commgrid.torch_compat.waits import Line, end_all
 from commgrid.torch_compat.world import versions
 
 if TYPE_CHECKING:
@@ -236,6 +236,7 @@ class Registry:
     def leave(self) -> None:
         """At exit: ends everything; the rank that serves the store waits for the others a little,
         since they may still be reading from it."""
+        end_all()
         failed = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
         end(failed)
         launch, store, place = self.launch, self.store, self.place

@@ -44,7 +44,7 @@ _LEFT: WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = WeakKeyDictionary
 _UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, WeakSet[dist.Work]] = WeakKeyDictionary()
 _CONNECTING: WeakKeyDictionary[dist.ProcessGroup, dist.Work] = WeakKeyDictionary()
 """Of groups that `wake` was called for, the receive that connects their pairs."""
-_CALLS = ("commgrid.", "torch.distributed.")  # whose variables are of no use to the program
+_CALLS = ("commgrid.", "torch.distributed.")  # in whose frames variables may be cleared
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
 
@@ -57,7 +57,8 @@ def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         if connects_by_pairs(group):
             with suppress(RuntimeError):
-                trying.append(torch_gloo.connect_all(group))
+                connecting = partial(torch_gloo.connect_all, group)  # asks the store
+                trying.append(patient_store().during(connecting))
     if trying:
         time.sleep(timeouts().moment)
     for work in trying:

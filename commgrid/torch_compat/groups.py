@@ -298,7 +298,7 @@ def destroy_all(groups: Iterable[dist.ProcessGroup]) -> None:
             if is_alive(group):
                 kept += addresses([group])
                 dist.destroy_process_group(group)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # another thread may destroy it as well
             failed.append(error)
         del group  # waits for its calls
     forget_addresses(kept)

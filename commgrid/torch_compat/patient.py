@@ -26,11 +26,15 @@ Answer = TypeVar("Answer")
 
 
 _OWED: WeakKeyDictionary[Any, Asked] = WeakKeyDictionary()
-"""Of a store, the call that it has not answered: until it does, torch's client is held."""
+"""The unanswered call of each store. Until it returns, no other call can use that client."""
 
 _LOST: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Of a store whose server has closed the connection, torch's error. torch's client does not connect
 again, and logs some twenty lines of C++ for each further call."""
+
+
+class NoThreadError(RuntimeError):
+    """Python starts no thread: the process ends, or has as many as it may have."""
 
 
 class SilentStoreError(dist.DistNetworkError):
@@ -135,8 +139,12 @@ class Asked:
 
     Args:
         call: runs on the thread.
-        lasts: whether it lasts until another call ends it. Then a thread is kept for that one,
-            since Python may start none at the end of the process.
+        lasts: whether it lasts until another call ends it. Then a spare thread is started for that
+            one, since Python may start none at the end of the process.
+
+    Raises:
+        NoThreadError: no thread can be started for a call that lasts. The caller makes another one
+            itself.
     """
 
     def __init__(self, call: Callable[[], Any], lasts: bool = False) -> None:
@@ -145,9 +153,21 @@ class Asked:
         self._error: BaseException | None = None
         self._held = _thread.allocate_lock()  # until the call has returned
         self._held.acquire()
-        (_idle() or _Asker()).ask(self)
-        if lasts and not _IDLE:
-            _IDLE.append(_Asker())
+        try:
+            asker = _idle() or _Asker()
+            if lasts and not _IDLE:
+                try:
+                    _IDLE.append(_Asker())
+                except RuntimeError:
+                    _IDLE.append(asker)
+                    raise
+        except RuntimeError as error:
+            if lasts:
+                raise NoThreadError(f"{error}") from error
+            self.run()
+            self.tell()
+        else:
+            asker.ask(self)
 
     def run(self) -> None:
         """Makes the call, on its thread."""
@@ -159,7 +179,7 @@ class Asked:
             self._error = error
 
     def tell(self) -> None:
-        """Has who asked go on."""
+        """Wake the caller."""
         self._held.release()
 
     @property
@@ -215,7 +235,7 @@ class _Asker:
             asked, self._asked = self._asked, None
             assert asked is not None
             asked.run()
-            _IDLE.append(self)  # before its caller continues, and may ask again
+            _IDLE.append(self)  # before the caller continues, so that its next call finds it idle
             asked.tell()
             del asked
 

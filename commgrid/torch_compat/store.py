@@ -73,8 +73,8 @@ class StoreDriver:
             return result
 
     def has_come(self, key: str) -> bool:
-        """Return whether a key has come. From the first call on it is waited for, so that further
-        calls ask the store nothing."""
+        """Return whether a key has come, once for each time. The first call starts a wait; the next
+        ones ask the store nothing, and only look whether it has ended."""
         return self._line.within(key, 0.0) is not None
 
     def close(self) -> None:

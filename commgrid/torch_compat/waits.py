@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.torch_compat.patient import Asked, PatientStore, served
+from commgrid.torch_compat.patient import Asked, NoThreadError, PatientStore, served
 
 _NO_LIMIT = timedelta(days=1000)  # of a wait, which is ended in another way
 # So few ranks come within moments of each other. They look a few times, with growing pauses, before
@@ -29,7 +29,7 @@ _NO_LIMIT = timedelta(days=1000)  # of a wait, which is ended in another way
 _FEW_RANKS = 64
 _PAUSES_GROW = 1.5
 _NOTHING = "\x00nothing"
-"""No key holds this value."""
+"""A value that no key ever holds, so that a compare-and-set with it changes nothing."""
 
 
 _FREE: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
@@ -77,30 +77,34 @@ class Line:
         """Wait for a key.
 
         Returns:
-            Its value; empty if it is there and was not read, or if the wait was ended elsewhere;
-            None if the key has not come within so many seconds.
+            Its value, once for each time that it came; empty if the caller must read it, since it
+            was only seen, or the wait was ended elsewhere; None if the key has not come within so
+            many seconds.
 
         Raises:
             RuntimeError: the store is gone.
         """
         self._patience = max(seconds, timeouts().answer)
+        until = time.monotonic() + seconds
         if _process_ends and threading.current_thread() is not threading.main_thread():
             raise dist.DistNetworkError("this process is ending")
         if _process_ends or not self._ends_waits:
             return b"" if self._looks(key, seconds) else None
         last = self._waits[-1] if self._waits else None
-        if last is None or last.key != key or last.is_over():
-            if self._look_seconds:
-                looked = min(self._look_seconds, seconds)
-                if self._looks(key, looked):
-                    return b""
-                seconds -= looked
+        if last is None or last.key != key or last.is_read:
             for wait in self._waits:
                 wait.end()
+            # At least once: a server that has ended is an error at once on this connection.
+            if self._looks(key, min(self._look_seconds, seconds)):
+                return b""
             store = self._connection()
             self._waits = [wait for wait in self._waits if wait.store is not store]
-            self._waits.append(_Wait(store, key, self._store))
-        return self._waits[-1].within(seconds)
+            try:
+                last = _Wait(store, key, self._store)
+            except NoThreadError:
+                return b"" if self._looks(key, seconds_until(until)) else None
+            self._waits.append(last)
+        return last.within(seconds_until(until))
 
     def _looks(self, key: str, seconds: float) -> bool:
         """Whether the key is seen within so many seconds, on the store's own connection."""
@@ -143,7 +147,7 @@ def connection_of(store: Any) -> Any:
 
 
 _connecting = threading.Lock()
-"""Held while a store has another timeout: a clone takes its own from the store."""
+"""Held while a store has another timeout: a clone copies the store's timeout."""
 
 
 class _Wait:
@@ -157,15 +161,18 @@ class _Wait:
 
     def __init__(self, store: Any, key: str, asked: Any) -> None:
         self.key, self.store, self._asked = key, store, asked
+        self.is_read = False
+        """Whether its value or error was taken by `within`."""
         store.set_timeout(_NO_LIMIT)
-        atexit.unregister(_end_all)  # handlers run in reverse order, and those of before may wait
-        atexit.register(_end_all)
-        _UNDER_WAY.add(self)
-        try:
-            self._call = Asked(self._run, lasts=True)
-        except BaseException:
-            _UNDER_WAY.discard(self)
-            raise
+        with _beginning:
+            if _process_ends:
+                raise dist.DistNetworkError("this process is ending")
+            _UNDER_WAY.add(self)
+            try:
+                self._call = Asked(self._run, lasts=True)
+            except BaseException:
+                _UNDER_WAY.discard(self)
+                raise
 
     def _run(self) -> bytes:
         try:
@@ -186,11 +193,13 @@ class _Wait:
         """As `Line.within`."""
         if not self.is_over(seconds):
             return None
+        self.is_read = True
         return bytes(self._call.answer())
 
     def end(self) -> None:
         """End it: a compare-and-set wakes all waits for its key, even if it sets nothing."""
         if self not in _UNDER_WAY:
+            self.is_over(timeouts().moment)  # at once, or it is a parent's
             return
         until, pause = time.monotonic() + timeouts().margin, timeouts().poll
         with suppress(RuntimeError):  # of a store that has ended, as the wait then has
@@ -204,12 +213,14 @@ class _Wait:
 
 _UNDER_WAY: set[_Wait] = set()
 _process_ends = False
+_beginning = threading.Lock()
+"""Held while a wait begins, and while the process begins to end."""
 
 
 def _is_forked() -> None:
     """In a forked process no wait is under way, and the connections are its parent's."""
-    global _connecting, _process_ends
-    _connecting = threading.Lock()
+    global _connecting, _process_ends, _beginning
+    _connecting, _beginning = threading.Lock(), threading.Lock()
     _process_ends = False
     _UNDER_WAY.clear()
     _FREE.clear()
@@ -218,12 +229,16 @@ def _is_forked() -> None:
 os.register_at_fork(after_in_child=_is_forked)
 
 
-def _end_all() -> None:
+def end_all() -> None:
     """End all waits, at the end of the process; from now on lines look for their keys."""
     global _process_ends
-    _process_ends = True
+    with _beginning:
+        _process_ends = True
     for wait in list(_UNDER_WAY):
         wait.end()
+
+
+atexit.register(end_all)
 
 
 def seconds_until(deadline: float) -> float:

@@ -84,7 +84,7 @@ class SharedLine:
         self._counting, self._shared = counting, shared
 
     def within(self, key: str, seconds: float) -> bytes | None:
-        self._counting.calls += 1
+        self._counting.calls += 2  # a look, and the wait
         if not self._shared.event(key).wait(max(seconds, 0.0)):
             return None
         found = self._shared.found[key]
