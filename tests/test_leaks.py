@@ -24,10 +24,11 @@ EMBEDDING = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
 
 
 def usage() -> tuple[int, int, float]:
-    """Open files, threads that stay, resident MiB of this process."""
+    """Open files, threads that stay, MiB of this process in memory."""
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    mebibytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    # Without pages of files, of which a forked rank takes those of libraries one by one.
+    status = Path("/proc/self/status").read_text()
+    mebibytes = int(status.partition("RssAnon:")[2].split()[0]) / 1024
     # Those that ask stores are kept for the next call.
     threads = len(os.listdir("/proc/self/task")) - len(patient._IDLE)
     return len(os.listdir("/proc/self/fd")), threads, mebibytes
