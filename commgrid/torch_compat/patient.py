@@ -4,7 +4,7 @@ torch's client waits in C++ for each answer, without a limit. If the server has 
 error at once. A stopped server, or one behind a cut link, never answers, and not even Ctrl-C
 reaches the waiting thread. So each call runs on a thread beside, and its caller waits for a limited
 time. Threads are kept for later calls, since to start one takes several times the processor time of
-a call, and Python starts none at the end of a process.
+a call, and Python 3.12 starts none at the end of a process.
 
     asked ── thread ──► torch's client ──► server        nothing comes
       └── after so many seconds: DistNetworkError; the next call waits for this one's answer first
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from commgrid.rendezvous.timeouts import timeouts
 
 Answer = TypeVar("Answer")
-
 
 _OWED: WeakKeyDictionary[Any, Asked] = WeakKeyDictionary()
 """The unanswered call of each store. Until it returns, no other call can use that client."""

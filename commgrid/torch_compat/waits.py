@@ -64,8 +64,7 @@ class Line:
         for wait in self._waits:
             wait.end()
         if self._reuse:
-            mine = [each for each in self._free() if each is not self._store]
-            _FREE.setdefault(self._store, []).extend(mine)
+            _FREE.setdefault(self._store, []).extend(self._free())
         self._waits = []
 
     def _free(self) -> list[Any]:
