@@ -176,6 +176,7 @@ class Bridge(nn.Module):
                         timeout=max(limits, default=None) if timeout is None else timeout,
                         startup_timeout=pair.patience(),
                         grids=grids.values(),
+                        cards=cards,
                         watched=pair.watched,
                         device=device,
                     )

@@ -31,7 +31,7 @@ from commgrid.planning.groups import GroupOptions
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import watching
-from commgrid.runtime.failures import GoneError
+from commgrid.runtime.failures import FailureBoard, GoneError
 from commgrid.runtime.missing import who_is_missing
 from commgrid.torch_compat import failed_groups
 from commgrid.torch_compat import groups as torch_groups
@@ -40,6 +40,7 @@ from commgrid.torch_compat.transfers import can_send, start_exchange, start_tran
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
+    from commgrid.runtime.pairing import Card
     from commgrid.runtime.watch import Watch
 
 MOST_AHEAD = 16
@@ -68,6 +69,7 @@ class Links:
         ranks: global ranks, in one order on all of them.
         backend, timeout: of the communicator; None: WORLD's, and torch's default.
         grids: that this rank is in.
+        cards: of both grids.
         watched: whether one of the two grids is, so that the communicator is, too.
         device: where tensors are received; None: CUDA where the communicator has it.
     """
@@ -82,10 +84,12 @@ class Links:
         timeout: float | None,
         startup_timeout: float,
         grids: Iterable[HyperCommGrid],
+        cards: Iterable[Card],
         watched: bool,
         device: torch.device | str | None,
     ) -> None:
         self.about, self.key, self.ranks = about, key, tuple(ranks)
+        self._cards = tuple(cards)
         wanted = None if device is None else torch.device(device)
         self._options, self._timeout = GroupOptions(), timeout
         self.group = torch_groups.create_group(
@@ -148,6 +152,7 @@ class Links:
             if not torch_world.is_peer_failure(error):
                 raise
             self._check_watch(call, error)
+            self._check_grids(call, error, self.ranks)
             late = f"commgrid/bridge/late/{self.key}/{call}"
             raise GoneError(
                 f"{self.about}: {who_is_missing(late, self.ranks, call)} "
@@ -259,6 +264,7 @@ class Links:
             return error
         self._check_watch(call, error)
         gone = sorted(set(suspects))
+        self._check_grids(call, error, gone)
         one_of = "one of " if len(gone) > 1 else ""
         return GoneError(
             f"{self.about}: {one_of}{describe_ranks(gone)} is gone or has not come to {call}: rank "
@@ -277,7 +283,17 @@ class Links:
             return
         learnt = self._watch.read(0.0 if error is None else timeouts().seen)
         if learnt is not None:
-            got = "" if error is None else f" and got {torch_world.first_line(error)}"
-            raise GoneError(
-                f"{learnt} (in {self.about}: rank {torch_world.world_rank()} was in {call}{got})"
-            ) from error
+            raise self._because(learnt, call, error) from error
+
+    def _check_grids(self, call: str, error: RuntimeError, suspects: Sequence[int]) -> None:
+        """Raises the failure of either grid, if that is why a suspect has closed its connection."""
+        for card in self._cards:
+            learnt = FailureBoard(card).told_by(suspects)
+            if learnt is not None:
+                raise self._because(learnt, call, error) from error
+
+    def _because(self, learnt: str, call: str, error: RuntimeError | None) -> GoneError:
+        got = "" if error is None else f" and got {torch_world.first_line(error)}"
+        return GoneError(
+            f"{learnt} (in {self.about}: rank {torch_world.world_rank()} was in {call}{got})"
+        )

@@ -60,6 +60,18 @@ class Failure:
             found = yield Wait(key, until)
         return None if found is None else str(decoded(found)["text"])
 
+    def told_by(self, ranks: Sequence[int], until: float) -> Protocol[str | None]:
+        """Return the decision's text if there is one, or will be since one of `ranks` has reported.
+
+        Others than the members ask, such as ranks of another grid whose connection to one of
+        `ranks` was closed: it may live, and have ended its communicators after a failure.
+        """
+        reports = yield Get((
+            f"{self._at}/decision", *(f"{self._at}/said/{rank}" for rank in ranks)
+        ))  # fmt: skip
+        told = any(report is not None for report in reports)
+        return (yield from self.read(until)) if told else None
+
     def report(self, words: bytes) -> Protocol[None]:
         """Report, before this rank breaks its connections.
 

@@ -36,6 +36,7 @@ from commgrid.torch_compat.store import StoreDriver
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
+    from commgrid.runtime.pairing import Card
 
 _GUESSES = ("not answer", "came too late")  # what a silent connection is taken for
 
@@ -163,11 +164,16 @@ def _peer_error(told: str, late: bool, who: str) -> CommGridError:
 
 
 class FailureBoard:
-    """The first failure among the ranks of one grid, as they read it at the store."""
+    """The first failure among the ranks of one grid, as they read it at the store.
 
-    def __init__(self, grid: HyperCommGrid) -> None:
-        ranks = tuple(sorted(grid.spec.grid_ranks))
-        self._failure = Failure(f"commgrid/failures/{grid.identity}", grid.rank, ranks)
+    Args:
+        grid: this rank's, or the card of one that it is not in.
+    """
+
+    def __init__(self, grid: HyperCommGrid | Card) -> None:
+        self._ranks = ranks = tuple(sorted(grid.spec.grid_ranks))
+        me = torch_world.world_rank()
+        self._failure = Failure(f"commgrid/failures/{grid.identity}", me, ranks)
         self._driver = StoreDriver(torch_world.world_store(), len(ranks))
 
     def post(self, text: str) -> str:
@@ -183,6 +189,17 @@ class FailureBoard:
             return self._driver.run(self._failure.read(time.monotonic() + patience))
         return None
 
+    def told_by(self, ranks: Sequence[int]) -> str | None:
+        """The failure if there is one, or if one of `ranks` has begun to ask for its cause."""
+        members = [rank for rank in ranks if rank in self._ranks]
+        until = time.monotonic() + timeouts().arrive + timeouts().leave
+        try:
+            return self._driver.run(self._failure.told_by(members, until))
+        except StoreLostError:
+            return None
+        finally:
+            self._driver.close()
+
     def inquire(self, grid: HyperCommGrid, error: BaseException, me: str) -> str:
         """Find the failed rank if this one only knows that a rank is gone or silent.
 
@@ -195,14 +212,15 @@ class FailureBoard:
         """
         waited_for = _waited_for(error)
         mine = f"{me} got {torch_world.first_line(error)}"
-        words = json.dumps({"waited_for": sorted(waited_for), "saw": mine})
+        knows = f"{error}" if isinstance(error, GoneError) else ""
+        words = json.dumps({"waited_for": sorted(waited_for), "saw": mine, "knows": knows})
         try:
             known = self._driver.run(self._failure.read(0.0))
             if known is None:
                 self._driver.run(self._failure.report(words.encode()))
             _abort(grid, error)
             if known is None:
-                blame = partial(_blame, error, waited_for, mine)
+                blame = partial(_blame, error, grid.rank)
                 known = str(self._driver.run(self._failure.find_out(blame))["text"])
             return known
         except StoreLostError as lost:
@@ -212,25 +230,27 @@ class FailureBoard:
             self._driver.close()
 
 
-def _blame(
-    error: BaseException,
-    waited_for: set[int],
-    mine: str,
-    absent: Sequence[int],
-    words: Mapping[int, bytes],
-) -> str:
-    """Describe a failure by the absent ranks, and by the ranks that the others waited for."""
-    said = [json.loads(each) for each in words.values()]
-    missing = set(absent)
-    gone = missing & waited_for.union(*(each["waited_for"] for each in said)) or missing
+def _blame(error: BaseException, me: int, absent: Sequence[int], words: Mapping[int, bytes]) -> str:
+    """Describe a failure by the absent ranks, and by the ranks that the others waited for.
+
+    Args:
+        error: of the rank that decides, `me`.
+        words: of all that have reported.
+    """
+    said = {rank: json.loads(each) for rank, each in words.items()}
+    reports = [said[me], *(each for rank, each in said.items() if rank != me)]
+    missing, waited_for = set(absent), {*said[me]["waited_for"]}
+    gone = missing & set().union(*(each["waited_for"] for each in reports)) or missing
     if _says_late(error):  # a host out of reach says nothing; a process that ends is seen
         gone |= _whole_hosts(gone, missing)
-    if isinstance(error, GoneError) and (not gone or gone == waited_for):
-        return f"{error}"
+    for each in reports:
+        if each["knows"] and (not gone or gone == {*each["waited_for"]}):
+            return str(each["knows"])
+    mine = str(said[me]["saw"])
     if not gone:
         return f"a connection failed, or a rank came too late: {mine}"
     if not gone & waited_for:
-        mine = next((each["saw"] for each in said if gone & {*each["waited_for"]}), mine)
+        mine = next((each["saw"] for each in reports if gone & {*each["waited_for"]}), mine)
     return f"{no_answer_of(gone)}: {mine}"
 
 

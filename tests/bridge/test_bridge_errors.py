@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid.bridge import Bridge, Cut
 from commgrid.context_parallel import SequenceSharding
-from commgrid.failures import named_failures
+from commgrid.failures import GoneError, named_failures
 from commgrid.runtime.pairing import Pairing
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat.world import world_store
@@ -333,8 +334,46 @@ def test_who_waits_for_a_rank_that_died_is_told(seen: bool, tmp_path: Path) -> N
     for rank in (0, 1):
         text = (tmp_path / str(rank)).read_text()
         assert text.startswith(("PeerFailedError", "PeerTimeoutError"))
-        assert "bridge 'bridge': rank 3 is gone or has not come to " in text
+        assert re.search(r"rank 3 is gone or (has not come to|does not answer)", text), text
+        assert "in bridge 'bridge'" in text or "bridge 'bridge': rank 3" in text
     assert (tmp_path / "2").read_text().startswith(("PeerFailedError", "PeerTimeoutError"))
+
+
+def failing_target(named: bool) -> str:
+    """Rank 3 fails while it computes with what it got; 0 and 1 wait for their gradients.
+
+    Args:
+        named: whether rank 3 itself tells that it fails; else its grid finds out.
+    """
+    source, target = grids()
+    bridge, rank = Bridge(source, target), dist.get_rank()
+    grid = source or target
+
+    def step() -> None:
+        with named_failures(grid):
+            loss = bridge(given(4, 6)).sum()
+            if rank == 3:
+                raise ValueError("bad sample") if named else GoneError("rank 9 is gone")
+            if target is not None:
+                dist.all_reduce(torch.ones(1), group=target.get_group("dp"))
+            loss.backward()
+
+    text = said(step)
+    tell(str(rank))
+    hear("0", "1", "2", "3")  # a rank that ends is gone
+    return text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("named", "cause"), [(True, "rank 3 failed"), (False, "rank 9 is gone")], ids=["tells", "asks"]
+)
+def test_a_failure_within_one_grid_is_what_the_other_grid_is_told(named: bool, cause: str) -> None:
+    """Ranks 2 and 3 live when they close the bridge, so that ranks 0 and 1 do not name them."""
+    found = run_on_ranks(failing_target, 4, named, check=False)
+    for text in found[:2]:
+        assert text.startswith(f"PeerFailedError: {cause}"), text
+        assert "in bridge 'bridge': rank " in text
 
 
 # -- what may change, and what is left ----------------------------------------------------

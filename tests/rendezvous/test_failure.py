@@ -7,7 +7,7 @@ import pytest
 
 from commgrid.planning.rank_lists import unpack
 from commgrid.rendezvous.failure import Failure
-from commgrid.rendezvous.op import Protocol, StoreLostError
+from commgrid.rendezvous.op import Now, Protocol, StoreLostError
 from commgrid.rendezvous.round import Decision
 from commgrid.rendezvous.timeouts import timeouts
 from tests.rendezvous.simulator import FAULTS, Process, Simulation, every_fault
@@ -76,6 +76,29 @@ def test_who_knows_decides() -> None:
         simulation.start(rank, lambda now, r=rank: knowing(r), 0.3 if rank == 2 else 0.0)
     simulation.run()
     assert [p.result for p in simulation.processes] == ["rank 2 failed: ValueError"] * 3
+
+
+def test_another_grid_hears_why_a_rank_has_closed_its_connections() -> None:
+    """Rank 9 is a member of another grid, and sees a connection to rank 1 close."""
+
+    def outside(rank: int) -> Protocol[str | None]:
+        found = Failure("f", 9, range(3))
+        return (yield from found.told_by([rank], (yield Now()) + 20.0))
+
+    def heard(rank: int, reports_at: Mapping[int, float], at: float) -> object:
+        simulation = Simulation()
+        for member, begins in reports_at.items():
+            simulation.start(member, lambda now, r=member: failing(r, 3), begins)
+        asks = simulation.start(9, lambda now: outside(rank), at)
+        simulation.run()
+        assert asks.error is None
+        return asks.result
+
+    reports = {0: 0.0, 1: 0.1}
+    assert heard(1, reports, 0.2) == "[2], told by [0, 1]", "while the others find out"
+    assert heard(1, reports, 60.0) == "[2], told by [0, 1]", "after the decision"
+    assert heard(2, reports, 0.2) is None, "rank 2 has not reported"
+    assert heard(1, {}, 0.2) is None
 
 
 def test_a_rank_that_reports_after_the_decision_leaves_nothing() -> None:
