@@ -14,16 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor import _redistribute as planner
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from commgrid.errors import ShapeError, SpecError
 from commgrid.runtime.registry import get_grid
+from commgrid.torch_compat.redistribution import steps_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -212,14 +211,13 @@ class ShardingSpec:
             source: where it is.
             shape: of the full tensor.
             dtype: of its numbers.
+
+        Raises:
+            CommGridError: this version of torch plans in another way than is known here.
         """
         wide, both = source._with_axes_of(self), self._with_axes_of(source)
-        meta = TensorMeta(torch.Size(shape), _contiguous(shape), dtype)
-        specs = [DTensorSpec(s.mesh, s.placements, tensor_meta=meta) for s in (wide, both)]
-        steps: list[Any] = planner._gen_transform_infos(*specs)
-        steps = planner._optimize_transform_infos(
-            steps, wide.mesh, wide.placements, both.placements
-        )
+        begin, end = ((spec.mesh, spec.placements) for spec in (wide, both))
+        steps = steps_of(begin, end, shape, dtype)
         numel = math.prod(wide.local_shape(shape))
         found = []
         for step in steps:

@@ -160,6 +160,15 @@ def test_redistribute_to_other_axes() -> None:
     run_on_ranks(other_axes, 4)
 
 
+def test_a_torch_with_another_planner_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    commgrid.initialize()
+    spec = ShardingSpec({"tp": Replicate()})
+    monkeypatch.delattr("torch.distributed.tensor._redistribute._gen_transform_infos")
+    with pytest.raises(commgrid.CommGridError, match=r"torch .* plans redistributions in another"):
+        spec.plan(spec, (4, 4), torch.float32)
+    commgrid.shutdown()
+
+
 def planned() -> None:
     commgrid.initialize(tp=4)
     shape, kinds = (8, 12), {
