@@ -120,7 +120,7 @@ def rebuild(
         1
         >>> commgrid.shutdown()
     """
-    states = States(lambda: bool(kept_states()), hand_over)
+    states = States(lambda name: bool(kept_states(name)), hand_over)
     return _rebuild(ranks, name, grace, at_least, fits, timeout, states)
 
 
@@ -137,8 +137,9 @@ def recover(
     """Load the newest state that is left into model and optimizer; on all ranks of the new grid.
 
     That is a state which ranks have kept in memory (`checkpoint.keep`, or `save` with
-    `keep_in_memory=True`) and of which they have every part together, on any grid; or else, or
-    where it is newer, the folder's last checkpoint. States of later steps are forgotten.
+    `keep_in_memory=True`) for a grid of this one's name, of any shape, and of which they have every
+    part together; or else, or where it is newer, the folder's last checkpoint. Its states of later
+    steps are forgotten.
 
     Args:
         folder: of checkpoints; None: there are none.
@@ -164,8 +165,8 @@ def recover(
     failed = failure("nothing was recovered")
     chosen = at_first(
         group,
-        lambda: [Inventory.of(state) for state in kept_states()],
-        lambda told: _choose([each for one in told for each in one], folder),
+        lambda: [Inventory.of(state) for state in kept_states(grid.name)],
+        lambda told: _choose([each for one in told for each in one], folder, grid.name),
         failed,
     )
     if chosen.tag is None:
@@ -173,9 +174,9 @@ def recover(
         restored = checkpoint.load(
             folder, model, optimizer, progress=progress, trusted=trusted, grid=grid
         )
-        forget(after=restored.step)
+        forget(after=restored.step, grid=grid.name)
         return Recovered(restored.step, CHECKPOINT, restored.extra, chosen.lost)
-    mine = next((state for state in kept_states() if state.tag == chosen.tag), None)
+    mine = next((state for state in kept_states(grid.name) if state.tag == chosen.tag), None)
     forms = at_first(
         group,
         lambda: None if mine is None else mine.forms,
@@ -187,7 +188,7 @@ def recover(
     at_first(group, lambda: loading.read(lambda *_: None), lambda _: None, failed)
     partly = failure("the model is not to be used, as it was recovered in part")
     at_first(group, loading.take, lambda _: None, partly)
-    forget(after=chosen.step)
+    forget(after=chosen.step, grid=grid.name)
     return Recovered(chosen.step, chosen.source, loading.extra)
 
 
@@ -208,8 +209,11 @@ class _Chosen:
     lost: tuple[str, ...] = ()
 
 
-def _choose(told: Sequence[Inventory], folder: str | Path | None) -> _Chosen:
+def _choose(told: Sequence[Inventory], folder: str | Path | None, grid: str) -> _Chosen:
     """The newest state that is whole, in memory or else in the folder.
+
+    Args:
+        grid: its name.
 
     Raises:
         CheckpointError: there is none.
@@ -236,7 +240,7 @@ def _choose(told: Sequence[Inventory], folder: str | Path | None) -> _Chosen:
     what = (
         f"nobody who is left has all of {', '.join(lost[:_NAMED])}{more} in memory"
         if lost
-        else "no rank has a state in memory (checkpoint.keep keeps some)"
+        else f"no rank has a state in memory of grid {grid!r} (checkpoint.keep keeps some)"
     )
     where = "no folder of checkpoints was given" if folder is None else f"{folder} has none"
     raise CheckpointError(f"{what}, and {where}; start again")

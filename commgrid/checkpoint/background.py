@@ -80,15 +80,19 @@ class Spares:
 
     def __init__(self) -> None:
         self._free: dict[_Kind, list[Tensor]] = {}
+        self._wanted = True
 
     def give(self, tensors: Iterable[Tensor]) -> None:
         """Takes back what nobody reads any more; what was there before is let go."""
         self.clear()
+        if not self._wanted:
+            return
         for each in tensors:
             self._free.setdefault(_kind_of(each, each.is_pinned()), []).append(each)
 
     def take(self, like: Tensor, pinned: bool) -> Tensor:
         """Memory on the host for a tensor, with any numbers in it."""
+        self._wanted = True
         free = self._free.get(_kind_of(like, pinned))
         if free:
             return free.pop()
@@ -97,6 +101,11 @@ class Spares:
     def clear(self) -> None:
         """Lets it go."""
         self._free = {}
+
+    def end(self) -> None:
+        """Lets it go, and what a save under way gives back, until somebody takes some again."""
+        self._wanted = False
+        self.clear()
 
 
 _Kind = tuple[torch.Size, torch.dtype, bool]
@@ -165,6 +174,7 @@ class BackgroundSave:
         report: as `Report`, called on the thread.
         line: what the last word is written to, on the first rank.
         timeout: seconds that the first rank waits for the others' files.
+        compares: whether copies have to be equal.
     """
 
     def __init__(
@@ -177,11 +187,13 @@ class BackgroundSave:
         report: Report,
         line: ProgressLine | None,
         timeout: float,
+        compares: bool,
     ) -> None:
         self._partial, self._step, self._keep, self._staged = partial, step, keep, staged
         self._ranks = tuple(grid.spec.grid_ranks)
         self._number = self._ranks.index(grid.rank)
         self._report, self._line, self._timeout = report, line, timeout
+        self._compares = compares
         self._error: CheckpointError | None = None
         self._thread = threading.Thread(target=self._run, name=f"commgrid-save-{step}")
         self._hand = Hand(f"commgrid-hand-{step}")
@@ -251,7 +263,7 @@ class BackgroundSave:
             raise GridMismatchError(
                 f"{told}; these should be copies, of which one would have been saved for all"
             )
-        total = write_metadata(self._partial, found)
+        total = write_metadata(self._partial, found, self._compares)
         for path in paths:
             path.unlink()
         final = folders.end(self._partial, self._step, self._keep)
@@ -336,7 +348,7 @@ def _differing(digests: Mapping[int, Digests]) -> str | None:
 _under_way: list[BackgroundSave] = []
 SPARES = Spares()
 """What the last save in the background has copied to, until the next one or `shutdown`."""
-_registry.at_shutdown.append(SPARES.clear)
+_registry.at_shutdown.append(SPARES.end)
 
 
 def begin(saving: BackgroundSave) -> None:

@@ -167,9 +167,12 @@ class Turns:
 
     Args:
         grid: whose ranks.
+        first: whether the first of the ranks with copies writes all of them, so that what is
+            written is one rank's where copies differ.
     """
 
     grid: HyperCommGrid
+    first: bool = False
     _loads: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
 
     def is_mine(self, copies: tuple[str, ...], amount: int) -> bool:
@@ -183,6 +186,8 @@ class Turns:
         mine, count = 0, 1
         for axis in copies:
             mine, count = mine * shape[axis] + coordinate[axis], count * shape[axis]
+        if self.first:
+            return mine == 0
         loads = self._loads.setdefault(copies, [0] * count)
         chosen = loads.index(min(loads))
         loads[chosen] += amount

@@ -1,9 +1,10 @@
 """A folder of checkpoints, of which a crash at any moment leaves the last complete one.
 
-step_00000040             complete: it got this name when everything in it was on disk
-.step_00000060.partial    being written, or left by a crash; the next save clears it away
-.step_00000040.replaced   between two renames, when step 40 is saved a second time
-.step_00000020.deleted    being deleted
+step_00000040                 complete: it got this name when everything in it was on disk
+.step_00000060.7f3a.partial   being written, or left by a crash; the next save clears it away,
+                              so that a save that was taken for dead cannot end in it
+.step_00000040.replaced       between two renames, when step 40 is saved a second time
+.step_00000020.deleted        being deleted
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import re
 import shutil
 import warnings
 from pathlib import Path
+from uuid import uuid4
 
 from commgrid.checkpoint.storage import sync
 from commgrid.errors import CheckpointError
 
 _COMPLETE = re.compile(r"step_(\d+)")
 _REPLACED = re.compile(r"\.step_(\d+)\.replaced")
-_LEFT = re.compile(r"\.step_(\d+)\.(partial|deleted)")
+_LEFT = re.compile(r"\.step_(\d+)(\.[0-9a-f]+)?\.(partial|deleted)")
 
 
 def complete(folder: Path) -> dict[int, Path]:
@@ -79,7 +81,7 @@ def begin(folder: Path, step: int) -> Path:
             "load takes the last step unless it is given one, and keep= leaves later ones alone",
             stacklevel=2,
         )
-    partial = folder / f".{_name(step)}.partial"
+    partial = folder / f".{_name(step)}.{uuid4().hex[:8]}.partial"
     partial.mkdir()
     return partial
 

@@ -46,12 +46,13 @@ class Given:
     values: frozenset[str]
 
 
-def hand_over(grid: HyperCommGrid, seated: Sequence[int]) -> None:
+def hand_over(grid: HyperCommGrid, seated: Sequence[int], name: str) -> None:
     """Ranks without a place give those with one what only they have; on all ranks of both kinds.
 
     Args:
         grid: over all of them, for this alone.
         seated: those with a place.
+        name: of the grid whose states they are.
 
     Raises:
         PeerFailedError, PeerTimeoutError: one is gone meanwhile.
@@ -61,11 +62,11 @@ def hand_over(grid: HyperCommGrid, seated: Sequence[int]) -> None:
         return
     ranks = dist.get_process_group_ranks(group)
     with named_failures(grid, lambda: "handing over states"):
-        told = gathered([Inventory.of(state) for state in kept_states()], group)
+        told = gathered([Inventory.of(state) for state in kept_states(name)], group)
         tag, plan = given(dict(zip(ranks, told, strict=True)), seated)
         if not plan:
             return
-        state = next((one for one in kept_states() if one.tag == tag), None)
+        state = next((one for one in kept_states(name) if one.tag == tag), None)
         mine = plan.get(grid.rank)
         sources = [ranks.index(rank) for rank, one in plan.items() if one.to == grid.rank]
         if mine is None or state is None:

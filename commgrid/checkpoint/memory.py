@@ -47,11 +47,12 @@ Form = tuple[tuple[int, ...], str]
 """Shape of a full tensor, and the name of its dtype."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kept:
     """A state in this process's memory.
 
     Args:
+        grid: the name of its grid.
         step: it is of.
         tag: what no other state is called, the same on all ranks.
         own: this rank's boxes, on the CPU.
@@ -62,6 +63,7 @@ class Kept:
         left: boxes that a rank had which a rebuild has left out.
     """
 
+    grid: str
     step: int
     tag: str
     own: list[Item]
@@ -80,18 +82,23 @@ class Kept:
 _kept: list[Kept] = []
 
 
-def kept_states() -> tuple[Kept, ...]:
-    """The states that this process has, the latest last."""
-    return tuple(_kept)
+def kept_states(grid: str) -> list[Kept]:
+    """The states that this process has of the grid of a name, the latest last."""
+    return [each for each in _kept if each.grid == grid]
 
 
-def forget(after: int | None = None) -> None:
-    """Gives their memory back.
+def forget(after: int | None = None, *, grid: str | None = None) -> None:
+    """Gives the memory of kept states back.
 
     Args:
-        after: only those of later steps, behind which training has gone back; None: all.
+        after: only of those of later steps, behind which training has gone back; None: of all.
+        grid: only of those of the grid of this name; None: of any.
     """
-    _kept[:] = [each for each in _kept if after is not None and each.step <= after]
+    _kept[:] = [
+        each
+        for each in _kept
+        if (after is not None and each.step <= after) or grid not in (None, each.grid)
+    ]
 
 
 _registry.at_shutdown.append(forget)
@@ -123,9 +130,11 @@ def keep_items(
     """
     forms = {each.key: _form(each) for each in items}
     layout = sha256(repr((grid.identity, sorted(forms.items()))).encode()).hexdigest()
-    known = at_first(group, lambda: bool(_kept) and _kept[-1].layout == layout, all, failed)
+    earlier = kept_states(grid.name)
+    known = at_first(group, lambda: bool(earlier) and earlier[-1].layout == layout, all, failed)
     tag = at_first(group, lambda: None, lambda _: f"{step}/{uuid4().hex}", failed)
-    del _kept[: len(_kept) - _KEPT + 1]  # who comes here has seen that all have the last one
+    for state in earlier[: len(earlier) - _KEPT + 1]:  # all ranks have the last one, as seen here
+        _kept.remove(state)
     staged = stage([replace(each, writes=True) for each in items], ()).items
     own = [each for each in staged if isinstance(each, Item)]
     values = {each.key: _plain(each) for each in staged if isinstance(each, Value)}
@@ -133,14 +142,14 @@ def keep_items(
     every: Mapping[str, Form | None] = forms
     if group is not None:
         told = [] if known else gathered(forms, group)
-        every = _kept[-1].forms if known else {k: f for one in told for k, f in one.items()}
+        every = earlier[-1].forms if known else {k: f for one in told for k, f in one.items()}
         writes = {each.key for each in items if each.writes}
         places = Places.of(grid, group)
         alone = [each for each in own if each.key in writes and not places.has_copy(each)]
         said = {key: value for key, value in values.items() if key in writes}
         others, more = _exchange(alone, said, places, group)
         values = {**more, **values}
-    _kept.append(Kept(step, tag, own, others, values, every, layout))
+    _kept.append(Kept(grid.name, step, tag, own, others, values, every, layout))
     return _kept[-1]
 
 

@@ -79,8 +79,9 @@ def save(
             loads with `trusted=True` only.
         keep: how many checkpoints up to this step the folder is to have, older ones are deleted;
             None: all.
-        copies: "compare" refuses copies of which any bit differs; "first" writes one of them
-            whatever the others are, such as where kernels are not deterministic.
+        copies: "compare" refuses copies of which any bit differs; "first" writes those of the
+            first rank that has them, whatever the others are, such as where kernels are not
+            deterministic.
         background: True: return once the state is copied to the host's memory, pinned where it
             comes from a GPU: what the rank writes, and with copies="compare" all that it has. What
             goes wrong afterwards is raised by the next `save`, `load` or `wait`, on all ranks. At
@@ -133,7 +134,7 @@ def save(
             "background": background,
             "keep_in_memory": keep_in_memory,
         }
-        items.extend(_items(grid, step, model, optimizer, extra or {}))
+        items.extend(_items(grid, step, model, optimizer, extra or {}, copies == "first"))
         if background:
             whom = copies_of(items, grid) if copies == "compare" else ()
             staged.append(stage(items, whom, SPARES))
@@ -150,14 +151,18 @@ def save(
         line = reporter(progress is not False, f"saving step {step}", grid)[0]
         report = progress if callable(progress) else _silent
         seconds = grid.timeout or default_pg_timeout.total_seconds()
-        start(BackgroundSave(partial, step, keep, staged[0], grid, report, line, seconds))
+        saving = BackgroundSave(
+            partial, step, keep, staged[0], grid, report, line, seconds, copies == "compare"
+        )
+        start(saving)
         return folders.final(partial, step)
 
     line, report = reporter(progress, f"saving step {step}", grid)
 
     def whole(written: list[Any]) -> tuple[int, Path]:
         found = dict(zip(grid.spec.grid_ranks, written, strict=True))
-        return write_metadata(partial, found), folders.end(partial, step, keep)
+        compares = copies == "compare"
+        return write_metadata(partial, found, compares), folders.end(partial, step, keep)
 
     number = grid.spec.grid_ranks.index(grid.rank)
     try:
@@ -290,8 +295,9 @@ def _items(
     model: Model,
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, Any],
+    first: bool = False,
 ) -> Iterator[Item | Value]:
-    turns = Turns(grid)
+    turns = Turns(grid, first)
     state = ModelState(model, grid)
     yield from state.items(turns)
     if optimizer is not None:

@@ -13,7 +13,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ from commgrid.checkpoint.boxes import Chunk
 from commgrid.checkpoint.items import Item, Shared, Value
 from commgrid.checkpoint.trust import read_metadata, read_value
 from commgrid.errors import CheckpointError
+from commgrid.planning.dtypes import keeps_numbers
+from commgrid.replicas import digest
+from commgrid.torch_compat.archive import Checked
 
 Report = Callable[[int, int], object]
 """Told how many of this rank's bytes are done, and how many there are."""
@@ -66,14 +69,15 @@ class Written:
     Args:
         plan: its items.
         results: where they are.
-        repeats: the keys that several ranks may have written, equal ones.
+        repeats: of the keys that several stages may have, what this rank has: equal values have
+            equal digests.
         paths: each key's name in the nested dict.
         others: compressed, the keys that it has and leaves to ranks with copies.
     """
 
     plan: SavePlan
     results: list[WriteResult]
-    repeats: frozenset[str]
+    repeats: dict[str, str]
     paths: dict[str, tuple[str, ...]]
     others: bytes
 
@@ -117,25 +121,33 @@ def write(
     written = [*plan.items, *(WriteItem(one.index, WriteItemType.BYTE_IO) for one in others)]
     return Written(
         replace(plan, items=written), [*results, *others],
-        frozenset(item.key for item in mine if item.repeats),
+        {item.key: _digest(item) for item in [*mine, *left] if item.repeats},
         {item.key: item.path for item in mine},
         zlib.compress("\n".join(item.key for item in left).encode()),
     )  # fmt: skip
 
 
-def write_metadata(folder: Path, found: Mapping[int, Written]) -> int:
+def _digest(item: Item | Value) -> str:
+    """Of a value that pickles in one way only, such as a text, or of a tensor's bits."""
+    if isinstance(item, Value):
+        return repr(item.value)
+    return ", ".join(f"{chunk.offset}: {int(digest(chunk.data)):x}" for chunk in item.chunks)
+
+
+def write_metadata(folder: Path, found: Mapping[int, Written], compares: bool = True) -> int:
     """Writes what makes a checkpoint of the files, by the rank that has heard of all of them.
 
     Args:
         folder: where they are.
         found: what each rank has written.
+        compares: whether what several stages have must be equal; False: one rank's is taken.
 
     Returns:
         How many bytes the ranks have written.
 
     Raises:
-        CheckpointError: two ranks have different parameters of one name, together they do not hold
-            all of one, or nobody has written what somebody has.
+        CheckpointError: two ranks have different parameters or buffers of one name, together they
+            do not hold all of one, or nobody has written what somebody has.
     """
     seen: dict[tuple[str, Any], tuple[int, WriteItem]] = {}
     plans, results = [], []
@@ -159,6 +171,8 @@ def write_metadata(folder: Path, found: Mapping[int, Written]) -> int:
     metadata: Metadata = create_default_global_save_plan(plans)[1]
     _check_whole(metadata)
     _check_all(metadata, found)
+    if compares:
+        _check_repeats(found)
     paths = {key: path for written in found.values() for key, path in written.paths.items()}
     metadata = replace(metadata, planner_data=paths)
     for place in {result.storage_data.relative_path for one in results for result in one}:
@@ -179,6 +193,19 @@ def _check_all(metadata: Metadata, found: Mapping[int, Written]) -> None:
                     f"rank {rank} has a {key}, and left it to a rank with a copy of it, which has "
                     "none; copies need one name, and ranks that differ in data only the same "
                     "parameters and optimizer state"
+                )
+
+
+def _check_repeats(found: Mapping[int, Written]) -> None:
+    first: dict[str, tuple[int, str]] = {}
+    for rank, written in found.items():
+        for key, value in written.repeats.items():
+            other, theirs = first.setdefault(key, (rank, value))
+            if value != theirs:
+                raise CheckpointError(
+                    f"{key} differs between ranks {other} and {rank}, of which one would have been "
+                    "saved for all; what several stages have under one name is equal on them: give "
+                    "buffers other names, or register them with persistent=False"
                 )
 
 
@@ -260,9 +287,10 @@ def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
     """Looks whether there are these among what torch's metadata says, in these shapes.
 
     Raises:
-        CheckpointError: names what is missing, or has another shape.
+        CheckpointError: names what is missing, has another shape, or a dtype whose numbers would
+            not be the same.
     """
-    missing, other = [], []
+    missing, other, changed = [], [], []
     for item in items:
         stored = keys.get(item.key)
         if stored is None:
@@ -272,10 +300,21 @@ def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
             shape = tuple(stored.size) if whole else "no tensor"
             if shape != item.shape:
                 other.append(f"{item.key} is {shape}, here {item.shape}")
+            elif whole:
+                dtypes = [
+                    str(d).removeprefix("torch.") for d in (stored.properties.dtype, item.dtype)
+                ]
+                if not keeps_numbers(*dtypes):
+                    changed.append("{} is {}, here {}".format(item.key, *dtypes))
     if missing:
         raise CheckpointError(f"of another model: it has no {_some(missing)}")
     if other:
         raise CheckpointError(f"of another model, whose shapes differ: {_some(other)}")
+    if changed:
+        raise CheckpointError(
+            f"of other dtypes, in which its numbers would be others: {_some(changed)}; load into "
+            "a tensor of the same dtype, or a wider one, and convert it there"
+        )
 
 
 class Stored:
@@ -301,6 +340,20 @@ class Stored:
         except Exception as error:  # what pickle raises depends on what is broken
             raise CheckpointError(f"{folder}/.metadata cannot be read: {error}") from error
         self.keys: Mapping[str, Any] = self._metadata.state_dict_metadata
+        for info in self._metadata.storage_data.values():
+            place = PurePath(info.relative_path)
+            if place.is_absolute() or ".." in place.parts:
+                raise CheckpointError(
+                    f"{folder}/.metadata names a file outside of the folder, {place}; expected "
+                    "files in it, so that what is loaded is what was saved there"
+                )
+        Checked(self._reader, self._damaged)
+
+    def _damaged(self, key: str, part: str) -> None:
+        raise CheckpointError(
+            f"{key} is damaged: the checksum of {part} is not that of what torch.save wrote; load "
+            "an earlier step, or copy the files again"
+        )
 
     def check_files(self) -> None:
         """Looks whether every file is there, and as long as the metadata says.

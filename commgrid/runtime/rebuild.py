@@ -60,13 +60,13 @@ class States:
     """Access to the states that ranks have in memory.
 
     Args:
-        held: whether this rank has any.
-        hand_over: called with a grid made for it and the ranks that have a place, on these ranks
-            and on spare ranks with states.
+        held: whether this rank has any of the grid of a name.
+        hand_over: called with a grid made for it, the ranks that have a place, and the name, on
+            these ranks and on spare ranks with states.
     """
 
-    held: Callable[[], bool]
-    hand_over: Callable[[HyperCommGrid, Sequence[int]], None]
+    held: Callable[[str], bool]
+    hand_over: Callable[[HyperCommGrid, Sequence[int], str], None]
 
 
 def rebuild(
@@ -241,7 +241,7 @@ class _Rebuild:
         own, place = self._own_standby(), self.registry.place
         said = json.dumps({
             "address": own.address if own is not None else "",
-            "server": place.server, "unsure": self.unsure, "states": self.states.held(),
+            "server": place.server, "unsure": self.unsure, "states": self.states.held(self.name),
         })  # fmt: skip
         world = range(torch_world.world_size())
         watch = made.seen_by if made is not None else None
@@ -312,7 +312,7 @@ class _Rebuild:
         all_of_them = GridSpec.build(dp=len(ranks), ranks=ranks)
         grid = self._start(all_of_them, f"{self.name}/handing over", verdict)
         try:
-            self.states.hand_over(grid, tuple(spec.grid_ranks))
+            self.states.hand_over(grid, tuple(spec.grid_ranks), self.name)
         except (PeerTimeoutError, PeerFailedError) as error:
             raise _AttemptError(f"rebuild: {error}") from error
         finally:

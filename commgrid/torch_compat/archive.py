@@ -1,4 +1,4 @@
-"""The bytes that torch.save writes around a tensor's numbers, made without the numbers.
+"""The archives that torch.save writes: their bytes around a tensor's numbers, and their checksums.
 
 torch.save makes a zip archive: a description of the tensor, its numbers, and a list of both at the
 end. The checksum of the numbers is written in two places; nothing else depends on them. A caller
@@ -10,15 +10,22 @@ that writes the numbers in pieces gets the other bytes from here:
 
 from __future__ import annotations
 
+import io
+import os
 import struct
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+_FIRST = b"PK\x03\x04"
 _NAME = b"/data/0"
 _AFTER_DATA = b"PK\x07\x08"  # then the checksum
 _LISTED = b"PK\x01\x02"
@@ -102,6 +109,78 @@ def _listed(tail: bytes) -> int | None:
         if tail[at : at + len(_LISTED)] != _LISTED:
             return None
     return None
+
+
+_PIECE = 1 << 20  # bytes
+
+
+def damage_of(archive: IO[bytes]) -> str | None:
+    """Compare an archive with the checksums in it, as torch.load does not.
+
+    Args:
+        archive: as torch.save wrote it; with `set_crc32_options(False)` it has no checksums, and
+            nothing is compared. Read from its beginning.
+
+    Returns:
+        The part that has other bytes than were written; None: none has, or it is no archive.
+    """
+    if archive.read(len(_LISTED)) != _FIRST:
+        return None
+    archive.seek(0)
+    name = "its list of parts"
+    try:
+        with zipfile.ZipFile(_Sought(archive)) as parts:
+            for part in parts.infolist():
+                name = part.filename
+                if part.CRC:
+                    with parts.open(part) as data:
+                        while data.read(_PIECE):
+                            pass
+    except zipfile.BadZipFile:
+        return name
+    return None
+
+
+class _Sought:
+    """A stream that finds places from its end; torch's view of a part of a file goes beyond it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.read, self.tell, self.seekable = stream.read, stream.tell, stream.seekable
+        self._seek = stream.seek
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END:
+            self._seek(0, os.SEEK_END)
+            offset, whence = self.tell() + offset, os.SEEK_SET
+        return self._seek(offset, whence)
+
+
+class Checked:
+    """What a FileSystemReader reads, compared with its checksums.
+
+    Args:
+        reader: its `transforms` are replaced by this.
+        damaged: called with the key of what is damaged, and the part; raises.
+    """
+
+    def __init__(self, reader: FileSystemReader, damaged: Callable[[str, str], None]) -> None:
+        self._before, self._damaged = reader.transforms, damaged
+        reader.transforms = self  # type: ignore[assignment]
+
+    def transform_load_stream(
+        self, read_item: ReadItem, transform_descriptors: Sequence[str], raw_stream: IO[bytes]
+    ) -> IO[bytes]:
+        """What is stored for an item; called by the reader."""
+        stream: IO[bytes] = self._before.transform_load_stream(
+            read_item, transform_descriptors, raw_stream
+        )
+        if not stream.seekable():  # it was compressed
+            stream = io.BytesIO(stream.read(-1))
+        part = damage_of(stream)
+        if part is not None:
+            self._damaged(read_item.storage_index.fqn, part)
+        stream.seek(0)
+        return stream
 
 
 def placed(index: MetadataIndex, file: str, start: int, length: int) -> WriteResult:

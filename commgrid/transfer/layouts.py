@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from commgrid.errors import TransferError
 from commgrid.planning.boxes import Box, Shape
+from commgrid.planning.dtypes import keeps_numbers
 from commgrid.planning.names import nearest
 from commgrid.planning.rank_lists import describe_ranks
 
@@ -244,14 +245,6 @@ class Side:
         return " and ".join(f"{form} on {describe_ranks(ranks)}" for form, ranks in said.items())
 
 
-def _kind(dtype: str) -> int:
-    """0 to 3: bool, whole numbers, floating point, complex; the higher holds the lower."""
-    for kind, beginnings in enumerate((("complex",), ("float", "bfloat"), ("int", "uint"))):
-        if dtype.startswith(beginnings):
-            return 3 - kind
-    return 0
-
-
 def check_sides(source: Side, target: Side, partly: bool) -> None:
     """Refuses sides that are not of one model.
 
@@ -268,7 +261,7 @@ def check_sides(source: Side, target: Side, partly: bool) -> None:
         read = reads[name]
         needing = describe_ranks(target.holders(name))
         if read in sources and sources[read].shape == form.shape:
-            if _kind(sources[read].dtype) > _kind(form.dtype):
+            if not keeps_numbers(sources[read].dtype, form.dtype):
                 raise TransferError(
                     f"{name} has dtype {sources[read].dtype} on "
                     f"{describe_ranks(source.holders(read))} of the source and {form.dtype} on "

@@ -56,7 +56,6 @@ class _Told:
         more: what goes with an optimizer.
         partly: whether only= was given.
         compares: whether copies are to be compared.
-        mapped: whether the source's tensors come in a mapping, which does not say what are copies.
     """
 
     layout: bytes | None
@@ -65,7 +64,6 @@ class _Told:
     more: Any
     partly: bool
     compares: bool
-    mapped: bool
 
 
 class Transfer:
@@ -213,16 +211,16 @@ class Transfer:
             held = side.hold()
             layout = held.layout if held is not None else None
             devices = frozenset(held.device_types if held is not None else ())
-            compares, mapped = self._copies == "compare", not self._source.knows_copies
-            return _Told(layout, host, devices, side.more, self._names.is_partial, compares, mapped)
+            compares = self._copies == "compare"
+            return _Told(layout, host, devices, side.more, self._names.is_partial, compares)
 
         told = at_first(self._group, lambda: tell(self._source), self._gathered, failed)
-        self._source_side, hosts, devices, offers, _, self._compares, mapped = told
-        if mapped:
+        self._source_side, hosts, devices, offers, _, self._compares = told
+        if self._compares:
             self._source.compare_boxes_of(self._source_side, self._group)
         self._target.take_offer(self._source_side.forms, offers)
         told = at_first(self._group, lambda: tell(self._target), self._gathered, failed)
-        self._target_side, _, more_devices, wants, partly, _, _ = told
+        self._target_side, _, more_devices, wants, partly, _ = told
         self._target.check_offer(offers, wants)
         self._device = device_of(self._group, devices | more_devices)
         at_first(self._group, lambda: self._planned(hosts, partly), self._same, failed)
@@ -246,7 +244,7 @@ class Transfer:
 
     def _gathered(
         self, told: list[_Told]
-    ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool, bool, bool]:
+    ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool, bool]:
         by_rank = dict(zip(self._barriers.ranks, told, strict=True))
         layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
         return (
@@ -256,7 +254,6 @@ class Transfer:
             [one.more for one in told if one.more is not None],
             any(one.partly for one in told),
             all(one.compares for one in told),
-            any(one.mapped for one in told),
         )
 
     # -- moving -------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Shared, Value, key_of
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
-from commgrid.checkpoint.saving import differing_copies
 from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.planning.boxes import Box
@@ -107,8 +106,30 @@ class OneSide(ABC):
         """Adds the tensors of the model and its optimizer."""
 
 
+@dataclass(frozen=True)
+class _SharedKind:
+    """Tensors that lie alike, and those of their boxes that several ranks hold.
+
+    Args:
+        start: the number of the first tensor's first box, among all shared ones.
+        boxes: each with the places of the layouts that have it.
+    """
+
+    start: int
+    names: list[str]
+    boxes: list[tuple[Box, tuple[int, ...]]]
+
+    @property
+    def count(self) -> int:
+        """Its boxes, of all tensors."""
+        return len(self.names) * len(self.boxes)
+
+
 class SharedBoxes:
     """The boxes of a source's tensors that several ranks hold, which should be equal.
+
+    Whatever has one name and one box is a copy: on ranks along dp, on stages that tie a weight, or
+    in two mappings.
 
     Args:
         side: what all ranks hold.
@@ -118,24 +139,31 @@ class SharedBoxes:
     def __init__(self, side: Side, group: ProcessGroup) -> None:
         self._group, self._ranks_of = group, side.ranks_of
         self._own = side.places.get(dist.get_rank())  # the place of this rank's layout
-        layouts: dict[tuple[str, Box], list[int]] = {}  # that have a box
-        for place, (number, _) in enumerate(side.packed):
-            for name, form, _ in side.names[number]:
-                for box in side.tables[place][form].boxes:
-                    layouts.setdefault((name, box), []).append(place)
-        self._holders = {
-            box: places for box, places in layouts.items()
-            if sum(len(side.ranks_of[place]) for place in places) > 1
-        }  # fmt: skip
+        alike: dict[Any, list[str]] = {}
+        for name, kind in side.kinds.items():
+            alike.setdefault(kind, []).append(name)
+        self._kinds: list[_SharedKind] = []
+        self._count = 0
+        for names in alike.values():
+            places: dict[Box, list[int]] = {}
+            for place, form in side.held_as(names[0]).items():
+                for box in form.boxes:
+                    places.setdefault(box, []).append(place)
+            shared = [
+                (box, tuple(have)) for box, have in places.items()
+                if sum(len(side.ranks_of[place]) for place in have) > 1
+            ]  # fmt: skip
+            self._kinds.append(_SharedKind(self._count, names, shared))
+            self._count += self._kinds[-1].count
 
     def differing(self, held: Held | None) -> str | None:
         """What differs, with who; None: nothing. Collective over the group."""
-        if not self._holders:
+        if not self._count:
             return None
         device = torch_groups.devices_of(self._group)[-1]
-        mine = torch.full((len(self._holders),), _ABSENT, device=device)
-        for number, ((name, box), places) in enumerate(self._holders.items()):
-            if held is not None and self._own in places:  # less a bit, so that each has a negative
+        mine = torch.full((self._count,), _ABSENT, device=device)
+        if held is not None:
+            for number, name, box in self._own_boxes():  # less a bit, so that each has a negative
                 mine[number] = digest(held.view(name, box)).bitwise_right_shift(1)
         has = mine != _ABSENT
         both = torch.cat([mine, torch.where(has, -mine, mine)])
@@ -146,16 +174,28 @@ class SharedBoxes:
         first = int(odd[0])
         found = all_gather(mine[first : first + 1], self._group).tolist()
         by_rank = dict(zip(dist.get_process_group_ranks(self._group), found, strict=True))
-        (name, box), places = list(self._holders.items())[first]
+        name, box, places = self._box(first)
         ranks = sorted(rank for place in places for rank in self._ranks_of[place])
         lead = [one for one in ranks if by_rank[one] == by_rank[ranks[0]]]
         others = describe_ranks([one for one in ranks if one not in lead])
         more = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
         return (
             f"{name}, of which {describe_ranks(ranks)} hold {list(box[1])} at {list(box[0])}, "
-            f"differs between {describe_ranks(lead)} and {others}{more} (a tensor of a mapping is "
-            "whole; give slices as Part(tensor, shape, offset))"
+            f"differs between {describe_ranks(lead)} and {others}{more}"
         )
+
+    def _own_boxes(self) -> Iterator[tuple[int, str, Box]]:
+        """Those that this rank has, each with its number."""
+        for kind in self._kinds:
+            for b, (box, places) in enumerate(kind.boxes):
+                if self._own in places:
+                    for n, name in enumerate(kind.names):
+                        yield kind.start + n * len(kind.boxes) + b, name, box
+
+    def _box(self, number: int) -> tuple[str, Box, tuple[int, ...]]:
+        kind = next(each for each in self._kinds if number < each.start + each.count)
+        n, b = divmod(number - kind.start, len(kind.boxes))
+        return (kind.names[n], *kind.boxes[b])
 
 
 @dataclass
@@ -169,7 +209,6 @@ class SourceSide(OneSide):
 
     values: dict[str, Any] = field(default_factory=dict, init=False)
     more: Offer | None = field(default=None, init=False)
-    _items: list[Item] = field(default_factory=list, init=False)
     _boxes: SharedBoxes | None = field(default=None, init=False)
 
     @property
@@ -178,7 +217,6 @@ class SourceSide(OneSide):
 
     def _fill(self, held: Held, items: Iterable[Item], grid: HyperCommGrid) -> None:
         values: list[Value] = []
-        self._items.clear()
         called: dict[str, str] = {}
         for item in items:
             name = self.names.of_source(item.path[-1])
@@ -190,24 +228,17 @@ class SourceSide(OneSide):
                         "give each a name of its own"
                     )
                 held.add(name, item.shape, item.dtype, item.chunks)
-                self._items.append(item)
         if self.optimizer is not None:
             for one in OptimizerState(self.optimizer, _with(self._state)).items(Turns(grid)):
                 if isinstance(one, Item):
                     held.add(one.key, one.shape, one.dtype, one.chunks)
-                    self._items.append(one)
                 else:
                     values.append(one)
             self.more = Offer(tuple(value.key for value in values))
         self.values = {value.key: _plain(value) for value in values if value.writes}
 
-    @property
-    def knows_copies(self) -> bool:
-        """Whether it says which ranks should have copies, or has none on this rank."""
-        return not isinstance(self.model, Mapping)
-
     def compare_boxes_of(self, side: Side, group: ProcessGroup) -> None:
-        """Takes for copies what ranks hold of the same box of a name, as of mappings.
+        """Hears what is to be equal between ranks.
 
         Args:
             side: what all ranks hold.
@@ -218,20 +249,17 @@ class SourceSide(OneSide):
     def compare_copies(self) -> None:
         """Refuses to send one of several copies that differ.
 
-        Collective over the source's grid, or over both where boxes are compared.
+        Collective over both sides.
 
         Raises:
             GridMismatchError: names tensor and ranks.
         """
-        told: str | None = None
-        if self._boxes is not None:
-            told = self._boxes.differing(self.held)
-        elif self.grid is not None:
-            told = differing_copies(self._items, self.grid)
+        told = self._boxes.differing(self.held) if self._boxes is not None else None
         if told is not None:
             raise GridMismatchError(
-                f"{told}; these should be copies, of which any may be sent. Make them equal, or "
-                'where they may differ say Transfer(…, copies="any")'
+                f"{told}; these should be copies, of which any may be sent. Give slices in a "
+                "mapping as Part(tensor, shape, offset), and tensors of different stages the names "
+                'that they have in the whole model. Where copies may differ, say copies="any"'
             )
 
 

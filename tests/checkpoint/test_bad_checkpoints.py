@@ -85,7 +85,7 @@ def loads(folder: str, *damages: str) -> dict[str, str]:
 DAMAGES = {
     "truncated": "half a checkpoint: .*__1_0.distcp has [0-9,]+ of [0-9,]+ bytes",
     "missing": "half a checkpoint: .*__1_0.distcp is missing",
-    "flipped": "step_00000005 cannot be read",
+    "flipped": "step_00000005: .* is damaged: the checksum of .*; load an earlier step",
     "no metadata": "no .metadata, which is written last",
     "metadata": ".metadata cannot be read",
     "only a rest": "no complete checkpoint .only what a crash while saving has left",

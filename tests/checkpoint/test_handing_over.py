@@ -72,7 +72,7 @@ def halved(folder: str | None) -> Any:
     model, reducer, optimizer = build()
     one_step(model, reducer, optimizer, 1.0)
     checkpoint.keep(1, model, optimizer, extra={"tokens": 64})
-    told = gathered(Inventory.of(kept_states()[-1]), grid.get_group("dp"))
+    told = gathered(Inventory.of(kept_states("default")[-1]), grid.get_group("dp"))
     assert missing(told[:2], with_others=True)  # without rank 3 the checkpoint would be needed
     assert not missing([told[0], told[1], told[3]], with_others=True)
     if grid.rank == 2:  # stands for one that is gone

@@ -37,7 +37,7 @@ def kept_over_hosts() -> dict[str, Any]:
     model, optimizer = trained(2)
     for step in (1, 2, 3):
         checkpoint.keep(step, model, optimizer, extra={"step": step})
-    states = kept_states()
+    states = kept_states("default")
     inventory = Inventory.of(states[-1])
     all_told = [each for each in commgrid_gathered(inventory) if each.tag == inventory.tag]
     found = {
@@ -56,7 +56,7 @@ def kept_over_hosts() -> dict[str, Any]:
     assert torch.equal(next(model.parameters()), weight)
     assert (restored.step, restored.source, restored.extra) == (3, "memory", {"step": 3})
     checkpoint.forget(after=2)
-    assert [state.step for state in kept_states()] == [2]
+    assert [state.step for state in kept_states("default")] == [2]
     checkpoint.forget()
     try:
         commgrid.recover(None, model, optimizer)
@@ -84,7 +84,10 @@ def test_what_is_alone_on_a_host_is_on_another_too() -> None:
         assert found["weights kept for others"] == []  # both hosts have them
         assert found["whole"] == found["host 1 alone"] == []
         assert found["host 1 without neighbours"] > 0
-        assert "no rank has a state in memory (checkpoint.keep keeps some)" in found["nothing"]
+        assert (
+            "no rank has a state in memory of grid 'default' (checkpoint.keep keeps some)"
+            in found["nothing"]
+        )
         assert "no folder of checkpoints was given; start again" in found["nothing"]
 
 

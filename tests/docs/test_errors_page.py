@@ -72,7 +72,7 @@ FILLED_IN = {
     ],
     "CheckpointError: …, and …; start again": [
         "nobody who is left has all of … in memory, and …; start again",
-        "no rank has a state in memory (checkpoint.keep keeps some), and …; start again",
+        "no rank has a state in memory of grid … (checkpoint.keep keeps some), and …; start again",
     ],
     "CommGridError: …: …": ["…: …"],
     "GroupSuspendedError: …": ["… is suspended; call grid.resume() on all ranks of the grid first"],

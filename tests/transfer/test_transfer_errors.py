@@ -78,6 +78,10 @@ def refused() -> dict[str, Any]:
         if source is not None else None,
         {"w": torch.zeros(2)} if target is not None else None,
     )  # fmt: skip
+    said["wraps"] = sides.refused(
+        {"w": torch.full((2,), 200, dtype=torch.uint8)} if source is not None else None,
+        {"w": torch.zeros(2, dtype=torch.int8)} if target is not None else None,
+    )
     shared = source if sides.rank == 2 else target
     said["memory"] = sides.refused(source, shared)
     said["nothing"] = sides.refused(source, target, only="nothing.*")
@@ -157,8 +161,9 @@ def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
         "memory": "rank 2: up.weight of the target shares its memory with up.weight of the source",
         "nothing": "the target has no tensors",
         "no model": "rank 1: model=[1]: expected a module, or a list of a stage's chunks",
-        "copies": "down.bias differs between rank 1 and ranks 0, 2 of group 'dp_cp'; these should "
-        "be copies, of which any may be sent.*nothing was moved",
+        "copies": "down.bias, of which ranks 0-2 hold [4] at [0], differs between ranks 0, 2 and "
+        "rank 1; these should be copies, of which any may be sent.*nothing was moved",
+        "wraps": "w has dtype uint8 on ranks 0-2 of the source and int8 on ranks 2-4 of the target",
         "destroyed": "grid 'serving' was destroyed",
     }
     for rank, said in enumerate(ranks):
@@ -178,6 +183,28 @@ def test_all_ranks_say_what_is_wrong_and_nothing_moves() -> None:
                 "PeerTimeoutError: transfer 'default': no source grid has come to meet the target "
                 "grid of ranks 2-4 within timeout"
             )
+
+
+def stages_with_one_name() -> tuple[str, float]:
+    """A block of each of two stages is called `weight`; a module that all ranks are to get."""
+    pipeline = commgrid.initialize(pp=2, name="pipeline")
+    replicas = commgrid.initialize(name="replicas")
+    stage, target = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        stage.weight.fill_(10.0 + pipeline.get_local_rank("pp"))
+        target.weight.fill_(-1.0)
+    transfer = Transfer(stage, target, source_grid=pipeline, target_grid=replicas, timeout=20)
+    said = told(transfer.run)
+    commgrid.shutdown()
+    return said, float(target.weight[0, 0])
+
+
+def test_stages_with_different_tensors_of_one_name_are_refused() -> None:
+    # A transfer that failed leaves keys of gloo's in the store.
+    for said, left in run_on_ranks(stages_with_one_name, 4, check=False):
+        assert "weight, of which ranks 0-3 hold [2, 2] at [0, 0], differs between ranks 0-1" in said
+        assert "tensors of different stages the names that they have in the whole model" in said
+        assert left == -1.0
 
 
 def fails_in_the_middle(how: str, folder: str) -> None:

@@ -86,8 +86,8 @@ def test_a_rank_that_was_interrupted_while_planning_is_named() -> None:
 
 SAID = {
     "slices": "TransferError: ranks 0-1: weight, of which ranks 0-1 hold [2, 2] at [0, 0], differs "
-    "between rank 0 and rank 1, and so do 1 more tensors (a tensor of a mapping is whole; give "
-    "slices as Part(tensor, shape, offset)); these should be copies",
+    "between rank 0 and rank 1, and so do 1 more tensors; these should be copies, of which any may "
+    "be sent. Give slices in a mapping as Part(tensor, shape, offset)",
     "unequal": "TransferError: ranks 0-1: w, of which ranks 0-1 hold [2] at [0], differs",
     "parts": "{'w': [0.0, 0.0, 1.0, 1.0]}",
     "pattern": "TransferError: nothing was moved: ranks 0-1: only=['up.*', 'donw.*']: 'donw.*' is "
