@@ -117,7 +117,8 @@ def ctrl_c(slurm: Cluster, running: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.nightly
-def test_what_all_find_wrong_is_said_by_rank_0(slurm: Cluster) -> None:
+def test_what_all_find_wrong_is_a_line_of_each(slurm: Cluster) -> None:
+    """SLURM may end a rank before it prints."""
     for flags, told in (
         (["--tp", "3"], "SpecError: axes: tp=3 "),
         (["--tqp", "2"], "unknown flag"),
@@ -126,8 +127,8 @@ def test_what_all_find_wrong_is_said_by_rank_0(slurm: Cluster) -> None:
             _, err = running.communicate(timeout=120)
         assert running.returncode in (1, 2)
         lines = [line for line in err.splitlines() if not line.startswith("srun: ")]
-        assert len(lines) == 1, err
-        assert told in lines[0]
+        assert 1 <= len(lines) <= 2, err
+        assert all(told in line for line in lines), err
 
 
 @pytest.mark.nightly
