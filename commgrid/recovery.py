@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from commgrid import checkpoint
+from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.handing_over import hand_over
 from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.loading import Loading
@@ -163,12 +164,16 @@ def recover(
     grid = grid or get_grid()
     group = everyone(grid)
     failed = failure("nothing was recovered")
-    chosen = at_first(
-        group,
-        lambda: [Inventory.of(state) for state in kept_states(grid.name)],
-        lambda told: _choose([each for one in told for each in one], folder, grid.name),
-        failed,
-    )
+
+    def kept() -> list[Inventory]:
+        finish()
+        return [Inventory.of(state) for state in kept_states(grid.name)]
+
+    def choose(told: list[list[Inventory]]) -> _Chosen:
+        settle()
+        return _choose([each for one in told for each in one], folder, grid.name)
+
+    chosen = at_first(group, kept, choose, failed)
     if chosen.tag is None:
         assert folder is not None
         restored = checkpoint.load(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.background import finish
+from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Value, key_of
 from commgrid.checkpoint.meeting import (
@@ -100,6 +100,7 @@ def load(
 
     def choose(calls: list[Call]) -> tuple[int, Path]:
         compare(calls)
+        settle()
         chosen, path = folders.find(Path(folder).absolute(), step)
         stored = Stored(path, trusted)
         stored.check_files()

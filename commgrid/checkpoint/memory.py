@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.checkpoint.background import stage
 from commgrid.checkpoint.boxes import Chunk
 from commgrid.checkpoint.items import Item, Shared, Value
+from commgrid.checkpoint.staging import stage
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.collectives.plain import all_gather, all_to_all
 from commgrid.runtime.registry import _registry
@@ -135,7 +135,7 @@ def keep_items(
     tag = at_first(group, lambda: None, lambda _: f"{step}/{uuid4().hex}", failed)
     for state in earlier[: len(earlier) - _KEPT + 1]:  # all ranks have the last one, as seen here
         _kept.remove(state)
-    staged = stage([replace(each, writes=True) for each in items], ()).items
+    staged = stage([replace(each, writes=True) for each in items])
     own = [each for each in staged if isinstance(each, Item)]
     values = {each.key: _plain(each) for each in staged if isinstance(each, Value)}
     others: list[Item] = []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.distributed_c10d import default_pg_timeout
 
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.background import SPARES, BackgroundSave, Staged, finish, stage
+from commgrid.checkpoint.background import BackgroundSave, finish, settle
 from commgrid.checkpoint.background import begin as start
 from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Value
@@ -30,7 +30,8 @@ from commgrid.checkpoint.meeting import (
 from commgrid.checkpoint.memory import keep_items
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState
-from commgrid.checkpoint.progress import size
+from commgrid.checkpoint.progress import ProgressLine, size
+from commgrid.checkpoint.staging import SPARES, stage
 from commgrid.checkpoint.storage import write, write_metadata
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
@@ -61,12 +62,12 @@ def save(
 ) -> Path:
     """Writes a checkpoint; on all ranks of the grid, and complete when it returns on any.
 
-    In the background it returns when the state is copied, and threads write it beside what the job
-    does next. The checkpoint is complete, under its name, when all have written, or absent.
+    In the background it returns when the state is copied, and threads write the copy during the
+    next steps. The checkpoint gets its name when all ranks have written.
 
-    What ranks have copies of is compared, to the last bit, and written once; they share that out
-    evenly. Weights that an optimizer is still gathering are waited for. A crash at any moment
-    leaves the checkpoints before it as they were.
+    Copies are compared to the last bit and written once; ranks share the writing evenly. Weights
+    that an optimizer is still gathering are waited for. A crash at any moment leaves the
+    checkpoints before it as they were.
 
     Args:
         folder: of checkpoints, on a file system that all nodes share; made if need be.
@@ -80,12 +81,11 @@ def save(
         keep: how many checkpoints up to this step the folder is to have, older ones are deleted;
             None: all.
         copies: "compare" refuses copies of which any bit differs; "first" writes those of the
-            first rank that has them, whatever the others are, such as where kernels are not
-            deterministic.
-        background: True: return once the state is copied to the host's memory, pinned where it
-            comes from a GPU: what the rank writes, and with copies="compare" all that it has. What
-            goes wrong afterwards is raised by the next `save`, `load` or `wait`, on all ranks. At
-            most one is under way: the next call waits for it.
+            first rank that has them, for programs whose kernels are not deterministic.
+        background: True: return once copies are compared and what the rank writes is copied to the
+            host's memory, pinned where it comes from a GPU. Later errors are raised by the next
+            `save`, `load` or `wait`, on all ranks. At most one save is under way: the next call
+            waits for it, except for ranks that have died.
         keep_in_memory: whether to `keep` the state as well.
         progress: True: bytes on the first rank's stderr, in the background the last line alone; or
             called on every rank with its own bytes done and to do, in the background on a thread;
@@ -121,7 +121,6 @@ def save(
     group = everyone(grid)
     what = f"step {step} was not saved to {folder}"
     items: list[Item | Value] = []
-    staged: list[Staged] = []
 
     def plan() -> Call:
         finish()
@@ -135,44 +134,44 @@ def save(
             "keep_in_memory": keep_in_memory,
         }
         items.extend(_items(grid, step, model, optimizer, extra or {}, copies == "first"))
-        if background:
-            whom = copies_of(items, grid) if copies == "compare" else ()
-            staged.append(stage(items, whom, SPARES))
         return call
 
     def begin(calls: list[Call]) -> Path:
         compare(calls)
+        settle()
         return folders.begin(Path(folder).absolute(), step)
 
     partial = at_first(group, plan, begin, failure(what))
     if keep_in_memory:
         keep_items(step, items, grid, group, failure(f"step {step} was not kept in memory"))
-    if background:
-        line = reporter(progress is not False, f"saving step {step}", grid)[0]
-        report = progress if callable(progress) else _silent
-        seconds = grid.timeout or default_pg_timeout.total_seconds()
-        saving = BackgroundSave(
-            partial, step, keep, staged[0], grid, report, line, seconds, copies == "compare"
-        )
-        start(saving)
-        return folders.final(partial, step)
+    compares = copies == "compare"
+    staged: list[Item | Value] = []
+
+    def check() -> None:
+        if compares:
+            _compare_copies(items, grid)
+        if background:
+            staged.extend(stage([_written(item) for item in items], SPARES))
 
     line, report = reporter(progress, f"saving step {step}", grid)
+    number = grid.spec.grid_ranks.index(grid.rank)
 
     def whole(written: list[Any]) -> tuple[int, Path]:
         found = dict(zip(grid.spec.grid_ranks, written, strict=True))
-        compares = copies == "compare"
         return write_metadata(partial, found, compares), folders.end(partial, step, keep)
 
-    number = grid.spec.grid_ranks.index(grid.rank)
     try:
-        if copies == "compare":
-            at_first(group, lambda: _compare_copies(items, grid), lambda _: None, failure(what))
+        at_first(group, check, lambda _: None, failure(what))
+        if background:
+            report = progress if callable(progress) else _silent
+            last = None if progress is False else ProgressLine(f"saving step {step}")
+            start(BackgroundSave(partial, step, keep, staged, grid, report, last, compares))
+            return folders.final(partial, step)
         total, final = at_first(
             group, lambda: write(partial, items, number, report), whole, failure(what)
         )
     except CheckpointError:
-        if number == 0:  # nobody is writing any more
+        if number == 0:  # no rank is writing any more
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if line is not None:
@@ -191,12 +190,12 @@ def keep(
 ) -> None:
     """Keeps the state in the host's memory, for `commgrid.recover` after a failure; on all ranks.
 
-    Every rank keeps what it has, and what nobody on another host has a copy of goes to a neighbour
-    along dp on another host too; where all ranks are on one host, to another process. The last two
-    states are kept, pinned where they come from a GPU.
+    Every rank keeps its own state. Tensors without a copy on another host are also sent to a
+    neighbour along dp on another host; where all ranks are on one host, to another process. The
+    last two states are kept, pinned where they come from a GPU.
 
     Args:
-        step: it is of; what `recover` goes on from.
+        step: the number that `recover` returns.
         model, optimizer, extra, grid: as `save` takes them.
 
     Raises:
@@ -233,7 +232,7 @@ def wait(*, grid: HyperCommGrid | None = None) -> None:
     Raises:
         CheckpointError: on all ranks: it failed, and where.
     """
-    at_first(everyone(grid or get_grid()), finish, lambda _: None, failure("a save failed"))
+    at_first(everyone(grid or get_grid()), finish, lambda _: settle(), failure("a save failed"))
 
 
 def _silent(done: int, total: int) -> None:
@@ -244,6 +243,13 @@ def _known_way(copies: str) -> str:
     if copies not in COPIES:
         raise SpecError(f"copies={copies!r}: expected one of {', '.join(COPIES)}")
     return copies
+
+
+def _written(item: Item | Value) -> Item | Value:
+    """The item with the boxes that a save in the background reads: to write, or for a digest."""
+    if isinstance(item, Value) or item.writes or item.repeats:
+        return item
+    return replace(item, chunks=[])
 
 
 def _compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
@@ -263,7 +269,7 @@ def _compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
 
 
 def differing_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> str | None:
-    """What differs between ranks that should have copies, with who; None: nothing.
+    """Return which copies differ and between which ranks; None: all are equal.
 
     Collective over the grid, on all of whose ranks there are the items of one model.
     """

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import (
-    DEFAULT_SUFFIX,
     FileSystemReader,
     FileSystemWriter,
 )
@@ -40,7 +39,6 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -58,8 +56,6 @@ from commgrid.torch_compat.archive import Checked
 
 Report = Callable[[int, int], object]
 """Told how many of this rank's bytes are done, and how many there are."""
-Put = Callable[[Path, SavePlan, SavePlanner], list[WriteResult]]
-"""Writes a rank's file, and says where everything is."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,6 @@ def write(
     items: Iterable[Item | Value],
     number: int,
     report: Report,
-    put: Put | None = None,
 ) -> Written:
     """Writes this rank's file.
 
@@ -99,7 +94,6 @@ def write(
         items: all that this rank has; what others write is left out.
         number: the rank's, in the file's name.
         report: as `Report`.
-        put: what writes the file; None: torch's writer.
     """
     mine: list[Item | Value] = []
     left: list[Item | Value] = []
@@ -112,9 +106,7 @@ def write(
     plan = writer.prepare_global_plan([SavePlan([])] * number + [plan])[number]
     planner.count(plan.items)
     results: list[WriteResult] = []
-    if plan.items and put is not None:
-        results = put(folder / f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}", plan, planner)
-    elif plan.items:
+    if plan.items:
         results = writer.write_data(plan, planner).wait()
     planner.finish()
     others = planner.other_names(results)

@@ -6,6 +6,8 @@
 tp 2, copies over dp, with gloo; AdamW's state, fp32. Rows:
 
 - `step`: a step with a save under way, over one of the same run with none.
+- `step, torch`: a step with a save under way, over one with `torch.distributed.checkpoint`'s
+  async_save under way.
 - `start`: the call that starts it, over a plain copy of what it has to copy to new memory. All but
   the first save of a job copy to the memory of the one before; the first repeat is left out.
 - `start, torch`: the same, over `torch.distributed.checkpoint.async_save` of torch's model of
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,20 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float
     return (time.perf_counter() - started) * 1e3
 
 
+def beside(
+    under_way: Callable[[], bool], model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor
+) -> list[float]:
+    """Milliseconds of each step until no rank has a save under way; the last one is left out."""
+    spent = []
+    while True:
+        writes = under_way()
+        spent.append(step(model, optimizer, x))
+        going = torch.tensor([float(writes)])
+        dist.all_reduce(going)
+        if not going:
+            return spent[:-1] or spent
+
+
 def copied(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     tensors: list[Any] = [*model.parameters()]
     tensors += [each for state in optimizer.state.values() for each in state.values()]
@@ -66,12 +82,13 @@ def on_a_rank(case: Case, repeats: int, rows: int, folder: str) -> dict[str, lis
     grid = commgrid.initialize(tp=2)
     model, optimizer = trained(case, grid, ours=True)
     other, its = trained(case, grid, ours=False)
-    beside = dist.new_group(backend="gloo")  # async_save asks for one of its own
+    spare = dist.new_group(backend="gloo")  # async_save asks for one of its own
     x = torch.randn(
         rows, case.width, generator=torch.Generator().manual_seed(grid.coordinate["dp"])
     )
     spent: dict[str, list[float]] = {
-        name: [] for name in ("quiet", "busy", "copy", "start", "torch", "beside", "waits")
+        name: []
+        for name in ("quiet", "busy", "torch busy", "copy", "start", "torch", "beside", "waits")
     }
     for repeat in range(repeats + 1):
         quiet = [step(model, optimizer, x) for _ in range(10)]
@@ -84,22 +101,16 @@ def on_a_rank(case: Case, repeats: int, rows: int, folder: str) -> dict[str, lis
         started = time.perf_counter()
         checkpoint.save(f"{folder}/{repeat}", 1, model, optimizer, background=True, progress=False)
         took["start"] = (time.perf_counter() - started) * 1e3
-        busy = []
-        while True:
-            writes = background.is_under_way()
-            busy.append(step(model, optimizer, x))
-            going = torch.tensor([float(writes)])
-            dist.all_reduce(going)
-            if not going:
-                break
+        busy = beside(background.is_under_way, model, optimizer, x)
         checkpoint.wait()
         meet()
         started = time.perf_counter()
         saving: Any = dcp.async_save(
             torch_states(other, its), checkpoint_id=f"{folder}/{repeat}-torch",
-            process_group=beside,
+            process_group=spare,
         )  # fmt: skip
         took["torch"] = (time.perf_counter() - started) * 1e3
+        torch_busy = beside(lambda it=saving: not it.done(), model, optimizer, x)
         saving.result()
         for name in ("beside", "waits") if repeat % 2 else ("waits", "beside"):
             meet()
@@ -115,7 +126,8 @@ def on_a_rank(case: Case, repeats: int, rows: int, folder: str) -> dict[str, lis
         if repeat:
             took |= {
                 "quiet": statistics.median(quiet),
-                "busy": statistics.median(busy[:-1] or busy),
+                "busy": statistics.median(busy),
+                "torch busy": statistics.median(torch_busy),
             }
             for name, each in took.items():
                 spent[name].append(each)
@@ -135,6 +147,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         for name in ranks[0]
     }
     yield compare(str(case), "step", "ms", "no save under way", mean["busy"], mean["quiet"])
+    yield compare(str(case), "step, torch", "ms", "async_save", mean["busy"], mean["torch busy"])
     yield compare(str(case), "start", "ms", "a copy of the state", mean["start"], mean["copy"])
     yield compare(str(case), "start, torch", "ms", "async_save", mean["start"], mean["torch"])
     yield compare(

@@ -7,23 +7,30 @@ import errno
 import os
 import random
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
+import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import commgrid
-from commgrid import CheckpointError, CommGridError, checkpoint
-from commgrid.checkpoint import background
-from commgrid.checkpoint.items import Item
-from commgrid.checkpoint.saving import _items, copies_of
+from commgrid import CommGridError, checkpoint
+from commgrid.checkpoint import background, saving
+from commgrid.checkpoint.staging import SPARES, tensors_of
+from commgrid.collectives.objects import gathered
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks
-from tests.flags import hear, tell
+from tests.killing import KILLED, kill_me, run_killable
 from tests.sizes import full
+from tests.waiting import until
 
 
 def raised(call: Any, *args: Any, **keywords: Any) -> str:
@@ -59,7 +66,7 @@ def held(monkeypatched: Any = background) -> threading.Event:
 
 
 def changed_meanwhile(folder: str) -> list[Tensor]:
-    """What is loaded after everything has changed while the save was under way."""
+    """Return what is loaded after the model changed while the save was under way."""
     commgrid.initialize(tp=2)
     model, optimizer = block()
     extra = {"tokens": 5, "state": {"seed": [1, 2]}}
@@ -92,35 +99,36 @@ def changed_meanwhile(folder: str) -> list[Tensor]:
 
 
 def test_it_is_the_state_of_the_step_that_began_it(tmp_path: Path) -> None:
-    """Equal to the last bit to what a save that waits has written."""
+    """Equal to the last bit to a save that waits."""
     run_on_ranks(changed_meanwhile, 4, str(tmp_path), backend=None, launcher="torchrun")
 
 
-def staged_sizes(folder: str) -> tuple[int, int]:
-    grid = commgrid.initialize()  # copies everywhere
+def staged_sizes(way: str) -> int:
+    """Bytes that a save in the background copies of a model that all ranks have."""
+    commgrid.initialize()
     model = nn.Linear(32, 32, bias=False)
     nn.init.ones_(model.weight)
-    sizes = []
-    for way in ("compare", "first"):
-        items = list(_items(grid, 1, model, None, {}))
-        copies = copies_of(items, grid) if way == "compare" else []
-        staged = background.stage(items, copies)
-        tensors = {
-            id(chunk.data): chunk.data.nbytes
-            for item in staged.items
-            if isinstance(item, Item)
-            for chunk in item.chunks
-        }
-        tensors |= {id(each.tensor): each.tensor.nbytes for each, _ in staged.copies}
-        sizes.append(sum(tensors.values()))
+    sizes: list[int] = []
+    stage = saving.stage
+
+    def seen(*given: Any) -> Any:
+        staged = stage(*given)
+        sizes.append(sum(each.nbytes for each in tensors_of(staged)))
+        return staged
+
+    saving.stage = seen
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(folder, 1, model, copies=way, background=True, progress=False)
+        background.finish()
     commgrid.shutdown()
-    return sizes[0], sizes[1]
+    return sizes[0]
 
 
-def test_memory_is_one_copy_or_this_ranks_part(tmp_path: Path) -> None:
-    found = run_on_ranks(staged_sizes, 2, str(tmp_path), backend=None, launcher="torchrun")
-    assert [one for one, _ in found] == [32 * 32 * 4] * 2
-    assert sum(first for _, first in found) == 32 * 32 * 4  # of two ranks one writes it
+@pytest.mark.parametrize("way", ["compare", "first"])
+def test_memory_is_this_ranks_part(way: str) -> None:
+    """Of two ranks one writes the weight."""
+    found = run_on_ranks(staged_sizes, 2, way, backend=None, launcher="torchrun")
+    assert sorted(found) == [0, 32 * 32 * 4]
 
 
 def copied_again(folder: str) -> tuple[bool, int]:
@@ -128,14 +136,14 @@ def copied_again(folder: str) -> tuple[bool, int]:
     commgrid.initialize(tp=2)
     model, optimizer = block()
     used: list[set[int]] = []
-    stage = background.stage
+    stage = saving.stage
 
-    def seen(*given: Any) -> background.Staged:
+    def seen(*given: Any) -> Any:
         staged = stage(*given)
-        used.append({each.data_ptr() for each in staged.tensors()})
+        used.append({each.data_ptr() for each in tensors_of(staged)})
         return staged
 
-    checkpoint.saving.stage = seen
+    saving.stage = seen
     for step, wide in enumerate((8, 8, 16, 8)):  # another model lets go what does not fit
         if wide == 8:
             saved = model
@@ -151,7 +159,7 @@ def copied_again(folder: str) -> tuple[bool, int]:
     for number, parameter in enumerate(model.parameters()):
         assert bool((parameter == number).all())
     commgrid.shutdown()
-    return used[0] == used[1], sum(map(len, background.SPARES._free.values()))
+    return used[0] == used[1], sum(map(len, SPARES._free.values()))
 
 
 def test_the_next_copy_takes_the_memory_of_the_last(tmp_path: Path) -> None:
@@ -199,23 +207,20 @@ def test_a_full_disk_is_told_on_all_ranks_at_the_next_call(who: int, tmp_path: P
         assert told["load"].startswith("CheckpointError: nothing was loaded: ")
 
 
-def copies_differ(folder: str) -> tuple[str, list[int]]:
+def copies_differ(folder: str) -> str:
     grid = commgrid.initialize()
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
     with torch.no_grad():
         model.weight[0, 0] += grid.rank == 2
     checkpoint.save(folder, 1, model, copies="first", background=True, progress=False)
-    checkpoint.save(folder, 2, model, background=True, progress=False)
-    return raised(checkpoint.wait), checkpoint.steps(folder)
+    return raised(checkpoint.save, folder, 2, model, background=True, progress=False)
 
 
-def test_copies_that_differ_are_refused_in_the_background_too(tmp_path: Path) -> None:
-    for told, steps in run_on_ranks(
-        copies_differ, 3, str(tmp_path), backend=None, launcher="torchrun"
-    ):
-        assert "model.weight differs between rank 0 and rank 2" in told
-        assert steps == [1]
+def test_copies_that_differ_are_refused_by_the_call(tmp_path: Path) -> None:
+    for told in run_on_ranks(copies_differ, 3, str(tmp_path), backend=None, launcher="torchrun"):
+        assert "model.weight differs between rank 2 and ranks 0-1 of group" in told
+    assert os.listdir(tmp_path) == ["step_00000001"]
 
 
 def one_after_the_other(folder: str) -> list[int]:
@@ -239,28 +244,127 @@ def test_at_most_one_is_under_way_and_the_last_is_not_lost(tmp_path: Path) -> No
     assert checkpoint.steps(tmp_path) == [3, 4, 5]
 
 
-def lonely(folder: str) -> str:
-    grid = commgrid.initialize(timeout=2.0)
+def threads_left(folder: str) -> list[str]:
+    commgrid.initialize()
+    for step in range(1, 4):
+        checkpoint.save(folder, step, nn.Linear(4, 4), background=True, progress=False)
+    checkpoint.wait()
+    commgrid.shutdown()
+    return [each.name for each in threading.enumerate() if each.name.startswith("commgrid-")]
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    assert run_on_ranks(threads_left, 1, str(tmp_path), backend=None, launcher="torchrun") == [[]]
+
+
+def ends_early(folder: str) -> None:
+    """Rank 0's program is over before rank 1 has begun to write."""
+    grid = commgrid.initialize()
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+    go = held() if grid.rank == 1 else None
+    checkpoint.save(folder, 1, model, background=True, progress=False)
+    pids = gathered(os.getpid(), grid.get_group("dp"))
+    commgrid.shutdown()
+    if go is not None:
+        until(lambda: not Path(f"/proc/{pids[0]}").exists(), "the end of rank 0")
+        go.set()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked up in /proc")
+def test_the_last_rank_completes_it_whichever_it_is(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    code = f"from tests.checkpoint.test_background import ends_early; ends_early({str(tmp_path)!r})"
+    subprocess.run([*command, "--no-python", sys.executable, "-c", code], check=True, timeout=120)
+    assert os.listdir(tmp_path) == ["step_00000001"]
+
+
+def dies_while_writing(folder: str) -> tuple[list[int], str]:
+    """Rank 1 dies in a save in the background; the others rebuild, and save again."""
+    grid = commgrid.initialize(timeout=60.0)
+    assert grid is not None
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+    checkpoint.save(folder, 1, model, progress=False)
+    if grid.rank == 1:
+        background.write = lambda *_: kill_me()  # type: ignore[assignment]
+    checkpoint.save(folder, 2, model, background=True, progress=False)
+    with contextlib.suppress(RuntimeError):
+        while True:
+            dist.barrier(grid.get_group("dp"))
+    assert commgrid.rebuild() is not None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert commgrid.recover(folder, model, progress=False).step == 1
+        checkpoint.save(folder, 2, model, progress=False)
+    commgrid.shutdown()
+    return checkpoint.steps(folder), " ".join(str(each.message) for each in told)
+
+
+def test_a_rank_that_died_keeps_nobody_waiting(tmp_path: Path) -> None:
+    first, gone, last = run_killable(dies_while_writing, 3, str(tmp_path))
+    assert (gone, first[0], last[0]) == (KILLED, [1, 2], [1, 2])
+    assert f"step 2 was not saved to {tmp_path} in the background: rank 1 ended" in first[1]
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
+
+
+def writes_elsewhere(folder: str) -> list[str]:
+    """Rank 1 writes to a disk of its own, as where nodes do not share the folder."""
+    grid = commgrid.initialize()
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
     if grid.rank == 1:
-        held()  # for a minute
+        init = background.BackgroundSave.__init__
+
+        def elsewhere(self: Any, partial: Path, *more: Any) -> None:
+            own = Path(folder, "of rank 1", partial.name)
+            own.mkdir(parents=True)
+            init(self, own, *more)
+
+        background.BackgroundSave.__init__ = elsewhere  # type: ignore[method-assign]
     checkpoint.save(folder, 1, model, background=True, progress=False)
-    if grid.rank == 1:
-        hear("rank 0 was told")
-        os._exit(0)
-    with pytest.raises(CheckpointError) as told:
-        background.finish()
-    tell("rank 0 was told")
-    return str(told.value)
+    told = [raised(checkpoint.wait), raised(checkpoint.wait)]
+    commgrid.shutdown()
+    return told
 
 
-@pytest.mark.full
-def test_a_rank_that_never_writes_is_named_within_the_grids_timeout(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(lonely, 2, str(tmp_path), backend=None, launcher="torchrun")
-    assert "1 of 2 ranks failed" in str(failed.value)  # that one, which ended
-    assert checkpoint.steps(tmp_path) == []
+def test_a_folder_that_is_not_shared_is_told(tmp_path: Path) -> None:
+    for once, twice in run_on_ranks(
+        writes_elsewhere, 2, str(tmp_path), backend=None, launcher="torchrun"
+    ):
+        assert "rank 1 wrote, but not where this rank looks; save to a folder on a file" in once
+        assert twice == "nothing"
+
+
+def seen_late(folder: str) -> tuple[list[int], list[int]]:
+    """No rank sees the others' files in time, as on some network file systems."""
+    commgrid.initialize()
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+    missing = background.BackgroundSave._missing
+    background.BackgroundSave._missing = lambda self: [0]  # type: ignore[method-assign]
+    checkpoint.save(folder, 1, model, background=True, progress=False)
+    background._under_way[0]._thread.join()
+    before = checkpoint.steps(folder)
+    background.BackgroundSave._missing = missing  # type: ignore[method-assign]
+    checkpoint.wait()
+    after = checkpoint.steps(folder)
+    commgrid.shutdown()
+    return before, after
+
+
+def test_files_that_are_seen_late_make_a_checkpoint_at_the_next_call(tmp_path: Path) -> None:
+    found = run_on_ranks(seen_late, 2, str(tmp_path), backend=None, launcher="torchrun")
+    assert found == [([], [1])] * 2
+
+
+def test_one_rank_completes_it(tmp_path: Path) -> None:
+    grid = SimpleNamespace(spec=SimpleNamespace(grid_ranks=(0,)), rank=0)
+    one, other = (
+        background.BackgroundSave(tmp_path, 1, None, [], cast(Any, grid), print, None, True)
+        for _ in range(2)
+    )
+    assert (one._claim(), other._claim()) == (True, False)
 
 
 def saves_until_killed(folder: str, delay: float) -> None:

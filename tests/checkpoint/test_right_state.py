@@ -18,6 +18,7 @@ from commgrid import checkpoint
 from commgrid.checkpoint import background
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.memory import kept_states
+from commgrid.checkpoint.staging import SPARES
 from commgrid.errors import CheckpointError
 from commgrid.planning.dtypes import keeps_numbers
 from commgrid.testing import run_on_ranks
@@ -124,7 +125,7 @@ def shut_down_beside(folder: str) -> int:
     commgrid.shutdown()
     saving._thread.join()
     assert checkpoint.steps(folder) == [1]
-    return sum(map(len, background.SPARES._free.values()))
+    return sum(map(len, SPARES._free.values()))
 
 
 def test_a_save_beside_shutdown_keeps_no_memory(tmp_path: Path) -> None:

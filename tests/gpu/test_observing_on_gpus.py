@@ -12,7 +12,7 @@ from torch import nn
 
 import commgrid
 from commgrid import checkpoint
-from commgrid.checkpoint import background
+from commgrid.checkpoint import staging
 from commgrid.observe import bench as benches
 from commgrid.planning.cost import COLLECTIVES, bus_bandwidth
 from commgrid.planning.fitting import fit
@@ -82,7 +82,7 @@ def saved(device: str, folder: str) -> bool:
     torch.manual_seed(0)
     model = nn.Linear(512, 512, device=device)
     before = model.weight.detach().clone()
-    staged, stage = [], background.stage
+    staged, stage = [], staging.stage
 
     def kept(*given: Any) -> Any:
         staged.append(stage(*given))
@@ -94,7 +94,7 @@ def saved(device: str, folder: str) -> bool:
     checkpoint.save(folder, 1, model, background=True, progress=False)
     with torch.no_grad():
         model.weight.fill_(3.0)
-    pinned = all(each.tensor.is_pinned() for each, _ in staged[0].copies)
+    pinned = all(each.is_pinned() for each in staging.tensors_of(staged[0]))
     checkpoint.wait()
     checkpoint.load(folder, model, progress=False)
     assert torch.equal(model.weight, before)
