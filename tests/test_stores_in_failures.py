@@ -1,11 +1,14 @@
 """The store while ranks fail: its server is late, stopped, or out of reach."""
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -96,6 +99,50 @@ def test_an_abort_that_fails_is_not_taken_for_a_store_that_is_gone() -> None:
     assert note == "grid.abort() failed after it: RuntimeError: out of handles"
     assert silent.startswith("rank 0 is gone or does not answer, which serves the store")
     assert silent.count("rank 0") == 1
+
+
+def own_silent_store() -> str:
+    """What the rank that serves the store says where its store thread answers too late."""
+    grid, said = commgrid.initialize(), ""
+
+    def silent(*_: object) -> int:
+        raise SilentStoreError("the store has not answered")
+
+    if grid.rank == 0:
+        board = failures.FailureBoard(grid)
+        board._driver.store.add = silent  # type: ignore[method-assign]
+        said = board.inquire(grid, failures.GoneError("a connection closed", 1), "rank 0")
+    commgrid.shutdown()
+    return said
+
+
+@pytest.mark.full
+def test_a_rank_that_serves_the_store_does_not_say_that_it_is_gone() -> None:
+    said = run_on_ranks(own_silent_store, 2, check=False)[0]
+    assert said == "rank 1 is gone or does not answer: rank 0 got a connection closed"
+
+
+@pytest.mark.parametrize(
+    ("local", "on_host", "server", "named"),
+    [
+        ("1", "8", 0, "rank 0"),  # one host: only the server is silent
+        ("", "", 0, "rank 0"),  # not known which hosts there are
+        ("1", "2", 0, "rank 0"),  # the server is on this host, which reaches itself
+        ("1", "2", 6, "ranks 2-5, 7 and rank 6"),
+    ],
+    ids=["one host", "unknown", "own host", "other host"],
+)
+def test_a_silent_store_names_no_rank_that_may_live(
+    local: str, on_host: str, server: int, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", on_host)
+    monkeypatch.setattr(failures, "_server_rank", lambda: server)
+    spec = SimpleNamespace(grid_ranks=tuple(range(8)))
+    grid = cast(Any, SimpleNamespace(rank=1, spec=spec))
+    said = failures._store_is_gone(grid, True, {5}, "mine")
+    assert said.startswith(named)
+    assert not set(re.findall(r"\d+", said)) - set(re.findall(r"\d+", named))
 
 
 def test_a_late_rank_waits_where_the_others_are() -> None:

@@ -31,7 +31,10 @@ from commgrid.rendezvous.round import (
 from commgrid.rendezvous.timeouts import timeouts
 
 Blame = Callable[[Sequence[int], Mapping[int, bytes]], str]
-"""Makes the text of a decision from the absent ranks and the words of the others."""
+"""Makes the text of a decision from the absent ranks, and the words of ranks.
+
+Words of an absent rank are those that it left when its program ended.
+"""
 
 
 class Failure:
@@ -82,6 +85,14 @@ class Failure:
         self._observes = (yield Add(f"{self._at}/reports", 1)) == 1
         self._arrival = yield from arrive(self._at, self._me, self._members)
 
+    def end(self, words: bytes) -> Protocol[None]:
+        """Leave words at the end of the program, which may be while another rank waits for it.
+
+        Args:
+            words: how it ended.
+        """
+        yield Put(f"{self._at}/ended/{self._me}", words)
+
     def find_out(self, blame: Blame) -> Protocol[Decision]:
         """Return the decision after this rank has reported: its `text`, and the `absent` ranks.
 
@@ -92,6 +103,8 @@ class Failure:
         def decide(absent: Sequence[int], _: bool) -> Protocol[Mapping[str, Any]]:
             here = [rank for rank in self._members if rank not in {*absent}]
             words = yield from said(self._at, here)
+            ended = yield Get(tuple(f"{self._at}/ended/{rank}" for rank in absent))
+            words |= {r: each for r, each in zip(absent, ended, strict=True) if each is not None}
             return {"kind": "failed", "text": blame(absent, words), "absent": pack(absent)}
 
         if self._arrival is Arrival.LAST:

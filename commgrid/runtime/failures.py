@@ -28,7 +28,7 @@ from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import inquiry
-from commgrid.runtime.registry import get_grid, store_server
+from commgrid.runtime.registry import _registry, get_grid, store_server
 from commgrid.runtime.whereabouts import whereabouts
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.addresses import ranks_here
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
     from commgrid.runtime.pairing import Card
 
-_GUESSES = ("not answer", "came too late")  # what a silent connection is taken for
+_GUESSES = ("not answer", "came too late")  # ends of messages that only guess at the cause
 
 
 class GoneError(PeerFailedError):
@@ -61,7 +61,7 @@ def named_failures(
     *,
     agreed: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Within it, the failure of any rank of the grid is an error on every other that names it.
+    """Within this block, a failure of any rank raises an error on all others that names the rank.
 
     All ranks of the grid enter it, such as around a training loop. After an error the grid is
     destroyed, since collectives may be half done; `initialize` makes the next one.
@@ -102,9 +102,8 @@ def named_failures(
             raise
         me, at = f"rank {grid.rank}", _at(error, doing, peer)
         board = FailureBoard(grid)
-        if (
-            isinstance(error, SystemExit) and not error.code
-        ):  # a failure only if a rank waits for it
+        # A failure only for ranks that wait for this one.
+        if isinstance(error, SystemExit) and not error.code:
             said = board.post(f"{me} has left{at}: it called sys.exit")
             if watch is not None:
                 watch.leave(said)
@@ -119,7 +118,8 @@ def named_failures(
             if doing is not None:
                 error.add_note(f"commgrid: {me} failed{at}")
             raise
-        why = inquiry.at_failure(grid.identity, "timed out" in f"{error}".lower())
+        late = _says_late(error) or (learnt is not None and watch is not None and watch.late)
+        why = inquiry.at_failure(grid.identity, late)
         if learnt is None and watch is not None:
             learnt = watch.read(timeouts().seen)
         told = learnt or board.inquire(grid, error, f"{me}{at}")
@@ -163,6 +163,17 @@ def _peer_error(told: str, late: bool, who: str) -> CommGridError:
     return kind(f"{told} ({who}; the grid was destroyed on this rank)")
 
 
+def _tell_end(grid: HyperCommGrid, error: BaseException | None) -> None:
+    """Tell ranks that may wait for this one that its program has ended, and how."""
+    how = "ended without an error, and without this call"
+    if error is not None:
+        how = f"ended with {type(error).__name__}: {torch_world.first_line(error)}"
+    FailureBoard(grid).end(how)
+
+
+_registry.at_exit.append(_tell_end)
+
+
 class FailureBoard:
     """The first failure among the ranks of one grid, as they read it at the store.
 
@@ -183,11 +194,20 @@ class FailureBoard:
         except StoreLostError:  # with the rank that served it
             return text
 
+    def end(self, how: str) -> None:
+        """Say that this rank's program has ended, for ranks that wait for it."""
+        with suppress(StoreLostError):
+            self._driver.run(self._failure.end(how.encode()))
+        self._driver.close()
+
     def read(self, patience: float) -> str | None:
         """The failure, or None if there is none within `patience` seconds."""
-        with suppress(StoreLostError):
+        try:
             return self._driver.run(self._failure.read(time.monotonic() + patience))
-        return None
+        except StoreLostError:
+            return None
+        finally:
+            self._driver.close()
 
     def told_by(self, ranks: Sequence[int]) -> str | None:
         """The failure if there is one, or if one of `ranks` has begun to ask for its cause."""
@@ -235,9 +255,10 @@ def _blame(error: BaseException, me: int, absent: Sequence[int], words: Mapping[
 
     Args:
         error: of the rank that decides, `me`.
-        words: of all that have reported.
+        words: of all that have reported, and of absent ranks whose program has ended.
     """
-    said = {rank: json.loads(each) for rank, each in words.items()}
+    ended = {rank: words[rank].decode() for rank in absent if rank in words}
+    said = {rank: json.loads(each) for rank, each in words.items() if rank not in ended}
     reports = [said[me], *(each for rank, each in said.items() if rank != me)]
     missing, waited_for = set(absent), {*said[me]["waited_for"]}
     gone = missing & set().union(*(each["waited_for"] for each in reports)) or missing
@@ -251,13 +272,16 @@ def _blame(error: BaseException, me: int, absent: Sequence[int], words: Mapping[
         return f"a connection failed, or a rank came too late: {mine}"
     if not gone & waited_for:
         mine = next((each["saw"] for each in reports if gone & {*each["waited_for"]}), mine)
+    if gone <= ended.keys() and len({ended[rank] for rank in gone}) == 1:
+        return f"{describe_ranks(gone)} {ended[min(gone)]}: {mine}"
     return f"{no_answer_of(gone)}: {mine}"
 
 
 def _store_is_gone(grid: HyperCommGrid, silent: bool, waited_for: set[int], mine: str) -> str:
     """Describe a failure with which the store was lost."""
-    others = (_on_other_hosts(grid) or waited_for) if silent else set()
-    others = others - {grid.rank, _server_rank()}
+    if _server_rank() == grid.rank:  # its own thread did not answer in time
+        return f"{no_answer_of(waited_for - {grid.rank})}: {mine}"
+    others = _cut_off(grid) - {_server_rank()} if silent else set()
     if others:
         return (
             f"{describe_ranks(others)} and {_store_server()}, which serves the store, are gone or "
@@ -284,10 +308,14 @@ def _waited_for(error: BaseException) -> set[int]:
     return set(where.ranks) if where is not None else set()
 
 
-def _on_other_hosts(grid: HyperCommGrid) -> set[int]:
-    """The grid's ranks on other hosts than this one; {}: torchrun's variables do not tell."""
+def _cut_off(grid: HyperCommGrid) -> set[int]:
+    """The ranks of other hosts, if the store that does not answer is on one of them.
+
+    As far as torchrun's variables tell; without them, and on a single host, there are none.
+    """
     here = ranks_here(grid.rank)
-    return set(grid.spec.grid_ranks) - set(here) if here else set()
+    server = _server_rank() or 0  # torchrun's agent that serves the store is on rank 0's host
+    return set() if not here or server in here else set(grid.spec.grid_ranks) - set(here)
 
 
 def _whole_hosts(gone: set[int], missing: set[int]) -> set[int]:

@@ -98,6 +98,8 @@ class Registry:
         self.started_world = False
         # Callbacks that release what other rooms keep for the job's grids.
         self.at_shutdown: list[Callable[[], object]] = []
+        # Called at exit with each grid that is alive, and the error that ends the program, if any.
+        self.at_exit: list[Callable[[HyperCommGrid, BaseException | None], object]] = []
         # Threads may start grids at once: each name is one thread's, and one thread starts WORLD.
         self.starting: set[str] = set()
         self.lock = threading.RLock()
@@ -237,8 +239,12 @@ class Registry:
         """At exit: ends everything; the rank that serves the store waits for the others a little,
         since they may still be reading from it."""
         end_all()
-        failed = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
-        end(failed)
+        error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
+        if torch_world.is_initialized():
+            for grid in live_grids():
+                for tell in self.at_exit:
+                    tell(grid, error)
+        end(failed=error is not None)
         launch, store, place = self.launch, self.store, self.place
         if launch is None or launch.world_size == 1:
             return

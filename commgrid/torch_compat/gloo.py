@@ -96,22 +96,43 @@ def adopt(group: dist.ProcessGroup, chosen: c10d.Backend, config: c10d.BackendCo
     c10d._world.pg_backend_config[group] = str(config)
 
 
-def addresses(group: dist.ProcessGroup) -> list[str]:
-    """Return the keys that this rank has written to a group's store."""
+def addresses(group: dist.ProcessGroup, of: int | None = None) -> list[str]:
+    """Return the keys that a rank has written to a group's store.
+
+    Args:
+        of: its rank in the group; None: this rank's.
+    """
+    rank = group.rank() if of is None else of
     for pair in c10d._world.pg_backend_config[group].split(","):
         on, _, kind = pair.partition(":")
         if kind == "gloo" and group.size() > 1:
             backend: Any = group._get_backend(torch.device(on))
             devices = len(backend.options._devices) if isinstance(backend, _Gloo) else 0
-            return [f"{on}//{number}/{group.rank()}" for number in range(devices)]
+            return [f"{on}//{number}/{rank}" for number in range(devices)]
     return []  # torch makes one for all its devices
 
 
 def connect_all(group: dist.ProcessGroup) -> dist.Work:
-    """Begin to connect this rank with all others of a group, without waiting."""
-    work = group.recv_anysource([torch.empty(1)], _NEVER_SENT)
-    assert work is not None
-    return work
+    """Begin to connect this rank with all others of a group, without waiting.
+
+    A member whose program has ended has deleted its address. gloo would wait for that at the store,
+    and all other calls of this process's connection to the store would wait behind it.
+
+    Raises:
+        RuntimeError: no other member has an address.
+    """
+    store = c10d._world.pg_map[group][1]
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    here = [rank for rank in others if store.check(addresses(group, rank))]
+    if here == others:
+        work = group.recv_anysource([torch.empty(1)], _NEVER_SENT)
+        assert work is not None
+        return work
+    works = [group.recv([torch.empty(1)], rank, _NEVER_SENT) for rank in here]
+    if not works:
+        raise RuntimeError(f"no other rank of {group.group_desc!r} can be connected to")
+    assert works[-1] is not None
+    return works[-1]
 
 
 def break_connections(group: dist.ProcessGroup) -> None:

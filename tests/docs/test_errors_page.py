@@ -92,6 +92,8 @@ BY_NO_CALL = [
     "…: rank … is gone or has not come to …",
     "…: … did not come to …, to which … have come",
     "a rank is gone or does not answer: …",
+    "rank … ended without an error, and without this call: …",
+    "rank … ended with …: …",
     "grid …: rank … failed: …",
     "rebuild of grid …: … (… came); leave ranks= out to go on with whoever does",
     "rebuild of grid …: rank … came too late",

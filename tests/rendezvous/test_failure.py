@@ -37,6 +37,16 @@ def named(process: Process) -> set[int]:
     return unpack(process.result["absent"])
 
 
+def test_an_absent_rank_whose_program_ended_has_left_its_words() -> None:
+    found = Simulation(None)
+    found.start(2, lambda now: Failure("f", 2, range(3)).end(b"ended"), 0.0)
+    for rank in (0, 1):
+        found.start(rank, lambda now, r=rank: failing(r, 3), 1.0)
+    found.run()
+    told = {process.result["text"] for process in found.processes if process.result is not None}
+    assert told == {"[2], told by [0, 1, 2]"}
+
+
 @pytest.mark.parametrize("dead", range(8))
 def test_a_dead_rank_is_named_around_a_ring(dead: int) -> None:
     """Each rank reports a moment after its neighbour."""
