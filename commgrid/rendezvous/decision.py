@@ -1,4 +1,4 @@
-"""Decisions that a start fails: what they say, and the error that they are on each rank."""
+"""Why a start failed: the decision that ranks share, and the exception that each raises for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS: dict[str, type[CommGridError]] = {
 
 
 def error_of(decision: Mapping[str, Any], about: str, rank: int) -> CommGridError:
-    """Return the error that a decision is on a rank.
+    """Return the exception that a rank raises for a decision.
 
     Args:
         about: the subject of the message, such as `grid 'default'`.
@@ -71,7 +71,7 @@ def absent(
 
 
 def no_decision(who: str, here: Sequence[int], limit: str) -> Decision:
-    """Decide that all have arrived, and the rank that decides has not done so in time."""
+    """Decide that all ranks arrived, but the deciding rank wrote no decision in time."""
     return {
         "kind": "absent", "absent": "", "present": len(here),
         "message": f"{describe_ranks(here)} have all come, and {who}, who says so to the "

@@ -4,7 +4,7 @@
     rank 0   waits for question 3 ─ answers ─ arrives
     rank 2   waits for question 3 ─ answers ─ arrives last: rank 1 need not wait any longer
 
-An answer takes a rank five operations; to wait for a question takes none.
+Answering costs a rank five operations; waiting for a question costs none.
 
 The keys of question n at `commgrid/questions/<n>`:
 
@@ -63,7 +63,10 @@ class Questions:
 
     @property
     def next_key(self) -> str:
-        """The key of the next question, to be waited for. It may come and go unseen."""
+        """The key of the next question, to be waited for.
+
+        A question may be over before this rank sees it.
+        """
         return self._asked(self._heard + 1)
 
     def answer(self, make: Callable[[], bytes]) -> Protocol[None]:
@@ -74,12 +77,13 @@ class Questions:
         """
         while self._late and self._late[0][1] < (yield Now()) - timeouts().lease:
             at, _ = self._late.pop(0)
-            yield from forget(f"{at}/said/{self._me}", f"{at}/all")  # if it has not been read
+            # Not read by then.
+            yield from forget(f"{at}/said/{self._me}", f"{at}/all")
         first, self._heard = self._heard + 1, (yield Add(f"{_BASE}/count", 0))
         soon = (yield Now()) + timeouts().unseen
         for number in range(first, self._heard + 1):
             at, asked = f"{_BASE}/{number}", self._asked(number)
-            # It is counted a moment before the key is there. Or it is over, and the key deleted.
+            # The count rises just before the key is written. A question that is over has no key.
             if (yield Wait(asked, soon)) not in (None, str(self._me).encode()):
                 yield Put(f"{at}/said/{self._me}", make())
                 if (yield from arrive(at, self._me, self._world)) is Arrival.LAST:
@@ -112,7 +116,7 @@ def hear(at: str, soon: float, seconds: float) -> Protocol[str]:
     """Return what the first rank at a place has found out.
 
     Args:
-        soon: seconds within which one comes there.
+        soon: seconds to wait for a first rank.
         seconds: within which it tells.
 
     Returns:

@@ -3,7 +3,7 @@
     rank 1: diagnose() ──► the store: question 3 ──► a thread of each rank ──► its last calls
     kill -USR1 ──► a thread of the rank ──► rank_00003.json, rank_00003.stacks
 
-A process that records has one thread for it. It waits for questions at the store, over a connection
+Each recording process has a thread for it. It waits for questions at the store, over a connection
 of its own (`commgrid.rendezvous.questions`), and for the signal.
 """
 
@@ -14,7 +14,8 @@ import faulthandler
 import json
 import logging
 import os
-import select
+import re
+import selectors
 import signal
 import sys
 import threading
@@ -48,7 +49,7 @@ LAST = 64
 """Calls of each communicator that a rank answers with, at most."""
 
 MOST_BYTES = 1 << 17
-"""Of an answer, once it is packed; a rank that has more leaves out its earlier calls."""
+"""Largest packed answer; earlier calls are left out to fit."""
 
 FOLDER = "commgrid_trace"
 """Folder of the records that a signal asks for, if COMMGRID_TRACE names none."""
@@ -62,7 +63,7 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
 
     Args:
         timeout: seconds to wait for answers; ranks that give none are named as missing.
-        patience: seconds that a wait may last before it is worth a word.
+        patience: shorter waits, in seconds, are not reported.
 
     Returns:
         What was found, the first cause first; `str` of it says so in words.
@@ -136,7 +137,9 @@ class Answering:
         self._questions = Questions(own.rank, self._world)
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._signalled = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        self._waits = selectors.DefaultSelector()
+        self._waits.register(self._reader, selectors.EVENT_READ)
+        self._signalled = not _is_caught(signal.SIGUSR1)
         if self._signalled:
             # Python's own handlers wait until the main thread is out of torch's C++; this one
             # writes its stacks into our pipe at once.
@@ -160,7 +163,7 @@ class Answering:
         until = 0.0
         try:
             while True:
-                ready, _, _ = select.select([self._reader], [], [], timeouts().beat)
+                ready = self._waits.select(timeouts().beat)
                 if self._over:
                     break
                 if ready:
@@ -176,18 +179,19 @@ class Answering:
                         driver.run(self._questions.answer(lambda: packed(self.own)))
                         until = time.monotonic() + timeouts().silent
                 except RuntimeError:
-                    pass  # of a store that ends with the world
+                    pass  # the store ended together with torch.distributed
                 except Exception:
                     _log.exception("rank %d cannot answer a question", self.own.rank)
         finally:
             if driver is not None:
                 driver.close()
+            self._waits.close()
             os.close(self._reader)
 
     def _write_down(self) -> None:
         """After a signal: the records, and where each thread is."""
         stacks = b""
-        while select.select([self._reader], [], [], timeouts().moment)[0]:
+        while self._waits.select(timeouts().moment):
             read = os.read(self._reader, 1 << 16)
             if not read:
                 break
@@ -198,6 +202,15 @@ class Answering:
             with path.with_suffix(".stacks").open("ab") as file:
                 file.write(stacks)
             print(f"commgrid: rank {self.own.rank} has written {path}", file=sys.stderr)
+
+
+def _is_caught(number: signal.Signals) -> bool:
+    """Return whether the program handles a signal, also in C, as `faulthandler.register` does."""
+    if signal.getsignal(number) != signal.SIG_DFL:
+        return True
+    status = Path("/proc/self/status")
+    masks = re.findall(r"^SigCgt:\s*(\w+)", status.read_text(), re.M) if status.exists() else []
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def folder_of_environment() -> str | None:
@@ -253,7 +266,7 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
     own = recorder.current()
     if own is None:
         return lambda: ""
-    own.paused = True  # what ends the grid now is no call of the program's
+    own.paused = True  # calls that end the grid are not the program's
     asked = Asked(lambda: _why(own, identity, late))
 
     def result() -> str:

@@ -138,7 +138,7 @@ class NamedGroups:
         return name in self._plan.members
 
     def _members(self, name: str) -> Ranks:
-        """The group that goes with this rank; after a pick the rank may not be in it."""
+        """The group at this rank's place; with `pick=` this rank may not be in it."""
         definition = self._spec.definitions[self._resolve(name)]
         found = definition.ranks(self._layouts[definition.region], self._rank)
         if not found:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
 from commgrid.runtime.recorder import DTYPES, caller, place_of
 from commgrid.torch_compat import calls as torch_calls
@@ -138,20 +140,24 @@ class OrderCheck:
     # -- a call, from its beginning to its end -------------------------------------------
 
     def begins(
-        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], peer: int | None
+        self,
+        its_group: dist.ProcessGroup,
+        operation: str,
+        tensors: Sequence[Tensor],
+        peer: int | None,
     ) -> Issued | None:
-        channel = self._channels.get(group)
+        channel = self._channels.get(its_group)
         if channel is None:
-            if group.size() == 1 or not group.group_name.startswith("commgrid/"):
+            if its_group.size() == 1 or not its_group.group_name.startswith("commgrid/"):
                 return None
             self._refresh()
-            channel = self._channels.get(group)
+            channel = self._channels.get(its_group)
             if channel is None:
                 return None
-        transfer = operation in ("send", "recv")
-        if transfer and peer is None:
+        if operation in ("send", "recv") and peer is None:
             return None  # from anybody
-        call, target = self._made(channel, operation, tensors, peer, transfer)
+        where = place_of(*caller())
+        call, target = self._made(channel, operation, tensors, peer, where)
         try:
             there = self._mail.send(
                 target, [call.way, call.turn, call.kind, call.words, call.where]
@@ -165,7 +171,8 @@ class OrderCheck:
             with self._news:
                 self._gone.add(target)
         if torch_calls.is_blocking():  # it will wait for the others anyway
-            if self._await(call, lambda: False):
+            until = time.monotonic() + torch_world.group_timeout(self._grid.timeout)
+            if self._await(call, lambda: self._has_failed or time.monotonic() > until):
                 self._take_back()
         elif channel.polls:
             # gloo ends a process that gets more than it expects.
@@ -180,15 +187,14 @@ class OrderCheck:
         operation: str,
         tensors: Sequence[Tensor],
         peer: int | None,
-        transfer: bool,
+        where: str,
     ) -> tuple[Issued, int]:
         """Return the call that is to be issued, and the rank that learns of it."""
         first = tensors[0] if tensors else None
         dtype = "" if first is None else DTYPES.get(first.dtype, str(first.dtype))
         shape = [] if first is None else list(first.shape)
         size = sum(each.nbytes for each in tensors)
-        where = place_of(*caller())
-        if transfer:
+        if operation in ("send", "recv"):
             assert peer is not None
             other = channel.ranks[peer]
             ends = (self._rank, other) if operation == "send" else (other, self._rank)
@@ -235,7 +241,11 @@ class OrderCheck:
                 self._take_back()
 
     def _await(self, call: Issued, is_over: Callable[[], bool]) -> bool:
-        """Until the other's call was compared with it, or it has ended; whether that took long."""
+        """Wait until a call was compared, or has ended.
+
+        Returns:
+            Whether this rank has put its state at the store.
+        """
         told = False
         while not self._compare(call) and call.source not in self._gone:
             with self._news:
@@ -247,13 +257,19 @@ class OrderCheck:
                 self._look(call)
         return told
 
+    @property
+    def _has_failed(self) -> bool:
+        """Whether the grid's watch knows of a failure, with which torch's call ends."""
+        return self._grid.watch is not None and self._grid.watch.failure is not None
+
     def _take_back(self) -> None:
-        """Says at the store that this rank does not wait any more."""
+        """Delete this rank's state from the store, once it no longer waits."""
+        self._circle = []
         with suppress(RuntimeError):
             self._store.delete_key(f"{self._base}/state/{self._rank}")
 
     def _poll(self, work: dist.Work, call: Issued, told: bool) -> bool:
-        """Waits in parts for a collective, since others may be missing than the one before."""
+        """Wait in parts for a collective: a member other than the previous one may be missing."""
         if ">" in call.way:
             return told  # gloo closes the connection of a transfer whose wait times out
         while True:
@@ -339,8 +355,9 @@ class OrderCheck:
         theirs = self._answer_to(call)
         if theirs is None or theirs[3] == call.where or ">" in call.way:
             return
-        later = [turn for turn in self._mine[call.way] if call.turn < turn <= call.turn + _AHEAD]
         with self._news:
+            mine = list(self._mine[call.way])
+            later = [turn for turn in mine if call.turn < turn <= call.turn + _AHEAD]
             self._news.wait_for(
                 lambda: all(turn in self._theirs[call.way] for turn in later), _SWAPPED_SECONDS
             )
@@ -433,7 +450,7 @@ class OrderCheck:
 
 
 def check_argument(verify: str | None) -> None:
-    """Raises SpecError where `initialize(verify=…)` is nothing there is."""
+    """Raise SpecError unless `verify` is None or "order"."""
     if verify not in (None, "order"):
         raise SpecError(f"verify={verify!r}: expected None, or 'order'")
 
@@ -442,3 +459,10 @@ def follow(verify: str | None, grid: HyperCommGrid) -> None:
     """Compares a grid's calls from now on, where that was asked for."""
     if verify == "order" and len(grid.spec.grid_ranks) > 1:
         OrderCheck(grid)
+
+
+def observe(trace: bool, verify: str | None, grid: HyperCommGrid) -> None:
+    """Begin to record and to compare a grid's calls, before its ranks say that they are ready."""
+    recorder.follow(trace, grid.rank, grid.members_of_communicators())
+    inquiry.follow()
+    follow(verify, grid)

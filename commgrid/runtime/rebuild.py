@@ -24,7 +24,6 @@ from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, refit
 from commgrid.rendezvous.membership import Call, LateError, Membership
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import inquiry, recorder
 from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, Registry, _registry
@@ -97,11 +96,11 @@ def _count(at_least: int | None) -> int | None:
 
 
 class _AttemptError(PeerFailedError):
-    """It was begun and came to nothing, since another rank has gone meanwhile."""
+    """An attempt that failed because a further rank was lost; it is tried again."""
 
 
 class _StoreGoneError(PeerFailedError):
-    """There is nowhere to meet."""
+    """No store is left for the ranks to meet at."""
 
 
 @dataclass
@@ -147,7 +146,7 @@ class _Rebuild:
                 spec = GridSpec.from_config(verdict["spec"]).resolve(torch_world.world_size())
                 self._hand_over(spec, verdict)
                 if self._rank in spec.grid_ranks:
-                    return self._make(spec, verdict, made)
+                    return self._make(spec, verdict)
                 self.registry.made.pop(self.name, None)  # and waits for a place from now on
             except LateError:
                 if self.ranks is None or self._rank in self.ranks:
@@ -179,7 +178,7 @@ class _Rebuild:
     # -- the store ----------------------------------------------------------------------
 
     def _find_store(self) -> None:
-        """Sees to it that ranks have a store to meet at.
+        """Keep the store if it answers, else move to the first standby store that does.
 
         Raises:
             _StoreGoneError: none answers.
@@ -296,8 +295,9 @@ class _Rebuild:
         return {
             "spec": spec.to_dict(), "given": made.given.to_dict(), "full": made.full,
             "before": made.last.shape, "backend": made.backend, "timeout": made.timeout,
-            "watch": made.watch, "verify": made.verify, "token": uuid4().hex, "gone": gone,
-            "spares": spares, "holders": [rank for rank in spares if said[rank]["states"]],
+            "watch": made.watch, "trace": made.trace, "verify": made.verify,
+            "token": uuid4().hex, "gone": gone, "spares": spares,
+            "holders": [rank for rank in spares if said[rank]["states"]],
             "server": server, "store": said[can_serve[0]]["address"] if moves else None,
             "standbys": [(rank, said[rank]["address"]) for rank in torch_standby.chosen(can_serve)],
         }  # fmt: skip
@@ -319,17 +319,18 @@ class _Rebuild:
             grid.destroy()
 
     def _start(self, spec: GridSpec, name: str, verdict: Mapping[str, Any]) -> HyperCommGrid:
-        """A grid of the kind of the one before, as soon as an attempt may take."""
+        """Make a grid with the last one's settings, within this attempt's part of the time left."""
         left = max(self.deadline - time.monotonic(), 0.0)
         try:
             return HyperCommGrid(
                 spec, name=name, backend=verdict["backend"], timeout=verdict["timeout"],
                 startup_timeout=max(left * _SHARE, timeouts().answer), watch=verdict["watch"],
+                before_ready=partial(order_check.observe, verdict["trace"], verdict["verify"]),
             )  # fmt: skip
         except (PeerTimeoutError, PeerFailedError) as error:
             raise _AttemptError(f"rebuild: {error}") from error
 
-    def _make(self, spec: GridSpec, verdict: Mapping[str, Any], made: Made | None) -> HyperCommGrid:
+    def _make(self, spec: GridSpec, verdict: Mapping[str, Any]) -> HyperCommGrid:
         backend, limit = verdict["backend"], verdict["timeout"]
         with self.registry.reserved(self.name):
             grid = self._start(spec, self.name, verdict)
@@ -338,13 +339,9 @@ class _Rebuild:
                 time.monotonic() - self.started, self.moved,
             )  # fmt: skip
             self.registry.add(grid)
-        traces = made is not None and made.trace
         self.registry.made[self.name] = Made(
             GridSpec.from_config(verdict["given"]), verdict["full"], grid.spec,
-            f"{grid.identity}/{verdict['token']}", backend, limit, traces,
+            f"{grid.identity}/{verdict['token']}", backend, limit, verdict["trace"],
             verdict["watch"], verdict["verify"], grid.watch,
         )  # fmt: skip
-        recorder.follow(traces, grid.rank, grid.members_of_communicators())
-        inquiry.follow()
-        order_check.follow(verdict["verify"], grid)
         return grid

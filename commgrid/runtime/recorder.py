@@ -30,7 +30,7 @@ from commgrid.runtime.libraries import OWN, is_programs
 from commgrid.torch_compat import calls as torch_calls
 
 FORMAT = 1
-"""Of the files; it rises when a reader has to know."""
+"""Version of the file format; it rises with changes that readers must handle."""
 
 CAPACITY = 100_000
 """Records that are kept, the last ones; about 300 bytes each."""
@@ -181,11 +181,15 @@ class Recorder:
         return path
 
     def begins(
-        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], peer: int | None
+        self,
+        its_group: dist.ProcessGroup,
+        operation: str,
+        tensors: Sequence[Tensor],
+        peer: int | None,
     ) -> Record:
-        name = self._names.get(group)
+        name = self._names.get(its_group)
         if name is None:
-            name = self._name(group)
+            name = self._name(its_group)
         code, line = caller()
         first = tensors[0] if tensors else None
         record = Record(
@@ -278,28 +282,31 @@ def _called(group: dist.ProcessGroup) -> str:
     return described if owner == "default" else f"{owner}:{described}"
 
 
-_is_programs: dict[CodeType, bool] = {}
+_is_programs: dict[str, bool] = {}  # by file; code objects of two files may be equal
 
 
 def place_of(code: CodeType | None, line: int) -> str:
     """File, line and function of a call."""
-    return "?" if code is None else f"{_file_of(code)}:{line} {code.co_name}"
+    return "?" if code is None else f"{_name_of(code.co_filename)}:{line} {code.co_name}"
 
 
 @cache
-def _file_of(code: CodeType) -> str:
-    return Path(code.co_filename).name
+def _name_of(file: str) -> str:
+    return Path(file).name
 
 
 def caller() -> tuple[CodeType | None, int]:
-    """The innermost place of the program; within a thread that is not its own, commgrid's."""
+    """Return the innermost frame of the program; called by what torch's calls call.
+
+    On threads without one, such as autograd's, it is the innermost frame of commgrid.
+    """
     own: tuple[CodeType | None, int] = (None, 0)
     each: FrameType | None = sys._getframe(2)
     while each is not None:
         code = each.f_code
-        found = _is_programs.get(code)
+        found = _is_programs.get(code.co_filename)
         if found is None:
-            found = _is_programs[code] = is_programs(code.co_filename)
+            found = _is_programs[code.co_filename] = is_programs(code.co_filename)
         if found:
             return code, each.f_lineno
         file = code.co_filename
@@ -313,7 +320,7 @@ _current: list[Recorder] = []
 
 
 def follow(asked: bool, rank: int, members: Mapping[str, list[int]]) -> None:
-    """Records from now on, if a program or its environment asks for it, and knows a grid.
+    """Start recording if asked to or COMMGRID_TRACE is set, and note a grid's communicators.
 
     `COMMGRID_TRACE=1` begins to record; `COMMGRID_TRACE=DIR` also saves there when the process
     ends.

@@ -21,7 +21,6 @@ from commgrid.planning.region import HSDP
 from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts
-from commgrid.runtime import inquiry, recorder
 from commgrid.runtime import order as order_check
 from commgrid.runtime.audited import audit_sizes, audited_grid
 from commgrid.runtime.grid import HyperCommGrid
@@ -155,7 +154,7 @@ def initialize(
             left = deadline - time.monotonic()
             grid = HyperCommGrid(
                 spec, name=name, backend=backend, timeout=timeout, startup_timeout=max(left, 1e-3),
-                watch=watch, before_ready=partial(_observe, trace, verify),
+                watch=watch, before_ready=partial(order_check.observe, trace, verify),
             )  # fmt: skip
         except NotInGridError as error:
             if _registry.started_world:
@@ -177,13 +176,6 @@ def initialize(
             grid.watch,
         )  # fmt: skip
     return grid
-
-
-def _observe(trace: bool, verify: str | None, grid: HyperCommGrid) -> None:
-    """Begin to record and to compare a grid's calls, as `initialize` was asked to."""
-    recorder.follow(trace, grid.rank, grid.members_of_communicators())
-    inquiry.follow()
-    order_check.follow(verify, grid)
 
 
 def _audited(sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,11 @@ class Listener(Protocol):
     """Whom calls are told."""
 
     def begins(
-        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], peer: int | None
+        self,
+        its_group: dist.ProcessGroup,
+        operation: str,
+        tensors: Sequence[Tensor],
+        peer: int | None,
     ) -> object:
         """A call that is about to be made; what is returned comes back with its end.
 
@@ -168,7 +172,8 @@ def _telling(
     peer_at, root_at = _PEER.get(name), _OPTIONS.get(name)
 
     @wraps(method)
-    def call(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+    def call(its_group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+        # Not `group`: errors name the caller's function (`commgrid.runtime.whereabouts`).
         given = args[place] if place is not None and len(args) > place else ()
         peer = None
         if peer_at is not None and len(args) > peer_at:
@@ -178,9 +183,9 @@ def _telling(
         listeners = _listeners
         tensors = _flat(given)
         _now.blocking = bool(args) and not getattr(args[-1], "asyncOp", True)
-        began = [(each, each.begins(group, operation, tensors, peer)) for each in listeners]
+        began = [(each, each.begins(its_group, operation, tensors, peer)) for each in listeners]
         try:
-            work = method(group, *args, **options)
+            work = method(its_group, *args, **options)
         except RuntimeError:
             for listener, call in began:
                 listener.failed(call)

@@ -1,4 +1,4 @@
-"""Changes of torch's DeviceMesh, DTensor and DDP while a program runs, and when each can go.
+"""Patches of torch's DeviceMesh, DTensor and DDP, and the torch change that ends the need for each.
 
 | change | lasts | goes when torch |
 |---|---|---|
@@ -7,7 +7,7 @@
 | `before_ddp` | while a module with slices exists | asks a module about the ranks that it is about to be copied to |
 | `mend_uneven_gathers` | for the process | gathers uneven pieces over a flattened axis in their own sizes, or axis by axis |
 
-Each was checked on the versions in `_CHECKED`; on others the lasting change is left out.
+Those that last for the process are left out on versions of torch that are not in `_CHECKED`.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def answered_with(group: ProcessGroup) -> Iterator[None]:
 
 
 OFFERED = "_offered_by_commgrid"
-"""The mark of a flattened mesh that was not asked for yet. It is pickled with it, harmlessly."""
+"""Marks a flattened mesh that the program has not asked for yet; it is pickled with the mesh."""
 
 
 def offer(root: DeviceMesh, name: str, flattened: DeviceMesh) -> None:
-    """Let a root know a flattened mesh of its ranks by a name, until the program takes the name."""
+    """Register a flattened mesh with its root under a name that the program may still take."""
     offered = copy(flattened)
     offered._root_mesh, offered._flatten_mapping = root, {}
     setattr(offered, OFFERED, True)
