@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -103,7 +102,7 @@ def test_it_is_the_state_of_the_step_that_began_it(tmp_path: Path) -> None:
     run_on_ranks(changed_meanwhile, 4, str(tmp_path), backend=None, launcher="torchrun")
 
 
-def staged_sizes(way: str) -> int:
+def staged_sizes(folder: str, way: str) -> int:
     """Bytes that a save in the background copies of a model that all ranks have."""
     commgrid.initialize()
     model = nn.Linear(32, 32, bias=False)
@@ -117,17 +116,15 @@ def staged_sizes(way: str) -> int:
         return staged
 
     saving.stage = seen
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save(folder, 1, model, copies=way, background=True, progress=False)
-        background.finish()
+    checkpoint.save(folder, 1, model, copies=way, background=True, progress=False)
     commgrid.shutdown()
     return sizes[0]
 
 
 @pytest.mark.parametrize("way", ["compare", "first"])
-def test_memory_is_this_ranks_part(way: str) -> None:
+def test_memory_is_this_ranks_part(way: str, tmp_path: Path) -> None:
     """Of two ranks one writes the weight."""
-    found = run_on_ranks(staged_sizes, 2, way, backend=None, launcher="torchrun")
+    found = run_on_ranks(staged_sizes, 2, str(tmp_path), way, backend=None, launcher="torchrun")
     assert sorted(found) == [0, 32 * 32 * 4]
 
 

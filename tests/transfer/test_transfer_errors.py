@@ -196,7 +196,7 @@ def stages_with_one_name() -> tuple[str, float]:
     transfer = Transfer(stage, target, source_grid=pipeline, target_grid=replicas, timeout=20)
     said = told(transfer.run)
     commgrid.shutdown()
-    return said, float(target.weight[0, 0])
+    return said, target.weight[0, 0].item()
 
 
 def test_stages_with_different_tensors_of_one_name_are_refused() -> None:
