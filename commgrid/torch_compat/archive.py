@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -12,48 +13,38 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 
 _FIRST = b"PK\x03\x04"
-_PIECE = 1 << 20  # bytes
+_LENGTHS, _HEADER = 26, 30  # bytes into the header of a part: of two lengths, and its end
 
 
-def damage_of(archive: IO[bytes]) -> str | None:
+def damage_of(archive: bytes) -> str | None:
     """Compare an archive with the checksums in it, as torch.load does not.
 
     Args:
         archive: as torch.save wrote it; with `set_crc32_options(False)` it has no checksums, and
-            nothing is compared. Read from its beginning.
+            nothing is compared.
 
     Returns:
         The part that has other bytes than were written; None: none has, or it is no archive.
     """
-    if archive.read(len(_FIRST)) != _FIRST:
+    if not archive.startswith(_FIRST):
         return None
-    archive.seek(0)
     name = "its list of parts"
     try:
-        with zipfile.ZipFile(_Sought(archive)) as parts:
+        with zipfile.ZipFile(io.BytesIO(archive)) as parts:
             for part in parts.infolist():
                 name = part.filename
-                if part.CRC:
-                    with parts.open(part) as data:
-                        while data.read(_PIECE):
-                            pass
-    except zipfile.BadZipFile:
+                if part.CRC and zlib.crc32(_stored(archive, part)) != part.CRC:
+                    return name
+    except (zipfile.BadZipFile, struct.error):
         return name
     return None
 
 
-class _Sought:
-    """A stream that finds places from its end; torch's view of a part of a file goes beyond it."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.read, self.tell, self.seekable = stream.read, stream.tell, stream.seekable
-        self._seek = stream.seek
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_END:
-            self._seek(0, os.SEEK_END)
-            offset, whence = self.tell() + offset, os.SEEK_SET
-        return self._seek(offset, whence)
+def _stored(archive: bytes, part: zipfile.ZipInfo) -> memoryview:
+    """The bytes of a part, which torch does not compress."""
+    lengths = struct.unpack_from("<HH", archive, part.header_offset + _LENGTHS)
+    start = part.header_offset + _HEADER + sum(lengths)
+    return memoryview(archive)[start : start + part.file_size]
 
 
 class Checked:
@@ -75,10 +66,8 @@ class Checked:
         stream: IO[bytes] = self._before.transform_load_stream(
             read_item, transform_descriptors, raw_stream
         )
-        if not stream.seekable():  # it was compressed
-            stream = io.BytesIO(stream.read(-1))
-        part = damage_of(stream)
+        archive = stream.read(-1)
+        part = damage_of(archive)
         if part is not None:
             self._damaged(read_item.storage_index.fqn, part)
-        stream.seek(0)
-        return stream
+        return io.BytesIO(archive)
