@@ -253,12 +253,16 @@ def _written(item: Item | Value) -> Item | Value:
 
 
 def _compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
-    """Refuses to write one of several copies that differ.
+    """Refuse to write one of several copies that differ.
+
+    Collective over the grid, all of whose ranks have items of one model.
 
     Raises:
         GridMismatchError: names tensor and ranks.
     """
-    told = differing_copies(items, grid)
+    axes = dict.fromkeys(axis for region in grid.spec.regions for axis in region.axes)
+    everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
+    told = differing(_copies(items, grid), groups=[one for groups in everywhere for one in groups])
     if told is not None:
         raise GridMismatchError(
             f"{told}; these should be copies, of which one would have been saved for all. Where "
@@ -268,20 +272,8 @@ def _compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
         )
 
 
-def differing_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> str | None:
-    """Return which copies differ and between which ranks; None: all are equal.
-
-    Collective over the grid, on all of whose ranks there are the items of one model.
-    """
-    axes = dict.fromkeys(axis for region in grid.spec.regions for axis in region.axes)
-    everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
-    return differing(
-        copies_of(items, grid), groups=[group for groups in everywhere for group in groups]
-    )
-
-
-def copies_of(items: Sequence[Item | Value], grid: HyperCommGrid) -> list[Copy]:
-    """The tensors of which other ranks should have copies, with the groups of these ranks."""
+def _copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> list[Copy]:
+    """Return the tensors of which other ranks should have copies, with the groups of these."""
     copies: list[Copy] = []
     num_shared = 0
     for item in items:

@@ -200,15 +200,6 @@ class FailureBoard:
             self._driver.run(self._failure.end(how.encode()))
         self._driver.close()
 
-    def read(self, patience: float) -> str | None:
-        """The failure, or None if there is none within `patience` seconds."""
-        try:
-            return self._driver.run(self._failure.read(time.monotonic() + patience))
-        except StoreLostError:
-            return None
-        finally:
-            self._driver.close()
-
     def told_by(self, ranks: Sequence[int]) -> str | None:
         """The failure if there is one, or if one of `ranks` has begun to ask for its cause."""
         members = [rank for rank in ranks if rank in self._ranks]
