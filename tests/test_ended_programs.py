@@ -50,4 +50,4 @@ def test_who_waits_is_told_how_the_other_program_ended(act: str, how: str) -> No
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert f"PeerFailedError: {how}" in said[0], said[0]
+    assert f"PeerFailedError: {how}" in said[0], "\n".join(said)

@@ -22,9 +22,11 @@ from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.runtime import failures, inquiry, registry
 from commgrid.testing import free_port, run_on_ranks
+from commgrid.torch_compat import gloo as torch_gloo
 from commgrid.torch_compat import standby as torch_standby
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.patient import SilentStoreError
+from commgrid.torch_compat.failed_groups import stop_waiting
+from commgrid.torch_compat.patient import PatientStore, SilentStoreError
 from commgrid.torch_compat.standby import Answer
 from commgrid.torch_compat.waits import connection_of
 from tests.flags import hear, tell
@@ -322,3 +324,19 @@ def test_a_host_that_is_silent_is_named_with_all_its_ranks() -> None:
         other_host_is_silent, 4, backend=None, launcher="torchrun", environ=two_a_host
     )
     assert all(each.startswith("ranks 2-3 are gone or do not answer") for each in said[:2]), said
+
+
+def test_a_connection_that_takes_long_is_no_silent_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo tries a refused connection several times; the store answers meanwhile."""
+    commgrid.initialize()
+    over = threading.Event()
+    monkeypatch.setattr(torch_gloo, "can_be_lazy", lambda: True)
+    monkeypatch.setattr(torch_gloo, "connect_all", lambda group: over.wait(120))
+    use_timeouts(replace(Timeouts(), leave=0.1, answer=5.0))
+    try:
+        stop_waiting([dist.group.WORLD])
+        assert not PatientStore(torch_world.world_store()).check(["nothing"])
+    finally:
+        over.set()
+        use_timeouts(None)
+        commgrid.shutdown()

@@ -18,6 +18,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -31,7 +32,6 @@ from commgrid.torch_compat.groups import (
     connects_by_pairs,
     is_alive,
     nccl_backends,
-    patient_store,
     runs_on_gloo,
 )
 from commgrid.torch_compat.patient import Asked
@@ -57,8 +57,7 @@ def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         if connects_by_pairs(group):
             with suppress(RuntimeError):
-                connecting = partial(torch_gloo.connect_all, group)  # asks the store
-                trying.append(patient_store().during(connecting))
+                trying.append(_connect_all(group))
     if trying:
         time.sleep(timeouts().moment)
     for work in trying:
@@ -161,8 +160,8 @@ def _end_calls(
     if not runs_on_gloo(group) or _end_until(works, until):
         return
     if by_pairs:
-        with suppress(RuntimeError):  # it asks the store
-            work = patient_store().during(partial(torch_gloo.connect_all, group))
+        with suppress(RuntimeError):
+            work = _connect_all(group)
             time.sleep(timeouts().moment)  # a connection refused later ends the process
             torch_gloo.give_up(work)
     if not _end_until(works, time.monotonic() + timeouts().moment):
@@ -202,8 +201,22 @@ def _break_gloo(group: dist.ProcessGroup, by_pairs: bool) -> None:
             torch_gloo.break_connections(group)
         elif group.size() <= _MOST_TOLD:
             # A rank that waits for this one to connect gets a connection, which closes.
-            connecting = partial(torch_gloo.connect_all, group)  # asks the store
-            _CONNECTING[group] = patient_store().during(connecting)
+            _CONNECTING[group] = _connect_all(group)
+
+
+def _connect_all(group: dist.ProcessGroup) -> dist.Work:
+    """Begin to connect this rank with all others of a group.
+
+    gloo asks the store for addresses, and tries a refused connection several times. That may take
+    long without the store being silent.
+
+    Raises:
+        RuntimeError: no other member can be connected to, or not in `Timeouts.leave`.
+    """
+    asked = Asked(partial(torch_gloo.connect_all, group))
+    if not asked.is_over(timeouts().leave):
+        raise RuntimeError(f"{group.group_desc!r} has not connected")
+    return cast(dist.Work, asked.answer())
 
 
 def _free_calls(error: BaseException | None) -> None:

@@ -28,7 +28,6 @@ from commgrid.rendezvous.timeouts import timeouts
 from commgrid.torch_compat import gloo as torch_gloo
 from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat.all_to_all import fill_in_sizes
-from commgrid.torch_compat.patient import PatientStore
 from commgrid.torch_compat.store import StoreDriver
 from commgrid.torch_compat.world import (
     FAKE,
@@ -172,12 +171,6 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group if torch still knows it; it ends with WORLD as well."""
     destroy_all([group])
-
-
-def patient_store() -> PatientStore:
-    """Return WORLD's store, asked for a short time."""
-    # Groups are destroyed meanwhile, and other ranks may wait for that.
-    return PatientStore(world_store(), lambda: timeouts().leave)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
