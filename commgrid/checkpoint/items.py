@@ -25,7 +25,8 @@ class Item:
         shape: of the full tensor.
         chunks: this rank's boxes.
         dtype: of the numbers.
-        writes: whether this rank writes its boxes; False: a rank with copies of them does.
+        writes: whether this rank writes its boxes, and where they are read compares checksums;
+            False: a rank with copies of them does.
         repeats: whether several stages may have it, equal ones, without saying so.
         copies: axes along which ranks should have equal boxes, of which one writes.
         shared: stages that have copies too, as of tied embeddings.
@@ -48,7 +49,7 @@ class Item:
     def staged(self) -> Item:
         """The same boxes with memory of their own, on the CPU, to be read into."""
         chunks = [Chunk(c.offset, torch.empty_like(c.data, device="cpu")) for c in self.chunks]
-        return Item(self.path, self.shape, chunks, self.dtype)
+        return Item(self.path, self.shape, chunks, self.dtype, self.writes)
 
     def take(self, staged: Item) -> None:
         """Copies what was read."""

@@ -161,14 +161,15 @@ class Loading:
         model, optimizer = self._given
         self._stored = self._open()
         self._model = ModelState(model, self._grid)
-        self._live = list(self._model.items(Turns(self._grid)))
+        turns = Turns(self._grid)
+        self._live = list(self._model.items(turns))
         self._stored.check(self._live)
         self._staged = [self._source(i) if isinstance(i, Item) else i for i in self._live]
         self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
         self._extra = [Value(_path(key)) for key in self._stored.keys if key.startswith("extra.")]
         self._needed = [*self._staged, *self._extra]
         if self._optimizer is not None:
-            self._needed += self._optimizer.targets(self._stored.keys)
+            self._needed += self._optimizer.targets(self._stored.keys, turns)
         # One rank of each stage tells, since the others of it have the same names.
         stage = self._grid.spec.regions[0].axes
         others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")

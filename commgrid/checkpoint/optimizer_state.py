@@ -137,11 +137,12 @@ class OptimizerState:
 
     # -- reading ------------------------------------------------------------------------
 
-    def targets(self, stored: Mapping[str, Any]) -> Iterator[Item | Value]:
+    def targets(self, stored: Mapping[str, Any], turns: Turns) -> Iterator[Item | Value]:
         """What there is to read, into new tensors, for `take` to put in place.
 
         Args:
             stored: the checkpoint's keys, with what torch's metadata says of each.
+            turns: which of the ranks that read something compares its checksum.
 
         Raises:
             CheckpointError: no optimizer was saved, another one, or with other groups.
@@ -170,22 +171,22 @@ class OptimizerState:
             state = keys["state"].get(part.box.name, set())
             found = self._found[part.box.name] = {}
             for key in sorted(state - {MASTER}):
-                target = self._target(part, key, stored[key_of(part.path(key))])
+                target = self._target(part, key, stored[key_of(part.path(key))], turns)
                 found[key] = target if isinstance(target, Value) else target[1]
                 yield target if isinstance(target, Value) else target[0]
             if part.has_copy:
-                # Zeros, as what pads a vocabulary is, which is not saved.
-                copy = found[MASTER] = torch.zeros_like(part.tensor, requires_grad=False)
                 path = part.path(MASTER) if MASTER in state else ("model", part.box.name)
-                yield self._item(part, path, copy)
+                item, found[MASTER] = self._made(part, path, part.tensor.dtype, turns)
+                yield item
 
-    def _target(self, part: Part, key: str, stored: Any) -> Value | tuple[Item, Tensor]:
+    def _target(
+        self, part: Part, key: str, stored: Any, turns: Turns
+    ) -> Value | tuple[Item, Tensor]:
         if not isinstance(stored, TensorStorageMetadata):
             return Value(part.path(key))
         dtype = stored.properties.dtype
         if tuple(stored.size) == part.box.shape:
-            made = torch.zeros_like(part.tensor, dtype=dtype, requires_grad=False)
-            return self._item(part, part.path(key), made), made
+            return self._made(part, part.path(key), dtype, turns)
         if len(stored.size) == 0:
             made = torch.zeros((), dtype=dtype)
             return whole(part.path(key), made), made
@@ -195,8 +196,16 @@ class OptimizerState:
         )
 
     @staticmethod
-    def _item(part: Part, path: tuple[str, ...], made: Tensor) -> Item:
-        return Item(path, part.box.shape, part.chunks(made), made.dtype)
+    def _made(
+        part: Part, path: tuple[str, ...], dtype: torch.dtype, turns: Turns
+    ) -> tuple[Item, Tensor]:
+        """A new tensor of a part's shape, and the item that fills it."""
+        made = torch.empty_like(part.tensor, dtype=dtype, requires_grad=False)
+        chunks = part.chunks(made)
+        if sum(chunk.data.numel() for chunk in chunks) < made.numel():
+            made.zero_()  # as is what pads a vocabulary, which is not saved
+        mine = turns.is_mine(part.box.copies, made.nbytes)
+        return Item(path, part.box.shape, chunks, dtype, mine), made
 
     @property
     def keys(self) -> list[str]:

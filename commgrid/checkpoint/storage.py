@@ -11,15 +11,16 @@ import math
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
@@ -36,7 +37,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
-    LoadPlan,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -52,7 +52,7 @@ from commgrid.checkpoint.trust import read_metadata, read_value
 from commgrid.errors import CheckpointError
 from commgrid.planning.dtypes import keeps_numbers
 from commgrid.replicas import digest
-from commgrid.torch_compat.archive import Checked
+from commgrid.torch_compat.archive import DamagedError, Tensors, parts_of
 
 Report = Callable[[int, int], object]
 """Told how many of this rank's bytes are done, and how many there are."""
@@ -332,20 +332,13 @@ class Stored:
         except Exception as error:  # what pickle raises depends on what is broken
             raise CheckpointError(f"{folder}/.metadata cannot be read: {error}") from error
         self.keys: Mapping[str, Any] = self._metadata.state_dict_metadata
-        for info in self._metadata.storage_data.values():
-            place = PurePath(info.relative_path)
+        for name in {info.relative_path for info in self._metadata.storage_data.values()}:
+            place = PurePath(name)
             if place.is_absolute() or ".." in place.parts:
                 raise CheckpointError(
                     f"{folder}/.metadata names a file outside of the folder, {place}; expected "
                     "files in it, so that what is loaded is what was saved there"
                 )
-        Checked(self._reader, self._damaged)
-
-    def _damaged(self, key: str, part: str) -> None:
-        raise CheckpointError(
-            f"{key} is damaged: the checksum of {part} is not that of what torch.save wrote; load "
-            "an earlier step, or copy the files again"
-        )
 
     def check_files(self) -> None:
         """Looks whether every file is there, and as long as the metadata says.
@@ -379,47 +372,118 @@ class Stored:
             CheckpointError: a file that cannot be read.
         """
         planner = _Reads(items, self._metadata, report, self._trusted)
-        self._reader.set_up_storage_reader(self._metadata, True)
-        plan = self._reader.prepare_local_plan(LoadPlan(planner.plan))
         try:
-            self._reader.read_data(plan, planner).wait()
+            for archive in self._archives(planner):
+                planner.take(archive)
         except CheckpointError as error:
             raise CheckpointError(f"{self.folder}: {error}") from error
-        except pickle.UnpicklingError as error:
-            key = self._broken(plan, planner)
-            raise CheckpointError(
-                f"{self.folder}: {key} holds no tensor, but a pickle that names other things, and "
-                "loading it could run code of whoever wrote the file; or it is broken"
-            ) from error
-        except Exception as error:  # torch's readers raise what they come upon
+        except Exception as error:  # torch raises what it comes upon
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
         planner.finish()
         return {key: planner.values[first] for key, first in planner.names.items()}
 
-    def _broken(self, plan: LoadPlan, planner: _Reads) -> str:
-        """The first key whose pickle cannot be read."""
-        for item in plan.items:
-            try:
-                self._reader.read_data(LoadPlan([item]), planner).wait()
-            except pickle.UnpicklingError:
-                return item.storage_index.fqn
-        return "one of its tensors"
+    def _archives(self, planner: _Reads) -> Iterator[Archive]:
+        """What is to be read, each archive once, one after the other in memory that is used again.
+
+        Whole archives are read, also where a part of one is needed, so that its checksum can be
+        compared.
+        """
+        needed: dict[tuple[str, int], list[ReadItem]] = {}
+        for read in planner.plan:
+            info = self._metadata.storage_data[read.storage_index]
+            needed.setdefault((info.relative_path, info.offset), []).append(read)
+        infos = {
+            place: self._metadata.storage_data[reads[0].storage_index]
+            for place, reads in needed.items()
+        }
+        memory = bytearray(max((info.length for info in infos.values()), default=0))
+        for name, places in groupby(sorted(needed), key=itemgetter(0)):
+            with (self.folder / name).open("rb", buffering=0) as file:
+                for place in places:
+                    info = infos[place]
+                    content = memoryview(memory)[: info.length]
+                    file.seek(info.offset)
+                    done = 0
+                    while done < info.length:
+                        count = file.readinto(content[done:])
+                        if not count:
+                            raise CheckpointError(f"{name} ended while it was read")
+                        done += count
+                    reads = needed[place]
+                    checks = any(read.dest_index.fqn in planner.checked for read in reads)
+                    yield Archive(self._as_saved(content, info), reads, checks)
+
+    def _as_saved(self, content: memoryview, info: Any) -> memoryview:
+        """What torch.save wrote, if a writer with extensions has transformed it, as to compress."""
+        transforms = getattr(info, "transform_descriptors", None)
+        if not transforms:
+            return content
+        read, raw = self._reader.transforms.transform_load_stream, io.BytesIO(content)
+        return memoryview(bytearray(read(None, transforms, raw).read(-1)))  # type: ignore[arg-type]
 
 
-class _Reads(DefaultLoadPlanner):
+@dataclass(frozen=True)
+class Archive:
+    """What torch.save wrote, and what is to be read from it.
+
+    Args:
+        content: its bytes, until the next archive is read.
+        reads: boxes of one tensor, or one value.
+        checks: whether this rank compares its checksums; False: a rank that reads it too does.
+    """
+
+    content: memoryview
+    reads: list[ReadItem]
+    checks: bool
+
+    def tensor(self, tensors: Tensors) -> Tensor:
+        """Return the tensor in it, in the same memory.
+
+        Args:
+            tensors: makes it.
+
+        Raises:
+            CheckpointError: it has other bytes than were written, or more than a tensor.
+        """
+        key = self.reads[0].storage_index.fqn
+        try:
+            return tensors.of(self.content, self._parts(key))
+        except (pickle.UnpicklingError, TypeError) as error:
+            raise CheckpointError(
+                f"{key} holds no tensor, but a pickle that names other things, and loading it "
+                "could run code of whoever wrote the file; or it is broken"
+            ) from error
+
+    def value(self, trusted: bool) -> Any:
+        """Return the value in it; arguments and errors as of `trust.read_value`."""
+        key = self.reads[0].storage_index.fqn
+        self._parts(key)
+        return read_value(key, io.BytesIO(self.content), trusted)
+
+    def _parts(self, key: str) -> Mapping[str, memoryview]:
+        try:
+            return parts_of(self.content, self.checks)
+        except DamagedError as part:
+            raise CheckpointError(
+                f"{key} is damaged: the checksum of {part} is not that of what torch.save wrote; "
+                "load an earlier step, or copy the files again"
+            ) from part
+
+
+class _Reads:
     """Says which boxes are needed, takes them in, and counts them."""
 
     def __init__(
         self, items: Iterable[Item | Value], stored: Metadata, report: Report, trusted: bool
     ) -> None:
-        super().__init__()
-        self._trusted = trusted
+        self._trusted, self._tensors = trusted, Tensors()
         self.values: dict[str, Any] = {}
         self.names: dict[str, str] = {}  # to the first name of what is stored in one place
         first: dict[tuple[str, int], str] = {}
         tensors: Mapping[str, Any] = stored.state_dict_metadata
         self.plan: list[ReadItem] = []
         self._data: dict[MetadataIndex, Tensor] = {}
+        self.checked: set[str] = set()  # places of what this rank compares with its checksum
         self._report, self._done, self._total = report, 0, 0
         for number, item in enumerate(items):
             if isinstance(item, Value):
@@ -429,6 +493,7 @@ class _Reads(DefaultLoadPlanner):
                 self.names[item.key] = known
                 if known != item.key:
                     continue
+                self.checked.add(item.key)
                 self.plan.append(
                     ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
                 )
@@ -439,6 +504,8 @@ class _Reads(DefaultLoadPlanner):
             ]
             # Two items may be read from one key, a weight and its fp32 copy: their places differ.
             place = f"{number}"
+            if item.writes:
+                self.checked.add(place)
             for read in create_read_items_for_chunk_list(item.key, tensors[item.key], boxes):
                 target = MetadataIndex(place, read.dest_index.offset)
                 self.plan.append(replace(read, dest_index=target))
@@ -450,16 +517,24 @@ class _Reads(DefaultLoadPlanner):
         """Reports that all is read."""
         self._report(self._total, self._total)
 
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._data[index]
+    def take(self, archive: Archive) -> None:
+        """Copies what was read to where it is needed."""
+        first = archive.reads[0]
+        if first.type is LoadItemType.BYTE_IO:
+            self.values[first.dest_index.fqn] = archive.value(self._trusted)
+            return
+        stored = archive.tensor(self._tensors)
+        for read in archive.reads:
+            target = _box(self._data[read.dest_index], read.dest_offsets, read.lengths)
+            target.copy_(_box(stored, read.storage_offsets, read.lengths))
+            self._done += target.nbytes
+            self._report(self._done, self._total)
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._done += tensor.nbytes
-        self._report(self._done, self._total)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        self.values[key] = read_value(key, value, self._trusted)
+def _box(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def _some(names: Sequence[str]) -> str:

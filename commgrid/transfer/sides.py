@@ -316,7 +316,7 @@ class TargetSide(OneSide):
         if self.optimizer is not None:
             self._optimizer_state = OptimizerState(self.optimizer, _with(self._state))
             self.more = tuple(self._optimizer_state.keys)
-            for one in self._optimizer_state.targets(self._stored):
+            for one in self._optimizer_state.targets(self._stored, Turns(grid)):
                 if isinstance(one, Item) and one.path[0] == "model":  # an fp32 copy that starts so
                     name = key_of(copy_of(one.path))
                     held.add(name, one.shape, one.dtype, one.chunks, one.path[-1])
