@@ -60,12 +60,14 @@ class Recovered:
             with ranks that have no place any more, which handed it over in `rebuild`;
             `checkpoint`: the folder's last.
         extra: what was kept or saved with it.
+        extra_per_rank: what ranks had of their own, as `checkpoint.load` offers it.
         lost: with a checkpoint: names of the entries that no rank had in memory, if any were kept.
     """
 
     step: int
     source: str
     extra: dict[str, Any]
+    extra_per_rank: list[dict[str, Any]]
     lost: tuple[str, ...] = ()
 
 
@@ -180,7 +182,8 @@ def recover(
             folder, model, optimizer, progress=progress, trusted=trusted, grid=grid
         )
         forget(after=restored.step, grid=grid.name)
-        return Recovered(restored.step, CHECKPOINT, restored.extra, chosen.lost)
+        own = restored.extra_per_rank
+        return Recovered(restored.step, CHECKPOINT, restored.extra, own, chosen.lost)
     mine = next((state for state in kept_states(grid.name) if state.tag == chosen.tag), None)
     forms = at_first(
         group,
@@ -194,7 +197,7 @@ def recover(
     partly = failure("the model is not to be used, as it was recovered in part")
     at_first(group, loading.take, lambda _: None, partly)
     forget(after=chosen.step, grid=grid.name)
-    return Recovered(chosen.step, chosen.source, loading.extra)
+    return Recovered(chosen.step, chosen.source, loading.extra, loading.extra_per_rank)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ A checkpoint is a folder of torch.distributed.checkpoint's, which its own tools 
 | `optimizer.state.<parameter>.<key>` | its state; `master` for half precision's fp32 copy |
 | `optimizer.param_groups.<parameter>.<key>` | the options of its group, as torch flattens them |
 | `extra.<key>` | what the job adds |
+| `extra_per_rank.<place>` | what each rank adds; its place is as in `dp=1 tp=0` |
 | `step`, `optimizer_class` | its step; the optimizer's class, which `load` compares |
 
 A parameter that modules share has the first of its names. It can be opened without commgrid:
@@ -22,6 +23,10 @@ from __future__ import annotations
 
 from commgrid.checkpoint.loading import Restored, load, steps
 from commgrid.checkpoint.memory import forget
+from commgrid.checkpoint.random_states import random_states, set_random_states
 from commgrid.checkpoint.saving import keep, save, wait
 
-__all__ = ["Restored", "forget", "keep", "load", "save", "steps", "wait"]
+__all__ = [
+    "Restored", "forget", "keep", "load", "random_states", "save", "set_random_states", "steps",
+    "wait",
+]  # fmt: skip

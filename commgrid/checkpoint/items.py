@@ -77,12 +77,16 @@ class Value:
         value: anything that can be pickled, or Shared; None where it is to be read.
         writes: whether this rank writes it.
         repeats: whether several stages may have it, equal ones, without saying so.
+        copies: axes along which ranks should have equal ones, of which one writes.
+        of: compared as well, such as the names of parameters that an option is of.
     """
 
     path: Path
     value: Any = None
     writes: bool = True
     repeats: bool = False
+    copies: tuple[str, ...] = ()
+    of: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

@@ -27,6 +27,7 @@ from commgrid.checkpoint.meeting import (
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.storage import Report, Stored
+from commgrid.checkpoint.values import offered
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError
 from commgrid.runtime.registry import get_grid
@@ -43,11 +44,16 @@ class Restored:
         step: the checkpoint's.
         folder: the checkpoint's.
         extra: what was saved with it.
+        extra_per_rank: what ranks of the saving grid had of their own, of those offered to this
+            rank: on the same sizes what it had itself. On an axis that had more places, it is also
+            what ranks at its place + n, + 2 n … had, n being the places now; on an axis that had
+            fewer, ranks beyond get nothing.
     """
 
     step: int
     folder: Path
     extra: dict[str, Any]
+    extra_per_rank: list[dict[str, Any]]
 
 
 def steps(folder: str | Path) -> list[int]:
@@ -118,7 +124,7 @@ def load(
     at_first(group, loading.take, lambda _: None, partly)
     if line is not None:
         line.finish(f"loaded step {found} from {path}")
-    return Restored(found, path, loading.extra)
+    return Restored(found, path, loading.extra, loading.extra_per_rank)
 
 
 class Source(Protocol):
@@ -167,7 +173,8 @@ class Loading:
         self._staged = [self._source(i) if isinstance(i, Item) else i for i in self._live]
         self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
         self._extra = [Value(_path(key)) for key in self._stored.keys if key.startswith("extra.")]
-        self._needed = [*self._staged, *self._extra]
+        self._own = [Value(path) for path in offered(self._stored.keys, self._grid)]
+        self._needed = [*self._staged, *self._extra, *self._own]
         if self._optimizer is not None:
             self._needed += self._optimizer.targets(self._stored.keys, turns)
         # One rank of each stage tells, since the others of it have the same names.
@@ -219,6 +226,11 @@ class Loading:
     def extra(self) -> dict[str, Any]:
         """What the job has saved beside it."""
         return {value.path[-1]: self._values[value.key] for value in self._extra}
+
+    @property
+    def extra_per_rank(self) -> list[dict[str, Any]]:
+        """What old ranks have saved of their own, of those offered to this rank."""
+        return [self._values[value.key] for value in self._own]
 
 
 def _path(key: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 Model = nn.Module | Sequence[nn.Module]
 """A module, or a pipeline stage's chunks."""
-Call = dict[str, int | str | None]
-"""The arguments of a call, compared between ranks."""
+Call = dict[str, Any]
+"""The arguments of a call, compared between ranks; of `extra` a number for each value."""
 Progress = bool | Callable[[int, int], object]
 
 P = ParamSpec("P")
@@ -104,7 +104,8 @@ def count_of(key: str, given: Any, least: int) -> int:
 
 def compare(calls: Sequence[Call]) -> None:
     """Refuses ranks that call for different things."""
-    for key in calls[0]:
+    _compare_extra([call.get("extra") for call in calls])
+    for key in calls[0].keys() - {"extra"}:
         said = [(number, c[key]) for number, c in enumerate(calls) if c[key] != "any"]
         for number, value in said:
             if value != said[0][1]:
@@ -112,3 +113,20 @@ def compare(calls: Sequence[Call]) -> None:
                     f"{key}={said[0][1]} on the grid's rank {said[0][0]}, and {key}={value} on its "
                     f"rank {number}; call it with the same on all"
                 )
+
+
+def _compare_extra(given: Sequence[Mapping[str, int] | None]) -> None:
+    """Refuses values of which the first rank's would be saved for all, and others have others.
+
+    Ranks that give none are not asked, since programs may give them on the first rank alone.
+    """
+    told = [(number, extra) for number, extra in enumerate(given) if extra]
+    for number, extra in told:
+        first = given[0] or {}
+        other = [key for key in {**first, **extra} if first.get(key) != extra.get(key)]
+        if other:
+            raise GridMismatchError(
+                f"extra[{other[0]!r}] differs between the grid's ranks 0 and {number}; the first "
+                "rank's would have been saved for all. What ranks have of their own goes to "
+                "extra_per_rank=, and comes back to each of them"
+            )

@@ -107,7 +107,7 @@ class ModelState:
         for name, module in self._stateful():
             mine = turns.is_mine(everywhere, 0) and name not in seen
             seen.add(name)
-            yield Value(("model", name), module.get_extra_state(), mine)
+            yield Value(("model", name), module.get_extra_state(), mine, copies=everywhere)
 
     def set_values(self, read: Mapping[str, Any]) -> None:
         """Gives modules their extra states.

@@ -7,7 +7,7 @@ precision parameters are updated in an fp32 copy, that is `state.<parameter>.mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -76,7 +76,7 @@ class OptimizerState:
                 "ZeroRedundancyOptimizer keeps its state where nobody else finds it; use "
                 "commgrid.data_parallel.ShardedOptimizer"
             )
-        self.optimizer = optimizer
+        self.optimizer, self._model = optimizer, model
         self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
@@ -114,21 +114,49 @@ class OptimizerState:
         for group, boxes in zip(self.optimizer.param_groups, self.groups, strict=True):
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             values = {key: Shared(value) for key, value in options.items()}
+            alike = self._compared_along(boxes)
             for box in boxes:
                 mine = turns.is_mine(box.copies, 0) and box.is_owner and box.is_first
+                axes, names = alike.get(box.name, ((), ()))
                 for key, value in values.items():
-                    yield Value(_option(box, key), value, mine)
+                    yield Value(_option(box, key), value, mine, copies=axes, of=names)
+
+    def _compared_along(
+        self, boxes: Sequence[HeldBox]
+    ) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Which parameter's options are compared for all of a group, along which axes.
+
+        Slices of one parameter have equal options too, so these are all axes but those along which
+        ranks have other parameters.
+
+        Returns:
+            By the first parameter of each region, the axes, and the region's parameters.
+        """
+        by_region: dict[str, list[str]] = {}
+        for box in boxes:
+            region = self._model.placements[box.name].region
+            by_region.setdefault(region, []).append(box.name)
+        others, layouts = {"pp", "ep"}, self.grid.spec.layouts
+        dense = layouts["dense"]
+        return {
+            names[0]: (
+                tuple(axis for axis in layouts.get(region, dense).shape if axis not in others),
+                tuple(names),
+            )
+            for region, names in by_region.items()
+        }
 
     def _entry(self, part: Part, key: str, held: Any, mine: bool) -> Item | Value:
         # Of a parameter that is cut every part says the same; the first one does for all.
         first = part.start == 0 and part.box.is_first
         if not isinstance(held, Tensor):
-            return Value(part.path(key), held, mine and first)
+            return Value(part.path(key), held, mine and first, copies=part.box.copies)
         if held.shape == part.tensor.shape and (held.dim() or not part.box.shape):
             chunks, copies = part.chunks(held), part.box.copies
             return Item(part.path(key), part.box.shape, chunks, held.dtype, mine, copies=copies)
         if held.dim() == 0:
-            return whole(part.path(key), local_part(held), writes=mine and first)
+            copies = part.box.copies
+            return whole(part.path(key), local_part(held), writes=mine and first, copies=copies)
         raise SpecError(
             f"{part.box.name}: the optimizer's {key!r} of shape {tuple(held.shape)} belongs to "
             f"a part of shape {tuple(part.tensor.shape)}; expected that shape, or one number, as "

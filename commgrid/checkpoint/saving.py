@@ -33,6 +33,7 @@ from commgrid.checkpoint.optimizer_state import OptimizerState
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.staging import SPARES, stage
 from commgrid.checkpoint.storage import write, write_metadata
+from commgrid.checkpoint.values import OWN, number_of, numbers_of, own_path
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.replicas import Copy, differing, groups_along
@@ -53,6 +54,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    extra_per_rank: Mapping[str, Any] | None = None,
     keep: int | None = None,
     copies: str = "compare",
     background: bool = False,
@@ -76,12 +78,15 @@ def save(
             chunks. Modules have the names that they have in the whole model; buffers are equal on
             all ranks.
         optimizer: a ShardedOptimizer, or an element-wise one of torch.optim.
-        extra: picklable values of the job, equal on all ranks; what is no tensor or plain value
-            loads with `trusted=True` only.
+        extra: picklable values of the job, equal on all ranks that give any, the first one among
+            them; what is no tensor or plain value loads with `trusted=True` only.
+        extra_per_rank: likewise, what this rank has of its own, such as `random_states()` or a
+            data loader's state.
         keep: how many checkpoints up to this step the folder is to have, older ones are deleted;
             None: all.
-        copies: "compare" refuses copies of which any bit differs; "first" writes those of the
-            first rank that has them, for programs whose kernels are not deterministic.
+        copies: "compare" refuses copies of which any bit differs, of tensors, learning rates and
+            other options, extra states of modules, and `extra`; "first" writes those of the first
+            rank that has them, for programs whose kernels are not deterministic.
         background: True: return once copies are compared and what the rank writes is copied to the
             host's memory, pinned where it comes from a GPU. Later errors are raised by the next
             `save`, `load` or `wait`, on all ranks. At most one save is under way: the next call
@@ -132,8 +137,10 @@ def save(
             "copies": _known_way(copies),
             "background": background,
             "keep_in_memory": keep_in_memory,
+            "extra": numbers_of(extra) if copies == "compare" else None,
         }
-        items.extend(_items(grid, step, model, optimizer, extra or {}, copies == "first"))
+        said = extra or {}, extra_per_rank or {}
+        items.extend(_items(grid, step, model, optimizer, *said, first=copies == "first"))
         return call
 
     def begin(calls: list[Call]) -> Path:
@@ -186,6 +193,7 @@ def keep(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    extra_per_rank: Mapping[str, Any] | None = None,
     grid: HyperCommGrid | None = None,
 ) -> None:
     """Keeps the state in the host's memory, for `commgrid.recover` after a failure; on all ranks.
@@ -196,7 +204,7 @@ def keep(
 
     Args:
         step: the number that `recover` returns.
-        model, optimizer, extra, grid: as `save` takes them.
+        model, optimizer, extra, extra_per_rank, grid: as `save` takes them.
 
     Raises:
         CheckpointError: on all ranks: a rank cannot; names it.
@@ -217,8 +225,12 @@ def keep(
     items: list[Item | Value] = []
 
     def plan() -> Call:
-        call = {"step": count_of("step", step, 0), "optimizer": kind_of(model, optimizer)}
-        items.extend(_items(grid, step, model, optimizer, extra or {}))
+        call = {
+            "step": count_of("step", step, 0),
+            "optimizer": kind_of(model, optimizer),
+            "extra": numbers_of(extra),
+        }
+        items.extend(_items(grid, step, model, optimizer, extra or {}, extra_per_rank or {}))
         return call
 
     at_first(group, plan, compare, failed)
@@ -284,6 +296,9 @@ def _copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> list[Copy]:
                     key = f"shared {num_shared}"
                     copies.append(Copy(item.key, chunk.data, (item.shared,), key))
                     num_shared += 1
+        elif item.copies:
+            number = number_of([item.value, item.of])
+            copies.append(Copy(item.key, number, groups_along(item.copies, grid)))
     return copies
 
 
@@ -293,6 +308,7 @@ def _items(
     model: Model,
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, Any],
+    own: Mapping[str, Any],
     first: bool = False,
 ) -> Iterator[Item | Value]:
     turns = Turns(grid, first)
@@ -302,7 +318,14 @@ def _items(
         yield from OptimizerState(optimizer, state).items(turns)
     is_first = grid.rank == grid.spec.grid_ranks[0]
     yield Value(("step",), step, is_first)
-    for key, value in extra.items():
-        if not isinstance(key, str):
-            raise SpecError(f"extra={{{key!r}: …}}: expected names as keys")
+    for key, value in _named("extra", extra).items():
         yield Value(("extra", key), value, is_first)
+    if own:
+        yield Value(own_path(grid), dict(_named(OWN, own)))
+
+
+def _named(what: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in given:
+        if not isinstance(key, str):
+            raise SpecError(f"{what}={{{key!r}: …}}: expected names as keys")
+    return given

@@ -1,0 +1,95 @@
+"""The states of random number generators, so that a run continues as if it had not stopped."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from commgrid.errors import CheckpointError
+
+
+def random_states(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
+    """Return the states of this process's generators, for `save(…, extra_per_rank=…)`.
+
+    They are Python's, NumPy's if it was imported, torch's of the CPU and of the current
+    accelerator if it is in use, and those given.
+
+    Args:
+        generators: further ones by name, such as a data loader's.
+
+    Returns:
+        Plain values and tensors on the CPU.
+
+    Example:
+        >>> import torch
+        >>> from commgrid import checkpoint
+        >>> states = checkpoint.random_states()
+        >>> first = torch.rand(2)
+        >>> checkpoint.set_random_states(states)
+        >>> bool((torch.rand(2) == first).all())
+        True
+    """
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    device = _device()
+    if device is not None:
+        found[device] = torch.get_device_module(device).get_rng_state()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy"] = [kind, keys.tolist(), *rest]
+    for name, generator in (generators or {}).items():
+        found[f"given {name}"] = generator.get_state()
+    return found
+
+
+def set_random_states(
+    states: Mapping[str, Any], generators: Mapping[str, torch.Generator] | None = None
+) -> None:
+    """Set this process's generators to states that `random_states` has returned.
+
+    A state of NumPy's, or of an accelerator that this process does not use, is left out.
+
+    Args:
+        states: of all of them.
+        generators: the further ones, by the same names.
+
+    Raises:
+        CheckpointError: a generator has no state, or a state no generator; nothing is set.
+    """
+    given = {f"given {name}": generator for name, generator in (generators or {}).items()}
+    further = {name for name in states if name.startswith("given ")}
+    if further != given.keys():
+        had, has = (sorted(n.removeprefix("given ") for n in one) for one in (further, given))
+        raise CheckpointError(
+            f"the states are of generators {had}, and here are {has}; give both calls the same "
+            "names"
+        )
+    random.setstate(_tuples(states["python"]))
+    torch.set_rng_state(states["torch"])
+    device = _device()
+    if device is not None and device in states:
+        torch.get_device_module(device).set_rng_state(states[device])
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(tuple(states["numpy"]))
+    for name, generator in given.items():
+        generator.set_state(states[name])
+
+
+def _device() -> str | None:
+    """The kind of accelerator that this process uses; None: none."""
+    if not torch.accelerator.is_available():
+        return None
+    kind = torch.accelerator.current_accelerator()
+    module = None if kind is None else torch.get_device_module(kind.type)
+    is_used = getattr(module, "is_initialized", lambda: False)()
+    return kind.type if kind is not None and is_used else None
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, which Python's generator wants."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
