@@ -181,9 +181,10 @@ def recover(
         restored = checkpoint.load(
             folder, model, optimizer, progress=progress, trusted=trusted, grid=grid
         )
-        forget(after=restored.step, grid=grid.name)
+        step = restored.step or 0
+        forget(after=step, grid=grid.name)
         own = restored.extra_per_rank
-        return Recovered(restored.step, CHECKPOINT, restored.extra, own, chosen.lost)
+        return Recovered(step, CHECKPOINT, restored.extra, own, chosen.lost)
     mine = next((state for state in kept_states(grid.name) if state.tag == chosen.tag), None)
     forms = at_first(
         group,

@@ -16,7 +16,8 @@ A checkpoint is a folder of torch.distributed.checkpoint's, which its own tools 
 
 A parameter that modules share has the first of its names. It can be opened without commgrid:
 `torch.distributed.checkpoint.load` into the unsharded model, or into one sharded otherwise, and
-`torch.distributed.checkpoint.format_utils.dcp_to_torch_save` for one file.
+`torch.distributed.checkpoint.format_utils.dcp_to_torch_save` for one file. Megatron-core's
+`dist_checkpointing.load` takes its tensors by these names; `export` writes safetensors files.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from __future__ import annotations
 from commgrid.checkpoint.loading import Restored, load, steps
 from commgrid.checkpoint.memory import forget
 from commgrid.checkpoint.random_states import random_states, set_random_states
+from commgrid.checkpoint.safetensors import export
 from commgrid.checkpoint.saving import keep, save, wait
 
 __all__ = [
-    "Restored", "forget", "keep", "load", "random_states", "save", "set_random_states", "steps",
-    "wait",
+    "Restored", "export", "forget", "keep", "load", "random_states", "save", "set_random_states",
+    "steps", "wait",
 ]  # fmt: skip

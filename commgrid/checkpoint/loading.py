@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.background import finish, settle
@@ -25,7 +26,9 @@ from commgrid.checkpoint.meeting import (
     tells_failures,
 )
 from commgrid.checkpoint.model_state import ModelState
+from commgrid.checkpoint.naming import MODEL, Naming, Rename, Renamed, Source
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
+from commgrid.checkpoint.safetensors import Safetensors, is_folder_of_them
 from commgrid.checkpoint.storage import Report, Stored
 from commgrid.checkpoint.values import offered
 from commgrid.collectives.objects import at_first
@@ -41,19 +44,23 @@ class Restored:
     """What `load` has loaded.
 
     Args:
-        step: the checkpoint's.
+        step: the checkpoint's; None: it does not say.
         folder: the checkpoint's.
         extra: what was saved with it.
         extra_per_rank: what ranks of the saving grid had of their own, of those offered to this
             rank: on the same sizes what it had itself. On an axis that had more places, it is also
             what ranks at its place + n, + 2 n … had, n being the places now; on an axis that had
             fewer, ranks beyond get nothing.
+        missing: with `strict=False`, the model's names that the checkpoint has not.
+        unexpected: with `strict=False`, the checkpoint's names that the model has not.
     """
 
-    step: int
+    step: int | None
     folder: Path
     extra: dict[str, Any]
     extra_per_rank: list[dict[str, Any]]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 def steps(folder: str | Path) -> list[int]:
@@ -68,14 +75,20 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
+    prefix: str = MODEL,
+    rename: Rename | None = None,
+    strict: bool = True,
     trusted: bool = False,
     progress: Progress = True,
     grid: HyperCommGrid | None = None,
 ) -> Restored:
     """Loads a checkpoint that any grid wrote, or one process; on all ranks of the grid.
 
-    Nothing is changed before all ranks have read all that they need; until then parameters are held
-    once more on the CPU, and optimizer state where it is going to be. Numbers of another precision
+    Also what torch.distributed.checkpoint has written by itself, Megatron-core's `torch_dist`, and
+    a folder of safetensors files.
+
+    Nothing is changed before every rank has read its part; until then parameters are held once more
+    on the CPU, and optimizer state where it is going to be. Numbers of another precision
     are converted; where half-precision weights were saved with fp32 copies, wider ones are taken
     from these.
 
@@ -84,6 +97,12 @@ def load(
         model, optimizer: as `save` takes them, cut in any way; without an optimizer its state in
             the checkpoint is left alone.
         step: None: the last complete one.
+        prefix: what the checkpoint's names of the model's tensors begin with; "" of a model's
+            `state_dict()` that was saved by itself, and of most safetensors files.
+        rename: what follows the prefix to the model's names: a mapping, in which names that stay
+            may be left out, or a function, which returns None for what is to be left out.
+        strict: False: tensors of the model that the checkpoint has not keep their numbers, and what
+            only the checkpoint has is left alone; both are returned. One must be in both.
         trusted: False: nothing in it runs code: tensors and plain values load, and what torch's
             `weights_only` makes. True: values of any type, made by whatever the file names, as
             pickle does; for checkpoints of your own.
@@ -93,54 +112,57 @@ def load(
         CheckpointError: on all ranks: no such checkpoint, half a one, or one of another model or
             optimizer, or with values of other types than plain ones; names what is missing or
             differs, and which ranks found it. Should a module
-            refuse its extra state after all that, it says that the model is not to be used.
+            refuse its extra state then, the error says that the model is not to be used.
         PeerFailedError, PeerTimeoutError: as `save`.
         UnknownGroupError: the grid has no group of all its ranks.
     """
     grid = grid or get_grid()
     group = everyone(grid)
+    naming = Naming(prefix, rename)
+
+    def source(path: Path) -> Source:
+        if is_folder_of_them(path):
+            return Renamed(Safetensors(path), naming)
+        return Renamed(Stored(path, trusted), naming)
 
     def call() -> Call:
         finish()
-        return {"step": step, "optimizer": kind_of(model, optimizer), "trusted": trusted}
+        return {
+            "step": step,
+            "optimizer": kind_of(model, optimizer),
+            "prefix": naming.prefix,
+            "strict": strict,
+            "trusted": trusted,
+        }
 
-    def choose(calls: list[Call]) -> tuple[int, Path]:
+    def choose(calls: list[Call]) -> tuple[int | None, Path]:
         compare(calls)
         settle()
-        chosen, path = folders.find(Path(folder).absolute(), step)
+        path = Path(folder).absolute()
+        if is_folder_of_them(path):
+            return None, path
+        chosen, path = folders.find(path, step)
         stored = Stored(path, trusted)
         stored.check_files()
-        if chosen is None:
-            chosen = stored.read([Value(("step",))], lambda *_: None)["step"]
+        if chosen is None and isinstance(stored.keys.get("step"), BytesStorageMetadata):
+            said = stored.read([Value(("step",))], lambda *_: None)["step"]
+            chosen = said if isinstance(said, int) else None
         return chosen, path
 
     found, path = at_first(group, call, choose, failure("nothing was loaded"))
     failed = failure(f"nothing was loaded from {path}")
-    loading = Loading(grid, lambda: Stored(path, trusted), model, optimizer)
-    at_first(group, loading.plan, loading.check_all, failed)
-    line, report = reporter(progress, f"loading step {found}", grid)
+    loading = Loading(grid, lambda: source(path), model, optimizer, strict)
+    missing, unexpected = at_first(group, loading.plan, loading.check_all, failed)
+    what = "the model" if found is None else f"step {found}"
+    line, report = reporter(progress, f"loading {what}", grid)
     at_first(group, lambda: loading.read(report), lambda _: None, failed)
     partly = failure(f"the model is not to be used, as {path} was loaded in part")
     at_first(group, loading.take, lambda _: None, partly)
     if line is not None:
-        line.finish(f"loaded step {found} from {path}")
-    return Restored(found, path, loading.extra, loading.extra_per_rank)
-
-
-class Source(Protocol):
-    """What is loaded from.
-
-    Attributes:
-        keys: what there is, with what torch's metadata says of each.
-    """
-
-    keys: Mapping[str, Any]
-
-    def check(self, items: Iterable[Item | Value], /) -> None:
-        """Raises CheckpointError where it has not these, in these shapes."""
-
-    def read(self, items: Iterable[Item | Value], report: Report, /) -> dict[str, Any]:
-        """Fills the items' boxes; returns the values by key."""
+        line.finish(f"loaded {what} from {path}")
+    return Restored(
+        found, path, loading.extra, loading.extra_per_rank, tuple(missing), tuple(unexpected)
+    )
 
 
 class Loading:
@@ -149,7 +171,7 @@ class Loading:
     Args:
         grid: whose ranks load.
         source: opens what is loaded from.
-        model, optimizer: as `load` takes them.
+        model, optimizer, strict: as `load` takes them.
     """
 
     def __init__(
@@ -158,17 +180,23 @@ class Loading:
         source: Callable[[], Source],
         model: Model,
         optimizer: torch.optim.Optimizer | None,
+        strict: bool = True,
     ) -> None:
-        self._grid, self._open = grid, source
+        self._grid, self._open, self._strict = grid, source, strict
         self._given = model, optimizer
 
-    def plan(self) -> list[str]:
-        """Compares what is needed with what is there; returns the names of this rank's model."""
+    def plan(self) -> _Names:
+        """Compare the model with the checkpoint; return the names of this rank's model."""
         model, optimizer = self._given
         self._stored = self._open()
         self._model = ModelState(model, self._grid)
         turns = Turns(self._grid)
         self._live = list(self._model.items(turns))
+        names = [item.key for item in self._live]
+        missing: list[str] = []
+        if not self._strict:
+            missing = [key for key in names if key not in self._stored.keys]
+            self._live = [item for item in self._live if item.key in self._stored.keys]
         self._stored.check(self._live)
         self._staged = [self._source(i) if isinstance(i, Item) else i for i in self._live]
         self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
@@ -181,10 +209,10 @@ class Loading:
         stage = self._grid.spec.regions[0].axes
         others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")
         updated = self._optimizer.keys if self._optimizer is not None else []
-        return [] if any(others) else [*(item.key for item in self._live), *updated]
+        return _Names([], []) if any(others) else _Names([*names, *updated], missing)
 
     def _source(self, item: Item) -> Item:
-        """What a tensor of the model is read into, and from: an fp32 copy where that says more."""
+        """Return the box to read a tensor into; from its fp32 copy if that is more precise."""
         staged = item.staged()
         stored, copy = self._stored.keys[item.key], copy_of(item.path)
         exact = torch.promote_types(item.dtype, stored.properties.dtype)
@@ -192,19 +220,31 @@ class Loading:
             return replace(staged, path=copy)
         return staged
 
-    def check_all(self, names: list[list[str]]) -> None:
-        """Whether all stages together have all of the checkpoint's model."""
-        known = {name for own in names for name in own}
-        there = [key for key in self._stored.keys if key.startswith("model.")]
+    def check_all(self, told: Sequence[_Names]) -> tuple[list[str], list[str]]:
+        """Whether all stages together have all of the checkpoint's model.
+
+        Returns:
+            Without `strict`, names that are missing in the checkpoint, and that only it has.
+        """
+        known = {name for names in told for name in names.own}
+        missing = [name.removeprefix(MODEL) for names in told for name in names.missing]
+        there = [key for key in self._stored.keys if key.startswith(MODEL)]
         if self._optimizer is not None:
             options = [k for k in self._stored.keys if k.startswith("optimizer.param_groups.")]
             there += dict.fromkeys(f"{key.rpartition('.')[0]}." for key in options)
         unknown = [key.rstrip(".") for key in there if key not in known]
-        if unknown:
+        if unknown and self._strict:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             raise CheckpointError(
                 f"of another model: it also has {', '.join(unknown[:3])}{more}, which no rank has"
             )
+        if missing and not known & {*there}:
+            names = ", ".join(key.removeprefix(MODEL) for key in there[:3])
+            raise CheckpointError(
+                f"of another model: it has none of {', '.join(missing[:3])}, but {names}; see "
+                "prefix= and rename="
+            )
+        return missing, [key.removeprefix(MODEL) for key in unknown]
 
     def read(self, report: Report) -> None:
         """Into memory of its own."""
@@ -224,13 +264,26 @@ class Loading:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the job has saved beside it."""
+        """The job's own values."""
         return {value.path[-1]: self._values[value.key] for value in self._extra}
 
     @property
     def extra_per_rank(self) -> list[dict[str, Any]]:
-        """What old ranks have saved of their own, of those offered to this rank."""
+        """The old ranks' own values that this rank is offered."""
         return [self._values[value.key] for value in self._own]
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names that one stage tells.
+
+    Args:
+        own: of its model.
+        missing: of those, what the checkpoint has not.
+    """
+
+    own: list[str]
+    missing: list[str]
 
 
 def _path(key: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ for the metadata. Reading asks nobody: each rank reads the metadata, and the box
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import pickle
@@ -173,8 +174,25 @@ def write_metadata(folder: Path, found: Mapping[int, Written], compares: bool = 
                 f"{folder / place} was written, but not where this rank looks; save to a folder on "
                 "a file system that all nodes share"
             )
+    _write_for_megatron(folder)
     FileSystemWriter(folder).finish(metadata, results)
     return sum(result.size_in_bytes for written in found.values() for result in written.results)
+
+
+def _write_for_megatron(folder: Path) -> None:
+    """Write the two files by which Megatron-core's `dist_checkpointing.load` knows the format."""
+    said = {
+        "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+        "common_backend": "torch", "common_backend_version": 1,
+    }  # fmt: skip
+    with (folder / "metadata.json").open("w") as file:
+        json.dump(said, file)
+        file.flush()
+        os.fsync(file.fileno())
+    with (folder / "common.pt").open("wb") as common:
+        torch.save({}, common)
+        common.flush()
+        os.fsync(common.fileno())
 
 
 def _check_all(metadata: Metadata, found: Mapping[int, Written]) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from commgrid.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
 _KNOWN = {
     (_METADATA, "Metadata"),
     (_METADATA, "StorageMeta"),
@@ -38,19 +39,19 @@ _KNOWN = {
     ("pathlib._local", "Path"),
     ("pathlib._local", "PosixPath"),
     ("pathlib._local", "PurePosixPath"),
-}
-
-
-_PLANNER = "torch.distributed.checkpoint.planner"
-_WRITTEN = {
+    # Megatron-core leaves the plans in it.
     (_PLANNER, "SavePlan"),
     (_PLANNER, "WriteItem"),
     (_PLANNER, "WriteItemType"),
     (_PLANNER, "TensorWriteData"),
+    ("builtins", "frozenset"),
+}
+
+
+_WRITTEN = {
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("torch.distributed.checkpoint.storage", "WriteResult"),
     ("commgrid.checkpoint.storage", "Written"),
-    ("builtins", "frozenset"),
 }
 """What a rank that saves in the background says of its file."""
 

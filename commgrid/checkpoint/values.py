@@ -1,4 +1,4 @@
-"""Values that are no tensors: whether ranks have equal ones, and those that each rank has alone."""
+"""Values beside tensors: comparing them between ranks, and naming those of a single rank."""
 
 from __future__ import annotations
 
@@ -70,23 +70,23 @@ def _words(value: Any) -> Iterable[str]:
 
 
 def own_path(grid: HyperCommGrid) -> Path:
-    """The name of what a rank has alone, which says where the rank is: `dp=1 tp=0`."""
+    """Return the name of a rank's own values, with its coordinates: `dp=1 tp=0`."""
     coordinate = grid.spec.layout("dense").coordinate(grid.rank)
     return OWN, " ".join(f"{axis}={place}" for axis, place in coordinate.items())
 
 
 def offered(keys: Iterable[str], grid: HyperCommGrid) -> list[Path]:
-    """The names of what is offered to a rank, of what ranks of another grid have saved alone.
+    """Return the names of the old ranks' own values that this rank is offered.
 
-    On each axis, a rank of n is offered what ranks at its place had, and at its place + n, + 2 n
-    and so on. So what each old rank had is offered to one new rank.
+    On an axis of n ranks, the rank at coordinate i is offered the values of old ranks at i, i + n,
+    i + 2 n and so on. So each old rank's values are offered to exactly one new rank.
 
     Args:
         keys: of a checkpoint.
-        grid: whose rank asks.
+        grid: the one that loads.
 
     Returns:
-        Paths, by the old ranks' places.
+        Paths, sorted by the old ranks' coordinates.
     """
     mine = grid.spec.layout("dense").coordinate(grid.rank)
     shape = grid.spec.layout("dense").shape

@@ -170,7 +170,7 @@ def refused(folder: str) -> dict[str, str]:
 
 REFUSED = {
     "two names": "has a model.head.weight, and left it to a rank with a copy of it, which has none",
-    "state": "group 'dp_cp' should have copies are not the same ones: 19 on rank 0 and 13 on rank 1",
+    "state": "'dp_cp' should have copies are not the same ones: 19 on rank 0 and 13 on rank 1",
     "zero": "use commgrid.data_parallel.ShardedOptimizer",
     "meta": "is on the meta device, without numbers; call to_empty(device=…) first",
     "adam": "its optimizer is AdamW, and here is Adam",

@@ -1,0 +1,169 @@
+"""Names of foreign checkpoints, translated to commgrid's.
+
+| written by | names | here |
+|---|---|---|
+| `dcp.save(model.state_dict())` | `0.weight` | with `prefix=""`, `model.0.weight` |
+| `dcp.save({"model": …, "optimizer": …})` | `model.0.weight`, `optimizer.state.0.weight.exp_avg` | the same |
+| with optimizer state that is not flattened | `optimizer.param_groups.0.lr`, `….0.params` | `optimizer.param_groups.0.weight.lr` |
+| Megatron-core's `torch_dist` | `decoder.final_layernorm.weight` | with `prefix=""` and `rename=`, the model's |
+| Hugging Face's safetensors | `model.norm.weight` | likewise |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from commgrid.checkpoint.items import Item, Value
+from commgrid.checkpoint.storage import Report, check_has
+from commgrid.errors import CheckpointError, SpecError
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+"""A checkpoint's names to the model's; a name that is not in the mapping stays, a tensor for whose
+name a function returns None is left out."""
+
+MODEL = "model."
+_STATE, _OPTIONS = "optimizer.state.", "optimizer.param_groups."
+_MEMBERS = re.compile(r"optimizer\.param_groups\.(\d+)\.params")
+
+
+class Source(Protocol):
+    """A checkpoint to load from.
+
+    Attributes:
+        keys: its names, each with torch's metadata.
+    """
+
+    keys: Mapping[str, Any]
+
+    def check(self, items: Iterable[Item | Value], /) -> None:
+        """Raises CheckpointError where it has not these, in these shapes."""
+
+    def read(self, items: Iterable[Item | Value], report: Report, /) -> dict[str, Any]:
+        """Fills the items' boxes; returns the values by key."""
+
+
+class Naming:
+    """How a checkpoint's names become a model's.
+
+    Args:
+        prefix: what its names of the model's tensors begin with.
+        rename: what follows it to the model's names.
+
+    Raises:
+        SpecError: something else.
+    """
+
+    def __init__(self, prefix: str, rename: Rename | None) -> None:
+        if not isinstance(prefix, str):
+            raise SpecError(f"prefix={prefix!r}: expected a text, as 'model.' or ''")
+        if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
+            raise SpecError(f"rename={rename!r}: expected a mapping of names, or a function")
+        self.prefix, self._rename = prefix, rename
+
+    def of_model(self, name: str) -> str | None:
+        """The model's name of a tensor; None: it is left out.
+
+        Raises:
+            SpecError: a function returned something else.
+        """
+        if self._rename is None:
+            return name
+        given = self._rename(name) if callable(self._rename) else self._rename.get(name, name)
+        if given is not None and not isinstance(given, str):
+            raise SpecError(f"rename({name!r}) returned {given!r}: expected a name, or None")
+        return given
+
+
+class Renamed:
+    """A source under the names of commgrid's own.
+
+    Args:
+        source: with its own names.
+        naming: its names to the model's.
+
+    Raises:
+        CheckpointError: two of its tensors would have one name.
+    """
+
+    def __init__(self, source: Source, naming: Naming) -> None:
+        self._source, self._prefix = source, naming.prefix
+        self._stored: dict[str, str] = {}
+        members = {key: match[1] for key in source.keys if (match := _MEMBERS.fullmatch(key))}
+        for key in source.keys:
+            self._add(naming, key, is_nested=bool(members))
+        for key, group in members.items():
+            self._add_group(naming, key, group)
+        self.keys: Mapping[str, Any] = {
+            name: source.keys[stored] for name, stored in self._stored.items()
+        }
+
+    def _add(self, naming: Naming, key: str, is_nested: bool) -> None:
+        for begin in (_STATE, _OPTIONS):
+            if key.startswith(begin):
+                if begin == _STATE or not is_nested:
+                    name, _, last = key.removeprefix(begin).rpartition(".")
+                    own = naming.of_model(name)
+                    self._name(None if own is None else f"{begin}{own}.{last}", key)
+                return
+        if key.startswith(("optimizer.", "extra.", "extra_per_rank.")) or key == "optimizer_class":
+            self._name(key, key)
+        elif key.startswith(naming.prefix) and (naming.prefix or key != "step"):
+            own = naming.of_model(key.removeprefix(naming.prefix))
+            self._name(None if own is None else MODEL + own, key)
+        else:
+            self._name(key, key)
+
+    def _add_group(self, naming: Naming, key: str, group: str) -> None:
+        """Options of one group for each of its parameters, as torch flattens them."""
+        members = self._source.read([Value((key,))], lambda *_: None)[key]
+        if not all(isinstance(name, str) for name in members):
+            raise CheckpointError(
+                "its optimizer state is by numbers of parameters, which say nothing of where they "
+                "are now; save it with torch.distributed.checkpoint.state_dict."
+                "get_optimizer_state_dict, which takes their names, or load the model alone"
+            )
+        begin = f"{_OPTIONS}{group}."
+        for stored in self._source.keys:
+            option = stored.removeprefix(begin)
+            if not stored.startswith(begin) or option == "params" or "." in option:
+                continue
+            for name in members:
+                own = naming.of_model(name)
+                self._name(None if own is None else f"{_OPTIONS}{own}.{option}", stored)
+
+    def _name(self, name: str | None, stored: str) -> None:
+        if name is None:
+            return
+        other = self._stored.setdefault(name, stored)
+        if other != stored:
+            raise CheckpointError(
+                f"its {other} and {stored} are both {name} after prefix= and rename=; give each "
+                "tensor a name of its own"
+            )
+
+    def check(self, items: Iterable[Item | Value]) -> None:
+        """Look whether it has these, in these shapes.
+
+        Raises:
+            CheckpointError: names what is missing, or has another shape.
+        """
+        wanted = list(items)
+        ours = any(item.key.startswith(MODEL) for item in wanted)
+        if ours and not any(key.startswith(MODEL) for key in self.keys):
+            names = ", ".join(list(self._source.keys)[:3])
+            raise CheckpointError(
+                f"no name in it begins with prefix={self._prefix!r}: it has {names}; give the "
+                "prefix= of the model's names, '' if they have none, and rename= if they are others"
+            )
+        check_has(self.keys, wanted)
+
+    def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
+        """Fills the items' boxes; returns the values by key."""
+        wanted = list(items)
+        asked = [replace(item, path=(self._stored[item.key],)) for item in wanted]
+        found = self._source.read(asked, report)
+        values = [item.key for item in wanted if isinstance(item, Value)]
+        return {key: found[self._stored[key]] for key in values}

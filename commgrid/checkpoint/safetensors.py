@@ -1,0 +1,221 @@
+"""Folders of safetensors files, as Hugging Face's models come in: reading and writing them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from commgrid.checkpoint.folder import find
+from commgrid.checkpoint.items import Item, Value, whole
+from commgrid.checkpoint.naming import MODEL, Naming, Rename
+from commgrid.checkpoint.storage import Report, Stored, check_has
+from commgrid.errors import CheckpointError, SpecError
+
+SUFFIX = ".safetensors"
+
+
+def is_folder_of_them(folder: Path) -> bool:
+    """Whether a folder has safetensors files, and is no checkpoint of torch's."""
+    return not (folder / ".metadata").exists() and any(folder.glob(f"*{SUFFIX}"))
+
+
+class Safetensors:
+    """A folder of safetensors files as something to load from.
+
+    Args:
+        folder: it.
+
+    Raises:
+        CheckpointError: the package safetensors is missing, or a file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        _check_package()
+        self._folder, self._reader = folder, HuggingFaceStorageReader(str(folder))
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as error:  # safetensors has errors of its own
+            raise CheckpointError(f"{folder} cannot be read: {error}") from error
+        self._reader.set_up_storage_reader(metadata, True)
+        self.keys: Mapping[str, Any] = metadata.state_dict_metadata
+
+    def check(self, items: Iterable[Item | Value]) -> None:
+        """Raises CheckpointError where it has not these, in these shapes."""
+        check_has(self.keys, items)
+
+    def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
+        """Fill the items' boxes. There are no values in it.
+
+        Raises:
+            CheckpointError: a file that cannot be read.
+        """
+        planner = _Into(report)
+        plan: list[ReadItem] = []
+        for number, item in enumerate(items):
+            if isinstance(item, Value):
+                raise CheckpointError(f"{self._folder} has tensors alone, and no {item.key}")
+            plan += planner.reads(f"{number}", item, self.keys[item.key])
+        try:
+            self._reader.read_data(LoadPlan(plan), planner).wait()
+        except Exception as error:
+            raise CheckpointError(f"{self._folder} cannot be read: {error}") from error
+        planner.finish()
+        return {}
+
+
+class _Into(DefaultLoadPlanner):
+    """Says which boxes are needed, and where what is read goes."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self._data: dict[MetadataIndex, Tensor] = {}
+        self._report, self._done, self._total = report, 0, 0
+
+    def reads(self, place: str, item: Item, stored: TensorStorageMetadata) -> list[ReadItem]:
+        """Return the reads for an item.
+
+        Args:
+            place: a text that differs for each item.
+        """
+        boxes = [
+            ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.data.shape))
+            for chunk in item.chunks
+        ]
+        for chunk in item.chunks:
+            self._data[MetadataIndex(place, chunk.offset)] = chunk.data
+            self._total += chunk.data.nbytes
+        return [
+            replace(read, dest_index=MetadataIndex(place, read.dest_index.offset))
+            for read in create_read_items_for_chunk_list(item.key, stored, boxes)
+        ]
+
+    def finish(self) -> None:
+        """Report that all is read."""
+        self._report(self._total, self._total)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._data[index]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._done += tensor.nbytes
+        self._report(self._done, self._total)
+
+
+def export(
+    folder: str | Path,
+    to: str | Path,
+    *,
+    step: int | None = None,
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 5_000_000_000,
+) -> list[Path]:
+    """Write the model of a checkpoint as safetensors files, which Hugging Face's libraries read.
+
+    One process calls it; it needs no grid, and memory for one file.
+
+    Args:
+        folder: of checkpoints, or one of these itself.
+        to: a folder, made if need be. It must have no safetensors files.
+        step: None: the last complete one.
+        rename: the model's names to those in the files.
+        dtype: of tensors with fractions; None: as they were saved.
+        file_bytes: how large a file may grow, unless it is one tensor.
+
+    Returns:
+        The files. If there are several, `model.safetensors.index.json` lists them.
+
+    Raises:
+        CheckpointError: the checkpoint does not exist or cannot be read, the package safetensors
+            is missing, or `to` has such files.
+        SpecError: something else as rename=.
+    """
+    _check_package()
+    from safetensors.torch import save_file
+
+    target, naming = Path(to), Naming(MODEL, rename)
+    if target.is_dir() and any(target.glob(f"*{SUFFIX}")):
+        raise CheckpointError(f"{target} has safetensors files; give a new folder, or delete them")
+    if dtype is not None and not dtype.is_floating_point:
+        raise SpecError(f"dtype={dtype}: expected one with fractions, as torch.bfloat16")
+    stored = Stored(find(Path(folder).absolute(), step)[1])
+    stored.check_files()
+    shards = _shards(stored.keys, naming, dtype, file_bytes)
+    target.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = []
+    index: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        count = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        files.append(target / f"model{count}{SUFFIX}")
+        tensors = {name: _made(stored.keys[key]) for name, key in names.items()}
+        items = [whole((names[name],), tensor) for name, tensor in tensors.items()]
+        stored.read(items, lambda *_: None)
+        save_file(
+            {name: _as(tensor, dtype) for name, tensor in tensors.items()}, files[-1],
+            metadata={"format": "pt"},
+        )  # fmt: skip
+        index |= dict.fromkeys(names, files[-1].name)
+    if len(shards) > 1:
+        total = sum(path.stat().st_size for path in files)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (target / f"model{SUFFIX}.index.json").write_text(text)
+    return files
+
+
+def _shards(
+    keys: Mapping[str, Any], naming: Naming, dtype: torch.dtype | None, limit: int
+) -> list[dict[str, str]]:
+    """The checkpoint's keys by the names in the files, for each file."""
+    shards: list[dict[str, str]] = [{}]
+    size, seen = 0, set()
+    for key, info in keys.items():
+        name = naming.of_model(key.removeprefix(MODEL)) if key.startswith(MODEL) else None
+        if name is None or not isinstance(info, TensorStorageMetadata):
+            continue
+        if name in seen:
+            raise CheckpointError(f"rename= gives two tensors the name {name!r}")
+        seen.add(name)
+        bytes_ = info.size.numel() * _dtype(info.properties.dtype, dtype).itemsize
+        if shards[-1] and size + bytes_ > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = key
+        size += bytes_
+    if not shards[0]:
+        raise CheckpointError("there is no tensor of a model to write; see rename=")
+    return shards
+
+
+def _made(info: TensorStorageMetadata) -> Tensor:
+    return torch.empty(info.size, dtype=info.properties.dtype)
+
+
+def _dtype(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and stored.is_floating_point else stored
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(_dtype(tensor.dtype, dtype))
+
+
+def _check_package() -> None:
+    if find_spec("safetensors") is None:
+        raise CheckpointError(
+            "safetensors files need the package of that name: pip install safetensors"
+        )
