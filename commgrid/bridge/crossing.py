@@ -7,15 +7,16 @@ each way, or one error that all of them raise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from commgrid.bridge.plan import Held, Message, messages, one_by_one
 from commgrid.bridge.sides import Cut, GridSide
-from commgrid.errors import ShapeError, SpecError
+from commgrid.errors import GridMismatchError, ShapeError, SpecError
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.replicas import digest
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
@@ -24,7 +25,7 @@ DTYPES = (
 )  # fmt: skip
 """What can cross; of other dtypes nothing is known of how they travel."""
 MOST_DIMS = 12
-ROW = 4 + MOST_DIMS
+ROW = 5 + MOST_DIMS
 """How many numbers a rank tells."""
 
 _COMPLAINTS = (
@@ -48,6 +49,7 @@ class Facts:
         shape, dtype: of its tensor, if it gave one.
         needs_grad: whether that one needs a gradient.
         complaint: a number: what is wrong with it.
+        digest: of the tensor's bits, if copies are compared.
     """
 
     is_source: bool
@@ -56,9 +58,10 @@ class Facts:
     dtype: torch.dtype | None = None
     needs_grad: bool = False
     complaint: int = 0
+    digest: int = field(default=0, compare=False)
 
     @classmethod
-    def of(cls, x: object, is_source: bool, device: torch.device) -> Facts:
+    def of(cls, x: object, is_source: bool, device: torch.device, compares: bool = False) -> Facts:
         """What this rank has to tell."""
         records = torch.is_grad_enabled()
         none = cls(is_source, records)
@@ -73,20 +76,21 @@ class Facts:
         if x.device.type != device.type:
             return replace(none, complaint=4)
         return replace(
-            none, shape=tuple(x.shape), dtype=x.dtype, needs_grad=records and x.requires_grad
-        )
+            none, shape=tuple(x.shape), dtype=x.dtype, needs_grad=records and x.requires_grad,
+            digest=int(digest(x)) if compares else 0,
+        )  # fmt: skip
 
     def encode(self) -> list[int]:
         """As a row of numbers."""
         dtype = -1 if self.dtype is None else DTYPES.index(self.dtype)
         flags = 4 * self.is_source + 2 * self.records + self.needs_grad
         dims = [*self.shape, *[0] * (MOST_DIMS - len(self.shape))]
-        return [flags, self.complaint, dtype, len(self.shape), *dims]
+        return [flags, self.complaint, dtype, self.digest, len(self.shape), *dims]
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> Facts:
         """Of such a row."""
-        flags, complaint, dtype, dims, *shape = row
+        flags, complaint, dtype, bits, dims, *shape = row
         return cls(
             bool(flags & 4),
             bool(flags & 2),
@@ -94,6 +98,7 @@ class Facts:
             None if dtype < 0 else DTYPES[dtype],
             bool(flags & 1),
             complaint,
+            bits,
         )
 
     @property
@@ -130,6 +135,7 @@ def conclude(
 
     Raises:
         ShapeError: a rank gave no tensor or one it should not, or shapes or dtypes do not fit.
+        GridMismatchError: ranks gave copies that differ.
         SpecError: ranks differ in whether gradients are wanted, or the tensor has not the dims.
     """
     for one, facts in told.items():
@@ -143,6 +149,7 @@ def conclude(
     dims = tuple(sorted({*own, *theirs}))
     shapes = {one: told[one].shape for one in source.ranks}
     whole, lengths = _whole(about, shapes, source, own)
+    _check_copies(about, told, source)
     held = _held(f"{about}: source", source, own, dims, whole, lengths)
     wanted = _held(f"{about}: target", target, theirs, dims, whole, None)
     senders, receivers = source.side.spread(own, dims), target.side.spread(theirs, dims)
@@ -170,6 +177,19 @@ def _check_alike(about: str, told: Mapping[int, Facts], ranks: Sequence[int]) ->
                 f"{told[one].said}; expected one dtype and number of dims on the source's ranks"
             )
     return lead
+
+
+def _check_copies(about: str, told: Mapping[int, Facts], source: GridSide) -> None:
+    """Refuse copies of which one would be sent for all, and others have other numbers."""
+    for (_, _), ranks in source.side.copies.items():
+        for one in ranks:
+            if told[one].digest != told[ranks[0]].digest:
+                raise GridMismatchError(
+                    f"{about}: {describe_ranks([ranks[0], one])} gave tensors that should be "
+                    "copies and differ; one of them would have been sent for both. Cut the tensor "
+                    "along the axis between them, or give one sum on all; where kernels are not "
+                    "deterministic, make the bridge with compare=False"
+                )
 
 
 def _needs_grad(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from commgrid.bridge.crossing import Crossing, Facts, conclude
+from commgrid.bridge.heads import Ledger
 from commgrid.bridge.links import Links
-from commgrid.bridge.moving import move
+from commgrid.bridge.moving import Moving, shapes_of
 from commgrid.bridge.sides import Cut, GridSide, check_axes, grid_side
 from commgrid.collectives.first_order import first_order
 from commgrid.errors import (
@@ -69,6 +70,7 @@ class Bridge(nn.Module):
         dynamic: whether shapes may change from call to call, for which all ranks then tell each
             other theirs every time. Else they do in the first call, and where autograd begins or
             ceases to record.
+        compare: whether the first call compares copies on the source, to the last bit.
         name: what both grids meet under; bridges that are made at one time have different ones.
         timeout: of its messages; None: the longer one of the grids'.
         startup_timeout: how long making it may take.
@@ -106,13 +108,14 @@ class Bridge(nn.Module):
         copies: Sequence[str] = ("tp",),
         partial: Sequence[str] | None = None,
         dynamic: bool = False,
+        compare: bool = True,
         name: str = "bridge",
         timeout: Seconds | None = None,
         startup_timeout: Seconds = 600.0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.name, self.dynamic = name, dynamic
+        self.name, self.dynamic, self._compares = name, dynamic, compare
         self._about = f"bridge {name!r}"
         deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
         limit = None if timeout is None else as_seconds("timeout", timeout)
@@ -139,6 +142,7 @@ class Bridge(nn.Module):
         self._copies = (copies,) if isinstance(copies, str) else tuple(copies)
         self._partial = (partial,) if isinstance(partial, str) else partial and tuple(partial)
         self._links: Links | None = None
+        self._ledger = Ledger(self._about)
         self._crossings: dict[bool, Crossing] = {}
         self._calls = 0
         self._meet(grids, deadline, limit, device)
@@ -206,6 +210,7 @@ class Bridge(nn.Module):
         """What must be the same on all ranks, beside the grids."""
         said: dict[str, Any] = {
             "copies": list(self._copies), "timeout": timeout, "dynamic": self.dynamic,
+            "compare": self._compares,
             "partial": None if self._partial is None else list(self._partial),
         }  # fmt: skip
         for what in SIDES:
@@ -254,6 +259,9 @@ class Bridge(nn.Module):
         Raises:
             ShapeError: a rank gave no tensor, or tensors do not fit each other or the cuts.
             SpecError: the tensors have not the dim, or a dtype that NCCL does not send.
+            GridMismatchError: in the first call, the source's copies differ.
+            CommGridError: the gradient of an earlier call was sent, and a source's rank has dropped
+                the zero that would have received it.
             GoneError: a rank did not come, or is gone; it is named.
             GridDestroyedError: the bridge was destroyed, or one of its grids.
         """
@@ -265,13 +273,13 @@ class Bridge(nn.Module):
                 )
             return None
         crossing = self._crossing(x)
-        call = f"call {self._calls}"
+        number = self._calls
         self._calls += 1
         anchor = x
         if anchor is None and crossing.needs_grad:
             anchor = torch.zeros((), device=self._live.device, requires_grad=True)
         with torch.set_grad_enabled(crossing.needs_grad and torch.is_grad_enabled()):
-            crossed: Tensor = _Crossing.apply(x, anchor, self, crossing, call)  # type: ignore[no-untyped-call]
+            crossed: Tensor = _Crossing.apply(x, anchor, self, crossing, number)  # type: ignore[no-untyped-call]
         return crossed
 
     def forget_shapes(self) -> None:
@@ -306,7 +314,7 @@ class Bridge(nn.Module):
 
     def _crossing(self, x: Tensor | None) -> Crossing:
         """What was agreed for such a call, or is now."""
-        facts = Facts.of(x, self.is_source, self._live.device)
+        facts = Facts.of(x, self.is_source, self._live.device, self._compares)
         known = None if self.dynamic else self._crossings.get(facts.records)
         if known is not None:
             if known.facts != facts:
@@ -323,6 +331,7 @@ class Bridge(nn.Module):
             raise SpecError(f"{self._about}: a tensor of {found.dtype}, which NCCL does not send; "
                             "convert it")  # fmt: skip
         self._crossings[facts.records] = found
+        self._compares = False
         return found
 
     # -- not to be copied ---------------------------------------------------------------
@@ -340,13 +349,16 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor | None, anchor: Tensor | None, bridge: Bridge, crossing: Crossing,
-        call: str,
+        number: int,
     ) -> Tensor:  # fmt: skip
-        ctx.bridge, ctx.crossing, ctx.call = bridge, crossing, call
+        ctx.bridge, ctx.crossing, ctx.number = bridge, crossing, number
         ctx.shape = None if x is None else x.shape
-        arrived = move(
-            bridge._live, crossing.forward, crossing, x, crossing.arrives, f"forward of {call}"
-        )
+        if x is not None and crossing.backward:
+            shapes = shapes_of(crossing.backward, crossing.dims, x.shape)
+            ctx.owed = bridge._ledger.owe(number, shapes) if shapes else None
+        arrived = Moving(
+            bridge._live, bridge._ledger, number, crossing, crossing.forward, x, crossing.arrives
+        ).forward()
         if arrived is None:
             return torch.zeros((), dtype=crossing.dtype, device=bridge._live.device)
         return arrived
@@ -354,12 +366,12 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     @first_order("a Bridge")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        bridge, crossing = ctx.bridge, ctx.crossing
+        bridge, crossing, number = ctx.bridge, ctx.crossing, ctx.number
         given = gradient if bridge.is_target else None
-        back = move(
-            bridge._live, crossing.backward, crossing, given, ctx.shape, f"backward of {ctx.call}"
-        )
-        bridge._live.let_leave(f"forward of {ctx.call}")
+        back = Moving(
+            bridge._live, bridge._ledger, number, crossing, crossing.backward, given, ctx.shape
+        ).backward()
+        bridge._live.let_leave(f"forward of call {number}")
         return back, None, None, None, None
 
 

@@ -104,7 +104,7 @@ class Links:
             )  # fmt: skip
         self.device = wanted or torch_groups.devices_of(self.group)[-1]
         self._position = {rank: i for i, rank in enumerate(self.ranks)}
-        self._leaving: dict[str, _Leaving] = {}
+        self._leaving: dict[str, list[_Leaving]] = {}
 
     def connect(self, timeout: float) -> None:
         """Connects all its ranks, after all have made it; collective.
@@ -197,7 +197,8 @@ class Links:
         self._check_watch(call)  # a wait that a failure ended leaves numbers that no rank sent
         if one_by_one and sends:
             versions = [version_of(tensor) for tensor, _ in leaving]
-            self._leaving[call] = _Leaving(works[: len(sends)], list(leaving), versions)
+            left = _Leaving(works[: len(sends)], list(leaving), versions)
+            self._leaving.setdefault(call, []).append(left)
         while len(self._leaving) > MOST_AHEAD:
             self.let_leave(next(iter(self._leaving)))
 
@@ -208,9 +209,10 @@ class Links:
             GoneError: the receiver is gone, or did not call.
             CommGridError: it was changed meanwhile, so that something else has left.
         """
-        left = self._leaving.pop(call, None)
-        if left is None:
-            return
+        for left in self._leaving.pop(call, []):
+            self._let_leave(left, call)
+
+    def _let_leave(self, left: _Leaving, call: str) -> None:
         peers = [rank for tensor, rank in left.tensors if tensor.numel()]
         for work, peer in zip(left.works, peers, strict=True):
             try:
