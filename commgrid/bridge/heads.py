@@ -1,8 +1,8 @@
-"""Which call a message belongs to, and whether the gradient of a call can still be received.
+"""Headers of a bridge's messages: the call's number, and calls whose gradient cannot be received.
 
-Two ranks get each other's messages in the order in which they were sent. The target may run its
-backwards in another order than the source, or one that the source does not run. So a head goes
-before each message:
+Messages between two ranks arrive in the order in which they were sent. The target may run its
+backwards in another order than the source, or run one that the source leaves out. So a header
+precedes each message:
 
     call │ first call that waits for its gradient │ calls whose gradient is never going to be received
 """  # noqa: E501
@@ -30,7 +30,7 @@ class Owed:
 
 
 class Ledger:
-    """One rank's calls of a bridge that wait for gradients, and those that it sent gradients of.
+    """Calls of a bridge: those that wait for gradients here, and those whose gradients were sent.
 
     Args:
         about: what messages speak of: `bridge 'images'`.
@@ -44,8 +44,8 @@ class Ledger:
         self._untold: list[int] = []
         self._early: dict[tuple[int, int], Tensor] = {}
         # On the target's ranks.
-        self._sent: dict[int, set[int]] = {}  # to whom, by call
-        self._refused: set[tuple[int, int]] = set()  # calls, and who refuses
+        self._sent: dict[int, set[int]] = {}  # receivers by call
+        self._refused: set[tuple[int, int]] = set()  # call and receiver
 
     # -- on the source --------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Ledger:
     # -- on the target --------------------------------------------------------------------
 
     def hear(self, head: Sequence[int], sender: int) -> None:
-        """Take in what the head of a source's message says of earlier calls.
+        """Read the header of a message from the source.
 
         Raises:
             CommGridError: the sender does not receive a gradient that was sent.

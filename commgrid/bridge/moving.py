@@ -19,7 +19,7 @@ from commgrid.torch_compat import world as torch_world
 
 
 class Moving:
-    """What one rank sends and gets in one direction of one call.
+    """One rank's messages of one call, in one direction.
 
     Args:
         links: the ranks on the bridge.
@@ -27,8 +27,8 @@ class Moving:
         number: the call's.
         crossing: dtype, and the dims that messages are cut in.
         plan: its messages in this direction.
-        given: what it sends parts of, if it sends.
-        shape: of what it gets; None: nothing.
+        given: the tensor that it sends parts of, if it sends.
+        shape: of the tensor that it receives; None: none.
     """
 
     def __init__(

@@ -111,3 +111,40 @@ def test_transformers_slices_are_where_their_plan_says() -> None:
     for found in run_on_ranks(planned, 2, backend=None, launcher="torchrun"):
         assert len(found) == 6
         assert all(found.values()), found
+
+
+def replicas_that_differ(whose: str) -> str:
+    """Slices of 2 x 2 ranks, of which one rank's copy has another number."""
+    grid = commgrid.initialize(tp=2, dp=2)
+    model = nn.Sequential()
+    if whose == "Megatron-core":
+        group = grid.get_group("tp")
+        megatron_layers.prepare(group)
+        model.add_module("up", megatron_layers.column((4, 12), group))
+        model.add_module("down", megatron_layers.row((12, 4), group))
+    else:
+        mesh = grid.device_mesh("tp")
+        model.add_module("up", nn.Linear(4, 6))
+        model.add_module("down", nn.Linear(6, 4))
+        for module, plan in ((model.up, "colwise"), (model.down, "rowwise")):
+            module._hf_tp_plan, module._hf_device_mesh = plan, mesh  # type: ignore[assignment]
+    Transfer(whole(), model).run()
+    if grid.rank == 3:
+        with torch.no_grad():
+            model.down.weight[0, 0] += 1
+    try:
+        Transfer(model, whole(), name="back").run()
+        told = "moved"
+    except CommGridError as error:
+        told = str(error)
+    commgrid.shutdown()
+    return told
+
+
+@pytest.mark.parametrize("whose", ["Megatron-core", "Transformers"])
+def test_copies_of_others_slices_are_compared(whose: str) -> None:
+    for told in run_on_ranks(
+        replicas_that_differ, 4, whose, backend=None, launcher="torchrun", check=False
+    ):
+        assert "down.weight, of which ranks 1, 3 hold" in told
+        assert "differs between rank 1 and rank 3" in told
