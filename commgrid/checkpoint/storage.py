@@ -186,7 +186,7 @@ def _write_for_megatron(folder: Path) -> None:
         "common_backend": "torch", "common_backend_version": 1,
     }  # fmt: skip
     with (folder / "metadata.json").open("w") as file:
-        json.dump(said, file)
+        file.write(json.dumps(said))
         file.flush()
         os.fsync(file.fileno())
     with (folder / "common.pt").open("wb") as common:

@@ -145,6 +145,26 @@ def wrong(
     return found
 
 
+def wrong_slices(
+    chunks: list[nn.Module], grid: commgrid.HyperCommGrid, salt: float, via: torch.dtype
+) -> list[str]:
+    """The slices of tp that are not `chunk`'s of the full tensor, told apart by layer here."""
+    found = []
+    count, mine = grid.size("tp"), grid.get_local_rank("tp")
+    for chunk in chunks:
+        for name, block in chunk.blocks.items():
+            for layer, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
+                parameter = block.get_parameter(layer).detach()
+                if isinstance(parameter, DTensor) or isinstance(block.up, nn.Linear):
+                    continue
+                shape = list(parameter.shape)
+                shape[dim] *= count
+                full = formula(f"blocks.{name}.{layer}", tuple(shape), salt).to(via)
+                if not torch.equal(parameter, full.to(parameter.dtype).chunk(count, dim)[mine]):
+                    found.append(f"blocks.{name}.{layer} is another slice")
+    return found
+
+
 def optimizer_of(
     cut: Cut, chunks: list[nn.Module], grid: commgrid.HyperCommGrid, salt: float
 ) -> torch.optim.Optimizer:
