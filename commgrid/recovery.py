@@ -2,8 +2,8 @@
 
 The ranks of the new grid tell each other what they have in memory, their own and their neighbours'.
 The newest state that is there as a whole goes to where it is needed now, as between any two grids;
-else the last checkpoint is loaded. Ranks that are left out of the new grid hand over what no other
-rank has, in rebuild.
+else the last checkpoint is loaded. Ranks that are left out of the new grid hand over, in rebuild,
+the boxes that no other rank has.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def rebuild(
     memory `commgrid.recover` brings together; what only a rank without a place has, it hands over
     here. A rank without a part in a grid, which `ranks` of
     `initialize` left out, which only called `join`, or which was left out here, waits in this call
-    until a rebuild needs it: it may take the place of one that is gone.
+    until a rebuild needs it: it may replace a rank that is gone.
 
     Args:
         ranks: exactly these come, and an error names the missing ones. A rank that is not among
@@ -139,10 +139,10 @@ def recover(
 ) -> Recovered:
     """Load the newest state that is left into model and optimizer; on all ranks of the new grid.
 
-    That is a state which ranks have kept in memory (`checkpoint.keep`, or `save` with
-    `keep_in_memory=True`) for a grid of this one's name, of any shape, and of which they have every
-    part together; or else, or where it is newer, the folder's last checkpoint. Its states of later
-    steps are forgotten.
+    Ranks keep states in memory by `checkpoint.keep`, or `save` with `keep_in_memory=True`. A state
+    is complete if the ranks together have all of it; it may be of another shape of the grid of this
+    name. If there is none, or the folder's last checkpoint is newer, that one is loaded. States of
+    later steps are forgotten.
 
     Args:
         folder: of checkpoints; None: there are none.

@@ -1,4 +1,4 @@
-"""What crosses a bridge, once every rank has said what it has: shapes, dtype, and both plans.
+"""Shapes, dtype and plans of a bridge's calls, concluded from all ranks' facts.
 
 Each rank tells the others a row of numbers. From all rows every rank concludes the same: a plan for
 each way, or one error that all of them raise.
@@ -23,7 +23,7 @@ DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
-"""What can cross; of other dtypes nothing is known of how they travel."""
+"""The dtypes that can cross."""
 MOST_DIMS = 12
 ROW = 5 + MOST_DIMS
 """How many numbers a rank tells."""
@@ -41,7 +41,7 @@ _COMPLAINTS = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank has.
+    """One rank's part in a call.
 
     Args:
         is_source: whether it is on the source's stage.
@@ -62,7 +62,7 @@ class Facts:
 
     @classmethod
     def of(cls, x: object, is_source: bool, device: torch.device, compares: bool = False) -> Facts:
-        """What this rank has to tell."""
+        """Make this rank's facts."""
         records = torch.is_grad_enabled()
         none = cls(is_source, records)
         if x is None:
@@ -108,14 +108,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What every call does as long as shapes stay.
+    """The messages of every call, as long as shapes stay.
 
     Args:
         facts: this rank's.
         dtype: of all tensors.
         needs_grad: whether gradients take the way back.
-        dims: those that messages are cut in.
-        arrives: shape of what this rank gets; None: it gets nothing.
+        dims: along which messages are cut.
+        arrives: shape of this rank's result; None: it has none.
         forward, backward: its messages.
     """
 
@@ -131,7 +131,7 @@ class Crossing:
 def conclude(
     about: str, told: Mapping[int, Facts], source: GridSide, target: GridSide, rank: int
 ) -> Crossing:
-    """What crosses, from what every rank has told; the same error on all of them if it cannot.
+    """Conclude the messages from all ranks' facts; if they do not fit, all raise the same error.
 
     Raises:
         ShapeError: a rank gave no tensor or one it should not, or shapes or dtypes do not fit.
@@ -261,7 +261,7 @@ def _held(
     whole: Sequence[int],
     lengths: Sequence[Sequence[int]] | None,
 ) -> Held:
-    """What each place of a side holds along each dim that either side cuts."""
+    """The positions of each place of a side, along each dim that either side cuts."""
     held = []
     for dim in dims:
         if dim not in own:

@@ -1,8 +1,7 @@
 """Headers of a bridge's messages: the call's number, and calls whose gradient cannot be received.
 
 Messages between two ranks arrive in the order in which they were sent. The target may run its
-backwards in another order than the source, or run one that the source leaves out. So a header
-precedes each message:
+backwards in another order than the source, or run one more. Each message has a header:
 
     call │ first call that waits for its gradient │ calls whose gradient is never going to be received
 """  # noqa: E501
@@ -30,7 +29,7 @@ class Owed:
 
 
 class Ledger:
-    """Calls of a bridge: those that wait for gradients here, and those whose gradients were sent.
+    """Calls that wait for gradients here, and calls whose gradients were sent.
 
     Args:
         about: what messages speak of: `bridge 'images'`.

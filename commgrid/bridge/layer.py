@@ -207,7 +207,7 @@ class Bridge(nn.Module):
         )
 
     def _document(self, timeout: float | None) -> dict[str, Any]:
-        """What must be the same on all ranks, beside the grids."""
+        """The arguments that must be equal on all ranks, beside the grids."""
         said: dict[str, Any] = {
             "copies": list(self._copies), "timeout": timeout, "dynamic": self.dynamic,
             "compare": self._compares,
@@ -300,7 +300,7 @@ class Bridge(nn.Module):
 
     def _grid_ends(self) -> None:
         if self._links is not None:
-            # While an error is under way those who should receive may be gone.
+            # While an error is under way receivers may be gone.
             self._links.close(wait=sys.exc_info()[0] is None)
             self._links = None
 
@@ -313,7 +313,7 @@ class Bridge(nn.Module):
         return self._links
 
     def _crossing(self, x: Tensor | None) -> Crossing:
-        """What was agreed for such a call, or is now."""
+        """The messages of such a call, from an earlier one or agreed on now."""
         facts = Facts.of(x, self.is_source, self._live.device, self._compares)
         known = None if self.dynamic else self._crossings.get(facts.records)
         if known is not None:

@@ -1,10 +1,10 @@
-"""Who sends which part of a tensor to whom, between two sides that cut it in other ways.
+"""The messages of a bridge: parts of a tensor, between two sides that cut it in other ways.
 
     source over 3 ranks   0000111122
     target over 2 ranks   0000011111     rank 0 sends to target 0, rank 1 to both, rank 2 to 1
 
 A side is some ranks, each at a place along every dim that is cut; ranks at one place hold copies.
-What two places have in common is, along each dim, what their positions have in common. All of it
+Two places share, along each dim, the positions that both hold. All of it
 is arithmetic on whole numbers, which every rank does alone and for its own messages only.
 """
 
@@ -60,13 +60,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends another of a tensor.
+    """A part of a tensor, sent by one rank to another.
 
     Args:
         sender, receiver: global ranks; the same one where it has what it needs.
         taken: for each dim that is cut, the rows of the sender's tensor.
         put: likewise, where they go in the receiver's.
-        adds: whether it is added to what a message before it has put there.
+        adds: whether it is added to the numbers of a message before it.
     """
 
     sender: int
@@ -106,7 +106,7 @@ def one_by_one(lengths: Iterable[int]) -> tuple[Ranges, ...]:
 def messages(
     senders: Side, receivers: Side, held: Held, wanted: Held, rank: int
 ) -> tuple[Message, ...]:
-    """What one rank sends and receives, so that every receiver gets all that it wants.
+    """One rank's messages, with which every receiver gets all of its part.
 
     Of the copies of a place the receiver itself is the sender, if it is one of them; else they
     take turns, so that none sends more than its share. Of places whose copies have parts it gets

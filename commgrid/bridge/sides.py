@@ -1,7 +1,7 @@
 """The two sides of a bridge: which ranks of a grid hold which part of the tensor, and as copies.
 
-A tensor that leaves a grid is on its last pipeline stage, one that arrives goes to the first; along
-some groups of such a stage it is cut, along the other axes its ranks hold copies.
+A tensor leaves a grid from its last pipeline stage, and arrives at the first one of another. Along
+some groups of the stage it is cut; along the other axes ranks hold copies.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Cut:
         return sharding.ranges
 
     def to_dict(self) -> dict[str, Any]:
-        """What all ranks must have been given alike."""
+        """The arguments that must be equal on all ranks."""
         said = self.sharding if isinstance(self.sharding, str) else self.sharding.digest
         return {"dim": self.dim, "group": self.group, "sharding": said}
 
 
 @dataclass(frozen=True)
 class GridSide:
-    """One side of a bridge as it was asked for, and the ranks that it comes to.
+    """One side of a bridge: its cuts, and the ranks of its stage.
 
     Args:
         cuts: along which the tensor is cut.
@@ -106,10 +106,10 @@ class GridSide:
 def check_axes(
     copies: Sequence[str], partial: Sequence[str] | None, source: GridSpec, target: GridSpec
 ) -> None:
-    """Refuses names of axes that nobody has: what they were meant for would not be done.
+    """Refuse names of axes that neither grid has, which would have no effect.
 
     Raises:
-        SpecError: copies= names an axis of neither grid, or partial= one that the target has not.
+        SpecError: copies= names an axis of neither grid, or partial= none of the target's.
     """
     theirs, all_axes = _axes(target), list(dict.fromkeys([*_axes(source), *_axes(target)]))
     for key, given, known in (("partial", partial or (), theirs), ("copies", copies, all_axes)):

@@ -1,4 +1,4 @@
-"""Checkpoints that any grid can load, whatever grid wrote them.
+"""Checkpoints that a grid of any shape can load.
 
     save("runs/7", 20, model, optimizer, extra={"tokens": 81_920})      on all ranks of a grid
     load("runs/7", model, optimizer).step                               on all ranks of any grid

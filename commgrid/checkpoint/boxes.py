@@ -109,7 +109,7 @@ def held_box(placement: Placement, grid: HyperCommGrid, cut_over: str | None = N
 
     Args:
         placement: the parameter, which may be a DTensor, such as FSDP2 makes of it.
-        grid: whose axes it lies on.
+        grid: with the axes that cut it.
         cut_over: the group over which a sharded optimizer has cut it further.
 
     Raises:

@@ -43,7 +43,7 @@ def find(folder: Path, step: int | None) -> tuple[int | None, Path]:
         step: None: the last.
 
     Raises:
-        CheckpointError: there is none, or not this one; names those that there are.
+        CheckpointError: there is none, or not this one; lists the steps that exist.
     """
     if (folder / ".metadata").exists():
         itself = _COMPLETE.fullmatch(folder.resolve().name)

@@ -1,13 +1,13 @@
-"""What a rank that has no place any more has in memory, handed over to those that have one.
+"""States in memory of ranks that a rebuild leaves out, handed over to the ranks of the new grid.
 
     dp 4, rank 2 gone, dp 3 does not divide the batch: dp 2 over (0, 1), rank 3 is left out
 
     rank 0   own 0, kept for 3
     rank 1   own 1, kept for 0
-    rank 3   own 3, kept for 2   ── kept for 2 ──►   rank 0, since nobody else has it
+    rank 3   own 3, kept for 2   ── kept for 2 ──►   rank 0, which has no copy of it
 
-Only of the newest state that is whole with it, and only what nobody with a place has; nothing where
-these have a newer one, or this one, whole among them.
+Of the newest state that is complete with them, boxes are handed over of which the new grid has no
+copy; nothing, if its ranks have a complete state that is as new.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Given:
-    """What one rank hands over.
+    """The boxes and values that one rank hands over.
 
     Args:
         to: the rank that gets it.
-        boxes, values: what it is.
+        boxes, values: names of them.
     """
 
     to: int
@@ -47,7 +47,7 @@ class Given:
 
 
 def hand_over(grid: HyperCommGrid, seated: Sequence[int], name: str) -> None:
-    """Ranks without a place give those with one what only they have; on all ranks of both kinds.
+    """Hand over boxes of ranks outside of the new grid to its ranks; on all of both.
 
     Args:
         grid: over all of them, for this alone.
@@ -82,10 +82,10 @@ def hand_over(grid: HyperCommGrid, seated: Sequence[int], name: str) -> None:
 def given(
     told: Mapping[int, Sequence[Inventory]], seated: Sequence[int]
 ) -> tuple[str, dict[int, Given]]:
-    """Who hands over what of which state, the same on all ranks that know the same.
+    """Plan the hand-over; from the same inventories all ranks make the same plan.
 
     Args:
-        told: what each rank has.
+        told: each rank's inventories.
         seated: those with a place.
 
     Returns:
@@ -106,7 +106,7 @@ def given(
 
 
 def _shares(having: Mapping[int, Inventory], sitting: Mapping[int, Inventory]) -> dict[int, Given]:
-    """What each rank without a place has that nobody before it has."""
+    """The boxes of each rank outside of the grid that ranks before it have not."""
     boxes = {box for each in sitting.values() for box in each.boxes}
     values = {key for each in sitting.values() for key in each.values}
     takers = sorted(sitting)

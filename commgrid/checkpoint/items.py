@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: tensors in boxes, and plain values, each under a name."""
+"""Entries of a checkpoint: tensors in boxes, and plain values, each under a name."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def load(
         strict: False: tensors of the model that the checkpoint has not keep their numbers, and what
             only the checkpoint has is left alone; both are returned. One must be in both.
         trusted: False: nothing in it runs code: tensors and plain values load, and what torch's
-            `weights_only` makes. True: values of any type, made by whatever the file names, as
-            pickle does; for checkpoints of your own.
+            `weights_only` makes. True: values of any type, which pickle makes by functions that the
+            file names; for checkpoints of your own.
         progress, grid: as `save`'s.
 
     Raises:

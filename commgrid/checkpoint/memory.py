@@ -1,6 +1,6 @@
 """States kept in memory: a rank's own, and what only a neighbour on another host has.
 
-    rank 0, host a   own state   +  the pieces of rank 2 that nobody on another host has
+    rank 0, host a   own state   +  the pieces of rank 2 without a copy on another host
     rank 2, host b   own state   +  those of rank 0
 
 A state is the boxes and values that a checkpoint would have, copied to the host's memory. Weights
@@ -8,7 +8,7 @@ that ranks on several hosts have copies of are safe by that; what has no copy el
 optimizer state that ZeRO-1 cuts over dp, or weights that FSDP cuts, goes to a neighbour along dp on
 another host as well. Where all ranks are on one host, another process is as good as it gets.
 
-A rank that a rebuild has left out hands over what nobody else has (`handing_over`).
+A rank that a rebuild has left out hands over boxes that no other rank has (`handing_over`).
 
 The last two are kept: while ranks keep one, and some of them may not get to its end, the one before
 is whole.
@@ -59,7 +59,7 @@ class Kept:
         others: boxes of ranks whose neighbour this one is.
         values: by key, of this rank and of these.
         forms: of every tensor of all ranks, by key; None: a value.
-        layout: a digest of what this rank has, and of its grid.
+        layout: a digest of this rank's names and shapes, and of its grid.
         left: boxes that a rank had which a rebuild has left out.
     """
 
@@ -123,7 +123,7 @@ def keep_items(
 
     Args:
         step: it is of.
-        items: all that this rank has of it.
+        items: this rank's.
         grid: whose ranks keep.
         group: of all its ranks; None: there is one.
         failed: makes the error of all, where one fails.
@@ -168,7 +168,7 @@ def _plain(value: Value) -> Any:
 
 @dataclass(frozen=True)
 class Places:
-    """Which ranks of a grid would be lost together, and whose neighbour each is.
+    """The hosts of a grid's ranks, and the neighbour of each rank on another host.
 
     Args:
         grid: whose ranks.
@@ -250,7 +250,7 @@ def give(
     Args:
         items, values: what is given.
         to: a place in the group; None: this rank gives nothing.
-        sources: the places of those that give to this rank.
+        sources: places of the ranks that send to this one.
 
     Returns:
         What they have given.
@@ -349,7 +349,7 @@ Boxes = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a rank tells of a state that it has kept.
+    """One rank's description of a state that it has kept.
 
     Args:
         step, tag: the state's.

@@ -31,8 +31,8 @@ class ModelState:
         model: a module, or a pipeline stage's chunks, whose modules have the names that they have
             in the whole model.
         grid: where it lies.
-        takes: whether the caller knows by itself how a parameter lies that somebody else's layer
-            has cut; None: it knows of none.
+        takes: whether the caller knows the layout of a parameter that another library's layer has
+            cut; None: of none.
 
     Raises:
         SpecError: two chunks have different parameters of one name, or a parameter is sliced over
@@ -80,7 +80,7 @@ class ModelState:
             reducer.wait_for_weights()
 
     def box_of(self, placement: Placement, cut_over: str | None) -> HeldBox:
-        """What this rank holds of a parameter, cut further by a sharded optimizer or not."""
+        """This rank's box of a parameter, which a sharded optimizer may have cut further."""
         if cut_over is None:
             return self.boxes[placement.name]
         return held_box(placement, self.grid, cut_over)
@@ -149,7 +149,7 @@ class ModelState:
 
 
 def chunks_of(model: object) -> list[nn.Module]:
-    """The chunks of what was given as a model.
+    """Return the chunks of a model.
 
     Raises:
         SpecError: it is none.

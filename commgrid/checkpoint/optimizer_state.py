@@ -33,7 +33,7 @@ def copy_of(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Part:
-    """What the optimizer updates of one parameter on this rank.
+    """The part of one parameter that the optimizer updates on this rank.
 
     Args:
         box: where the parameter's part lies.
@@ -124,7 +124,7 @@ class OptimizerState:
     def _compared_along(
         self, boxes: Sequence[HeldBox]
     ) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Which parameter's options are compared for all of a group, along which axes.
+        """Choose a parameter of a group, whose options are compared for all, and the axes to do it.
 
         Slices of one parameter have equal options too, so these are all axes but those along which
         ranks have other parameters.
@@ -166,10 +166,10 @@ class OptimizerState:
     # -- reading ------------------------------------------------------------------------
 
     def targets(self, stored: Mapping[str, Any], turns: Turns) -> Iterator[Item | Value]:
-        """What there is to read, into new tensors, for `take` to put in place.
+        """Yield the items to read, with new tensors, which `take` puts in place.
 
         Args:
-            stored: the checkpoint's keys, with what torch's metadata says of each.
+            stored: torch's metadata by key.
             turns: which of the ranks that read something compares its checksum.
 
         Raises:
@@ -305,7 +305,7 @@ class OptimizerState:
 
 
 def _parts(optimizer: torch.optim.Optimizer, model: ModelState) -> Iterator[tuple[int, Part]]:
-    """The parts of parameters by the id of what the optimizer has of them."""
+    """The parts of parameters, by the id of the optimizer's tensor."""
     if not isinstance(optimizer, ShardedOptimizer):
         for name, placement in model.placements.items():
             yield id(placement.parameter), Part(model.boxes[name], placement.parameter)
@@ -324,7 +324,7 @@ def _option(box: HeldBox, key: str) -> Path:
 
 
 def _keys_by_parameter(stored: Mapping[str, Any]) -> dict[str, dict[str, set[str]]]:
-    """Kind of key, to parameter, to what is stored of it."""
+    """The last names of the keys, by kind and parameter."""
     found: dict[str, dict[str, set[str]]] = {"state": {}, "param_groups": {}}
     for key in stored:
         for kind, names in found.items():

@@ -1,7 +1,8 @@
 """Items to files and back, through torch.distributed.checkpoint's own writer, reader and metadata.
 
 Every rank knows what it has to write, so plans are not gathered before; only what was written is,
-for the metadata. Reading asks nobody: each rank reads the metadata, and the boxes it needs.
+for the metadata. Reading needs no communication: each rank reads the metadata, and
+its boxes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Report = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written, for the metadata.
+    """A description of one rank's file, for the metadata.
 
     Args:
         plan: its items.
@@ -92,7 +93,7 @@ def write(
 
     Args:
         folder: is there already.
-        items: all that this rank has; what others write is left out.
+        items: this rank's, of which it writes its share.
         number: the rank's, in the file's name.
         report: as `Report`.
     """
@@ -139,8 +140,8 @@ def write_metadata(folder: Path, found: Mapping[int, Written], compares: bool = 
         How many bytes the ranks have written.
 
     Raises:
-        CheckpointError: two ranks have different parameters or buffers of one name, together they
-            do not hold all of one, or nobody has written what somebody has.
+        CheckpointError: two ranks have different parameters or buffers of one name, or some part of
+            one was written by no rank.
     """
     seen: dict[tuple[str, Any], tuple[int, WriteItem]] = {}
     plans, results = [], []
@@ -294,7 +295,7 @@ def _write_item(item: Item, chunk: Chunk, index: MetadataIndex) -> WriteItem:
 
 
 def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
-    """Looks whether there are these among what torch's metadata says, in these shapes.
+    """Check that items are in torch's metadata, in these shapes.
 
     Raises:
         CheckpointError: names what is missing, has another shape, or a dtype whose numbers would
@@ -347,7 +348,7 @@ class Stored:
             raise CheckpointError(
                 f"{folder} has no .metadata, which is written last: half a checkpoint, or none"
             ) from error
-        except Exception as error:  # what pickle raises depends on what is broken
+        except Exception as error:  # pickle raises any type
             raise CheckpointError(f"{folder}/.metadata cannot be read: {error}") from error
         self.keys: Mapping[str, Any] = self._metadata.state_dict_metadata
         for name in {info.relative_path for info in self._metadata.storage_data.values()}:
@@ -401,7 +402,7 @@ class Stored:
         return {key: planner.values[first] for key, first in planner.names.items()}
 
     def _archives(self, planner: _Reads) -> Iterator[Archive]:
-        """What is to be read, each archive once, one after the other in memory that is used again.
+        """Read each archive once, one after the other, into the same memory.
 
         Whole archives are read, also where a part of one is needed, so that its checksum can be
         compared.
@@ -432,7 +433,7 @@ class Stored:
                     yield Archive(self._as_saved(content, info), reads, checks)
 
     def _as_saved(self, content: memoryview, info: Any) -> memoryview:
-        """What torch.save wrote, if a writer with extensions has transformed it, as to compress."""
+        """The bytes that torch.save wrote, which a writer's extensions may have compressed."""
         transforms = getattr(info, "transform_descriptors", None)
         if not transforms:
             return content
@@ -442,7 +443,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Archive:
-    """What torch.save wrote, and what is to be read from it.
+    """An archive of torch.save's, and the boxes to read from it.
 
     Args:
         content: its bytes, until the next archive is read.
@@ -496,12 +497,12 @@ class _Reads:
     ) -> None:
         self._trusted, self._tensors = trusted, Tensors()
         self.values: dict[str, Any] = {}
-        self.names: dict[str, str] = {}  # to the first name of what is stored in one place
+        self.names: dict[str, str] = {}  # key to the first key of the same place
         first: dict[tuple[str, int], str] = {}
         tensors: Mapping[str, Any] = stored.state_dict_metadata
         self.plan: list[ReadItem] = []
         self._data: dict[MetadataIndex, Tensor] = {}
-        self.checked: set[str] = set()  # places of what this rank compares with its checksum
+        self.checked: set[str] = set()  # places whose checksum this rank compares
         self._report, self._done, self._total = report, 0, 0
         for number, item in enumerate(items):
             if isinstance(item, Value):

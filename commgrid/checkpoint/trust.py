@@ -53,7 +53,7 @@ _WRITTEN = {
     ("torch.distributed.checkpoint.storage", "WriteResult"),
     ("commgrid.checkpoint.storage", "Written"),
 }
-"""What a rank that saves in the background says of its file."""
+"""Types in a description of one rank's file."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -73,7 +73,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path, trusted: bool) -> Metadata:
-    """What a `.metadata` file holds.
+    """Read a `.metadata` file.
 
     Args:
         path: of the file.
@@ -81,7 +81,7 @@ def read_metadata(path: Path, trusted: bool) -> Metadata:
 
     Raises:
         CheckpointError: it names what is not of metadata.
-        Exception: whatever pickle raises where the file is broken.
+        Exception: pickle's, of any type, if the file is broken.
     """
     with path.open("rb") as file:
         found = (pickle.Unpickler if trusted else _Unpickler)(file).load()
@@ -95,7 +95,7 @@ class _OfWritten(_Unpickler):
 
 
 def read_written(path: Path) -> Any:
-    """What another rank has left beside its file.
+    """Read the description that another rank has left beside its file.
 
     Raises:
         CheckpointError: it names other things than that consists of.
@@ -110,7 +110,7 @@ def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:
     Args:
         key: its name in the checkpoint.
         stored: as torch.save wrote it.
-        trusted: whether any type may be made, by code of whoever wrote it.
+        trusted: whether any type may be made, which runs code of the file's author.
 
     Raises:
         CheckpointError: it is of a type that torch's `weights_only` does not make.
@@ -129,7 +129,7 @@ def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:
 
 
 def _named(stored: io.BytesIO) -> str:
-    """What a pickle names that is not allowed, as far as torch can tell."""
+    """The names in a pickle that are not allowed, as far as torch can tell."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(stored)
     except Exception:  # a pickle made by hand

@@ -83,7 +83,7 @@ def offered(keys: Iterable[str], grid: HyperCommGrid) -> list[Path]:
 
     Args:
         keys: of a checkpoint.
-        grid: the one that loads.
+        grid: that loads.
 
     Returns:
         Paths, sorted by the old ranks' coordinates.

@@ -1,12 +1,12 @@
 """Weights from any grid to any other, without a disk.
 
     transfer = Transfer(model, served, source_grid=training, target_grid=serving)
-    print(transfer.plan)        who sends how much to whom
+    print(transfer.plan)        bytes between each two ranks
     transfer.run()              as often as the weights change
 
-`Transfer` is called on all ranks of both grids, with `None` for a side that a rank is not on. What
-each rank holds is known as checkpoints know it: boxes of full tensors, by their names in the whole
-model. Both sides tell each other once; the plan is arithmetic from then on, without torch.
+`Transfer` is called on all ranks of both grids, with `None` for a side that a rank is not on. As in
+checkpoints, each rank holds boxes of full tensors, by their names in the whole model. Both sides
+tell each other once; the plan is arithmetic from then on, without torch.
 """
 
 from __future__ import annotations

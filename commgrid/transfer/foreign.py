@@ -36,7 +36,7 @@ class ForeignCut:
     Args:
         dim: that is cut.
         pieces: that a rank has of it.
-        num_ranks, rank: among whom, and which of them.
+        num_ranks, rank: size of the group that cut it, and this rank's place in it.
     """
 
     dim: int
@@ -60,7 +60,7 @@ class ForeignCut:
 
 
 def foreign_cut(module: nn.Module, parameter: Any, grid: HyperCommGrid) -> ForeignCut | None:
-    """How somebody else's layer has cut a parameter; None: it has not.
+    """How another library's layer has cut a parameter; None: it has not.
 
     Args:
         module: whose parameter it is.

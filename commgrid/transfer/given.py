@@ -1,4 +1,4 @@
-"""What a transfer was given on this rank: its grids, its devices, what memory is shared."""
+"""The arguments of a transfer on this rank: grids, devices, shared memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def grids_of(
 
 
 def device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
-    """What messages travel on: the GPU where the group can and all tensors are there."""
+    """The device of messages: the GPU if the group can send from it and all tensors are there."""
     kinds = {device.type: device for device in torch_groups.devices_of(group)}
     if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
         return kinds["cuda"]

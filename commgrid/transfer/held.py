@@ -1,4 +1,4 @@
-"""What this rank holds of one side: the layout that others are told, and the tensors behind it."""
+"""This rank's tensors of one side, and the layout of them that it tells the others."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Held:
 
     @cached_property
     def layout(self) -> bytes:
-        """What the others are told, once all has been added."""
+        """The layout for the other ranks; call it after the last `add`."""
         entries = []
         for name, held in self._tensors.items():
             dtype = str(held.dtype).removeprefix("torch.")
@@ -151,10 +151,10 @@ class Held:
 
 
 class Names:
-    """Which tensors are moved, and what they are called on the target.
+    """The names of the tensors that are moved, on both sides.
 
     Args:
-        rename: the source's names to the target's; those that it does not have stay.
+        rename: the source's names to the target's; names that are not in it stay.
         only: patterns of the target's names, as `blocks.*`, or a function of one; None: all.
 
     Raises:
@@ -260,7 +260,7 @@ class TransferredModel(ModelState):
 def tensors_of(model: Model) -> list[Any]:
     """Every tensor of a model: what it is, where its memory is, its shape and dtype.
 
-    What takes a few microseconds a tensor, where looking at placements takes hundreds.
+    This takes a few microseconds a tensor, and reading placements hundreds.
     """
     if isinstance(model, Mapping):
         given = [each for one in model.values() for each in _several(one)]

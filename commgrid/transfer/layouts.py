@@ -1,4 +1,4 @@
-"""What ranks hold of a model, in few bytes: names, and the forms that many of them share.
+"""Layouts of ranks in few bytes: names, and the forms that many of them share.
 
 A form is the shape of the full tensor, its dtype and the boxes that a rank has of it. Layers of one
 kind have the same forms, so that a layout is a list of names, each with the number of its form, and
@@ -220,11 +220,11 @@ class Side:
 
     @cached_property
     def reads(self) -> dict[str, str]:
-        """Name to what the tensor is called on the other side."""
+        """The other side's name of each tensor."""
         return {name: source or name for names in self.names for name, _, source in names}
 
     def difference(self, place: int, now: bytes) -> str:
-        """What a layout that was packed later has otherwise than one of these."""
+        """The differences of a layout that was packed later."""
         forms = self.tables[place]
         before = {name: forms[number] for name, number, _ in self.names[self.packed[place][0]]}
         after = {e.name: e.form for e in unpack(now)}
@@ -238,7 +238,7 @@ class Side:
         return "its tensors come in another order"
 
     def _said(self, name: str) -> str:
-        """What ranks say of a tensor."""
+        """The forms of a tensor that ranks have told."""
         said: dict[str, list[int]] = {}
         for place, form in self.held_as(name).items():
             said.setdefault(str(form), []).extend(self.ranks_of[place])

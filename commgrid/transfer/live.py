@@ -47,10 +47,10 @@ Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells of one side.
+    """One rank's message about one side.
 
     Args:
-        layout: of what it holds; None: it is not on that side.
+        layout: of its tensors; None: it is not on that side.
         host: where it runs.
         devices: of its tensors.
         more: what goes with an optimizer.
@@ -70,8 +70,8 @@ class Transfer:
     """Weights from one grid to another: planned once, moved as often as they change.
 
     Made on every rank of both grids at once, and on no others; the grids may be the same, overlap,
-    or have separate ranks, of any number. What ranks hold is known as checkpoints know it, so that
-    any cut of a model goes to any other: the target is as if it had loaded a checkpoint that the
+    or have separate ranks, of any number. As in checkpoints, tensors have boxes, so that any cut of
+    a model goes to any other: the target is as if it had loaded a checkpoint that the
     source has saved, but for extra states of modules, which stay.
 
     Args:
@@ -87,7 +87,7 @@ class Transfer:
         only: which of the target's names are moved: patterns as `blocks.*`, or a function; without
             it both sides have the same.
         copies: "compare" refuses a source of whose copies any bit differs, before anything moves;
-            "any" sends one of them whatever the others are. Of mappings those are copies that are
+            "any" sends one of them without comparing. Of mappings those are copies that are
             the same box of a name, so that a slice given as a whole tensor is refused.
         max_bytes: of buffers on a rank at once, about; larger ones travel in parts. The same on all
             ranks.
@@ -95,7 +95,7 @@ class Transfer:
         name: tells transfers between different grids of one world from each other.
 
     Attributes:
-        plan: who sends what to whom.
+        plan: the messages between ranks.
 
     Raises:
         TransferError: on all ranks: the sides differ in names or shapes, or what a rank gave
@@ -193,7 +193,7 @@ class Transfer:
         return self._group, self._unconnected, self._barriers, self._watch
 
     def _watched(self, pair: Pairing) -> Watch | None:
-        """What sees that a rank is gone, where that is seen on one of the grids."""
+        """The watch over the ranks, if one of the grids is watched."""
         if not pair.watched or len(pair.ranks) == 1:
             return None
         return watching.between(
@@ -234,7 +234,7 @@ class Transfer:
         return self.plan.digest
 
     def _same(self, digests: list[str]) -> None:
-        """That all ranks have made one plan, before anything moves."""
+        """Check that all ranks have made one plan, before anything moves."""
         for rank, each in zip(self._barriers.ranks, digests, strict=True):
             if each != digests[0]:
                 raise TransferError(
@@ -260,13 +260,13 @@ class Transfer:
 
     @property
     def broken(self) -> str:
-        """What ended a run in the middle, so that the target is not to be used; "": nothing has."""
+        """The error that ended a run in the middle, so that the target cannot be used; "": none."""
         return self._broken
 
     def run(self) -> None:
         """Moves the source's numbers into the target's tensors; on all ranks of both grids.
 
-        Nothing moves before all ranks have come and found everything as it was planned.
+        Nothing moves before all ranks have come and checked that their tensors fit the plan.
 
         Raises:
             TransferError: on all ranks: a model has changed since it was planned, copies of a
@@ -319,7 +319,7 @@ class Transfer:
         self._carrier.carry()
 
     def _prepare(self) -> None:
-        """That everything is as it was planned, on this rank."""
+        """Check that this rank's tensors are as they were planned."""
         if self._broken:
             raise TransferError(f"an earlier run has ended: {self._broken}; make a new Transfer")
         for grid in self._grids.values():
@@ -359,7 +359,7 @@ class Transfer:
         self._agree(tell, lambda _: None)
 
     def _exchange_values(self) -> dict[str, Any]:
-        """What optimizers have beside tensors, of all ranks; {}: no optimizer is moved."""
+        """The optimizers' values that are no tensors, of all ranks; {}: no optimizer is moved."""
         if not self._target.wants:
             return {}
 
@@ -407,7 +407,7 @@ class Transfer:
             told = f"{error}"
         stands = self._barriers.fail(barrier, kind, told)
         if self._watch is not None and kind == "failed" and not isinstance(error, CommGridError):
-            self._watch.post(told)  # wakes those who wait for this rank on a device
+            self._watch.post(told)  # wakes ranks that wait on a device for this one
         return stands if stands is not None and str(stands) != str(error) else error
 
     def _ended(self, error: BaseException, consequence: str) -> CommGridError:

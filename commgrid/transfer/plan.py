@@ -1,12 +1,12 @@
-"""Who sends which boxes to whom: arithmetic on layouts, the same on every rank.
+"""The plan of a transfer: arithmetic on layouts, with the same result on every rank.
 
     source, tp 2 (ranks 0, 1)      target, tp 3 (ranks 2, 3, 4)      full (6, …)
     rank 0 rows 0-2                rank 2 rows 0, 1   ◄─ rank 0
     rank 1 rows 3-5                rank 3 rows 2, 3   ◄─ rank 0 row 2, rank 1 row 3
                                    rank 4 rows 4, 5   ◄─ rank 1
 
-What has the same holders and the same receivers is one pool (see `pools`), a stream of bytes that
-its holders share (see `shares`). A message is made of ranges of such streams.
+Boxes with the same holders and the same receivers are one pool (see `pools`), a stream of bytes
+that its holders share (see `shares`). A message is made of ranges of such streams.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Message:
     Args:
         sender, receiver: ranks.
         is_send: whether this rank is the sender.
-        stretches: of what it consists, longest elements first, so that each lies where an element
+        stretches: its parts, longest elements first, so that each lies where an element
             of its dtype may.
     """
 
@@ -87,7 +87,7 @@ class Message:
 
 
 class TransferPlan:
-    """What a transfer does, of all ranks.
+    """All messages of a transfer.
 
     Args:
         source, target: what the ranks of both grids hold.
@@ -95,7 +95,7 @@ class TransferPlan:
         partly: whether the source may have tensors that the target has not.
 
     Raises:
-        TransferError: the sides are not of one model, or nobody has a part of it.
+        TransferError: the sides are not of one model, or no rank has a part of it.
 
     Example:
         >>> from commgrid.transfer.layouts import Entry, Form, Side, pack
@@ -155,7 +155,7 @@ class TransferPlan:
 
     @property
     def received(self) -> dict[int, int]:
-        """Rank of the target to the bytes that it receives, which are those that it lacks."""
+        """Bytes that each rank of the target receives: those that it lacks."""
         return self.traffic.received
 
     @cached_property
@@ -204,7 +204,7 @@ class TransferPlan:
         return found.hexdigest()
 
     def moves(self, rank: int | None = None) -> Iterator[Move]:
-        """Every box that is sent, or those that one rank sends or receives.
+        """Yield the boxes that are sent, of all ranks or of one.
 
         Args:
             rank: None: of all ranks.
@@ -223,7 +223,7 @@ class TransferPlan:
                         yield Move(tensor, box, rank, rank)
 
     def _by_pair(self, rank: int | None) -> dict[tuple[int, int], list[Stretch]]:
-        """What goes from whom to whom, or of one rank what it sends and receives."""
+        """Return the messages of all ranks, or of one."""
         found: dict[tuple[int, int], list[Stretch]] = {}
         for pool in self._pools:
             receivers: Iterable[int] = pool.cuts
@@ -242,12 +242,12 @@ class TransferPlan:
     # -- what a rank does ---------------------------------------------------------------
 
     def messages(self, rank: int, most: int) -> list[Message]:
-        """What a rank sends and receives, in the order in which all ranks go about theirs.
+        """A rank's messages, in the order that all ranks follow.
 
         Every message of all ranks has a place in one order: by its number among those of its pair,
         by how far its receiver is from its sender, and by its sender. A rank starts its own in that
         order, and waits for its first unfinished one before it starts more than it has room for.
-        So nobody waits for ever: of all unfinished messages take the first. Everything that its two
+        So no rank waits for ever: of all unfinished messages, take the first. All that its two
         ranks have before it is finished, so that both have started it, and it ends.
 
         Args:
@@ -294,7 +294,7 @@ def _sorted(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
 
 
 def _tensors(source: Side, target: Side) -> list[Tensor]:
-    """What is moved, by the target's names."""
+    """The tensors that are moved, by the target's names."""
     found = []
     for name, form in sorted(target.forms.items()):
         given = source.forms[target.reads[name]]

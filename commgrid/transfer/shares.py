@@ -1,4 +1,4 @@
-"""Who sends how much, where several ranks have copies: nobody much more than the others.
+"""How ranks with copies share the sending, so that none sends much more than the others.
 
 Every pool is so many bytes that some ranks hold and some others need. Its holders share what it
 asks of them by their loads, as water fills a vessel: the least loaded first, up to one level. The
@@ -19,11 +19,11 @@ ALIGNED = 16  # bytes: no element is cut in two
 
 @dataclass(frozen=True)
 class Demand:
-    """Bytes that each of some ranks needs, and who has copies of them.
+    """Bytes that several ranks need, and the ranks with copies of them.
 
     Args:
-        size: of what one receiver needs.
-        senders: who has it.
+        size: bytes for one receiver.
+        senders: ranks with copies.
         receivers: who needs it.
     """
 
@@ -86,7 +86,7 @@ def _pour(amount: int, demand: Demand, loads: dict[int, int], grain: int) -> dic
 def cut(
     demand: Demand, shares: dict[int, int], hosts: dict[int, str]
 ) -> dict[int, list[tuple[int, int, int]]]:
-    """Who sends which bytes of a demand to whom; whoever is on the receiver's host goes first.
+    """Share out the bytes of a demand; senders on the receiver's host go first.
 
     Args:
         demand: what is needed.

@@ -40,7 +40,7 @@ _ABSENT = -(1 << 63)  # less than any digest and its negative
 
 @dataclass(frozen=True)
 class Offer:
-    """What a source's optimizer has beside tensors, as a target has to know it.
+    """A source optimizer's values that are no tensors, by name.
 
     Args:
         keys: of all values.
@@ -51,7 +51,7 @@ class Offer:
 
 @dataclass
 class OneSide(ABC):
-    """What this rank has of one side.
+    """This rank's part of one side.
 
     Args:
         model: None: nothing.
@@ -74,7 +74,7 @@ class OneSide(ABC):
     @property
     @abstractmethod
     def what(self) -> str:
-        """Which side it is, for messages."""
+        """The side's name in messages."""
 
     def hold(self) -> Held | None:
         """Looks at the model and its optimizer, once more before every run.
@@ -128,7 +128,7 @@ class _SharedKind:
 class SharedBoxes:
     """The boxes of a source's tensors that several ranks hold, which should be equal.
 
-    Whatever has one name and one box is a copy: on ranks along dp, on stages that tie a weight, or
+    Tensors of one name and one box are copies: on ranks along dp, on stages that tie a weight, or
     in two mappings.
 
     Args:
@@ -157,7 +157,7 @@ class SharedBoxes:
             self._count += self._kinds[-1].count
 
     def differing(self, held: Held | None) -> str | None:
-        """What differs, with who; None: nothing. Collective over the group."""
+        """Describe a difference, with its ranks; None: there is none. Collective over the group."""
         if not self._count:
             return None
         device = torch_groups.devices_of(self._group)[-1]
@@ -185,7 +185,7 @@ class SharedBoxes:
         )
 
     def _own_boxes(self) -> Iterator[tuple[int, str, Box]]:
-        """Those that this rank has, each with its number."""
+        """This rank's boxes, each with its number."""
         for kind in self._kinds:
             for b, (box, places) in enumerate(kind.boxes):
                 if self._own in places:
@@ -200,7 +200,7 @@ class SharedBoxes:
 
 @dataclass
 class SourceSide(OneSide):
-    """What this rank has of the source.
+    """This rank's part of the source.
 
     Attributes:
         values: an optimizer's that are no tensors, which this rank tells.
@@ -265,7 +265,7 @@ class SourceSide(OneSide):
 
 @dataclass
 class TargetSide(OneSide):
-    """What this rank has of the target.
+    """This rank's part of the target.
 
     Attributes:
         more: the parameters that its optimizer updates; None: there is none.
@@ -324,7 +324,7 @@ class TargetSide(OneSide):
                     held.add(one.key, one.shape, one.dtype, one.chunks)
 
     def _read_from(self, item: Item) -> str:
-        """What a tensor of the model is read from, where an fp32 copy says more than a weight."""
+        """The fp32 copy that a tensor is read from, if it is more precise than the weight."""
         name = item.path[-1]
         copy = key_of(copy_of(item.path))
         if copy not in self._offered or name not in self._offered:
@@ -408,7 +408,7 @@ def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], Transferre
 
 
 def _with(state: TransferredModel | None) -> TransferredModel:
-    """What an optimizer's state goes with."""
+    """The model's state that an optimizer's belongs to."""
     if state is None:
         raise SpecError("optimizer= goes with a module or a stage's chunks, not with a mapping")
     state.check_no_foreign()

@@ -1,4 +1,4 @@
-"""How many bytes go from whom to whom in a transfer: numbers alone, which a file keeps."""
+"""Bytes between each two ranks of a transfer, as a file keeps them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Traffic:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """What a file has of it, its version aside."""
+        """Its entries in a file, but for the version."""
         return {
             "tensors": self.tensors,
             "source": list(self.source_ranks),
