@@ -34,7 +34,7 @@ from commgrid.torch_compat.groups import (
     nccl_backends,
     runs_on_gloo,
 )
-from commgrid.torch_compat.patient import Asked
+from commgrid.torch_compat.patient import Asked, NoThreadError
 
 _WOKEN: WeakSet[dist.ProcessGroup] = WeakSet()
 _BROKEN: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -44,6 +44,9 @@ _LEFT: WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = WeakKeyDictionary
 _UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, WeakSet[dist.Work]] = WeakKeyDictionary()
 _CONNECTING: WeakKeyDictionary[dist.ProcessGroup, dist.Work] = WeakKeyDictionary()
 """Of groups that `wake` was called for, the receive that connects their pairs."""
+_TRIED: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups whose pairs were connected by a receive, which a member that is gone may have refused."""
+_NOT_FREED: list[dist.ProcessGroup] = []
 _CALLS = ("commgrid.", "torch.distributed.")  # in whose frames variables may be cleared
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
@@ -213,10 +216,31 @@ def _connect_all(group: dist.ProcessGroup) -> dist.Work:
     Raises:
         RuntimeError: no other member can be connected to, or not in `Timeouts.leave`.
     """
+    _TRIED.add(group)
     asked = Asked(partial(torch_gloo.connect_all, group))
     if not asked.is_over(timeouts().leave):
         raise RuntimeError(f"{group.group_desc!r} has not connected")
     return cast(dist.Work, asked.answer())
+
+
+def _free_beside(group: dist.ProcessGroup) -> None:
+    """Free a group on a thread, once the program has no reference to it.
+
+    If a connection was refused, gloo may wait for ever when the group is freed: `Loop::shutdown`
+    waits for a thread that still has a socket.
+    """
+    try:
+        Asked(partial(_free_when_last, [group]), lasts=True)
+    except NoThreadError:
+        _NOT_FREED.append(group)
+
+
+def _free_when_last(held: list[dist.ProcessGroup]) -> None:
+    pause = timeouts().poll
+    while sys.getrefcount(held[0]) > 2:  # the list, and the call's argument
+        time.sleep(pause)
+        pause = min(2 * pause, timeouts().beat)
+    held.clear()
 
 
 def _free_calls(error: BaseException | None) -> None:
@@ -263,6 +287,8 @@ def abort_all(
             else:
                 _end_calls(group, works, group in by_pairs, until)
                 dist.destroy_process_group(group)
+        if group in _TRIED:
+            _free_beside(group)
         del group, works
 
 
