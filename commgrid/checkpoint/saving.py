@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,17 +289,18 @@ def _copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> list[Copy]:
     """Return the tensors of which other ranks should have copies, with the groups of these."""
     copies: list[Copy] = []
     num_shared = 0
+    groups_of = cache(lambda axes: groups_along(axes, grid))
     for item in items:
         if isinstance(item, Item):
             for chunk in item.chunks:
-                copies.append(Copy(item.key, chunk.data, groups_along(item.copies, grid)))
+                copies.append(Copy(item.key, chunk.data, groups_of(item.copies)))
                 if item.shared is not None:  # under a name per stage
                     key = f"shared {num_shared}"
                     copies.append(Copy(item.key, chunk.data, (item.shared,), key))
                     num_shared += 1
         elif item.copies:
             number = number_of([item.value, item.of])
-            copies.append(Copy(item.key, number, groups_along(item.copies, grid)))
+            copies.append(Copy(item.key, number, groups_of(item.copies)))
     return copies
 
 

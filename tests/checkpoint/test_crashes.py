@@ -67,7 +67,7 @@ def go_on(folder: str, delay: float | None) -> int:
     return step
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     moments = random.Random(0)
     halves, last = 0, 0
