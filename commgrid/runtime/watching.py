@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ def between(
     *,
     timeout: float,
     grids: Iterable[HyperCommGrid],
-    unconnected: Container[ProcessGroup] = (),
+    unconnected: set[ProcessGroup] | None = None,
     told: Callable[[str, bool], object] = lambda text, late: None,
 ) -> Watch:
     """Make the watch of a group whose ranks are of two grids; it follows their watches.
@@ -101,7 +101,7 @@ def between(
 
     def wake(why: str, late: bool) -> None:
         told(why, late)
-        failed_groups.wake([group], unconnected, ended=not late)
+        failed_groups.wake([group], unconnected or (), ended=not late)
 
     try:
         made = Watch(

@@ -223,16 +223,25 @@ def _connect_all(group: dist.ProcessGroup) -> dist.Work:
     return cast(dist.Work, asked.answer())
 
 
-def _free_beside(group: dist.ProcessGroup) -> None:
-    """Free a group on a thread, once the program has no reference to it.
+def _free_beside(groups: list[dist.ProcessGroup]) -> None:
+    """Free groups on threads, once the program has no reference to them.
 
     If a connection was refused, gloo may wait for ever when the group is freed: `Loop::shutdown`
     waits for a thread that still has a socket.
+
+    Args:
+        groups: is emptied.
     """
-    try:
-        Asked(partial(_free_when_last, [group]), lasts=True)
-    except NoThreadError:
-        _NOT_FREED.append(group)
+    freeing: list[Asked] = []
+    while groups:
+        held = [groups.pop()]
+        try:
+            freeing.append(Asked(partial(_free_when_last, held), lasts=True))
+        except NoThreadError:
+            _NOT_FREED.extend(held)
+    until = time.monotonic() + timeouts().moment
+    for each in freeing:
+        each.is_over(until - time.monotonic())
 
 
 def _free_when_last(held: list[dist.ProcessGroup]) -> None:
@@ -260,8 +269,8 @@ def _free_calls(error: BaseException | None) -> None:
 
 
 def abort_all(
-    groups: Iterable[dist.ProcessGroup],
-    by_pairs: Container[dist.ProcessGroup] = (),
+    groups: list[dist.ProcessGroup],
+    by_pairs: set[dist.ProcessGroup] | None = None,
     tell: bool = True,
 ) -> None:
     """Destroys groups whose members may have failed, without waiting for any of them.
@@ -270,10 +279,14 @@ def abort_all(
     group. Within `except` those of the error's traceback are cleared.
 
     Args:
-        groups: in order of creation.
-        by_pairs, tell: as `wake` takes them.
+        groups: in order of creation; is emptied, so that they are freed here.
+        by_pairs: as `wake` takes it; is emptied.
+        tell: as `wake` takes it.
     """
-    alive = [group for group in reversed(list(groups)) if is_alive(group)]
+    by_pairs = set() if by_pairs is None else by_pairs
+    alive = [group for group in reversed(groups) if is_alive(group)]
+    groups.clear()
+    tried: list[dist.ProcessGroup] = []
     under_way = {group: [*_UNDER_WAY.get(group, ()), *_LEFT.pop(group, ())] for group in alive}
     _free_calls(sys.exc_info()[1])
     wake(alive, by_pairs, tell)
@@ -288,8 +301,10 @@ def abort_all(
                 _end_calls(group, works, group in by_pairs, until)
                 dist.destroy_process_group(group)
         if group in _TRIED:
-            _free_beside(group)
+            tried.append(group)
         del group, works
+    by_pairs.clear()
+    _free_beside(tried)
 
 
 def _forget(group: dist.ProcessGroup) -> None:
