@@ -183,11 +183,15 @@ def misbehave(how: str) -> None:
 
 def what_survivors_see(how: str, where: str, folder: Path, cuda: bool) -> list[dict[str, Any]]:
     """Of ranks 0, 1 and 3, where rank 2 has failed."""
-    with pytest.raises(RanksFailed):  # none of them returns
+    with pytest.raises(RanksFailed) as ended:  # none of them returns
         run_on_ranks(
             fails, 4, how, where, str(folder), cuda, per_rank=[(rank,) for rank in range(4)],
             backend=None, launcher="torchrun", timeout=400, method="spawn" if cuda else "fork",
         )  # fmt: skip
+    for rank in (0, 1, 3):
+        assert (folder / f"{rank}.json").exists(), (
+            f"rank {rank} ended without a word: {ended.value}"
+        )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1, 3)]
 
 
