@@ -111,7 +111,10 @@ class Ledger:
                 raise self._unreceived(call, f"rank {sender}")
             if call != _NONE:
                 self._refused.add((call, sender))
-        self._sent = {call: ranks for call, ranks in self._sent.items() if call >= first}
+        for call in [each for each in self._sent if each < first]:
+            self._sent[call].discard(sender)
+            if not self._sent[call]:
+                del self._sent[call]
 
     def send(self, call: int, receivers: Sequence[int]) -> None:
         """Note that a call's gradient is sent.

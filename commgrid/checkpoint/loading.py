@@ -123,7 +123,7 @@ def load(
     def source(path: Path) -> Source:
         if is_folder_of_them(path):
             return Renamed(Safetensors(path), naming)
-        return Renamed(Stored(path, trusted), naming)
+        return Renamed(Stored(path, trusted), naming, optimizer is not None)
 
     def call() -> Call:
         finish()
@@ -215,10 +215,10 @@ class Loading:
         """Return the box to read a tensor into; from its fp32 copy if that is more precise."""
         staged = item.staged()
         stored, copy = self._stored.keys[item.key], copy_of(item.path)
+        if key_of(copy) not in self._stored.keys:
+            return staged
         exact = torch.promote_types(item.dtype, stored.properties.dtype)
-        if key_of(copy) in self._stored.keys and exact != stored.properties.dtype:
-            return replace(staged, path=copy)
-        return staged
+        return staged if exact == stored.properties.dtype else replace(staged, path=copy)
 
     def check_all(self, told: Sequence[_Names]) -> tuple[list[str], list[str]]:
         """Whether all stages together have all of the checkpoint's model.

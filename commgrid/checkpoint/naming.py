@@ -83,15 +83,18 @@ class Renamed:
     Args:
         source: with its own names.
         naming: its names to the model's.
+        with_optimizer: whether an optimizer is loaded.
 
     Raises:
         CheckpointError: two of its tensors would have one name.
     """
 
-    def __init__(self, source: Source, naming: Naming) -> None:
+    def __init__(self, source: Source, naming: Naming, with_optimizer: bool = True) -> None:
         self._source, self._prefix = source, naming.prefix
         self._stored: dict[str, str] = {}
-        members = {key: match[1] for key in source.keys if (match := _MEMBERS.fullmatch(key))}
+        members: dict[str, str] = {}
+        if with_optimizer:
+            members = {key: match[1] for key in source.keys if (match := _MEMBERS.fullmatch(key))}
         for key in source.keys:
             self._add(naming, key, is_nested=bool(members))
         for key, group in members.items():

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from commgrid.checkpoint.folder import find
+from commgrid.checkpoint.folder import complete, find
 from commgrid.checkpoint.items import Item, Value, whole
 from commgrid.checkpoint.naming import MODEL, Naming, Rename
 from commgrid.checkpoint.storage import Report, Stored, check_has
@@ -31,8 +31,9 @@ SUFFIX = ".safetensors"
 
 
 def is_folder_of_them(folder: Path) -> bool:
-    """Whether a folder has safetensors files, and is no checkpoint of torch's."""
-    return not (folder / ".metadata").exists() and any(folder.glob(f"*{SUFFIX}"))
+    """Whether a folder has safetensors files, and is or has no checkpoint of torch's."""
+    ours = (folder / ".metadata").exists() or bool(complete(folder))
+    return not ours and any(folder.glob(f"*{SUFFIX}"))
 
 
 class Safetensors:

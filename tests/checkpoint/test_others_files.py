@@ -115,6 +115,9 @@ def test_what_does_not_fit_is_told_with_the_way_out(tmp_path: Path) -> None:
     assert "'' if they have none, and rename=" in told
     told = said(tmp_path / "by number", model, optimizer)
     assert "is by numbers of parameters" in told
+    alone = trained(1)[0]
+    checkpoint.load(tmp_path / "by number", alone, progress=False)
+    assert torch.equal(alone[0].weight, trained(0)[0][0].weight)
     told = said(tmp_path / "nested", model, rename=lambda name: "0.weight")
     assert "model.0.weight and model.0.bias are both model.0.weight after prefix=" in told
     with pytest.raises(commgrid.SpecError, match="rename=5: expected a mapping"):
