@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -53,6 +54,14 @@ class Safetensors:
             metadata = self._reader.read_metadata()
         except Exception as error:  # safetensors has errors of its own
             raise CheckpointError(f"{folder} cannot be read: {error}") from error
+        for key, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata)
+            held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+            if held != math.prod(stored.size):
+                raise CheckpointError(
+                    f"{folder} holds {held} of {math.prod(stored.size)} elements of {key}; a file "
+                    "of it is missing"
+                )
         self._reader.set_up_storage_reader(metadata, True)
         self.keys: Mapping[str, Any] = metadata.state_dict_metadata
 
