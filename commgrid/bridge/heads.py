@@ -68,9 +68,15 @@ class Ledger:
         """A call's gradient was received."""
         self._owed.pop(call, None)
 
-    def head(self, call: int) -> list[int]:
-        """Return the head of this rank's messages of a call."""
-        untold, self._untold = self._untold[:_DROPPED], self._untold[_DROPPED:]
+    def head(self, call: int, to_target: bool) -> list[int]:
+        """Return the head of this rank's messages of a call.
+
+        Args:
+            call: its number.
+            to_target: whether it says which calls were dropped; ranks of the source do not ask.
+        """
+        untold = self._untold[:_DROPPED] if to_target else []
+        del self._untold[: len(untold)]  # a call may be dropped at any moment
         first = min([*self._owed, *self._untold], default=call)
         return [call, first, *untold, *[_NONE] * (_DROPPED - len(untold))]
 

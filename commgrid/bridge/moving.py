@@ -74,7 +74,9 @@ class Moving:
             one for sender in heads
             for one in ((heads[sender], sender), (self._parts[sender], sender))
         ]  # fmt: skip
-        leaving = [one for pair in zip(self._heads(), self._leaving, strict=True) for one in pair]
+        leaving = [
+            one for pair in zip(self._heads(True), self._leaving, strict=True) for one in pair
+        ]
         self._links.exchange(f"forward of call {self._number}", leaving, arriving)
         for sender, head in heads.items():
             self._ledger.hear(head.tolist(), sender)
@@ -90,7 +92,7 @@ class Moving:
         kept = {sender: self._ledger.take(self._number, sender) for sender in self._shapes}
         self._parts |= {sender: part for sender, part in kept.items() if part is not None}
         waiting = [sender for sender, part in kept.items() if part is None]
-        heads, parts = self._heads(), self._leaving
+        heads, parts = self._heads(False), self._leaving
         while heads or waiting:
             came = {sender: self._new_head() for sender in waiting}
             self._links.exchange(call, heads, [(head, sender) for sender, head in came.items()])
@@ -113,10 +115,10 @@ class Moving:
     def _shape(self, call: int, sender: int) -> tuple[int, ...]:
         return self._shapes[sender] if call == self._number else self._ledger.shape(call, sender)
 
-    def _heads(self) -> list[Addressed]:
+    def _heads(self, to_target: bool) -> list[Addressed]:
         if not self._leaving:
             return []
-        head = torch.tensor(self._ledger.head(self._number), device=self._links.device)
+        head = torch.tensor(self._ledger.head(self._number, to_target), device=self._links.device)
         return [(head, receiver) for _, receiver in self._leaving]
 
     def _new_head(self) -> Tensor:

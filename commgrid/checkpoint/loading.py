@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.boxes import Turns
-from commgrid.checkpoint.items import Item, Value, key_of
+from commgrid.checkpoint.items import Item, Value, key_of, whole
 from commgrid.checkpoint.meeting import (
     Call,
     Model,
@@ -140,6 +140,8 @@ def load(
         settle()
         path = Path(folder).absolute()
         if is_folder_of_them(path):
+            if step is not None:
+                raise CheckpointError(f"{path} is a checkpoint, and not of step {step}")
             return None, path
         chosen, path = folders.find(path, step)
         stored = Stored(path, trusted)
@@ -200,7 +202,10 @@ class Loading:
         self._stored.check(self._live)
         self._staged = [self._source(i) if isinstance(i, Item) else i for i in self._live]
         self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
-        self._extra = [Value(_path(key)) for key in self._stored.keys if key.startswith("extra.")]
+        self._extra = [
+            _extra(key, stored)
+            for key, stored in self._stored.keys.items() if key.startswith("extra.")
+        ]  # fmt: skip
         self._own = [Value(path) for path in offered(self._stored.keys, self._grid)]
         self._needed = [*self._staged, *self._extra, *self._own]
         if self._optimizer is not None:
@@ -265,7 +270,10 @@ class Loading:
     @property
     def extra(self) -> dict[str, Any]:
         """The job's own values."""
-        return {value.path[-1]: self._values[value.key] for value in self._extra}
+        return {
+            one.path[-1]: one.chunks[0].data if isinstance(one, Item) else self._values[one.key]
+            for one in self._extra
+        }
 
     @property
     def extra_per_rank(self) -> list[dict[str, Any]]:
@@ -286,6 +294,9 @@ class _Names:
     missing: list[str]
 
 
-def _path(key: str) -> tuple[str, str]:
+def _extra(key: str, stored: Any) -> Item | Value:
+    """One of the job's own values; torch.distributed.checkpoint keeps tensors as such."""
     first, _, rest = key.partition(".")
-    return first, rest
+    if not isinstance(stored, TensorStorageMetadata):
+        return Value((first, rest))
+    return whole((first, rest), torch.empty(stored.size, dtype=stored.properties.dtype))

@@ -114,7 +114,7 @@ class Renamed:
         if key.startswith(("optimizer.", "extra.", "extra_per_rank.")) or key == "optimizer_class":
             self._name(key, key)
         elif key.startswith(naming.prefix) and (naming.prefix or key != "step"):
-            own = naming.of_model(key.removeprefix(naming.prefix))
+            own = naming.of_model(key.removeprefix(naming.prefix).removeprefix("."))
             self._name(None if own is None else MODEL + own, key)
         else:
             self._name(key, key)

@@ -35,12 +35,11 @@ def random_states(generators: Mapping[str, torch.Generator] | None = None) -> di
     """
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     device = _device()
-    if device is not None:
+    if device is not None and _is_used(device):
         found[device] = torch.get_device_module(device).get_rng_state()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found["numpy"] = [kind, keys.tolist(), *rest]
+        found["numpy"] = _plain(numpy.random.get_state(legacy=False))
     for name, generator in (generators or {}).items():
         found[f"given {name}"] = generator.get_state()
     return found
@@ -51,15 +50,20 @@ def set_random_states(
 ) -> None:
     """Set this process's generators to states that `random_states` has returned.
 
-    A state of NumPy's, or of an accelerator that this process does not use, is left out.
+    NumPy's state is left out if NumPy is not imported, an accelerator's if there is none.
 
     Args:
         states: of all of them.
         generators: the further ones, by the same names.
 
     Raises:
-        CheckpointError: a generator has no state, or a state no generator; nothing is set.
+        CheckpointError: the states are not `random_states`'s, or of generators of other names;
+            nothing is set.
     """
+    if not {"python", "torch"} <= states.keys():
+        raise CheckpointError(
+            f"states={str(states)[:60]}: expected what random_states returned on some rank"
+        )
     given = {f"given {name}": generator for name, generator in (generators or {}).items()}
     further = {name for name in states if name.startswith("given ")}
     if further != given.keys():
@@ -75,19 +79,27 @@ def set_random_states(
         torch.get_device_module(device).set_rng_state(states[device])
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
-        numpy.random.set_state(tuple(states["numpy"]))
+        numpy.random.set_state(states["numpy"])
     for name, generator in given.items():
         generator.set_state(states[name])
 
 
 def _device() -> str | None:
-    """The kind of accelerator that this process uses; None: none."""
-    if not torch.accelerator.is_available():
-        return None
-    kind = torch.accelerator.current_accelerator()
-    module = None if kind is None else torch.get_device_module(kind.type)
-    is_used = getattr(module, "is_initialized", lambda: False)()
-    return kind.type if kind is not None and is_used else None
+    """The kind of accelerator that this machine has; None: none."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if kind is None else kind.type
+
+
+def _is_used(device: str) -> bool:
+    """Whether this process has used an accelerator; asking for its state would start to."""
+    return bool(getattr(torch.get_device_module(device), "is_initialized", lambda: True)())
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's arrays as lists, which load without running code."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _tuples(value: Any) -> Any:

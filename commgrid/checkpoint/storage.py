@@ -465,13 +465,16 @@ class Archive:
             CheckpointError: it has other bytes than were written, or more than a tensor.
         """
         key = self.reads[0].storage_index.fqn
+        parts = self._parts(key)
         try:
-            return tensors.of(self.content, self._parts(key))
+            return tensors.of(self.content, parts)
         except (pickle.UnpicklingError, TypeError) as error:
             raise CheckpointError(
                 f"{key} holds no tensor, but a pickle that names other things, and loading it "
                 "could run code of whoever wrote the file; or it is broken"
             ) from error
+        except (IndexError, EOFError) as error:  # of bytes that begin as no archive does
+            raise _damaged(key, "its beginning") from error
 
     def value(self, trusted: bool) -> Any:
         """Return the value in it; arguments and errors as of `trust.read_value`."""
@@ -483,10 +486,14 @@ class Archive:
         try:
             return parts_of(self.content, self.checks)
         except DamagedError as part:
-            raise CheckpointError(
-                f"{key} is damaged: the checksum of {part} is not that of what torch.save wrote; "
-                "load an earlier step, or copy the files again"
-            ) from part
+            raise _damaged(key, f"the checksum of {part}") from part
+
+
+def _damaged(key: str, part: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key} is damaged: {part} is not as torch.save wrote it; load an earlier step, or copy "
+        "the files again"
+    )
 
 
 class _Reads:

@@ -64,7 +64,8 @@ def _words(value: Any) -> Iterable[str]:
         case set() | frozenset():
             yield repr(sorted("".join(_words(each)) for each in value))
         case _ if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-            yield from _words(value.tolist())
+            plain = value.tolist()  # a longdouble's is itself
+            yield repr(value) if type(plain) is type(value) else "".join(_words(plain))
         case _:
             yield type(value).__qualname__
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.bridge import Bridge
+from commgrid.bridge.heads import Ledger
 from commgrid.errors import CommGridError
 from commgrid.testing import run_on_ranks
 
@@ -127,3 +128,11 @@ def test_copies_that_differ_do_not_cross() -> None:
     for told in run_on_ranks(copies, 3, True, True, check=False):
         assert "bridge 'bridge': ranks 0-1 gave tensors that should be copies and differ" in told
         assert "compare=False" in told
+
+
+def test_what_one_sender_tells_leaves_what_was_sent_to_another() -> None:
+    target = Ledger("bridge 'b'")
+    target.send(0, [0, 1])
+    target.hear([1, 1, *[-1] * 6], sender=0)  # rank 0 has received its gradient of call 0
+    with pytest.raises(CommGridError, match="gradient of call 0 was sent, but rank 1 has dropped"):
+        target.hear([1, 1, 0, *[-1] * 5], sender=1)

@@ -146,6 +146,17 @@ def test_parts_of_a_model_load_if_asked(tmp_path: Path) -> None:
     commgrid.shutdown()
 
 
+def test_a_tensor_among_others_own_values_loads(tmp_path: Path) -> None:
+    model = trained(0)[0]
+    states = {"model": model.state_dict(), "extra": {"ema": torch.arange(3.0), "epoch": 4}}
+    dcp.save(states, checkpoint_id=tmp_path)
+    commgrid.initialize()
+    found = checkpoint.load(tmp_path, trained(1)[0], prefix="model", progress=False)
+    commgrid.shutdown()
+    assert found.extra.pop("ema").tolist() == [0.0, 1.0, 2.0]
+    assert found.extra == {"epoch": 4}
+
+
 def test_torch_reads_ours_into_flattened_optimizer_state(tmp_path: Path) -> None:
     commgrid.initialize()
     model, optimizer = trained(0)
@@ -372,6 +383,7 @@ def test_what_is_not_in_safetensors_files_is_told(llama: tuple[str, Any], tmp_pa
         folder, model, optimizer, prefix="", strict=False
     ) or "it has none of" in said(folder, model, prefix="", strict=False)
     assert "it has no model.0.weight" in said(folder, model, prefix="")
-    (next(Path(folder).glob("*.safetensors"))).write_bytes(b"cut off")
+    assert "is a checkpoint, and not of step 5" in said(folder, model, prefix="", step=5)
+    next(Path(folder).glob("*.safetensors")).write_bytes(b"cut off")
     assert "cannot be read" in said(folder, model, prefix="")
     commgrid.shutdown()

@@ -131,6 +131,23 @@ def test_states_of_other_generators_are_refused() -> None:
     assert not torch.equal(torch.get_rng_state(), before)
 
 
+def test_numpys_generators_are_among_them() -> None:
+    numpy = pytest.importorskip("numpy")
+    before = numpy.random.get_bit_generator()
+    try:
+        for generator in (numpy.random.MT19937(3), numpy.random.PCG64(3)):
+            numpy.random.set_bit_generator(generator)
+            states = checkpoint.random_states()
+            drawn = numpy.random.rand(4).tolist()
+            checkpoint.set_random_states(states)
+            assert numpy.random.rand(4).tolist() == drawn
+        assert number_of(numpy.longdouble(1)) != number_of(numpy.longdouble(2))
+    finally:
+        numpy.random.set_bit_generator(before)
+    with pytest.raises(CheckpointError, match="expected what random_states returned"):
+        checkpoint.set_random_states({})
+
+
 # -- values that all should have alike ----------------------------------------------------
 
 

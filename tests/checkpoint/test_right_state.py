@@ -237,8 +237,20 @@ def test_a_flipped_bit_is_an_error_that_names_the_tensor(saved: Path) -> None:
     _flip(saved, 1.5)
     model = Weights(3.0)
     told = said(checkpoint.load, saved, model)
-    assert "model.a is damaged: the checksum of archive/data/0" in told
+    assert (
+        "model.a is damaged: the checksum of archive/data/0 is not as torch.save wrote it" in told
+    )
     assert model.values == {3.0}
+
+
+def test_damage_at_the_beginning_is_told_as_damage(saved: Path) -> None:
+    (file,) = saved.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    place = content.index(torch.full((12,), 1.5).numpy().tobytes())
+    content[content.rindex(b"PK\x03\x04", 0, content.rindex(b"data.pkl", 0, place))] ^= 1
+    file.write_bytes(content)
+    told = said(checkpoint.load, saved, Weights(3.0))
+    assert "is damaged: its beginning is not as torch.save wrote it" in told
 
 
 def test_a_file_without_checksums_loads(tmp_path: Path) -> None:
