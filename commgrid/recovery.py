@@ -28,7 +28,8 @@ from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.loading import Loading
 from commgrid.checkpoint.meeting import Model, Progress, everyone, failure, tells_failures
 from commgrid.checkpoint.memory import Inventory, Kept, forget, kept_states, missing
-from commgrid.checkpoint.storage import Report, check_has
+from commgrid.checkpoint.storage import Report
+from commgrid.checkpoint.stored import check_has
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.errors import CheckpointError
 from commgrid.planning.survivors import Fits

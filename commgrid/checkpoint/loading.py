@@ -29,7 +29,8 @@ from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.naming import MODEL, Naming, Rename, Renamed, Source
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.checkpoint.safetensors import Safetensors, is_folder_of_them
-from commgrid.checkpoint.storage import Report, Stored
+from commgrid.checkpoint.storage import Report
+from commgrid.checkpoint.stored import Stored
 from commgrid.checkpoint.values import offered
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError

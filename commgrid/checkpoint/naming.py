@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from commgrid.checkpoint.items import Item, Value
-from commgrid.checkpoint.storage import Report, check_has
+from commgrid.checkpoint.storage import Report
+from commgrid.checkpoint.stored import check_has
 from commgrid.errors import CheckpointError, SpecError
 
 Rename = Mapping[str, str] | Callable[[str], str | None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from commgrid.checkpoint.folder import complete, find
 from commgrid.checkpoint.items import Item, Value, whole
 from commgrid.checkpoint.naming import MODEL, Naming, Rename
-from commgrid.checkpoint.storage import Report, Stored, check_has
+from commgrid.checkpoint.storage import Report
+from commgrid.checkpoint.stored import Stored, check_has, data_of, reads_of
 from commgrid.errors import CheckpointError, SpecError
 
 SUFFIX = ".safetensors"
@@ -98,22 +96,10 @@ class _Into(DefaultLoadPlanner):
         self._report, self._done, self._total = report, 0, 0
 
     def reads(self, place: str, item: Item, stored: TensorStorageMetadata) -> list[ReadItem]:
-        """Return the reads for an item.
-
-        Args:
-            place: a text that differs for each item.
-        """
-        boxes = [
-            ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.data.shape))
-            for chunk in item.chunks
-        ]
-        for chunk in item.chunks:
-            self._data[MetadataIndex(place, chunk.offset)] = chunk.data
-            self._total += chunk.data.nbytes
-        return [
-            replace(read, dest_index=MetadataIndex(place, read.dest_index.offset))
-            for read in create_read_items_for_chunk_list(item.key, stored, boxes)
-        ]
+        """Return the reads for an item; arguments as of `reads_of`."""
+        self._data |= data_of(place, item)
+        self._total += sum(chunk.data.nbytes for chunk in item.chunks)
+        return reads_of(place, item, stored)
 
     def finish(self) -> None:
         """Report that all is read."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from commgrid.checkpoint.boxes import Chunk, Turns, local_part
 from commgrid.checkpoint.items import Item
 from commgrid.checkpoint.model_state import ModelState
+from commgrid.checkpoint.naming import Naming, Rename
 from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule
 from commgrid.planning.boxes import Box, Shape, common
@@ -25,7 +26,6 @@ from commgrid.transfer.layouts import Entry, Form, pack
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
-Rename = Mapping[str, str] | Callable[[str], str]
 Only = Iterable[str] | Callable[[str], bool]
 
 
@@ -164,9 +164,7 @@ class Names:
     def __init__(self, rename: Rename | None, only: Only | None) -> None:
         if isinstance(only, str):
             only = [only]
-        if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
-            raise SpecError(f"rename={rename!r}: expected a mapping of names, or a function")
-        self._rename = rename
+        self._naming = Naming("", rename)
         self._only = only if only is None or callable(only) else list(only)
         if isinstance(self._only, list) and not all(isinstance(p, str) for p in self._only):
             raise SpecError(f"only={self._only!r}: expected patterns of names, or a function")
@@ -192,13 +190,10 @@ class Names:
                     f"{nearest(pattern, names)}; leave it out, or give one that is"
                 )
 
-    def of_source(self, name: str) -> str:
-        """The target's name for one of the source's."""
-        if self._rename is None:
-            return name
-        if callable(self._rename):
-            return self._rename(name)
-        return self._rename.get(name, name)
+    def of_source(self, name: str) -> str | None:
+        """The target's name for one of the source's; None: it is not moved."""
+        found = self._naming.of_model(name)
+        return found if found is not None and self.has(found) else None
 
     def has(self, name: str) -> bool:
         """Whether a tensor of this name on the target is moved."""

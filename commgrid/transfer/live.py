@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commgrid.checkpoint.naming import Rename
 from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
@@ -29,7 +30,7 @@ from commgrid.torch_compat.world import first_line, is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.carry import Carrier, most_of
 from commgrid.transfer.given import device_of, grids_of, refuse_shared_memory
-from commgrid.transfer.held import Held, Model, Names, Only, Rename
+from commgrid.transfer.held import Held, Model, Names, Only
 from commgrid.transfer.layouts import Side
 from commgrid.transfer.plan import Message, TransferPlan
 from commgrid.transfer.sides import SourceSide, TargetSide
@@ -83,7 +84,8 @@ class Transfer:
         target_grid: where the target lies, likewise.
         optimizer: the source's and the target's optimizer, whose state is moved too; None: weights
             alone.
-        rename: what the source's names are on the target: a mapping, or a function of one name.
+        rename: the target's names of the source's tensors: a mapping, or a function of one name,
+            which returns None for a tensor that is not moved.
         only: which of the target's names are moved: patterns as `blocks.*`, or a function; without
             it both sides have the same.
         copies: "compare" refuses a source of whose copies any bit differs, before anything moves;

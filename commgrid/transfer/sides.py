@@ -220,7 +220,7 @@ class SourceSide(OneSide):
         called: dict[str, str] = {}
         for item in items:
             name = self.names.of_source(item.path[-1])
-            if self.names.has(name):
+            if name is not None:
                 other = called.setdefault(name, item.path[-1])
                 if other != item.path[-1]:
                     raise SpecError(

@@ -42,6 +42,9 @@ def given() -> dict[str, str]:
 
     said["pattern"] = moved(both(), both(), only=["up.*", "donw.*"])
     said["one name"] = moved(both(), {"w": torch.zeros(2)}, rename=lambda name: "w")
+    names = {"up.weight": "w", "down.weight": None}
+    said["left out"] = moved(both(), {"w": torch.zeros(2)}, rename=names.__getitem__)
+    said["no name"] = moved(both(), both(), rename=len)
     shared = torch.zeros(2)
     said["memory"] = moved(both(), {"up.weight": shared, "down.weight": shared.view(2)})
     halves = torch.zeros(4)
@@ -94,6 +97,9 @@ SAID = {
     "the name of no tensor of the target; leave it out, or give one that is",
     "one name": "TransferError: nothing was moved: ranks 0-1: rename= calls both up.weight and "
     "down.weight of the source w; give each a name of its own",
+    "left out": "{'w': [1.0, 1.0]}",
+    "no name": "TransferError: nothing was moved: ranks 0-1: rename('up.weight') returned 9: "
+    "expected a name, or None",
     "memory": "TransferError: nothing was moved: ranks 0-1: up.weight and down.weight of the "
     "target are in one memory",
     "flat": "{'up.weight': [1.0, 1.0], 'down.weight': [0.0, 0.0]}",
