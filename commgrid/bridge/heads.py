@@ -40,7 +40,7 @@ class Ledger:
         # On the source's ranks.
         self._owed: dict[int, Mapping[int, tuple[int, ...]]] = {}
         self._dropped: set[int] = set()
-        self._untold: list[int] = []
+        self._untold: dict[int, list[int]] = {}  # dropped calls, by who would send a gradient
         self._early: dict[tuple[int, int], Tensor] = {}
         # On the target's ranks.
         self._sent: dict[int, set[int]] = {}  # receivers by call
@@ -60,24 +60,27 @@ class Ledger:
 
     def drop(self, call: int) -> None:
         """The autograd node of a call was freed."""
-        if self._owed.pop(call, None) is not None:
+        shapes = self._owed.pop(call, None)
+        if shapes is not None:
             self._dropped.add(call)
-            self._untold.append(call)
+            for sender in shapes:
+                self._untold.setdefault(sender, []).append(call)
 
     def settle(self, call: int) -> None:
         """A call's gradient was received."""
         self._owed.pop(call, None)
 
-    def head(self, call: int, to_target: bool) -> list[int]:
-        """Return the head of this rank's messages of a call.
+    def head(self, call: int, target: int | None) -> list[int]:
+        """Return the head of a message of a call.
 
         Args:
             call: its number.
-            to_target: whether it says which calls were dropped; ranks of the source do not ask.
+            target: the rank that it goes to; None: one of the source's, which reads the call alone.
         """
-        untold = self._untold[:_DROPPED] if to_target else []
-        del self._untold[: len(untold)]  # a call may be dropped at any moment
-        first = min([*self._owed, *self._untold], default=call)
+        waiting = [] if target is None else self._untold.get(target, [])
+        untold = waiting[:_DROPPED]
+        del waiting[: len(untold)]  # a call may be dropped at any moment
+        first = min([*self._owed, *waiting], default=call)
         return [call, first, *untold, *[_NONE] * (_DROPPED - len(untold))]
 
     def shape(self, call: int, sender: int) -> tuple[int, ...]:

@@ -75,7 +75,9 @@ class Moving:
             for one in ((heads[sender], sender), (self._parts[sender], sender))
         ]  # fmt: skip
         leaving = [
-            one for pair in zip(self._heads(True), self._leaving, strict=True) for one in pair
+            one
+            for pair in zip(self._heads(to_target=True), self._leaving, strict=True)
+            for one in pair
         ]
         self._links.exchange(f"forward of call {self._number}", leaving, arriving)
         for sender, head in heads.items():
@@ -92,7 +94,7 @@ class Moving:
         kept = {sender: self._ledger.take(self._number, sender) for sender in self._shapes}
         self._parts |= {sender: part for sender, part in kept.items() if part is not None}
         waiting = [sender for sender, part in kept.items() if part is None]
-        heads, parts = self._heads(False), self._leaving
+        heads, parts = self._heads(to_target=False), self._leaving
         while heads or waiting:
             came = {sender: self._new_head() for sender in waiting}
             self._links.exchange(call, heads, [(head, sender) for sender, head in came.items()])
@@ -116,10 +118,11 @@ class Moving:
         return self._shapes[sender] if call == self._number else self._ledger.shape(call, sender)
 
     def _heads(self, to_target: bool) -> list[Addressed]:
-        if not self._leaving:
-            return []
-        head = torch.tensor(self._ledger.head(self._number, to_target), device=self._links.device)
-        return [(head, receiver) for _, receiver in self._leaving]
+        heads: list[Addressed] = []
+        for _, receiver in self._leaving:
+            numbers = self._ledger.head(self._number, receiver if to_target else None)
+            heads.append((torch.tensor(numbers, device=self._links.device), receiver))
+        return heads
 
     def _new_head(self) -> Tensor:
         return self._links.new((LENGTH,), torch.int64)

@@ -136,3 +136,14 @@ def test_what_one_sender_tells_leaves_what_was_sent_to_another() -> None:
     target.hear([1, 1, *[-1] * 6], sender=0)  # rank 0 has received its gradient of call 0
     with pytest.raises(CommGridError, match="gradient of call 0 was sent, but rank 1 has dropped"):
         target.hear([1, 1, 0, *[-1] * 5], sender=1)
+
+
+def test_each_sender_is_told_once_which_calls_were_dropped() -> None:
+    source = Ledger("bridge 'b'")
+    owed = source.owe(0, {2: (1,), 3: (1,)})
+    assert source.head(1, 2)[:3] == [1, 0, -1]  # call 0 may still be received
+    del owed
+    assert source.head(2, None)[2] == -1
+    assert source.head(2, 2)[2:4] == [0, -1]
+    assert source.head(3, 2)[2] == -1
+    assert source.head(4, 3)[:3] == [4, 4, 0]  # which had an empty part in the calls between
