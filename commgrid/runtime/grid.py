@@ -281,6 +281,9 @@ class HyperCommGrid(NamedGroups):
         """Destroy the grid's communicators; a second call does nothing."""
         torch_groups.destroy_all(self._let_go())
 
+    def _destroy_at_exit(self) -> None:
+        torch_groups.destroy_all(self._let_go(), at_exit=True)
+
     def abort(self) -> None:
         """Destroy the grid after a failure, without waiting for calls under way.
 

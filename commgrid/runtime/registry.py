@@ -244,7 +244,7 @@ class Registry:
             for grid in live_grids():
                 for tell in self.at_exit:
                     tell(grid, error)
-        end(failed=error is not None)
+        end(failed=error is not None, at_exit=True)
         launch, store, place = self.launch, self.store, self.place
         if launch is None or launch.world_size == 1:
             return
@@ -367,11 +367,17 @@ def size(*names: str, grid: str | None = None) -> int:
 
 def destroy(name: str | None = None) -> None:
     """Destroys one grid, or all; torch.distributed stays up. Destroying nothing is fine."""
-    for each in list(_registry.grids) if name is None else [name]:
-        grid = _registry.grids.pop(each, None)
-        _registry.tables.pop(each, None)
+    for grid in _taken(list(_registry.grids) if name is None else [name]):
+        grid.destroy()
+
+
+def _taken(names: Sequence[str]) -> Iterator[HyperCommGrid]:
+    """Take grids out of the registry, each before it is yielded."""
+    for name in names:
+        grid = _registry.grids.pop(name, None)
+        _registry.tables.pop(name, None)
         if grid is not None:
-            grid.destroy()
+            yield grid
 
 
 def shutdown() -> None:
@@ -407,11 +413,12 @@ def _tell_over_at(store: Any) -> None:
     driver.close()
 
 
-def end(failed: bool) -> None:
+def end(failed: bool, at_exit: bool = False) -> None:
     """Shut down; ranks that wait in `rebuild` learn of it, unless this process failed.
 
     Args:
         failed: whether an error ends this process.
+        at_exit: whether the process ends, with or without an error.
     """
     if not failed and torch_world.is_initialized():
         for grid in live_grids():
@@ -419,6 +426,7 @@ def end(failed: bool) -> None:
             if not covers_all and grid.rank == grid.spec.grid_ranks[0]:
                 _tell_over(grid)
     try:
-        destroy()
+        for grid in _taken(list(_registry.grids)):
+            grid._destroy_at_exit() if at_exit else grid.destroy()
     finally:
         _registry.stop_world()

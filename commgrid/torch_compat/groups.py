@@ -275,11 +275,17 @@ def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
     return unwrapped(_TORCHS_GET_BACKEND(group, device))
 
 
-def destroy_all(groups: Iterable[dist.ProcessGroup]) -> None:
+def destroy_all(groups: Iterable[dist.ProcessGroup], at_exit: bool = False) -> None:
     """Destroy groups in reverse order of creation, every one even if one of them fails.
 
     A call under way may still connect to a peer by the peer's address. A group without another
     reference ends with its calls, and only then are this rank's addresses deleted from the store.
+
+    Args:
+        groups: of this process.
+        at_exit: whether the process ends. Its addresses stay at the store then: to connect to one
+            is refused at once, but for one that is missing gloo waits, and with it all other calls
+            of a process's connection to the store.
     """
     left = list(groups)
     del groups  # so that `left` alone holds them
@@ -294,6 +300,7 @@ def destroy_all(groups: Iterable[dist.ProcessGroup]) -> None:
         except (RuntimeError, ValueError) as error:  # another thread may destroy it as well
             failed.append(error)
         del group  # waits for its calls
-    forget_addresses(kept)
+    if not at_exit:
+        forget_addresses(kept)
     if failed:
         raise failed[0]
