@@ -177,7 +177,11 @@ class Snapshot:
         return {
             fd: path
             for fd, path in now.items()
-            if fd > 2 and self._files.get(fd) != path and path not in streams
+            if fd > 2
+            and self._files.get(fd) != path
+            and path not in streams
+            # torch's FileStore opens its file for each call, which any thread may be at.
+            and path != _file_of(self._store)
         }
 
     def _hooks_left(self) -> list[str]:
@@ -293,6 +297,13 @@ def _files() -> dict[int, str]:
         if standard or (path.startswith("/") and not path.startswith(_FILES_OF_LIBRARIES)):
             found[int(number)] = path
     return found
+
+
+def _file_of(store: Any) -> str | None:
+    """The file of torch's FileStore, beneath its prefixes; None: another store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "path", None)
 
 
 def _hooks() -> dict[tuple[str, int], Any]:

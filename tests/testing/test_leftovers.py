@@ -244,3 +244,13 @@ def test_torch_is_not_imported_for_it() -> None:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_the_file_of_a_store_is_open_while_it_is_asked(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = dist.PrefixStore("prefix", dist.FileStore(str(path), 1))
+    before = snapshot(store)
+    with path.open("rb"):  # as a call of the store on another thread has it
+        assert before.left() == []
+    with (tmp_path / "other").open("w") as other:
+        assert before.left() == [f"file {other.name} is still open (fd {other.fileno()})"]
