@@ -16,7 +16,7 @@ from commgrid.runtime import registry
 from commgrid.runtime.failures import named_failures
 from commgrid.runtime.rebuild import States, _Rebuild
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import gloo as torch_gloo
+from commgrid.torch_compat import leaving as torch_leaving
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.gloo import break_connections
 from commgrid.torch_compat.world import world_store
@@ -173,16 +173,16 @@ def test_a_spare_that_nobody_needs_learns_of_the_end() -> None:
 
 
 def aborts_slowly() -> tuple[int, ...]:
-    """Rank 1 still tells the members of its groups that it is gone when rank 0 has done so."""
+    """Rank 1 still leaves its groups when rank 0 has done so."""
     grid = commgrid.initialize(tp=2)
-    connect_all = torch_gloo.connect_all
+    leave = torch_leaving.leave
 
-    def slowly(group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
+    def slowly(*how: Any) -> None:
         until_waits("rank 0")
-        return connect_all(group)
+        leave(*how)
 
     if grid.rank == 1:
-        torch_gloo.connect_all = slowly
+        torch_leaving.leave = slowly
     else:
         comes("rank 0")
     again = commgrid.rebuild()

@@ -23,6 +23,7 @@ from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.runtime import failures, inquiry, registry
 from commgrid.testing import free_port, run_on_ranks
 from commgrid.torch_compat import gloo as torch_gloo
+from commgrid.torch_compat import leaving as torch_leaving
 from commgrid.torch_compat import standby as torch_standby
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.failed_groups import stop_waiting
@@ -327,11 +328,11 @@ def test_a_host_that_is_silent_is_named_with_all_its_ranks() -> None:
 
 
 def test_a_connection_that_takes_long_is_no_silent_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo tries a refused connection several times; the store answers meanwhile."""
+    """The store answers meanwhile."""
     commgrid.initialize()
     over = threading.Event()
     monkeypatch.setattr(torch_gloo, "can_be_lazy", lambda: True)
-    monkeypatch.setattr(torch_gloo, "connect_all", lambda group: over.wait(120))
+    monkeypatch.setattr(torch_leaving, "leave", lambda group, wait: over.wait(120))
     use_timeouts(replace(Timeouts(), leave=0.1, answer=5.0))
     try:
         stop_waiting([dist.group.WORLD])

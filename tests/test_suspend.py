@@ -631,7 +631,7 @@ def with_a_backend_that_suspends(ends: str) -> None:
         assert torch_groups.error_of(group) == ""  # which a watch asks all the time
         assert torch_groups.calls_of(group) == 7
         if ends == "abort":
-            failed_groups.wake([group], ended=True)
+            failed_groups.wake([group])
             assert backend.asked == ["suspend", "abort"]
     if ends == "resume":
         grid.resume("tp")

@@ -118,8 +118,7 @@ def test_who_waits_for_a_dead_rank_to_connect_is_woken() -> None:
 
 def test_a_grid_that_is_rebuilt_is_watched_as_before() -> None:
     per_rank = [(rank,) for rank in range(3)]
-    # After an abort a thread ends what still waits for a connection, five seconds later.
-    more: Any = {"backend": None, "launcher": "torchrun", "check": False}
+    more: Any = {"backend": None, "launcher": "torchrun"}
     assert all(run_on_ranks(rebuilt, 3, per_rank=per_rank, **more))
 
 

@@ -1,8 +1,8 @@
 """Ending groups after a failure, also while ranks wait on them for others that have gone.
 
 A rank that waits for another one is told when its connection closes. NCCL's communicators are
-aborted. gloo has no such call: its connections are broken by a receive that is not met, and pairs
-that have not connected yet are connected first.
+aborted. gloo has no such call: its connections are broken by a receive that is not met, or, where
+not all ranks have connected, one by one (`leaving`).
 
     wake(groups)        ends the waits; others of the program's threads may still use the groups
     abort_all(groups)   the same, and destroys them
@@ -18,8 +18,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import cast
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import _unregister_process_group
@@ -27,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.torch_compat import gloo as torch_gloo
+from commgrid.torch_compat import leaving as torch_leaving
 from commgrid.torch_compat.groups import (
     backend_of,
     connects_by_pairs,
@@ -42,36 +42,28 @@ _BROKEN: WeakSet[dist.ProcessGroup] = WeakSet()
 _LEFT: WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = WeakKeyDictionary()
 """Collectives of these groups that a rank has waited for in vain."""
 _UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, WeakSet[dist.Work]] = WeakKeyDictionary()
-_CONNECTING: WeakKeyDictionary[dist.ProcessGroup, dist.Work] = WeakKeyDictionary()
-"""Of groups that `wake` was called for, the receive that connects their pairs."""
-_TRIED: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups whose pairs were connected by a receive, which a member that is gone may have refused."""
+_LEFT_EARLY: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups of gloo's that this rank has left before all of their ranks had connected."""
 _NOT_FREED: list[dist.ProcessGroup] = []
 _CALLS = ("commgrid.", "torch.distributed.")  # in whose frames variables may be cleared
 _MOST_TOLD = 256  # a group of more is left to the timeout: each member costs an open file
 
 
 def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Ends what waits for members that should connect, after one of them did not.
+    """End what waits for members that should connect, after one of them did not.
 
     A gloo group could not be destroyed before: its threads would wait several times longer.
     """
-    trying: list[dist.Work] = []
-    for group in groups:
-        if connects_by_pairs(group):
-            with suppress(RuntimeError):
-                trying.append(_connect_all(group))
-    if trying:
-        time.sleep(timeouts().moment)
-    for work in trying:
-        torch_gloo.give_up(work)
+    leaving = [_leave(group) for group in groups if connects_by_pairs(group)]
+    until = time.monotonic() + timeouts().leave
+    for each in leaving:
+        each.is_over(until - time.monotonic())
 
 
 def wake(
     groups: Iterable[dist.ProcessGroup],
     by_pairs: Container[dist.ProcessGroup] = (),
     tell: bool = True,
-    ended: bool = False,
 ) -> None:
     """End all waits on groups, here and on other members, without waiting for any member.
 
@@ -81,12 +73,10 @@ def wake(
         groups: of this process.
         by_pairs: those of which some pairs of ranks may not be connected yet.
         tell: False where members wait elsewhere, as while they start: gloo's are left alone.
-        ended: whether a member's process has ended, and its host lives. Waits here for it to
-            connect then end some seconds later.
     """
     woken: list[dist.ProcessGroup] = []
     # Each on a thread: NCCL ends a communicator's own kernels, and frees its memory when those of
-    # all have ended; and gloo waits for the addresses of peers that may have gone.
+    # all have ended.
     ending: list[Asked] = []
     for group in groups:
         if group in _WOKEN or not is_alive(group) or group.size() == 1:
@@ -98,15 +88,10 @@ def wake(
         for backend in nccl_backends(group):
             ending.append(Asked(backend.abort))
         if tell and "gloo" in backend_of(group):
-            ending.append(Asked(partial(_break_gloo, group, group in by_pairs)))
+            ending.append(_leave(group) if group in by_pairs else Asked(partial(_break, group)))
     until = time.monotonic() + timeouts().abort
     for each in ending:
         each.is_over(until - time.monotonic())
-    connecting = [ref(group) for group in woken if group in _CONNECTING]
-    if connecting:
-        time.sleep(timeouts().moment)
-    if connecting and ended:
-        Asked(partial(_end_waiting, connecting))
 
 
 def follow(work: dist.Work, group: dist.ProcessGroup) -> None:
@@ -163,10 +148,8 @@ def _end_calls(
     if not runs_on_gloo(group) or _end_until(works, until):
         return
     if by_pairs:
-        with suppress(RuntimeError):
-            work = _connect_all(group)
-            time.sleep(timeouts().moment)  # a connection refused later ends the process
-            torch_gloo.give_up(work)
+        # Connections that were made meanwhile.
+        Asked(partial(_break, group, by_pairs)).is_over(timeouts().leave)
     if not _end_until(works, time.monotonic() + timeouts().moment):
         # On a thread that never ends: what a module holds is freed when the process ends.
         Asked(partial(_hold, group))
@@ -185,42 +168,25 @@ def _hold(group: dist.ProcessGroup) -> None:
     threading.Event().wait()
 
 
-def _end_waiting(connecting: list[ref[dist.ProcessGroup]]) -> None:
-    """End what waits for members to connect, on groups that are not destroyed until then.
+def _leave(group: dist.ProcessGroup) -> Asked:
+    """Begin to leave a group of which some ranks may not have connected.
 
-    By then every connection that `wake` has begun is made or refused; gloo ends the process if one
-    is refused later.
+    The store is asked for addresses, which may take long without it being silent.
     """
-    time.sleep(timeouts().answer)
-    for each in connecting:
-        group = each()
-        if group is not None and is_alive(group) and (work := _CONNECTING.pop(group, None)):
-            torch_gloo.give_up(work)
+    _LEFT_EARLY.add(group)
+
+    def leave() -> None:
+        with suppress(RuntimeError):
+            if group.size() <= _MOST_TOLD:
+                torch_leaving.leave(group, timeouts().moment)
+            torch_leaving.break_connections(group)
+
+    return Asked(leave)
 
 
-def _break_gloo(group: dist.ProcessGroup, by_pairs: bool) -> None:
+def _break(group: dist.ProcessGroup, by_pairs: bool = False) -> None:
     with suppress(RuntimeError):
-        if not by_pairs:
-            torch_gloo.break_connections(group)
-        elif group.size() <= _MOST_TOLD:
-            # A rank that waits for this one to connect gets a connection, which closes.
-            _CONNECTING[group] = _connect_all(group)
-
-
-def _connect_all(group: dist.ProcessGroup) -> dist.Work:
-    """Begin to connect this rank with all others of a group.
-
-    gloo asks the store for addresses, and tries a refused connection several times. That may take
-    long without the store being silent.
-
-    Raises:
-        RuntimeError: no other member can be connected to, or not in `Timeouts.leave`.
-    """
-    _TRIED.add(group)
-    asked = Asked(partial(torch_gloo.connect_all, group))
-    if not asked.is_over(timeouts().leave):
-        raise RuntimeError(f"{group.group_desc!r} has not connected")
-    return cast(dist.Work, asked.answer())
+        (torch_leaving if by_pairs else torch_gloo).break_connections(group)
 
 
 def _free_beside(groups: list[dist.ProcessGroup]) -> None:
@@ -300,7 +266,7 @@ def abort_all(
             else:
                 _end_calls(group, works, group in by_pairs, until)
                 dist.destroy_process_group(group)
-        if group in _TRIED:
+        if group in _LEFT_EARLY:
             tried.append(group)
         del group, works
     by_pairs.clear()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -112,29 +112,6 @@ def addresses(group: dist.ProcessGroup, of: int | None = None) -> list[str]:
     return []  # torch makes one for all its devices
 
 
-def connect_all(group: dist.ProcessGroup) -> dist.Work:
-    """Begin to connect this rank with all others of a group, without waiting.
-
-    A member whose program has ended has deleted its address. gloo would wait for that at the store,
-    and all other calls of this process's connection to the store would wait behind it.
-
-    Raises:
-        RuntimeError: no other member has an address.
-    """
-    store = c10d._world.pg_map[group][1]
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    here = [rank for rank in others if store.check(addresses(group, rank))]
-    if here == others:
-        work = group.recv_anysource([torch.empty(1)], _NEVER_SENT)
-        assert work is not None
-        return work
-    works = [group.recv([torch.empty(1)], rank, _NEVER_SENT) for rank in here]
-    if not works:
-        raise RuntimeError(f"no other rank of {group.group_desc!r} can be connected to")
-    assert works[-1] is not None
-    return works[-1]
-
-
 def break_connections(group: dist.ProcessGroup) -> None:
     """Closes a connected group's connections: gloo does so where a receive is not met in time.
 
@@ -148,13 +125,6 @@ def break_connections(group: dist.ProcessGroup) -> None:
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 return
-
-
-def give_up(work: dist.Work) -> None:
-    """Lets a receive fail, on which gloo closes all connections of its group, and ends what waits
-    for one to be made. gloo ends the process if a connection is refused after that."""
-    with suppress(RuntimeError):
-        work.wait(timedelta(milliseconds=1))
 
 
 def _lazy_devices() -> list[Any]:

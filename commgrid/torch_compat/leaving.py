@@ -1,0 +1,227 @@
+"""Leaving a gloo group of which not all ranks have connected.
+
+Of two ranks one connects to the other, and first says its number in the group; the other one waits
+for that. gloo ends such a wait by an error on all pairs of the group, and ends the process if one
+of those pairs connects later (`GLOO_ENFORCE(ex_ == nullptr)` in its `Pair::handleEvents`). So this
+rank makes the connections itself, in place of the rank that should, and hangs up when gloo answers,
+which is as if that rank had ended just then:
+
+    this rank should connect ──► the other one's listener: the other one waits no more
+    the other one should     ──► this rank's own listener: this rank waits no more
+
+A rank that does not answer does not wait, or has waited in vain, so that its pair has an error.
+Then the connection stays open until gloo closes it. Where two ranks have talked, their connection
+is shut down.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from commgrid.torch_compat import gloo as torch_gloo
+from commgrid.torch_compat.patient import Asked, NoThreadError
+
+_MISSING = "\x00missing"  # no key holds this value
+_SILENT = 16
+"""Bytes on a connection over which no message has gone, at most: the number's 8, and one or two
+that Linux counts for the connection itself. gloo's shortest message has 40."""
+_COUNTS = struct.Struct("QQ")  # of Linux's `tcp_info`: bytes acknowledged, bytes received
+_COUNTS_AT = 120
+
+
+class _Address(NamedTuple):
+    """Where a rank listens. Of two ranks the one with the greater address connects.
+
+    gloo compares the ports as they are in memory: with their bytes in the network's order.
+    """
+
+    host: bytes
+    port_in_memory: int
+    flow_and_scope: tuple[int, ...] = ()  # IPv6
+
+    @classmethod
+    def read(cls, value: bytes) -> _Address:
+        """Read what gloo writes to the store: the host's name, and a `sockaddr_storage`.
+
+        Each comes after its length, of 8 bytes.
+        """
+        (length,) = struct.unpack_from("Q", value)
+        raw = value[16 + length :]
+        family, port = struct.unpack_from("HH", raw)
+        if family == socket.AF_INET:
+            return cls(raw[4:8], port)
+        (flow,), (scope,) = struct.unpack_from("!I", raw, 4), struct.unpack_from("I", raw, 24)
+        return cls(raw[8:24], port, (flow, scope))
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        return socket.AF_INET6 if self.flow_and_scope else socket.AF_INET
+
+    @property
+    def for_socket(self) -> tuple[Any, ...]:
+        host, port = socket.inet_ntop(self.family, self.host), socket.ntohs(self.port_in_memory)
+        return (host, port, *self.flow_and_scope)
+
+
+def leave(group: dist.ProcessGroup, wait: float) -> None:
+    """End what waits on a group here, and on other ranks for this one, without waiting for any.
+
+    What begins to wait later is ended as well. What connects to a host that does not answer is not.
+
+    Args:
+        group: gloo's, whose ranks connect when they first talk.
+        wait: seconds that hosts are given, at most, to take this rank's connections.
+    """
+    told: list[_Connection] = []
+    for own, others in _listeners(group):
+        for rank, other in others.items():
+            if other is not None and own > other:
+                told.append(_OPEN.connect(other, group.rank()))
+            else:
+                told.append(_OPEN.connect(own, rank))
+    until = time.monotonic() + wait
+    for connection in told:
+        connection.made.wait(max(until - time.monotonic(), 0.0))
+
+
+def _listeners(group: dist.ProcessGroup) -> Iterator[tuple[_Address, dict[int, _Address | None]]]:
+    """Of each of a group's devices: where this rank listens, and where each of the others does.
+
+    None for a rank that has destroyed the group, and deleted its address.
+    """
+    store = c10d._world.pg_map[group][1]
+    for keys in zip(*(torch_gloo.addresses(group, of) for of in range(group.size())), strict=True):
+        # Not `get`, which waits for a key that is deleted meanwhile.
+        values = [bytes(store.compare_set(key, _MISSING, _MISSING)) for key in keys]
+        found = {
+            rank: None if value == _MISSING.encode() else _Address.read(value)
+            for rank, value in enumerate(values)
+        }
+        if own := found.pop(group.rank()):
+            yield own, found
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Shut down a group's connections over which messages have gone, as if other ranks had ended.
+
+    Nobody waits on others, and a pair with an error may have one.
+    """
+    own: set[tuple[Any, ...]] = set()
+    theirs: set[tuple[Any, ...]] = set()
+    for listener, others in _listeners(group):
+        own.add(listener.for_socket)
+        theirs.update(other.for_socket for other in others.values() if other is not None)
+    for connection in _sockets():
+        with suppress(OSError):  # it has no other end
+            there = connection.getpeername()
+            if (there in theirs or connection.getsockname() in own) and _has_talked(connection):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """This process's sockets for the internet, each by a descriptor of its own."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was closed meanwhile
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            copy = os.dup(int(name))
+            try:
+                found = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                continue
+            with found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    yield found
+
+
+def _has_talked(connection: socket.socket) -> bool:
+    counts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 200)
+    acknowledged, received = _COUNTS.unpack_from(counts, _COUNTS_AT)
+    return bool(acknowledged + received > _SILENT)
+
+
+@dataclass
+class _Connection:
+    """A connection by which this rank stands for another one, or for itself.
+
+    Attributes:
+        descriptor: of a socket, which Python must not close when the process ends.
+        number: a rank in the group, in whose name it is made.
+        made: set once the number is sent, or cannot be.
+    """
+
+    descriptor: int
+    number: int
+    made: threading.Event = field(default_factory=threading.Event)
+
+    def say(self) -> None:
+        """Send the number.
+
+        Raises:
+            OSError: the connection was refused.
+        """
+        os.write(self.descriptor, struct.pack("q", self.number))
+        self.made.set()
+
+
+class _OpenConnections:
+    """The connections that this process has made, on one thread until the other sides answer."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._serving = False
+
+    def connect(self, address: _Address, number: int) -> _Connection:
+        """Begin a connection in the name of a rank in a group."""
+        to = socket.socket(address.family)
+        to.setblocking(False)
+        with suppress(OSError):  # under way, or refused; the socket tells
+            to.connect(address.for_socket)
+        made = _Connection(to.detach(), number)
+        self._selector.register(made.descriptor, selectors.EVENT_WRITE, made)
+        with self._lock, suppress(NoThreadError):
+            if not self._serving:
+                Asked(self._serve, lasts=True)
+                self._serving = True
+        return made
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                self._advance(key.data)
+
+    def _advance(self, ready: _Connection) -> None:
+        if not ready.made.is_set():
+            with suppress(OSError):
+                ready.say()
+                self._selector.modify(ready.descriptor, selectors.EVENT_READ, ready)
+                return
+            ready.made.set()
+        self._selector.unregister(ready.descriptor)
+        os.close(ready.descriptor)  # it was refused or closed, or it has an answer
+
+
+_OPEN = _OpenConnections()
+
+
+def _forget() -> None:
+    """In a forked process the thread is not there."""
+    global _OPEN
+    _OPEN = _OpenConnections()
+
+
+os.register_at_fork(after_in_child=_forget)
