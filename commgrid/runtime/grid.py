@@ -223,7 +223,7 @@ class HyperCommGrid(NamedGroups):
             rendezvous.interrupt(why, late)
         groups = [c.group for c in self._communicators]
         by_pairs = self._connected_by_pairs()
-        failed_groups.wake(groups, by_pairs, tell=not under_way)
+        failed_groups.wake(groups, by_pairs, tell=not under_way, watched=True)
 
     def _create(
         self,

@@ -101,7 +101,7 @@ def between(
 
     def wake(why: str, late: bool) -> None:
         told(why, late)
-        failed_groups.wake([group], unconnected or ())
+        failed_groups.wake([group], unconnected or (), watched=True)
 
     try:
         made = Watch(

@@ -1,8 +1,8 @@
 """Ending groups after a failure, also while ranks wait on them for others that have gone.
 
-A rank that waits for another one is told when its connection closes. NCCL's communicators are
-aborted. gloo has no such call: its connections are broken by a receive that is not met, or, where
-not all ranks have connected, one by one (`leaving`).
+A rank's wait for another one ends when their connection closes. NCCL's communicators are aborted.
+gloo has no such call: its connections are broken by a receive that is not met, or, where not all
+ranks have connected, one by one (`leaving`).
 
     wake(groups)        ends the waits; others of the program's threads may still use the groups
     abort_all(groups)   the same, and destroys them
@@ -54,7 +54,7 @@ def stop_waiting(groups: Iterable[dist.ProcessGroup]) -> None:
 
     A gloo group could not be destroyed before: its threads would wait several times longer.
     """
-    leaving = [_leave(group) for group in groups if connects_by_pairs(group)]
+    leaving = [Asked(partial(_leave, group)) for group in groups if connects_by_pairs(group)]
     until = time.monotonic() + timeouts().leave
     for each in leaving:
         each.is_over(until - time.monotonic())
@@ -64,6 +64,7 @@ def wake(
     groups: Iterable[dist.ProcessGroup],
     by_pairs: Container[dist.ProcessGroup] = (),
     tell: bool = True,
+    watched: bool = False,
 ) -> None:
     """End all waits on groups, here and on other members, without waiting for any member.
 
@@ -73,6 +74,7 @@ def wake(
         groups: of this process.
         by_pairs: those of which some pairs of ranks may not be connected yet.
         tell: False where members wait elsewhere, as while they start: gloo's are left alone.
+        watched: whether every member does this itself, when its watch tells it of the failure.
     """
     woken: list[dist.ProcessGroup] = []
     # Each on a thread: NCCL ends a communicator's own kernels, and frees its memory when those of
@@ -88,7 +90,10 @@ def wake(
         for backend in nccl_backends(group):
             ending.append(Asked(backend.abort))
         if tell and "gloo" in backend_of(group):
-            ending.append(_leave(group) if group in by_pairs else Asked(partial(_break, group)))
+            if group in by_pairs:
+                ending.append(Asked(partial(_leave, group, tell=not watched)))
+            else:
+                ending.append(Asked(partial(_break, group)))
     until = time.monotonic() + timeouts().abort
     for each in ending:
         each.is_over(until - time.monotonic())
@@ -168,20 +173,13 @@ def _hold(group: dist.ProcessGroup) -> None:
     threading.Event().wait()
 
 
-def _leave(group: dist.ProcessGroup) -> Asked:
-    """Begin to leave a group of which some ranks may not have connected.
-
-    The store is asked for addresses, which may take long without it being silent.
-    """
+def _leave(group: dist.ProcessGroup, tell: bool = True) -> None:
+    """Leave a group of which some ranks may not have connected."""
     _LEFT_EARLY.add(group)
-
-    def leave() -> None:
-        with suppress(RuntimeError):
-            if group.size() <= _MOST_TOLD:
-                torch_leaving.leave(group, timeouts().moment)
-            torch_leaving.break_connections(group)
-
-    return Asked(leave)
+    with suppress(RuntimeError):
+        if group.size() <= _MOST_TOLD:
+            torch_leaving.leave(group, timeouts().moment, tell)
+        torch_leaving.break_connections(group)
 
 
 def _break(group: dist.ProcessGroup, by_pairs: bool = False) -> None:

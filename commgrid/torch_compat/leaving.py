@@ -75,22 +75,23 @@ class _Address(NamedTuple):
         return (host, port, *self.flow_and_scope)
 
 
-def leave(group: dist.ProcessGroup, wait: float) -> None:
-    """End what waits on a group here, and on other ranks for this one, without waiting for any.
+def leave(group: dist.ProcessGroup, wait: float, tell: bool = True) -> None:
+    """End this rank's waits for others to connect, and theirs for this rank.
 
-    What begins to wait later is ended as well. What connects to a host that does not answer is not.
+    Also waits that begin later. It does not end attempts to connect to a host that does not answer.
 
     Args:
         group: gloo's, whose ranks connect when they first talk.
         wait: seconds that hosts are given, at most, to take this rank's connections.
+        tell: whether waits of other ranks are ended.
     """
     told: list[_Connection] = []
     for own, others in _listeners(group):
         for rank, other in others.items():
-            if other is not None and own > other:
-                told.append(_OPEN.connect(other, group.rank()))
-            else:
+            if other is None or own < other:
                 told.append(_OPEN.connect(own, rank))
+            elif tell:
+                told.append(_OPEN.connect(other, group.rank()))
     until = time.monotonic() + wait
     for connection in told:
         connection.made.wait(max(until - time.monotonic(), 0.0))
@@ -116,7 +117,7 @@ def _listeners(group: dist.ProcessGroup) -> Iterator[tuple[_Address, dict[int, _
 def break_connections(group: dist.ProcessGroup) -> None:
     """Shut down a group's connections over which messages have gone, as if other ranks had ended.
 
-    Nobody waits on others, and a pair with an error may have one.
+    Over any other connection no call waits for an answer, and its pair may have an error.
     """
     own: set[tuple[Any, ...]] = set()
     theirs: set[tuple[Any, ...]] = set()
