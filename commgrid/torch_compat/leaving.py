@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from commgrid.rendezvous.op import Get, Protocol
 from commgrid.torch_compat import gloo as torch_gloo
 from commgrid.torch_compat.patient import Asked, NoThreadError
+from commgrid.torch_compat.store import StoreDriver
 
-_MISSING = "\x00missing"  # no key holds this value
 _SILENT = 16
 """Bytes on a connection over which no message has gone, at most: the number's 8, and one or two
 that Linux counts for the connection itself. gloo's shortest message has 40."""
@@ -102,16 +103,19 @@ def _listeners(group: dist.ProcessGroup) -> Iterator[tuple[_Address, dict[int, _
 
     None for a rank that has destroyed the group, and deleted its address.
     """
-    store = c10d._world.pg_map[group][1]
+    driver = StoreDriver(c10d._world.pg_map[group][1], group.size())
     for keys in zip(*(torch_gloo.addresses(group, of) for of in range(group.size())), strict=True):
-        # Not `get`, which waits for a key that is deleted meanwhile.
-        values = [bytes(store.compare_set(key, _MISSING, _MISSING)) for key in keys]
+        values = driver.run(_get(keys))
         found = {
-            rank: None if value == _MISSING.encode() else _Address.read(value)
+            rank: None if value is None else _Address.read(value)
             for rank, value in enumerate(values)
         }
         if own := found.pop(group.rank()):
             yield own, found
+
+
+def _get(keys: tuple[str, ...]) -> Protocol[tuple[bytes | None, ...]]:
+    return (yield Get(keys))  # type: ignore[no-any-return]
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
