@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.checkpoint.boxes import Chunk
+from commgrid.parameters.boxes import Chunk
 from commgrid.planning.boxes import Shape
 
 Path = tuple[str, ...]

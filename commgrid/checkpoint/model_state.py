@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from commgrid.checkpoint.boxes import HeldBox, Turns, held_box, local_part
+from commgrid.checkpoint.boxes import SavedParameter, Turns, saved_parameter
 from commgrid.checkpoint.items import Item, Value, key_of, whole
 from commgrid.data_parallel.accumulation import owner_of
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
+from commgrid.parameters.boxes import local_part
+from commgrid.parameters.foreign import ForeignCut, foreign_cut
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer
@@ -31,8 +33,8 @@ class ModelState:
         model: a module, or a pipeline stage's chunks, whose modules have the names that they have
             in the whole model.
         grid: where it lies.
-        takes: whether the caller knows the layout of a parameter that another library's layer has
-            cut; None: of none.
+        foreign: whether it may have parameters that another library's layers have cut, where these
+            say how.
 
     Raises:
         SpecError: two chunks have different parameters of one name, or a parameter is sliced over
@@ -43,9 +45,10 @@ class ModelState:
         self,
         model: nn.Module | Sequence[nn.Module],
         grid: HyperCommGrid,
-        takes: Callable[[nn.Module, nn.Parameter], bool] | None = None,
+        foreign: bool = False,
     ) -> None:
         self.grid = grid
+        self._cuts: dict[int, ForeignCut] = {}
         self.chunks = chunks_of(model)
         self._by_fsdp: list[FSDPModule] = []
         for chunk in self.chunks:
@@ -53,7 +56,8 @@ class ModelState:
                 if isinstance(module, FSDPModule):
                     self._by_fsdp.append(module)
                     module.reshard()  # so that parameters are the sharded ones
-                _check_known(_clean(name), module, grid, takes)
+                for key, parameter in module.named_parameters(recurse=False):
+                    self._look_at(module, _join(_clean(name), key), parameter, foreign)
         self.placements: dict[str, Placement] = {}
         known: set[int] = set()
         for chunk in self.chunks:
@@ -69,8 +73,22 @@ class ModelState:
                     )
                 known.add(id(placement.parameter))
                 self.placements[name] = placement
-        self.boxes = {name: held_box(p, grid) for name, p in self.placements.items()}
+        self.boxes = {name: self.box_of(each, None) for name, each in self.placements.items()}
         self.settle()
+
+    def _look_at(
+        self, module: nn.Module, name: str, parameter: nn.Parameter, foreign: bool
+    ) -> None:
+        """Refuse what looks like a whole parameter and is not, or has no numbers."""
+        told, cut_by = "", foreign_slice(module, parameter, self.grid)
+        if parameter.is_meta:
+            told = "is on the meta device, without numbers; call to_empty(device=…) first"
+        elif cut_by is not None and not (foreign and cut_by.says_how):
+            told = f"{cut_by.what}; {cut_by.instead_of_saving}"
+        if told:
+            raise SpecError(f"{name} of shape {tuple(parameter.shape)} {told}")
+        if foreign and (cut := foreign_cut(module, parameter, self.grid)) is not None:
+            self._cuts[id(parameter)] = cut
 
     def settle(self) -> None:
         """Has every parameter be where it was looked at, with weights that are whole."""
@@ -79,11 +97,15 @@ class ModelState:
         for reducer in self._reducers():
             reducer.wait_for_weights()
 
-    def box_of(self, placement: Placement, cut_over: str | None) -> HeldBox:
-        """This rank's box of a parameter, which a sharded optimizer may have cut further."""
-        if cut_over is None:
-            return self.boxes[placement.name]
-        return held_box(placement, self.grid, cut_over)
+    @property
+    def has_foreign(self) -> bool:
+        """Whether another library's layers have cut some of its parameters."""
+        return bool(self._cuts)
+
+    def box_of(self, placement: Placement, cut_over: str | None) -> SavedParameter:
+        """This rank's boxes of a parameter, which a sharded optimizer may have cut further."""
+        foreign = self._cuts.get(id(placement.parameter))
+        return saved_parameter(placement, self.grid, cut_over, foreign)
 
     def items(self, turns: Turns) -> Iterator[Item | Value]:
         """Every parameter, persistent buffer and extra state."""
@@ -179,21 +201,3 @@ def _whole_of(name: str, buffer: Tensor) -> Tensor:
             "that are equal on all ranks"
         )
     return local_part(buffer)
-
-
-def _check_known(
-    name: str,
-    module: nn.Module,
-    grid: HyperCommGrid,
-    takes: Callable[[nn.Module, nn.Parameter], bool] | None,
-) -> None:
-    """Refuses what looks like whole parameters and is not, or has no numbers."""
-    for key, parameter in module.named_parameters(recurse=False):
-        told = ""
-        foreign = foreign_slice(module, parameter, grid)
-        if parameter.is_meta:
-            told = "is on the meta device, without numbers; call to_empty(device=…) first"
-        elif foreign is not None and (takes is None or not takes(module, parameter)):
-            told = f"{foreign.what}; {foreign.instead_of_saving}"
-        if told:
-            raise SpecError(f"{_join(name, key)} of shape {tuple(parameter.shape)} {told}")

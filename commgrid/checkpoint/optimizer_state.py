@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from commgrid.checkpoint.boxes import Chunk, HeldBox, Turns, local_part
+from commgrid.checkpoint.boxes import SavedParameter, Turns
 from commgrid.checkpoint.items import Item, Path, Shared, Value, key_of, whole
 from commgrid.checkpoint.model_state import ModelState
 from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
 from commgrid.errors import CheckpointError, SpecError
+from commgrid.parameters.boxes import Chunk, local_part
 
 MASTER, CLASS = "master", "optimizer_class"
 NO_OPTIONS = {"params", "param_names"}  # of which every rank has others
@@ -42,7 +43,7 @@ class Part:
         has_copy: whether `tensor` is a copy in a higher precision.
     """
 
-    box: HeldBox
+    box: SavedParameter
     tensor: Tensor
     start: int = 0
     stop: int | None = None
@@ -82,7 +83,7 @@ class OptimizerState:
             optimizer.wait()
         self.grid = model.grid
         boxes = {id(p.parameter): model.boxes[name] for name, p in model.placements.items()}
-        self.groups: list[list[HeldBox]] = []
+        self.groups: list[list[SavedParameter]] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in boxes:
@@ -122,7 +123,7 @@ class OptimizerState:
                     yield Value(_option(box, key), value, mine, copies=axes, of=names)
 
     def _compared_along(
-        self, boxes: Sequence[HeldBox]
+        self, boxes: Sequence[SavedParameter]
     ) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         """Choose a parameter of a group, whose options are compared for all, and the axes to do it.
 
@@ -263,7 +264,7 @@ class OptimizerState:
                             "make the groups that it was saved with"
                         )
 
-    def _options_of(self, box: HeldBox, read: Mapping[str, Any]) -> dict[str, Any]:
+    def _options_of(self, box: SavedParameter, read: Mapping[str, Any]) -> dict[str, Any]:
         found = self._options[box.name]
         return {value.path[1].rpartition(".")[2]: read[value.key] for value in found}
 
@@ -318,7 +319,7 @@ def _parts(optimizer: torch.optim.Optimizer, model: ModelState) -> Iterator[tupl
         yield id(tensor), Part(box, tensor, start, stop, tensor.dtype != parameter.dtype)
 
 
-def _option(box: HeldBox, key: str) -> Path:
+def _option(box: SavedParameter, key: str) -> Path:
     """The name of an option of the group that a parameter is in."""
     return "optimizer", f"param_groups.{box.name}.{key}"
 

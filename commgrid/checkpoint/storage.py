@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from commgrid.checkpoint.boxes import Chunk
 from commgrid.checkpoint.items import Item, Shared, Value
 from commgrid.errors import CheckpointError
+from commgrid.parameters.boxes import Chunk
 from commgrid.replicas import digest
 
 Report = Callable[[int, int], object]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commgrid.checkpoint.boxes import local_part
 from commgrid.checkpoint.items import Path, Shared
+from commgrid.parameters.boxes import local_part
 from commgrid.replicas import digest
 
 if TYPE_CHECKING:

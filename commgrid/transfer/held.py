@@ -12,19 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from commgrid.checkpoint.boxes import Chunk, Turns, local_part
 from commgrid.checkpoint.items import Item
-from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.naming import Naming, Rename
 from commgrid.errors import ShapeError, SpecError
-from commgrid.parameters import ShardedModule
+from commgrid.parameters.boxes import Chunk, local_part
 from commgrid.planning.boxes import Box, Shape, common
 from commgrid.planning.names import nearest
-from commgrid.transfer.foreign import ForeignCut, foreign_cut
 from commgrid.transfer.layouts import Entry, Form, pack
 
 if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+    pass
 
 Only = Iterable[str] | Callable[[str], bool]
 
@@ -202,54 +199,6 @@ class Names:
         if callable(self._only):
             return self._only(name)
         return any(fnmatchcase(name, pattern) for pattern in self._only)
-
-
-class TransferredModel(ModelState):
-    """A model as checkpoints know it, and as others' layers say that they have cut it.
-
-    Args:
-        model, grid: as ModelState's.
-    """
-
-    def __init__(self, model: nn.Module | Sequence[nn.Module], grid: HyperCommGrid) -> None:
-        self._cuts: dict[int, ForeignCut] = {}
-
-        def takes(module: nn.Module, parameter: nn.Parameter) -> bool:
-            foreign_cut(module, parameter, grid)  # refuses what it does not know
-            return type(parameter).__name__ != "FlatParameter"  # FSDP1's
-
-        super().__init__(model, grid, takes)
-        for chunk in self.chunks:
-            for module in chunk.modules():
-                for parameter in module.parameters(recurse=False):
-                    cut = None
-                    if not isinstance(module, ShardedModule):
-                        cut = foreign_cut(module, parameter, grid)
-                    if cut is not None:
-                        self._cuts[id(parameter)] = cut
-
-    def tensors(self) -> list[Item]:
-        """Parameters and persistent buffers."""
-        found = []
-        for item in self.items(Turns(self.grid)):
-            if not isinstance(item, Item):
-                continue
-            placement = self.placements.get(item.path[-1])
-            cut = self._cuts.get(id(placement.parameter)) if placement is not None else None
-            if placement is not None and cut is not None:
-                data = placement.parameter.detach()
-                chunks = list(cut.chunks(data))
-                item = Item(item.path, cut.full_shape(data), chunks, data.dtype)
-            found.append(item)
-        return found
-
-    def check_no_foreign(self) -> None:
-        """Refuses to move optimizer state of slices that others have cut."""
-        if self._cuts:
-            raise SpecError(
-                "optimizer= does not go with parameters that Megatron-core's or Transformers' "
-                "layers have cut, of whose optimizers nothing is known here; move the weights alone"
-            )
 
 
 def tensors_of(model: Model) -> list[Any]:

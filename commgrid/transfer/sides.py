@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from commgrid.checkpoint.boxes import Turns
 from commgrid.checkpoint.items import Item, Shared, Value, key_of
+from commgrid.checkpoint.model_state import ModelState
 from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.errors import GridMismatchError, SpecError, TransferError
@@ -25,7 +26,7 @@ from commgrid.planning.boxes import Box
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.replicas import digest
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.transfer.held import Held, Model, Names, TransferredModel, mapped_items, tensors_of
+from commgrid.transfer.held import Held, Model, Names, mapped_items, tensors_of
 from commgrid.transfer.layouts import Form, Side
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class OneSide(ABC):
     optimizer: torch.optim.Optimizer | None
     names: Names
     held: Held | None = field(default=None, init=False)
-    _state: TransferredModel | None = field(default=None, init=False)
+    _state: ModelState | None = field(default=None, init=False)
     _seen: list[Any] = field(default_factory=list, init=False)
 
     @property
@@ -394,7 +395,7 @@ def _refuse_one_memory(held: Held) -> None:
             )
 
 
-def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], TransferredModel | None]:
+def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], ModelState | None]:
     """The tensors of a model, and what else is known of it; of a mapping nothing is."""
     if isinstance(model, Mapping):
         return mapped_items(model), None
@@ -403,15 +404,19 @@ def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], Transferre
             f"a {type(model).__name__} as a model: expected a module, a list of a stage's chunks, "
             "or a mapping of names to tensors, such as dict(…)"
         )
-    state = TransferredModel(model, grid)
-    return state.tensors(), state
+    state = ModelState(model, grid, foreign=True)
+    return [item for item in state.items(Turns(grid)) if isinstance(item, Item)], state
 
 
-def _with(state: TransferredModel | None) -> TransferredModel:
+def _with(state: ModelState | None) -> ModelState:
     """The model's state that an optimizer's belongs to."""
     if state is None:
         raise SpecError("optimizer= goes with a module or a stage's chunks, not with a mapping")
-    state.check_no_foreign()
+    if state.has_foreign:
+        raise SpecError(
+            "optimizer= does not go with parameters that Megatron-core's or Transformers' layers "
+            "have cut, of whose optimizers nothing is known here; move the weights alone"
+        )
     return state
 
 

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commgrid
-from commgrid.checkpoint.boxes import HeldBox, Turns
+from commgrid.checkpoint.boxes import Turns
+from commgrid.parameters.boxes import HeldBoxes
+from commgrid.parameters.foreign import ForeignCut
 from commgrid.planning.boxes import boxes_of_range
 from commgrid.testing import run_on_ranks
 
@@ -44,7 +46,8 @@ def test_chunks_of_a_cut_and_padded_slice(shape: tuple[int, ...], data: st.DataO
     for rank in range(ranks):
         own = padded.narrow(dim, rank * share, share).contiguous()
         offset = tuple(rank * share if d == dim else 0 for d in range(len(shape)))
-        box = HeldBox("x", shape, held, offset, ())
+        whole = (0,) * len(held), held
+        box = HeldBoxes(shape, held, ((whole, offset),))
         middle = data.draw(st.integers(0, own.numel()))
         flat = own.view(-1)
         chunks = [
@@ -59,6 +62,34 @@ def test_chunks_of_a_cut_and_padded_slice(shape: tuple[int, ...], data: st.DataO
             assert chunk.data.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
             seen[place] += 1
     assert torch.equal(seen, torch.ones(shape))  # every element in one chunk, padding in none
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_chunks_of_a_slice_in_pieces(
+    ranks: int, pieces: int, length: int, data: st.DataObject
+) -> None:
+    """Megatron-core's `partition_stride`: piece i of rank r is piece i · ranks + r of the whole."""
+    dim = data.draw(st.integers(0, 1))
+    full = torch.arange(ranks * pieces * length * 2)
+    full = full.view(-1, 2) if dim == 0 else full.view(2, -1)
+    parts = full.split(length, dim)
+    seen = torch.zeros_like(full)
+    for rank in range(ranks):
+        own = torch.cat(parts[rank::ranks], dim)
+        cut = ForeignCut(dim, pieces, ranks, rank)
+        shape = tuple(own.shape)
+        assert cut.full_shape(shape) == tuple(full.shape)
+        boxes = HeldBoxes(cut.full_shape(shape), shape, cut.boxes(shape))
+        middle = data.draw(st.integers(0, own.numel()))
+        flat = own.view(-1)
+        for chunk in [*boxes.chunks(flat[:middle], 0, middle),
+                      *boxes.chunks(flat[middle:], middle, own.numel())]:  # fmt: skip
+            place = tuple(
+                slice(o, o + n) for o, n in zip(chunk.offset, chunk.data.shape, strict=True)
+            )
+            assert torch.equal(chunk.data, full[place])
+            seen[place] += 1
+    assert torch.equal(seen, torch.ones_like(seen))
 
 
 def shared_out() -> list[list[bool]]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import commgrid
 from commgrid import CommGridError
+from commgrid.observe.audit.parameters import audited_parameters
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
 from tests import megatron_layers
@@ -77,6 +78,10 @@ def test_megatrons_slices_go_there_and_back(stride: int) -> None:
         assert all(found.values()), found
 
 
+def slices(offset: tuple[int, ...], part: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+
+
 def planned() -> dict[str, Any]:
     """Modules cut as Transformers 5 cuts them, and marked as it marks them."""
     grid = commgrid.initialize(tp=2)
@@ -94,6 +99,12 @@ def planned() -> dict[str, Any]:
         "down": torch.equal(model.down.weight, full.down.weight.chunk(2, 1)[rank]),
         "down.bias": torch.equal(model.down.bias, full.down.bias),
     }
+    audited = list(audited_parameters(model, grid, []))
+    found["an audit finds them"] = len(audited) == 4 and all(
+        torch.equal(data, full.get_parameter(each.name)[slices(offset, data)])
+        for each in audited
+        for offset, data in each.chunks(each.parameter)
+    )
     model.up._hf_tp_plan = "packed_colwise"  # type: ignore[assignment]
     with pytest.raises(CommGridError) as error:
         Transfer(full, model)
@@ -109,7 +120,7 @@ def planned() -> dict[str, Any]:
 
 def test_transformers_slices_are_where_their_plan_says() -> None:
     for found in run_on_ranks(planned, 2, backend=None, launcher="torchrun"):
-        assert len(found) == 6
+        assert len(found) == 7
         assert all(found.values()), found
 
 

@@ -26,7 +26,7 @@ from torch.optim import optimizer as torch_optimizers
 from commgrid.data_parallel.accumulation import owner_of
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError
-from commgrid.observe.audit.held import Held, held_by, names_of
+from commgrid.observe.audit.parameters import AuditedParameter, audited_parameters, names_of
 from commgrid.observe.audit.records import (
     About,
     StepRecord,
@@ -71,7 +71,7 @@ class Observer:
         self.about = About(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
         self._roots: dict[nn.Module, nn.Module] = {}  # what is called, and the model in it
         self._names: dict[nn.Module, str] = {}
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, AuditedParameter] = {}
         self._before: dict[int, Tensor] = {}
         self._stack: list[nn.Module] = []
         self._hooked: set[int] = set()
@@ -255,7 +255,9 @@ class Observer:
                 if found is not None:
                     self._reduced(*found, gradient)
 
-    def _reduced(self, held: Held, start: int, stop: int | None, gradient: Tensor) -> None:
+    def _reduced(
+        self, held: AuditedParameter, start: int, stop: int | None, gradient: Tensor
+    ) -> None:
         local = _local(gradient, held.parameter)
         if local is None:
             return
@@ -266,9 +268,9 @@ class Observer:
         memory = getattr(held.parameter, "main_grad", local if slot is None else slot.view)
         self.record.reduced[held.name] = self._reductions.over(memory)
 
-    def _updated_tensors(self) -> dict[int, tuple[Held, int, int | None]]:
+    def _updated_tensors(self) -> dict[int, tuple[AuditedParameter, int, int | None]]:
         """What optimizers update, by id: which parameter it is, and which of its elements."""
-        found: dict[int, tuple[Held, int, int | None]] = {}
+        found: dict[int, tuple[AuditedParameter, int, int | None]] = {}
         for held in self._held.values():
             parameter: Any = held.parameter
             found[id(parameter)] = held, 0, None
@@ -285,7 +287,7 @@ class Observer:
                         found[id(tensor)] = its, piece.start if stop is not None else 0, stop
         return found
 
-    def _by_memory(self, tensor: Tensor) -> tuple[Held, int, int | None] | None:
+    def _by_memory(self, tensor: Tensor) -> tuple[AuditedParameter, int, int | None] | None:
         """The parameter of which a tensor of an optimizer is a range, as megatron-core's are."""
         place = tensor.data_ptr()
         for held in self._held.values():
@@ -324,7 +326,7 @@ class Observer:
 
     def _hold(self, root: nn.Module) -> None:
         try:
-            for held in held_by(root, _grid(), self.about.notes):
+            for held in audited_parameters(root, _grid(), self.about.notes):
                 self._held.setdefault(id(held.parameter), held)
                 self.about.parameters[held.name] = (list(held.shape), held.region, held.partial)
         except CommGridError as error:  # what its layers say of themselves contradicts itself

@@ -158,7 +158,7 @@ def first_weights(folder: Path, wanted: Iterable[Any]) -> Iterator[tuple[Any, li
 
     Args:
         folder: the other grid's.
-        wanted: the parameters, `Held`.
+        wanted: the parameters, `AuditedParameter`.
 
     Yields:
         Each that it has whole, and for each of its boxes this rank's tensor and the other's values.

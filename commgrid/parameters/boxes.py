@@ -1,0 +1,139 @@
+"""Which boxes of a full parameter this rank has, whoever has cut it.
+
+    full (6, 4) = tp 2 by rows, then fsdp 2 by rows; rank (fsdp 1, tp 0) has row 2 of 6:
+
+        tp 0 ┌ fsdp 0   rows 0, 1          the module says: dim 0, tp         offset 0 of 6
+             └ fsdp 1   row  2        ◄─   FSDP's DTensor: dim 0, fsdp        offset 2 of 3
+        tp 1 ┌ fsdp 0   rows 3, 4
+             └ fsdp 1   row  5
+
+| who cuts it | where it is read |
+|---|---|
+| a layer of commgrid's, or of the user's | `ShardedModule.shards_of` |
+| torch (FSDP2, `parallelize_module`) | the DTensor's own chunks |
+| Megatron-core, Transformers | `foreign` |
+
+One box, but for Megatron-core's parameters with a stride, whose slices lie apart. What a sharded
+optimizer has of a parameter is a range of its elements, which up to 2 n - 1 boxes of n dims hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from commgrid.errors import SpecError
+from commgrid.parameters.foreign import ForeignCut
+from commgrid.parameters.placement import Placement
+from commgrid.planning.boxes import Box, Shape, boxes_of_range, common
+
+
+class Chunk(NamedTuple):
+    """A box of a full tensor.
+
+    Args:
+        offset: of its first element in the full tensor.
+        data: this rank's tensor of it, of the box's size; writing to it sets what it is a view of.
+    """
+
+    offset: Shape
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class HeldBoxes:
+    """The boxes of a full parameter that this rank has.
+
+    Args:
+        shape: of the full parameter.
+        held: of this rank's tensor, which where slices are padded reaches beyond `shape`.
+        boxes: of this rank's tensor, each with its offset in the full parameter.
+    """
+
+    shape: Shape
+    held: Shape
+    boxes: tuple[tuple[Box, Shape], ...]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's part begins where the parameter does."""
+        return not any(self.boxes[0][1])
+
+    def chunks(self, data: Tensor, start: int = 0, stop: int | None = None) -> list[Chunk]:
+        """The boxes of a tensor that holds elements start … stop - 1 of this rank's part.
+
+        Args:
+            data: of as many elements, in their order.
+            start, stop: None: all of this rank's part.
+        """
+        local = local_part(data)
+        if not math.prod(self.shape):
+            return [Chunk(self.boxes[0][1], local)]
+        found = []
+        for split, part in _split(local, start, stop, self.held):
+            for own, place in self.boxes:
+                both = common((split, tuple(part.shape)), own)
+                if both is None:
+                    continue
+                piece = part
+                for dim, (begin, size) in enumerate(zip(*both, strict=True)):
+                    piece = piece.narrow(dim, begin - split[dim], size)
+                where = tuple(p + b - o for p, b, o in zip(place, both[0], own[0], strict=True))
+                for dim, (begin, whole) in enumerate(zip(where, self.shape, strict=True)):
+                    piece = piece.narrow(dim, 0, min(max(whole - begin, 0), piece.shape[dim]))
+                if piece.numel():
+                    found.append(Chunk(where, piece))
+        return found
+
+
+def held_boxes(placement: Placement, foreign: ForeignCut | None = None) -> HeldBoxes:
+    """The boxes of a parameter that this rank has.
+
+    Args:
+        placement: the parameter, which may be a DTensor, such as FSDP2 makes of it.
+        foreign: how another library's layer has cut it.
+
+    Raises:
+        SpecError: a DTensor of several chunks.
+    """
+    parameter = placement.parameter
+    if foreign is not None:
+        held = tuple(parameter.shape)
+        return HeldBoxes(foreign.full_shape(held), held, foreign.boxes(held))
+    offset, held = [0] * parameter.dim(), tuple(parameter.shape)
+    if isinstance(parameter, DTensor):
+        chunks = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        if len(chunks) != 1:
+            raise SpecError(
+                f"{placement.name} is a DTensor with placements {parameter.placements}, which has "
+                f"{len(chunks)} chunks on this rank; expected one"
+            )
+        offset, held = list(chunks[0].offsets), tuple(chunks[0].sizes)
+    for dim, group in placement.shards:  # FSDP cuts what a layer has cut
+        offset[dim] += group.rank * parameter.shape[dim]
+    whole = (0,) * len(held), held
+    return HeldBoxes(placement.shape, held, ((whole, tuple(offset)),))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor, without its graph."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _split(
+    data: Tensor, start: int, stop: int | None, shape: Shape
+) -> Iterator[tuple[Shape, Tensor]]:
+    """The boxes of this rank's tensor that a range of its elements has, with their offsets."""
+    if stop is None:
+        yield (0,) * len(shape), data.reshape(shape)
+        return
+    flat, done = data.reshape(-1), 0
+    for offset, size in boxes_of_range(start, stop, shape):
+        count = math.prod(size)
+        yield offset, flat[done : done + count].view(size)
+        done += count
