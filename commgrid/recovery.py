@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 from commgrid import checkpoint
 from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.handing_over import hand_over
-from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.loading import Loading
 from commgrid.checkpoint.meeting import Model, Progress, everyone, failure, tells_failures
 from commgrid.checkpoint.memory import Inventory, Kept, forget, kept_states, missing
@@ -33,12 +32,13 @@ from commgrid.checkpoint.stored import check_has
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.errors import CheckpointError
 from commgrid.planning.survivors import Fits
+from commgrid.resharding.items import Item, Value
 from commgrid.runtime.rebuild import States
 from commgrid.runtime.rebuild import rebuild as _rebuild
 from commgrid.runtime.registry import get_grid
 from commgrid.runtime.seconds import Seconds
-from commgrid.transfer.held import Part
 from commgrid.transfer.live import Transfer
+from commgrid.transfer.models import Part
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

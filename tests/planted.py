@@ -402,17 +402,17 @@ MUTANTS = (
     # -- checkpoint --------------------------------------------------------------------------
     Mutant(
         "a slice of a slice begins where the outer one does",
-        "commgrid/checkpoint/boxes.py",
-        "offset[dim] += group.rank * slice_shape[dim]",
-        "offset[dim] = group.rank * slice_shape[dim]",
+        "commgrid/parameters/boxes.py",
+        "offset[dim] += group.rank * parameter.shape[dim]",
+        "offset[dim] = group.rank * parameter.shape[dim]",
         ("tests/checkpoint/test_round_trip.py::test_slices_of_slices_lie_inside_them",),
     ),
     Mutant(
         "the first holder writes all copies",
-        "commgrid/checkpoint/boxes.py",
+        "commgrid/resharding/boxes.py",
         "        loads[chosen] += amount\n",
         "",
-        ("tests/checkpoint/test_boxes.py",),
+        ("tests/resharding/test_boxes.py",),
     ),
     Mutant(
         "an error of a save in the background is lost",
@@ -440,18 +440,18 @@ MUTANTS = (
     # -- transfer ----------------------------------------------------------------------------
     Mutant(
         "bytes left over after rounding have no sender",
-        "commgrid/transfer/shares.py",
+        "commgrid/resharding/shares.py",
         "    shares[ordered[0]] += left\n",
         "",
-        ("tests/transfer/test_transfer_plan.py",),
+        ("tests/resharding/test_transfer_plan.py",),
     ),
     Mutant(
         "tensors that changed places pass for the planned ones",
-        "commgrid/transfer/layouts.py",
+        "commgrid/resharding/layouts.py",
         "return _split(now) == (forms, self.lists[number])",
         "return _split(now)[0] == forms",
         (
-            "tests/transfer/test_transfer_plan.py::test_a_layout_with_other_names_in_its_places_is_another_one",
+            "tests/resharding/test_transfer_plan.py::test_a_layout_with_other_names_in_its_places_is_another_one",
         ),
     ),
     Mutant(

@@ -19,19 +19,20 @@ PACKAGE = ROOT / "commgrid"
 
 PURE = (
     "errors", "version", "on_demand", "planning", "rendezvous", "pipeline", "context_parallel",
-    "transfer", "bridge", "observe", "viz",
+    "resharding", "bridge", "observe", "viz",
 )  # fmt: skip
 """Rooms, or pure halves of rooms, from the top; none of them imports torch."""
 ROOMS = (
     "torch_compat", "runtime", "failures", "sharding", "collectives", "replicas", "inputs",
-    "parameters", "tensor_parallel", "data_parallel", "context_parallel", "bridge", "checkpoint",
-    "transfer", "recovery", "pipeline", "expert", "observe", "testing", "cli", "__main__",
+    "parameters", "tensor_parallel", "data_parallel", "context_parallel", "bridge", "resharding",
+    "checkpoint", "transfer", "recovery", "pipeline", "expert", "observe", "testing", "cli",
+    "__main__",
 )  # fmt: skip
 """Rooms that have torch, below all of `PURE`."""
 PURE_HALVES = {
     "pipeline": "schedule partition simulator exchange",
     "context_parallel": ("balance ranges tiles drawing plans"),
-    "transfer": "traffic layouts shares table pools plan",
+    "resharding": "traffic layouts shares pools plan",
     "bridge": "plan pipelines",
     "observe": (
         "traces programs findings order trace_files recorded flight_recorder ledger mismatches "

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.staging import SPARES, tensors_of
 from commgrid.checkpoint.storage import Report, write, write_metadata
 from commgrid.checkpoint.trust import read_written
 from commgrid.errors import CheckpointError
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.resharding.items import Item, Value
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

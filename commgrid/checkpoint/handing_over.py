@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from commgrid.checkpoint.items import Item
 from commgrid.checkpoint.meeting import everyone
 from commgrid.checkpoint.memory import Inventory, Kept, give, kept_states, missing, take_over
 from commgrid.collectives.objects import gathered
 from commgrid.parameters.boxes import Chunk
+from commgrid.resharding.items import Item
 from commgrid.runtime.failures import named_failures
 
 if TYPE_CHECKING:

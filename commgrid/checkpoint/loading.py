@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.background import finish, settle
-from commgrid.checkpoint.boxes import Turns
-from commgrid.checkpoint.items import Item, Value, key_of, whole
 from commgrid.checkpoint.meeting import (
     Call,
     Model,
@@ -25,15 +23,18 @@ from commgrid.checkpoint.meeting import (
     reporter,
     tells_failures,
 )
-from commgrid.checkpoint.model_state import ModelState
-from commgrid.checkpoint.naming import MODEL, Naming, Rename, Renamed, Source
-from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
+from commgrid.checkpoint.naming import MODEL, Renamed, Source
 from commgrid.checkpoint.safetensors import Safetensors, is_folder_of_them
 from commgrid.checkpoint.storage import Report
 from commgrid.checkpoint.stored import Stored
 from commgrid.checkpoint.values import offered
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError
+from commgrid.resharding.boxes import Turns
+from commgrid.resharding.items import Item, Value, key_of, whole
+from commgrid.resharding.model_state import ModelState
+from commgrid.resharding.naming import Naming, Rename
+from commgrid.resharding.optimizer_state import OptimizerState, copy_of
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from commgrid.checkpoint.model_state import chunks_of
 from commgrid.checkpoint.progress import ProgressLine
 from commgrid.checkpoint.storage import Report
 from commgrid.collectives.common_group import common_group
@@ -22,6 +21,7 @@ from commgrid.errors import (
     SpecError,
     UnknownGroupError,
 )
+from commgrid.resharding.model_state import chunks_of
 from commgrid.runtime.failures import named_failures
 from commgrid.runtime.registry import get_grid
 

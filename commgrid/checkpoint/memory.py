@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.checkpoint.items import Item, Shared, Value
 from commgrid.checkpoint.staging import stage
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.collectives.plain import all_gather, all_to_all
 from commgrid.parameters.boxes import Chunk
+from commgrid.resharding.items import Item, Shared, Value
 from commgrid.runtime.registry import _registry
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.addresses import own_host

@@ -12,18 +12,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.storage import Report
 from commgrid.checkpoint.stored import check_has
-from commgrid.errors import CheckpointError, SpecError
-
-Rename = Mapping[str, str] | Callable[[str], str | None]
-"""A checkpoint's names to the model's; a name that is not in the mapping stays, a tensor for whose
-name a function returns None is left out."""
+from commgrid.errors import CheckpointError
+from commgrid.resharding.items import Item, Value
+from commgrid.resharding.naming import Naming
 
 MODEL = "model."
 _STATE, _OPTIONS = "optimizer.state.", "optimizer.param_groups."
@@ -44,38 +41,6 @@ class Source(Protocol):
 
     def read(self, items: Iterable[Item | Value], report: Report, /) -> dict[str, Any]:
         """Fills the items' boxes; returns the values by key."""
-
-
-class Naming:
-    """How a checkpoint's names become a model's.
-
-    Args:
-        prefix: what its names of the model's tensors begin with.
-        rename: what follows it to the model's names.
-
-    Raises:
-        SpecError: something else.
-    """
-
-    def __init__(self, prefix: str, rename: Rename | None) -> None:
-        if not isinstance(prefix, str):
-            raise SpecError(f"prefix={prefix!r}: expected a text, as 'model.' or ''")
-        if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
-            raise SpecError(f"rename={rename!r}: expected a mapping of names, or a function")
-        self.prefix, self._rename = prefix, rename
-
-    def of_model(self, name: str) -> str | None:
-        """The model's name of a tensor; None: it is left out.
-
-        Raises:
-            SpecError: a function returned something else.
-        """
-        if self._rename is None:
-            return name
-        given = self._rename(name) if callable(self._rename) else self._rename.get(name, name)
-        if given is not None and not isinstance(given, str):
-            raise SpecError(f"rename({name!r}) returned {given!r}: expected a name, or None")
-        return given
 
 
 class Renamed:

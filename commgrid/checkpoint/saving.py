@@ -14,8 +14,6 @@ import torch
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.background import BackgroundSave, finish, settle
 from commgrid.checkpoint.background import begin as start
-from commgrid.checkpoint.boxes import Turns
-from commgrid.checkpoint.items import Item, Value
 from commgrid.checkpoint.meeting import (
     Call,
     Model,
@@ -29,8 +27,6 @@ from commgrid.checkpoint.meeting import (
     tells_failures,
 )
 from commgrid.checkpoint.memory import keep_items
-from commgrid.checkpoint.model_state import ModelState
-from commgrid.checkpoint.optimizer_state import OptimizerState
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.staging import SPARES, stage
 from commgrid.checkpoint.storage import write, write_metadata
@@ -38,6 +34,10 @@ from commgrid.checkpoint.values import OWN, number_of, numbers_of, own_path
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.replicas import Copy, differing, groups_along
+from commgrid.resharding.boxes import Turns
+from commgrid.resharding.items import Item, Value
+from commgrid.resharding.model_state import ModelState
+from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:

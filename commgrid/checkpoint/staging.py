@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commgrid.checkpoint.items import Item, Value
 from commgrid.parameters.boxes import Chunk
+from commgrid.resharding.items import Item, Value
 from commgrid.runtime.registry import _registry
 
 

@@ -39,10 +39,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from commgrid.checkpoint.items import Item, Shared, Value
 from commgrid.errors import CheckpointError
 from commgrid.parameters.boxes import Chunk
 from commgrid.replicas import digest
+from commgrid.resharding.items import Item, Shared, Value
 
 Report = Callable[[int, int], object]
 """Told how many of this rank's bytes are done, and how many there are."""

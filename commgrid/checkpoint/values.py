@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commgrid.checkpoint.items import Path, Shared
 from commgrid.parameters.boxes import local_part
 from commgrid.replicas import digest
+from commgrid.resharding.items import Path, Shared
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

@@ -30,7 +30,7 @@ from commgrid.planning.crossing import check_within
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.tune import Pins
-from commgrid.transfer.table import as_table
+from commgrid.resharding.traffic import as_table
 from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
 from commgrid.viz.curves_picture import draw_curves, read_curve
 from commgrid.viz.figure import check_suffix, drawing, save

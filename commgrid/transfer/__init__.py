@@ -14,14 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commgrid.on_demand import on_demand
-from commgrid.transfer.plan import Message, Move, TransferPlan
+from commgrid.resharding.plan import Message, Move, TransferPlan
 
 if TYPE_CHECKING:
-    from commgrid.transfer.held import Part
     from commgrid.transfer.live import Transfer
+    from commgrid.transfer.models import Part
 
 __all__ = ["Message", "Move", "Part", "Transfer", "TransferPlan"]
 
-_LIVE = {"Part": "commgrid.transfer.held", "Transfer": "commgrid.transfer.live"}
+_LIVE = {"Part": "commgrid.transfer.models", "Transfer": "commgrid.transfer.live"}
 
 __getattr__, __dir__ = on_demand(globals(), _LIVE)

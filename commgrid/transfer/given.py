@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from commgrid.errors import SpecError, TransferError
+from commgrid.resharding.held import Held
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.transfer.held import Held, Model
+from commgrid.transfer.models import Model
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

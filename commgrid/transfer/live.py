@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commgrid.checkpoint.naming import Rename
 from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.planning.groups import GroupOptions
 from commgrid.rendezvous.timeouts import timeouts
+from commgrid.resharding.held import Held
+from commgrid.resharding.layouts import Side
+from commgrid.resharding.naming import Rename
+from commgrid.resharding.plan import Message, TransferPlan
+from commgrid.resharding.transport import Carrier, most_of
 from commgrid.runtime import watching
 from commgrid.runtime.failures import GoneError, no_answer_of
 from commgrid.runtime.grid import HyperCommGrid
@@ -28,11 +32,8 @@ from commgrid.torch_compat import failed_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.world import first_line, is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
-from commgrid.transfer.carry import Carrier, most_of
 from commgrid.transfer.given import device_of, grids_of, refuse_shared_memory
-from commgrid.transfer.held import Held, Model, Names, Only
-from commgrid.transfer.layouts import Side
-from commgrid.transfer.plan import Message, TransferPlan
+from commgrid.transfer.models import Model, Names, Only
 from commgrid.transfer.sides import SourceSide, TargetSide
 
 if TYPE_CHECKING:

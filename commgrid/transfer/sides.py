@@ -16,18 +16,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from commgrid.checkpoint.boxes import Turns
-from commgrid.checkpoint.items import Item, Shared, Value, key_of
-from commgrid.checkpoint.model_state import ModelState
-from commgrid.checkpoint.optimizer_state import OptimizerState, copy_of
 from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.planning.boxes import Box
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.replicas import digest
+from commgrid.resharding.boxes import Turns
+from commgrid.resharding.held import Held
+from commgrid.resharding.items import Item, Shared, Value, key_of
+from commgrid.resharding.layouts import Form, Side
+from commgrid.resharding.model_state import ModelState
+from commgrid.resharding.optimizer_state import OptimizerState, copy_of
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.transfer.held import Held, Model, Names, mapped_items, tensors_of
-from commgrid.transfer.layouts import Form, Side
+from commgrid.transfer.models import Model, Names, mapped_items, tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.transfer.table import as_table, bytes_of
-from commgrid.transfer.traffic import VERSION, Traffic
+from commgrid.resharding.traffic import VERSION, Traffic, as_table, bytes_of
 from commgrid.viz.figure import ALERT, FAINT, INK, PAPER, ink_on, new_figure
 from commgrid.viz.json_lines import read_json
 

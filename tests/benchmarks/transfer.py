@@ -49,10 +49,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.resharding.layouts import Entry, Form, Side, pack
+from commgrid.resharding.transport import most_of
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.transfer import Transfer, TransferPlan
-from commgrid.transfer.carry import most_of
-from commgrid.transfer.layouts import Entry, Form, Side, pack
 from tests.benchmarks.race import meet
 from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.megatron_adapter.wheels import on_release

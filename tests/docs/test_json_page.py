@@ -16,8 +16,8 @@ from commgrid.cli.output import JSON_VERSION, as_json
 from commgrid.observe.audit.auditing import Audit
 from commgrid.observe.audit.dry import Dry
 from commgrid.observe.audit.findings import Comparison, Finding
+from commgrid.resharding.traffic import Traffic
 from commgrid.testing import run_on_ranks
-from commgrid.transfer.traffic import Traffic
 from tests.docs.pages import DOCS, entries
 
 PAGE = DOCS / "command_line.md"

@@ -130,7 +130,7 @@ def in_a_pipeline(act: Act, folder: Path, limits: Limits) -> None:
 
 def in_a_transfer(act: Act, folder: Path, limits: Limits) -> None:
     """From all ranks to all ranks, in another order, so that everybody sends and receives."""
-    from commgrid.transfer import carry
+    from commgrid.resharding import transport
 
     source = started(limits)
     target = started(limits, name="serving", tp=1, pp=1, ranks=[7, 6, 5, 4, 3, 2, 1, 0])
@@ -142,7 +142,7 @@ def in_a_transfer(act: Act, folder: Path, limits: Limits) -> None:
         *models, source_grid=source, target_grid=target, max_bytes=1 << 14, timeout=limits.timeout
     )
     transfer.run()
-    replaced(carry.Carrier, "carry", act, 1)
+    replaced(transport.Carrier, "carry", act, 1)
     transfer.run()
 
 

@@ -10,12 +10,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import commgrid
-from commgrid.checkpoint.boxes import Turns
-from commgrid.checkpoint.items import Item
-from commgrid.checkpoint.model_state import ModelState
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.expert import GroupedExperts
 from commgrid.parameters import mark_parameters
+from commgrid.resharding.boxes import Turns
+from commgrid.resharding.items import Item
+from commgrid.resharding.model_state import ModelState
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
     QKVParallelLinear,

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import checkpoint
-from commgrid.transfer import Transfer, carry
+from commgrid.resharding import transport
+from commgrid.transfer import Transfer
 from tests.transfer.cuts import (
     Cut,
     build,
@@ -112,7 +113,7 @@ class Counted:
     """Counts what is really received."""
 
     def __init__(self) -> None:
-        self.size, self._start = 0, carry.start_transfers
+        self.size, self._start = 0, transport.start_transfers
 
     def __call__(self, group: Any, sends: Any, recvs: Any, refused: Any) -> Any:
         self.size += sum(tensor.nbytes for tensor, _ in recvs)
@@ -137,7 +138,7 @@ def move(pairs: Sequence[Pair], experts: bool, folder: str) -> list[Any]:
         and sent of all ranks.
     """
     commgrid.join()
-    carry.start_transfers = counted = Counted()  # type: ignore[assignment]
+    transport.start_transfers = counted = Counted()  # type: ignore[assignment]
     found: list[Any] = []
     for number, (source_cut, target_cut) in enumerate(pairs):
         source_grid, target_grid = grid_of(source_cut, "s"), grid_of(target_cut, "t")

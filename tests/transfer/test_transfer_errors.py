@@ -12,8 +12,9 @@ from torch import nn
 
 import commgrid
 from commgrid import CommGridError
+from commgrid.resharding import transport
 from commgrid.testing import RanksFailed, run_on_ranks
-from commgrid.transfer import Part, Transfer, carry
+from commgrid.transfer import Part, Transfer
 from tests.flags import hear, tell
 from tests.waiting import until
 
@@ -212,7 +213,7 @@ def fails_in_the_middle(how: str, folder: str) -> None:
     source, target = sides.models()
     transfer = sides.made(source, target, max_bytes=64, timeout=1000)  # no test lasts so long
     transfer.run()
-    finish, calls = carry.Carrier._finish, []
+    finish, calls = transport.Carrier._finish, []
 
     def failing(self: Any, *given: Any) -> None:
         calls.append(given)
@@ -222,7 +223,7 @@ def fails_in_the_middle(how: str, folder: str) -> None:
             raise MemoryError("no more")
         finish(self, *given)
 
-    carry.Carrier._finish = failing  # type: ignore[method-assign]
+    transport.Carrier._finish = failing  # type: ignore[method-assign]
     said = told(transfer.run)
     again = told(transfer.run) if how == "raised" else ""
     Path(folder, str(sides.rank)).write_text(f"{said}\n{again}")
@@ -258,13 +259,13 @@ def comes_late(rank: int) -> list[float]:
         {"w": Part(needed, (8,), offsets[1])},
         source_grid=grid, target_grid=grid, timeout=15,
     )  # fmt: skip
-    carried = carry.Carrier.carry
+    carried = transport.Carrier.carry
 
-    def carrying(self: carry.Carrier) -> None:
+    def carrying(self: transport.Carrier) -> None:
         time.sleep(3.5 * rank)  # longer than a fifth of the timeout
         carried(self)
 
-    carry.Carrier.carry = carrying  # type: ignore[method-assign]
+    transport.Carrier.carry = carrying  # type: ignore[method-assign]
     transfer.run()
     return needed.tolist()
 
@@ -283,9 +284,9 @@ def passes_it_on(rank: int) -> str:
         {"w": Part(torch.zeros(4), (16,), (4 * rank,))},
         source_grid=grid, target_grid=grid, timeout=3,
     )  # fmt: skip
-    carried, fail = carry.Carrier.carry, Transfer._fail
+    carried, fail = transport.Carrier.carry, Transfer._fail
 
-    def carrying(self: carry.Carrier) -> None:
+    def carrying(self: transport.Carrier) -> None:
         if rank == 1:
             hear("0 is through", "2 is through", "3 is through")
         else:
@@ -297,7 +298,7 @@ def passes_it_on(rank: int) -> str:
             time.sleep(1.0)  # the others know of its end before it has said why
         return fail(self, gate, error)
 
-    carry.Carrier.carry = carrying  # type: ignore[method-assign]
+    transport.Carrier.carry = carrying  # type: ignore[method-assign]
     Transfer._fail = slowly  # type: ignore[method-assign]
     said = told(transfer.run)
     tell(f"{rank} is through")

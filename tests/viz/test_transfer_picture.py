@@ -9,9 +9,9 @@ import pytest
 
 from commgrid import SpecError
 from commgrid.cli import main
-from commgrid.transfer.layouts import Entry, Form, Side, pack
-from commgrid.transfer.plan import TransferPlan
-from commgrid.transfer.traffic import Traffic
+from commgrid.resharding.layouts import Entry, Form, Side, pack
+from commgrid.resharding.plan import TransferPlan
+from commgrid.resharding.traffic import Traffic
 from commgrid.viz.transfer_picture import blocks_of, read_traffic
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import commgrid
+from commgrid.resharding import ring, transport
 from commgrid.testing import run_on_ranks
-from commgrid.transfer import Part, Transfer, carry, ring
+from commgrid.transfer import Part, Transfer
 from tests.test_leaks import check_flat, usage
 
 ROWS, COLUMNS = 512, 256  # of which half are more than a large box's least bytes
@@ -35,7 +36,7 @@ def in_place(columns: bool, dtype: torch.dtype) -> tuple[list[int], list[int], i
         target |= {"a": torch.zeros(3), "b": torch.zeros(4)}
         ends = [held.data_ptr(), held.data_ptr() + held.nbytes]
     transfer = Transfer(source, target, source_grid=source_grid, target_grid=target_grid)
-    places, rings, start, take = [], 0, carry.start_transfers, ring.Ring.take
+    places, rings, start, take = [], 0, transport.start_transfers, ring.Ring.take
 
     def started(group: Any, sends: Any, recvs: Any, refused: Any) -> Any:
         places.extend(tensor.data_ptr() for tensor, _ in (*sends, *recvs))
@@ -46,7 +47,7 @@ def in_place(columns: bool, dtype: torch.dtype) -> tuple[list[int], list[int], i
         rings += size
         return take(self, size)
 
-    carry.start_transfers, ring.Ring.take = started, taken  # type: ignore[assignment,method-assign]
+    transport.start_transfers, ring.Ring.take = started, taken  # type: ignore[assignment,method-assign]
     transfer.run()
     is_right = True
     if target_grid is not None:

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.planning.rank_lists import describe_ranks
+from commgrid.resharding.ending import meet
+from commgrid.resharding.held import Held
+from commgrid.resharding.plan import Message, Move
+from commgrid.resharding.ring import Ring, Room, aligned
 from commgrid.runtime.failures import GoneError
 from commgrid.torch_compat.transfers import start_transfers, starts_batches, wait_for
 from commgrid.torch_compat.world import first_line, is_peer_failure
-from commgrid.transfer.ending import meet
-from commgrid.transfer.held import Held
-from commgrid.transfer.plan import Message, Move
-from commgrid.transfer.ring import Ring, Room, aligned
 
 _MESSAGES = 8  # that fit into what may be under way
 _KEPT = 1 << 16  # boxes whose tensors are looked up once and not in every run

@@ -19,7 +19,7 @@ from itertools import accumulate
 from commgrid.errors import TransferError
 from commgrid.planning.boxes import Box, common, part_of_range, volume, without
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.transfer.layouts import Side
+from commgrid.resharding.layouts import Side
 
 Ranks = tuple[int, ...]
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commgrid
-from commgrid.checkpoint.boxes import Turns
 from commgrid.parameters.boxes import HeldBoxes
 from commgrid.parameters.foreign import ForeignCut
 from commgrid.planning.boxes import boxes_of_range
+from commgrid.resharding.boxes import Turns
 from commgrid.testing import run_on_ranks
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)

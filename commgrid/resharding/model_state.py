@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from commgrid.checkpoint.boxes import SavedParameter, Turns, saved_parameter
-from commgrid.checkpoint.items import Item, Value, key_of, whole
 from commgrid.data_parallel.accumulation import owner_of
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 from commgrid.parameters.boxes import local_part
 from commgrid.parameters.foreign import ForeignCut, foreign_cut
+from commgrid.resharding.boxes import SavedParameter, Turns, saved_parameter
+from commgrid.resharding.items import Item, Value, key_of, whole
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from commgrid.checkpoint.boxes import SavedParameter, Turns
-from commgrid.checkpoint.items import Item, Path, Shared, Value, key_of, whole
-from commgrid.checkpoint.model_state import ModelState
 from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.parameters.boxes import Chunk, local_part
+from commgrid.resharding.boxes import SavedParameter, Turns
+from commgrid.resharding.items import Item, Path, Shared, Value, key_of, whole
+from commgrid.resharding.model_state import ModelState
 
 MASTER, CLASS = "master", "optimizer_class"
 NO_OPTIONS = {"params", "param_names"}  # of which every rank has others

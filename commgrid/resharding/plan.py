@@ -18,11 +18,10 @@ from functools import cached_property
 from pathlib import Path
 
 from commgrid.planning.boxes import Box, volume
-from commgrid.transfer.layouts import Side, check_sides
-from commgrid.transfer.pools import Ranks, Run, Tensor, kinds_of, pools_of
-from commgrid.transfer.shares import Demand, cut, fair_shares
-from commgrid.transfer.table import as_table
-from commgrid.transfer.traffic import Traffic
+from commgrid.resharding.layouts import Side, check_sides
+from commgrid.resharding.pools import Ranks, Run, Tensor, kinds_of, pools_of
+from commgrid.resharding.shares import Demand, cut, fair_shares
+from commgrid.resharding.traffic import Traffic, as_table
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class TransferPlan:
         TransferError: the sides are not of one model, or no rank has a part of it.
 
     Example:
-        >>> from commgrid.transfer.layouts import Entry, Form, Side, pack
+        >>> from commgrid.resharding.layouts import Entry, Form, Side, pack
         >>> def rows(*boxes: Box) -> bytes:
         ...     return pack([Entry("weight", Form((6, 2), "float32", 4, boxes))])
         >>> whole, half = rows(((0, 0), (6, 2))), rows(((3, 0), (3, 2)))

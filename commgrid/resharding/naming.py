@@ -1,0 +1,43 @@
+"""One rule by which names of tensors become a model's, of a checkpoint or of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from commgrid.errors import SpecError
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+"""Others' names to the model's; a name that is not in the mapping stays, a tensor for whose name a
+function returns None is left out."""
+
+
+class Naming:
+    """How others' names become a model's.
+
+    Args:
+        prefix: what a checkpoint's names of the model's tensors begin with.
+        rename: what follows it to the model's names.
+
+    Raises:
+        SpecError: something else.
+    """
+
+    def __init__(self, prefix: str, rename: Rename | None) -> None:
+        if not isinstance(prefix, str):
+            raise SpecError(f"prefix={prefix!r}: expected a text, as 'model.' or ''")
+        if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
+            raise SpecError(f"rename={rename!r}: expected a mapping of names, or a function")
+        self.prefix, self._rename = prefix, rename
+
+    def of_model(self, name: str) -> str | None:
+        """The model's name of a tensor; None: it is left out.
+
+        Raises:
+            SpecError: a function returned something else.
+        """
+        if self._rename is None:
+            return name
+        given = self._rename(name) if callable(self._rename) else self._rename.get(name, name)
+        if given is not None and not isinstance(given, str):
+            raise SpecError(f"rename({name!r}) returned {given!r}: expected a name, or None")
+        return given
