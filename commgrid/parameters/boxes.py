@@ -1,4 +1,4 @@
-"""Which boxes of a full parameter this rank has, whoever has cut it.
+"""The boxes of a full parameter that this rank holds, cut by layers, torch or other libraries.
 
     full (6, 4) = tp 2 by rows, then fsdp 2 by rows; rank (fsdp 1, tp 0) has row 2 of 6:
 
@@ -13,8 +13,8 @@
 | torch (FSDP2, `parallelize_module`) | the DTensor's own chunks |
 | Megatron-core, Transformers | `foreign` |
 
-One box, but for Megatron-core's parameters with a stride, whose slices lie apart. What a sharded
-optimizer has of a parameter is a range of its elements, which up to 2 n - 1 boxes of n dims hold.
+A rank holds one box, or several of a Megatron-core parameter with a stride. A sharded optimizer
+holds a range of a parameter's elements: in n dims these are up to 2 n - 1 boxes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tensors in boxes: who has which part of a full one, and how it comes to who needs it.
+"""Full tensors in boxes: which rank holds which of them, and how ranks exchange them.
 
-    boxes, items, model_state, optimizer_state   what a rank has of a model: boxes of full tensors
-    layouts, held                                what all ranks tell each other of that
-    pools, shares, plan                          who sends what to whom: arithmetic, without torch
-    ring, transport, ending                      a plan carried out, in bounded memory
+    boxes, items, model_state, optimizer_state   the boxes that a rank holds of a model
+    layouts, held                                their description for the other ranks
+    pools, shares, plan                          the messages of all ranks, computed without torch
+    ring, transport, ending                      the exchange of messages, in bounded memory
 
 Checkpoints, transfers between grids and states kept in memory are made of these.
 """

@@ -1,4 +1,4 @@
-"""The boxes of parameters that this rank has, and which rank writes what several have.
+"""The boxes of parameters that this rank holds, and the choice of a rank to write each copy.
 
 Every part is a list of boxes with their offsets, which is what torch.distributed.checkpoint
 stores. Copies are written once, each by the rank that so far has least to write.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedParameter(HeldBoxes):
-    """A parameter, the boxes of it that this rank has, and who has copies of them.
+    """A parameter, the boxes of it that this rank holds, and where copies of them are.
 
     Args:
         shape, held, boxes: as HeldBoxes'.
@@ -43,7 +43,7 @@ def saved_parameter(
     cut_over: str | None = None,
     foreign: ForeignCut | None = None,
 ) -> SavedParameter:
-    """The boxes of a parameter that this rank has, and who has copies.
+    """The boxes of a parameter that this rank holds, and where copies of them are.
 
     Args:
         placement: the parameter, which may be a DTensor, such as FSDP2 makes of it.

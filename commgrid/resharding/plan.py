@@ -154,7 +154,7 @@ class TransferPlan:
 
     @property
     def received(self) -> dict[int, int]:
-        """Bytes that each rank of the target receives: those that it lacks."""
+        """Bytes that each rank of the target receives: those that it has not."""
         return self.traffic.received
 
     @cached_property

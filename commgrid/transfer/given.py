@@ -32,8 +32,8 @@ def grids_of(
             found[side] = grid or get_grid()
     if not found:
         raise SpecError(
-            "Transfer(None, None): call it on the ranks of the two grids alone, each with what it "
-            "has; a rank of a grid that has none of a model gives the grid"
+            "Transfer(None, None): call it on the ranks of the two grids alone, each with its "
+            "part of the model; a rank without a part gives its grid"
         )
     return found
 

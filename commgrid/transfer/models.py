@@ -1,4 +1,4 @@
-"""What a transfer is given on each side: a module, or tensors by their names."""
+"""The arguments of a transfer's side: a module, or tensors by name; and which are moved."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Names:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise SpecError(
                     f"only={self._only}: {pattern!r} is the name of no tensor of the target"
-                    f"{nearest(pattern, names)}; leave it out, or give one that is"
+                    f"{nearest(pattern, names)}; leave it out, or correct it"
                 )
 
     def of_source(self, name: str) -> str | None:

@@ -94,7 +94,7 @@ SAID = {
     "unequal": "TransferError: ranks 0-1: w, of which ranks 0-1 hold [2] at [0], differs",
     "parts": "{'w': [0.0, 0.0, 1.0, 1.0]}",
     "pattern": "TransferError: nothing was moved: ranks 0-1: only=['up.*', 'donw.*']: 'donw.*' is "
-    "the name of no tensor of the target; leave it out, or give one that is",
+    "the name of no tensor of the target; leave it out, or correct it",
     "one name": "TransferError: nothing was moved: ranks 0-1: rename= calls both up.weight and "
     "down.weight of the source w; give each a name of its own",
     "left out": "{'w': [1.0, 1.0]}",
