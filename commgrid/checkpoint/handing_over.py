@@ -24,6 +24,7 @@ from commgrid.collectives.objects import gathered
 from commgrid.parameters.boxes import Chunk
 from commgrid.resharding.items import Item
 from commgrid.runtime.failures import named_failures
+from commgrid.torch_compat.world import group_timeout
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -67,14 +68,14 @@ def hand_over(grid: HyperCommGrid, seated: Sequence[int], name: str) -> None:
         if not plan:
             return
         state = next((one for one in kept_states(name) if one.tag == tag), None)
-        mine = plan.get(grid.rank)
+        mine, timeout = plan.get(grid.rank), group_timeout(grid.timeout)
         sources = [ranks.index(rank) for rank, one in plan.items() if one.to == grid.rank]
         if mine is None or state is None:
-            items, values = give([], {}, None, sources, group)
+            items, values = give([], {}, None, sources, group, timeout)
         else:
             said = {key: state.values[key] for key in mine.values}
             items, values = give(
-                _only(state, mine.boxes), said, ranks.index(mine.to), sources, group
+                _only(state, mine.boxes), said, ranks.index(mine.to), sources, group, timeout
             )
         take_over(tag, items, values)
 

@@ -26,23 +26,29 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint.staging import stage
-from commgrid.collectives.objects import at_first, gathered
-from commgrid.collectives.plain import all_gather, all_to_all
+from commgrid.collectives.objects import as_bytes, as_tensor, at_first, gathered
+from commgrid.collectives.plain import all_gather
 from commgrid.parameters.boxes import Chunk
+from commgrid.planning.boxes import volume
+from commgrid.resharding.held import Held
 from commgrid.resharding.items import Item, Shared, Value
+from commgrid.resharding.plan import Stretch, messages_of
+from commgrid.resharding.pools import LARGE, MovedTensor, Run
+from commgrid.resharding.transport import Carrier, most_of
 from commgrid.runtime.registry import _registry
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.addresses import own_host
+from commgrid.torch_compat.transfers import start_transfers, wait_for
+from commgrid.torch_compat.world import group_timeout
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
 
 _KEPT = 2
-_ROUND_BYTES = 64 << 20
+_UNDER_WAY = 64 << 20  # bytes on their way to neighbours at once
 Form = tuple[tuple[int, ...], str]
 """Shape of a full tensor, and the name of its dtype."""
 
@@ -235,7 +241,8 @@ def _exchange(
     ranks = dist.get_process_group_ranks(group)
     to = ranks.index(places.neighbour(places.grid.rank))
     sources = [i for i, r in enumerate(ranks) if places.neighbour(r) == places.grid.rank]
-    return give(items, values, to, sources, group)
+    timeout = group_timeout(places.grid.timeout)
+    return give(items, values, to, sources, group, timeout)
 
 
 def give(
@@ -244,6 +251,7 @@ def give(
     to: int | None,
     sources: Sequence[int],
     group: ProcessGroup,
+    timeout: float,
 ) -> tuple[list[Item], dict[str, Any]]:
     """Boxes and values to one rank of a group, and from some; all ranks call it.
 
@@ -251,95 +259,72 @@ def give(
         items, values: what is given.
         to: a place in the group; None: this rank gives nothing.
         sources: places of the ranks that send to this one.
+        timeout: seconds that a message may take.
 
     Returns:
         What they have given.
     """
+    me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    device = min(torch_groups.devices_of(group), key=lambda one: one.type != "cpu")
+    found: list[Item] = []
+    more: dict[str, Any] = {}
+    own, theirs = Held(), Held()
+    by_pair: dict[tuple[int, int], list[Stretch]] = {}
+    for source, (described, given) in _told(items, values, to, sources, group, device).items():
+        more.update(given)
+        made = []
+        for path, shape, dtype, boxes in described:
+            chunks = [Chunk(offset, torch.empty(size, dtype=dtype)) for offset, size in boxes]
+            made.append(Item(path, shape, chunks, dtype))
+        found += made
+        by_pair[ranks[source], me] = _stretches(made, theirs, ranks[source])
+    if to is not None:
+        by_pair[me, ranks[to]] = _stretches(items, own, me)
+    messages = messages_of(by_pair, me, max(ranks) + 1, most_of(_UNDER_WAY))
+    Carrier(group, ranks, device, own, theirs, _UNDER_WAY, messages, tuple, timeout).carry()
+    return found, more
+
+
+def _stretches(items: Iterable[Item], held: Held, rank: int) -> list[Stretch]:
+    """The bytes of boxes that a rank gives, which are added to what is held here."""
+    found: list[Stretch] = []
+    for item in items:
+        name = f"{item.key} of rank {rank}"
+        held.add(name, item.shape, item.dtype, item.chunks)
+        itemsize = item.dtype.itemsize
+        tensor = MovedTensor(name, name, str(item.dtype).removeprefix("torch."), itemsize)
+        for chunk in item.chunks:
+            box = tuple(chunk.offset), tuple(chunk.data.shape)
+            run = Run(0, [tensor], volume(box) * itemsize >= LARGE, [box])
+            if run.size:
+                found.append((run, 0, run.size))
+    return found
+
+
+def _told(
+    items: Sequence[Item],
+    values: Mapping[str, Any],
+    to: int | None,
+    sources: Sequence[int],
+    group: ProcessGroup,
+    device: torch.device,
+) -> dict[int, Any]:
+    """By source, the paths, shapes, dtypes and boxes of what it gives, and its values."""
     boxes = [
         (each.path, each.shape, each.dtype, [(c.offset, tuple(c.data.shape)) for c in each.chunks])
         for each in items
     ]
-    head = torch.frombuffer(bytearray(pickle.dumps((boxes, dict(values)))), dtype=torch.uint8)
-    heads = _send(group, to, sources, [head] if to is not None else [])
-    found: list[Item] = []
-    more: dict[str, Any] = {}
-    room: dict[int, list[Tensor]] = {}
-    for source, packed in heads.items():
-        raw = bytearray(packed.numel())
-        torch.frombuffer(raw, dtype=torch.uint8).copy_(packed)
-        theirs, given = pickle.loads(bytes(raw))
-        more.update(given)
-        for path, shape, dtype, parts in theirs:
-            chunks = [Chunk(offset, torch.empty(size, dtype=dtype)) for offset, size in parts]
-            room.setdefault(source, []).extend(chunk.data for chunk in chunks)
-            found.append(Item(path, shape, chunks, dtype))
-    data = [chunk.data for each in items for chunk in each.chunks] if to is not None else []
-    _send(group, to, sources, data, room)
-    return found, more
-
-
-def _send(
-    group: ProcessGroup,
-    to: int | None,
-    sources: Sequence[int],
-    tensors: Iterable[Tensor],
-    room: Mapping[int, Sequence[Tensor]] | None = None,
-) -> dict[int, Tensor]:
-    """Bytes to one rank of a group, and from some; all ranks call it.
-
-    Args:
-        to: a place in the group; None: there is nothing to send.
-        sources: places.
-        tensors: on the CPU, sent one after the other.
-        room: by source, tensors that are filled; None: one is made for each.
-    """
-    device = min(torch_groups.devices_of(group), key=lambda one: one.type != "cpu")
-    mine = _Bytes(tensors)
-    lengths = all_gather(torch.tensor([mine.total], device=device), group).tolist()
-    made = {s: torch.empty(lengths[s], dtype=torch.uint8) for s in sources} if room is None else {}
-    into = {s: _Bytes([made[s]] if room is None else room.get(s, ())) for s in sources}
-    for start in range(0, max(lengths), _ROUND_BYTES):
-        counts = [min(max(length - start, 0), _ROUND_BYTES) for length in lengths]
-        send = [0] * len(lengths)
-        if to is not None:
-            send[to] = counts[group.rank()]
-        receive = [counts[i] if i in into else 0 for i in range(len(lengths))]
-        got = all_to_all(mine.take(sum(send)).to(device), group, send=send, receive=receive)
-        for source, part in enumerate(torch.split(got, receive)):
-            if source in into:
-                into[source].put(part.cpu())
-    return made
-
-
-class _Bytes:
-    """The bytes of some tensors, one after the other, read or written a part at a time."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._views = [each.reshape(-1).view(torch.uint8) for each in tensors if each.numel()]
-        self._done = 0
-        self.total = sum(view.numel() for view in self._views)
-
-    def take(self, count: int) -> Tensor:
-        """The next bytes, in a tensor of their own."""
-        found = torch.empty(count, dtype=torch.uint8)
-        for view, at in self._next(count):
-            found[at : at + view.numel()] = view
-        return found
-
-    def put(self, given: Tensor) -> None:
-        """Writes to the next bytes."""
-        for view, at in self._next(given.numel()):
-            view.copy_(given[at : at + view.numel()])
-
-    def _next(self, count: int) -> list[tuple[Tensor, int]]:
-        found, begin = [], 0
-        for view in self._views:
-            low, high = max(self._done - begin, 0), min(self._done + count - begin, view.numel())
-            if low < high:
-                found.append((view[low:high], begin + low - self._done))
-            begin += view.numel()
-        self._done += count
-        return found
+    head = as_tensor(pickle.dumps((boxes, dict(values))), device)
+    lengths = all_gather(torch.tensor([len(head)], device=device), group).tolist()
+    heads = [torch.empty(lengths[source], dtype=torch.uint8, device=device) for source in sources]
+    sends = [] if to is None else [(head, to)]
+    recvs = list(zip(heads, sources, strict=True))
+    for work in start_transfers(group, sends, recvs, lambda error, _: error):
+        wait_for(work, None)
+    return {
+        source: pickle.loads(as_bytes(received))
+        for source, received in zip(sources, heads, strict=True)
+    }
 
 
 # -- what ranks have together ------------------------------------------------------------

@@ -33,11 +33,13 @@ def gathered(value: Value, group: ProcessGroup) -> list[Value]:
         CommGridError: on all ranks, if a rank's value cannot be pickled.
     """
     cause, told = _pickled(lambda: value)
-    mine = _tensor(told, _device(group))
+    mine = as_tensor(told, _device(group))
     lengths = all_gather(torch.tensor([len(mine)], device=mine.device), group).tolist()
     padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
     rows = all_gather(padded, group).view(len(lengths), -1)
-    found = [pickle.loads(_bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+    found = [
+        pickle.loads(as_bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)
+    ]
     text = _who(dist.get_process_group_ranks(group), [error for _, error in found])
     if text is not None:
         raise CommGridError(f"a value for all ranks cannot be pickled: {text}") from cause
@@ -125,7 +127,7 @@ def _own_rank() -> int:
 
 
 def _gather_at_first(data: bytes, group: ProcessGroup) -> list[bytes] | None:
-    mine = _tensor(data, _device(group))
+    mine = as_tensor(data, _device(group))
     lengths = all_gather(torch.tensor([len(mine)], device=mine.device), group).tolist()
     others = [0] * (group.size() - 1)
     is_first = group.rank() == 0
@@ -135,15 +137,15 @@ def _gather_at_first(data: bytes, group: ProcessGroup) -> list[bytes] | None:
     )  # fmt: skip
     if not is_first:
         return None
-    return [_bytes(one) for one in torch.split(received, lengths)]
+    return [as_bytes(one) for one in torch.split(received, lengths)]
 
 
 def _broadcast(told: bytes, group: ProcessGroup) -> bytes:
-    data = _tensor(told, _device(group))
+    data = as_tensor(told, _device(group))
     length = int(broadcast(torch.tensor([len(data)], device=data.device), group))
     if group.rank() > 0:
         data = data.new_empty(length)
-    return _bytes(broadcast(data, group))
+    return as_bytes(broadcast(data, group))
 
 
 def _device(group: ProcessGroup) -> torch.device:
@@ -151,11 +153,13 @@ def _device(group: ProcessGroup) -> torch.device:
     return min(torch_groups.devices_of(group), key=lambda device: device.type != "cpu")
 
 
-def _tensor(data: bytes, device: torch.device) -> Tensor:
+def as_tensor(data: bytes, device: torch.device) -> Tensor:
+    """Bytes as a tensor of uint8, on a device."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _bytes(data: Tensor) -> bytes:
+def as_bytes(data: Tensor) -> bytes:
+    """The bytes of a tensor of uint8, on any device."""
     raw = bytearray(len(data))
     torch.frombuffer(raw, dtype=torch.uint8).copy_(data)
     return bytes(raw)

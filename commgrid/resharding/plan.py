@@ -19,7 +19,7 @@ from pathlib import Path
 
 from commgrid.planning.boxes import Box, volume
 from commgrid.resharding.layouts import Side, check_sides
-from commgrid.resharding.pools import Ranks, Run, Tensor, kinds_of, pools_of
+from commgrid.resharding.pools import MovedTensor, Ranks, Run, kinds_of, pools_of
 from commgrid.resharding.shares import Demand, cut, fair_shares
 from commgrid.resharding.traffic import Traffic, as_table
 
@@ -34,7 +34,7 @@ class Move:
         sender, receiver: ranks; the same where it is copied.
     """
 
-    tensor: Tensor
+    tensor: MovedTensor
     box: Box
     sender: int
     receiver: int
@@ -241,25 +241,39 @@ class TransferPlan:
     # -- what a rank does ---------------------------------------------------------------
 
     def messages(self, rank: int, most: int) -> list[Message]:
-        """A rank's messages, in the order that all ranks follow.
-
-        Every message of all ranks has a place in one order: by its number among those of its pair,
-        by how far its receiver is from its sender, and by its sender. A rank starts its own in that
-        order, and waits for its first unfinished one before it starts more than it has room for.
-        So no rank waits for ever: of all unfinished messages, take the first. All that its two
-        ranks have before it is finished, so that both have started it, and it ends.
+        """A rank's messages, in the order that all ranks follow; see `messages_of`.
 
         Args:
             rank: whose.
             most: bytes of a message; a single element may be larger.
         """
         world = max(*self.source_ranks, *self.target_ranks) + 1
-        found = []
-        for (sender, receiver), stretches in self._by_pair(rank).items():
-            for number, part in enumerate(_chunked(stretches, most)):
-                place = number, (receiver - sender) % world, sender
-                found.append((place, Message(sender, receiver, sender == rank, part)))
-        return [message for _, message in sorted(found, key=lambda one: one[0])]
+        return messages_of(self._by_pair(rank), rank, world, most)
+
+
+def messages_of(
+    by_pair: Mapping[tuple[int, int], Iterable[Stretch]], rank: int, world: int, most: int
+) -> list[Message]:
+    """A rank's messages, in the order that all ranks follow.
+
+    Every message of all ranks has a place in one order: by its number among those of its pair, by
+    how far its receiver is from its sender, and by its sender. A rank starts its own in that order,
+    and waits for its first unfinished one before it starts more than it has room for. So no rank
+    waits for ever: of all unfinished messages, take the first. All messages before it that its two
+    ranks have are finished, so that both have started it, and it ends.
+
+    Args:
+        by_pair: what goes from a sender to a receiver, of all pairs that the rank is in.
+        rank: whose.
+        world: more than any rank.
+        most: bytes of a message; a single element may be larger.
+    """
+    found = []
+    for (sender, receiver), stretches in by_pair.items():
+        for number, part in enumerate(_chunked(stretches, most)):
+            place = number, (receiver - sender) % world, sender
+            found.append((place, Message(sender, receiver, sender == rank, part)))
+    return [message for _, message in sorted(found, key=lambda one: one[0])]
 
 
 def _chunked(stretches: Iterable[Stretch], most: int) -> Iterator[tuple[Stretch, ...]]:
@@ -292,11 +306,11 @@ def _sorted(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
     return tuple(sorted(stretches, key=lambda stretch: -stretch[0].itemsize))
 
 
-def _tensors(source: Side, target: Side) -> list[Tensor]:
+def _tensors(source: Side, target: Side) -> list[MovedTensor]:
     """The tensors that are moved, by the target's names."""
     found = []
     for name, form in sorted(target.forms.items()):
         given = source.forms[target.reads[name]]
         travels = min(given, form, key=lambda one: one.itemsize)  # the source's where both are
-        found.append(Tensor(name, target.reads[name], travels.dtype, travels.itemsize))
+        found.append(MovedTensor(name, target.reads[name], travels.dtype, travels.itemsize))
     return found

@@ -23,11 +23,11 @@ from commgrid.resharding.layouts import Side
 
 Ranks = tuple[int, ...]
 
-_LARGE = 1 << 18  # bytes: to pack so many on one rank and unpack them on another costs a message
+LARGE = 1 << 18  # bytes: to pack so many on one rank and unpack them on another costs a message
 
 
 @dataclass(frozen=True)
-class Tensor:
+class MovedTensor:
     """A full tensor that is moved.
 
     Args:
@@ -54,7 +54,7 @@ class Run:
         boxes: of every tensor.
 
     Example:
-        >>> up = [Tensor(name, name, "float32", 4) for name in ("0.up", "1.up")]
+        >>> up = [MovedTensor(name, name, "float32", 4) for name in ("0.up", "1.up")]
         >>> run = Run(0, up, False, [((0, 0), (2, 2)), ((6, 0), (1, 2))])
         >>> run.size, run.floor(30)
         (48, 24)
@@ -63,7 +63,7 @@ class Run:
     """
 
     kind: int
-    tensors: Sequence[Tensor]
+    tensors: Sequence[MovedTensor]
     is_large: bool
     boxes: list[Box] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ class Run:
         box = bisect_right(self._starts, inside) - 1
         return number * self._starts[-1] + self._starts[box]
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[Tensor, Box]]:
+    def within(self, start: int, stop: int) -> Iterator[tuple[MovedTensor, Box]]:
         """The boxes of a range of its bytes."""
         stride, itemsize = self._starts[-1], self.itemsize
         for number in range(start // stride, -(-stop // stride)):
@@ -175,16 +175,16 @@ Kind = tuple[tuple[int, int], ...]
 """The lists of names that have a tensor, and the number of its form in each."""
 
 
-def kinds_of(tensors: Sequence[Tensor], source: Side, target: Side) -> list[list[Tensor]]:
+def kinds_of(tensors: Sequence[MovedTensor], source: Side, target: Side) -> list[list[MovedTensor]]:
     """Tensors that lie alike on both sides, together."""
-    found: dict[tuple[Kind, Kind], list[Tensor]] = {}
+    found: dict[tuple[Kind, Kind], list[MovedTensor]] = {}
     for tensor in tensors:
         kinds = source.kinds[tensor.source], target.kinds[tensor.name]
         found.setdefault(kinds, []).append(tensor)
     return list(found.values())
 
 
-def pools_of(kinds: Sequence[Sequence[Tensor]], source: Side, target: Side) -> list[Pool]:
+def pools_of(kinds: Sequence[Sequence[MovedTensor]], source: Side, target: Side) -> list[Pool]:
     """All boxes of all kinds, in one order on all ranks.
 
     Raises:
@@ -196,7 +196,7 @@ def pools_of(kinds: Sequence[Sequence[Tensor]], source: Side, target: Side) -> l
     for kind, tensors in enumerate(kinds):
         first = tensors[0]
         for box, holders, needing in _pieces(first, source, target, ranks):
-            is_large = volume(box) * first.itemsize >= _LARGE
+            is_large = volume(box) * first.itemsize >= LARGE
             key = holders, needing, kind, is_large
             if key not in runs:
                 pool = pools.setdefault((holders, needing), Pool(holders, needing))
@@ -234,7 +234,7 @@ def _places_by_box(side: Side, name: str) -> list[tuple[Box, frozenset[int]]]:
 
 
 def _pieces(
-    tensor: Tensor, source: Side, target: Side, ranks: _RankSets
+    tensor: MovedTensor, source: Side, target: Side, ranks: _RankSets
 ) -> Iterator[tuple[Box, Ranks, Ranks]]:
     """The target's boxes of one tensor, cut where what ranks hold of it begins and ends.
 

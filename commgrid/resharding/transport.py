@@ -122,7 +122,7 @@ class Carrier:
 
     @torch.no_grad()
     def carry(self) -> None:
-        """Moves everything; the targets' tensors are whole when it returns, on all ranks.
+        """Moves everything; this rank's tensors of the target are whole when it returns.
 
         Raises:
             GoneError: a rank that should send or receive is gone, or does not answer.
@@ -139,7 +139,14 @@ class Carrier:
         while under_way:
             self._finish(under_way.popleft(), ring)
         self._target.copy_further()
-        if not self._in_batches:
+
+    def meet(self) -> None:
+        """Wait until all ranks have carried theirs, so that all learn of one that has not.
+
+        Raises:
+            GoneError: a rank is gone, or does not answer; names it.
+        """
+        if not self._in_batches:  # NCCL's end together
             meet(self._group, self._ranks, self._timeout)
 
     # -- one batch ----------------------------------------------------------------------

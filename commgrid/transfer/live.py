@@ -320,6 +320,7 @@ class Transfer:
                 self._messages, partial(self.plan.copies, rank), self._timeout,
             )  # fmt: skip
         self._carrier.carry()
+        self._carrier.meet()
 
     def _prepare(self) -> None:
         """Check that this rank's tensors are as they were planned."""

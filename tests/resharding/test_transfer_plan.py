@@ -86,7 +86,7 @@ def test_every_element_comes_once_and_from_who_has_it(
     given_sides: Any, most: int, large: int
 ) -> None:
     source, target, tensors = given_sides
-    with mock.patch.object(pools, "_LARGE", large):
+    with mock.patch.object(pools, "LARGE", large):
         plan = TransferPlan(packed(source, tensors), packed(target, tensors))
     sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
     received: dict[tuple[int, int], list[Any]] = defaultdict(list)
