@@ -286,7 +286,7 @@ def give(
 
 
 def _stretches(items: Iterable[Item], held: Held, rank: int) -> list[Stretch]:
-    """The bytes of boxes that a rank gives, which are added to what is held here."""
+    """Add the boxes that a rank gives to those held here; return their bytes."""
     found: list[Stretch] = []
     for item in items:
         name = f"{item.key} of rank {rank}"
@@ -309,7 +309,7 @@ def _told(
     group: ProcessGroup,
     device: torch.device,
 ) -> dict[int, Any]:
-    """By source, the paths, shapes, dtypes and boxes of what it gives, and its values."""
+    """Exchange descriptions: of each source the paths, shapes, dtypes and boxes, and the values."""
     boxes = [
         (each.path, each.shape, each.dtype, [(c.offset, tuple(c.data.shape)) for c in each.chunks])
         for each in items

@@ -154,7 +154,7 @@ class TransferPlan:
 
     @property
     def received(self) -> dict[int, int]:
-        """Bytes that each rank of the target receives: those that it has not."""
+        """Bytes that each rank of the target receives: without those it has already."""
         return self.traffic.received
 
     @cached_property
