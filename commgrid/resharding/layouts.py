@@ -259,26 +259,26 @@ def check_sides(source: Side, target: Side, partly: bool) -> None:
         raise TransferError("the target has no tensors; give a model, or other names to only=")
     for name, form in targets.items():
         read = reads[name]
-        needing = describe_ranks(target.holders(name))
-        if read in sources and sources[read].shape == form.shape:
-            if not keeps_numbers(sources[read].dtype, form.dtype):
+        given = sources.get(read)
+        if given is None or given.shape != form.shape or not keeps_numbers(given.dtype, form.dtype):
+            needing = describe_ranks(target.holders(name))
+            if given is None:
                 raise TransferError(
-                    f"{name} has dtype {sources[read].dtype} on "
-                    f"{describe_ranks(source.holders(read))} of the source and {form.dtype} on "
-                    f"{needing} of the target, which cannot hold its numbers; quantize them first, "
-                    "or give the target a tensor that can"
+                    f"{name} is on {needing} of the target, and the source has no {read}"
+                    f"{nearest(read, list(sources))}; say with rename= what it is called there, or "
+                    "with only= what is to be moved"
                 )
-            continue
-        if read not in sources:
+            holding = describe_ranks(source.holders(read))
+            if given.shape != form.shape:
+                raise TransferError(
+                    f"{name} has shape {given.shape} on {holding} of the source and {form.shape} "
+                    f"on {needing} of the target; give both sides one model"
+                )
             raise TransferError(
-                f"{name} is on {needing} of the target, and the source has no {read}"
-                f"{nearest(read, list(sources))}; say with rename= what it is called there, or "
-                "with only= what is to be moved"
+                f"{name} has dtype {given.dtype} on {holding} of the source and {form.dtype} on "
+                f"{needing} of the target, which cannot hold its numbers; quantize them first, or "
+                "give the target a tensor that can"
             )
-        raise TransferError(
-            f"{name} has shape {sources[read].shape} on {describe_ranks(source.holders(read))} of "
-            f"the source and {form.shape} on {needing} of the target; give both sides one model"
-        )
     read_from = set(reads.values())
     unread = sorted(
         name for name in sources.keys() - read_from

@@ -16,9 +16,9 @@ which is compared with what it has to be after the first time. The peers:
 `move` is as `Transfer` comes, which compares the source's copies to the last bit before it sends
 one. No peer does; `move, copies="any"` is without.
 
-`planning` is what a rank does without the others, of a model of 10,000 parameters on 1,024 + 256
-ranks: reading all layouts, the plan, its digest, and the rank's own messages. Their boxes, of which
-FSDP2's ranks have millions, are listed when they are moved.
+`planning` is what a rank does without the others, of a model of 10,000 parameters on 1,024 ranks,
+to 256 others or to the same: reading all layouts, the plan, its digest, and the rank's own
+messages. Their boxes, of which FSDP2's ranks have millions, are listed when they are moved.
 """
 
 from __future__ import annotations
@@ -76,8 +76,12 @@ MEGATRONS = {
 }
 LAYERS = 1250
 PLANNING = {
-    "tp 8 · pp 8 · dp 16 → tp 4 · dp 64": lambda: of_tp(range(1024), 8, 8),
-    "fsdp 1,024 → tp 4 · dp 64": lambda: of_fsdp(range(1024)),
+    f"{case} → tp 4 · dp {len(ranks) // 4}": (source, ranks)
+    for case, source in (
+        ("tp 8 · pp 8 · dp 16", lambda: of_tp(range(1024), 8, 8)),
+        ("fsdp 1,024", lambda: of_fsdp(range(1024))),
+    )
+    for ranks in (range(1024, 1280), range(1024))  # others, or the same
 }
 CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # over tp; the rest is whole
 
@@ -338,9 +342,9 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     def wanted(case: str) -> bool:
         return not args.only or args.only in case
 
-    for case, source in PLANNING.items():
+    for case, (source, ranks) in PLANNING.items():
         if wanted(f"planning {case}"):
-            spent = planning(source(), of_tp(range(1024, 1280), 4, 1), args.repeats)
+            spent = planning(source(), of_tp(ranks, 4, 1), args.repeats)
             yield compare(case, "planning of 10,000 tensors", "s", "alone", spent, [])
     layers = layers_for(args.megabytes, 8 * WIDTH * WIDTH)
     for case, pair in PAIRS.items():
