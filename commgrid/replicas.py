@@ -2,8 +2,8 @@
 
 Every tensor gets a digest: the sum of its 8-byte words, each times its own random odd number,
 modulo 2^64. Of a word's top bit, such as the sign of a number, a product keeps only that bit, and
-two of them would cancel in the sum; so each word's upper bits are added to its lower ones first.
-Any difference then changes the digest, but for one in about 2^32.
+two of them would cancel in the sum; so its upper bits are first combined with its lower ones by
+exclusive or. Any difference then changes the digest, but for one in about 2^32.
 
 Ranks of a group compare the largest and smallest digest, first of all tensors' digests together,
 and if these differ of each tensor, two numbers a tensor for any number of ranks; then those of the
@@ -85,10 +85,10 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def _sums_of_blocks(words: Tensor) -> Iterator[Tensor]:
-    """For each block, the sum of w + (w >> 33) times a random odd number, of each word w."""
+    """For each block, the sum of w ^ (w >> 33) times a random odd number, of each word w."""
     weights = _weights(words.device)
     for some in torch.split(words, _BLOCK * (1 if words.device.type == "cpu" else _AT_ONCE)):
-        mixed = (some >> _SHIFT).add_(some)
+        mixed = (some >> _SHIFT).bitwise_xor_(some)
         whole = len(some) - len(some) % _BLOCK
         if whole:
             yield from mixed[:whole].view(-1, _BLOCK).mul_(weights).sum(1).unbind()

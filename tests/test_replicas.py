@@ -53,7 +53,7 @@ def test_signs_count_however_many_change(size: int, dtype: torch.dtype) -> None:
 
 
 def test_a_digest_is_what_its_formula_says() -> None:
-    """The sum of w + (w >> 33) times a number for its place in the block, block after block."""
+    """The sum of w ^ (w >> 33) times a number for its place in the block, block after block."""
     odd, modulus, block = 0x1E3779B97F4A7C15, 1 << 64, 1 << 16
     weights = [digest(one).item() for one in torch.eye(3, dtype=torch.int64)]
     assert all(weight % 2 for weight in weights)
@@ -61,7 +61,7 @@ def test_a_digest_is_what_its_formula_says() -> None:
     ones = [digest(torch.ones(1, dtype=torch.int64)).item()]
     assert ones == weights[:1]
     words = torch.randint(-(2**62), 2**62, (3,), generator=torch.manual_seed(0))
-    total = sum((w + (w >> 33)) * weight for w, weight in zip(words.tolist(), weights, strict=True))
+    total = sum((w ^ (w >> 33)) * weight for w, weight in zip(words.tolist(), weights, strict=True))
     assert digest(words).item() % modulus == total % modulus
     for count in (block - 1, block, block + 1, 70 * block + 7):
         words = torch.randint(-(2**62), 2**62, (count,), generator=torch.manual_seed(count))
