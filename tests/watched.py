@@ -20,9 +20,10 @@ import commgrid
 from commgrid.bridge import Bridge
 from commgrid.failures import named_failures
 from commgrid.rendezvous.agreement import Agreement
+from commgrid.resharding import transport
 from commgrid.testing import RanksFailed, run_on_ranks
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.transfer import Transfer, carry
+from commgrid.transfer import Transfer
 from commgrid.transfer.barriers import TransferBarriers
 from tests.flags import tell
 
@@ -146,15 +147,15 @@ def fails_at_start(where: str, how: str) -> None:
 
 def fails_in_a_run(number: int, how: str) -> None:
     """In a transfer's so many-th run this rank fails when all have come to it."""
-    before, runs = carry.Carrier.carry, []
+    before, runs = transport.Carrier.carry, []
 
-    def carrying(carrier: carry.Carrier) -> None:
+    def carrying(carrier: transport.Carrier) -> None:
         runs.append(how)
         if len(runs) == number:
             misbehave(how)
         before(carrier)
 
-    carry.Carrier.carry = carrying  # type: ignore[assignment, method-assign]
+    transport.Carrier.carry = carrying  # type: ignore[assignment, method-assign]
 
 
 def end_when_others_have(rank: int, how: str, folder: str) -> None:
