@@ -157,7 +157,10 @@ def _end_calls(
         Asked(partial(_break, group, by_pairs)).is_over(timeouts().leave)
     if not _end_until(works, time.monotonic() + timeouts().moment):
         # On a thread that never ends: what a module holds is freed when the process ends.
-        Asked(partial(_hold, group))
+        try:
+            Asked(partial(_hold, group), lasts=True)
+        except NoThreadError:
+            _NOT_FREED.append(group)
 
 
 def _end_until(works: Sequence[dist.Work], until: float) -> bool:
