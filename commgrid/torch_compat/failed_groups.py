@@ -91,7 +91,7 @@ def wake(
             ending.append(Asked(backend.abort))
         if tell and "gloo" in backend_of(group):
             if group in by_pairs:
-                ending.append(Asked(partial(_leave, group, tell=not watched)))
+                ending.append(Asked(partial(_leave, group, wake_others=not watched)))
             else:
                 ending.append(Asked(partial(_break, group)))
     until = time.monotonic() + timeouts().abort
@@ -154,7 +154,7 @@ def _end_calls(
         return
     if by_pairs:
         # Connections that were made meanwhile.
-        Asked(partial(_break, group, by_pairs)).is_over(timeouts().leave)
+        Asked(partial(_shut_down, group)).is_over(timeouts().leave)
     if not _end_until(works, time.monotonic() + timeouts().moment):
         # On a thread that never ends: what a module holds is freed when the process ends.
         try:
@@ -176,18 +176,23 @@ def _hold(group: dist.ProcessGroup) -> None:
     threading.Event().wait()
 
 
-def _leave(group: dist.ProcessGroup, tell: bool = True) -> None:
+def _leave(group: dist.ProcessGroup, wake_others: bool = True) -> None:
     """Leave a group of which some ranks may not have connected."""
     _LEFT_EARLY.add(group)
-    with suppress(RuntimeError):
-        if group.size() <= _MOST_TOLD:
-            torch_leaving.leave(group, timeouts().moment, tell)
-        torch_leaving.break_connections(group)
+    if group.size() <= _MOST_TOLD:
+        with suppress(RuntimeError, OSError):  # the store, or no open files are left
+            torch_leaving.leave(group, timeouts().moment, wake_others)
+    _shut_down(group)
 
 
-def _break(group: dist.ProcessGroup, by_pairs: bool = False) -> None:
+def _shut_down(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError, OSError):
+        torch_leaving.shut_down(group)
+
+
+def _break(group: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):
-        (torch_leaving if by_pairs else torch_gloo).break_connections(group)
+        torch_gloo.break_connections(group)
 
 
 def _free_beside(groups: list[dist.ProcessGroup]) -> None:

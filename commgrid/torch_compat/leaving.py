@@ -9,9 +9,9 @@ which is as if that rank had ended just then:
     this rank should connect ──► the other one's listener: the other one waits no more
     the other one should     ──► this rank's own listener: this rank waits no more
 
-A rank that does not answer does not wait, or has waited in vain, so that its pair has an error.
-Then the connection stays open until gloo closes it. Where two ranks have talked, their connection
-is shut down.
+If a rank does not answer, it is not waiting, or its wait has failed and its pair has an error. Then
+the connection stays open until gloo closes it. Where two ranks have talked, their connection is
+shut down.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -76,7 +77,7 @@ class _Address(NamedTuple):
         return (host, port, *self.flow_and_scope)
 
 
-def leave(group: dist.ProcessGroup, wait: float, tell: bool = True) -> None:
+def leave(group: dist.ProcessGroup, wait: float, wake_others: bool = True) -> None:
     """End this rank's waits for others to connect, and theirs for this rank.
 
     Also waits that begin later. It does not end attempts to connect to a host that does not answer.
@@ -84,17 +85,17 @@ def leave(group: dist.ProcessGroup, wait: float, tell: bool = True) -> None:
     Args:
         group: gloo's, whose ranks connect when they first talk.
         wait: seconds that hosts are given, at most, to take this rank's connections.
-        tell: whether waits of other ranks are ended.
+        wake_others: whether waits of other ranks are ended.
     """
-    told: list[_Connection] = []
+    opened: list[_Connection] = []
     for own, others in _listeners(group):
         for rank, other in others.items():
             if other is None or own < other:
-                told.append(_OPEN.connect(own, rank))
-            elif tell:
-                told.append(_OPEN.connect(other, group.rank()))
+                opened.append(_OPEN.connect(own, rank))
+            elif wake_others:
+                opened.append(_OPEN.connect(other, group.rank()))
     until = time.monotonic() + wait
-    for connection in told:
+    for connection in opened:
         connection.made.wait(max(until - time.monotonic(), 0.0))
 
 
@@ -118,7 +119,7 @@ def _get(keys: tuple[str, ...]) -> Protocol[tuple[bytes | None, ...]]:
     return (yield Get(keys))  # type: ignore[no-any-return]
 
 
-def break_connections(group: dist.ProcessGroup) -> None:
+def shut_down(group: dist.ProcessGroup) -> None:
     """Shut down a group's connections over which messages have gone, as if other ranks had ended.
 
     Over any other connection no call waits for an answer, and its pair may have an error.
@@ -160,7 +161,7 @@ def _has_talked(connection: socket.socket) -> bool:
 
 @dataclass
 class _Connection:
-    """A connection by which this rank stands for another one, or for itself.
+    """A connection that was opened in the name of a rank, this one or another.
 
     Attributes:
         descriptor: of a socket, which Python must not close when the process ends.
@@ -186,9 +187,8 @@ class _OpenConnections:
     """The connections that this process has made, on one thread until the other sides answer."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._selector: selectors.BaseSelector | None = None  # it costs an open file
         self._lock = threading.Lock()
-        self._serving = False
 
     def connect(self, address: _Address, number: int) -> _Connection:
         """Begin a connection in the name of a rank in a group."""
@@ -197,27 +197,31 @@ class _OpenConnections:
         with suppress(OSError):  # under way, or refused; the socket tells
             to.connect(address.for_socket)
         made = _Connection(to.detach(), number)
+        with self._lock:
+            if self._selector is None:
+                self._selector = selectors.DefaultSelector()
+                with suppress(NoThreadError):
+                    Asked(partial(_serve, self._selector), lasts=True)
         self._selector.register(made.descriptor, selectors.EVENT_WRITE, made)
-        with self._lock, suppress(NoThreadError):
-            if not self._serving:
-                Asked(self._serve, lasts=True)
-                self._serving = True
         return made
 
-    def _serve(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                self._advance(key.data)
 
-    def _advance(self, ready: _Connection) -> None:
-        if not ready.made.is_set():
-            with suppress(OSError):
-                ready.say()
-                self._selector.modify(ready.descriptor, selectors.EVENT_READ, ready)
-                return
-            ready.made.set()
-        self._selector.unregister(ready.descriptor)
-        os.close(ready.descriptor)  # it was refused or closed, or it has an answer
+def _serve(selector: selectors.BaseSelector) -> None:
+    while True:
+        for key, _ in selector.select():
+            _advance(key.data, selector)
+
+
+def _advance(ready: _Connection, selector: selectors.BaseSelector) -> None:
+    if not ready.made.is_set():
+        with suppress(OSError):
+            ready.say()
+            selector.modify(ready.descriptor, selectors.EVENT_READ, ready)
+            return
+        ready.made.set()
+    selector.unregister(ready.descriptor)
+    with socket.socket(fileno=ready.descriptor) as over, suppress(OSError):
+        over.shutdown(socket.SHUT_RDWR)  # a process that was forked meanwhile has it open, too
 
 
 _OPEN = _OpenConnections()
