@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -85,6 +86,13 @@ class Held:
             for tensors in held.chunks.values()
             for tensor in tensors if tensor.numel()
         }  # fmt: skip
+
+    def overlapping(self) -> Iterator[tuple[str, Box, Box]]:
+        """Each two boxes of one tensor that have something in common and are not equal."""
+        for name, held in self._tensors.items():
+            for one, other in combinations(held.chunks, 2):
+                if common(one, other) is not None:
+                    yield name, one, other
 
     def begins(self) -> Iterator[tuple[str, int]]:
         """Each tensor's name, and where in memory its parts begin."""

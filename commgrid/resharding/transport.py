@@ -141,7 +141,7 @@ class Carrier:
         self._target.copy_further()
 
     def meet(self) -> None:
-        """Wait until all ranks have carried theirs, so that all learn of one that has not.
+        """Wait until all ranks have finished, so that each learns of a rank that failed.
 
         Raises:
             GoneError: a rank is gone, or does not answer; names it.

@@ -24,7 +24,8 @@ class Part:
     """A box of a full tensor, for a mapping of names to tensors.
 
     Args:
-        tensor: this rank's, which is read, or written in place.
+        tensor: this rank's, which is read, or written in place; or a DTensor, of which this rank's
+            part is.
         shape: of the full tensor.
         offset: of the tensor's first element in the full one.
 
@@ -112,9 +113,12 @@ def tensors_of(model: Model) -> list[Any]:
     This takes a few microseconds a tensor, and reading placements hundreds.
     """
     if isinstance(model, Mapping):
-        given = [each for one in model.values() for each in _several(one)]
-        tensors = [one.tensor if isinstance(one, Part) else one for one in given]
-        return [*model, *map(_trace_of, tensors)]
+        return [
+            (name, *_trace_of(each.tensor), tuple(each.shape), tuple(each.offset))
+            if isinstance(each, Part) else (name, *_trace_of(each))
+            for name, given in model.items()
+            for each in _several(given)
+        ]  # fmt: skip
     roots = [model] if isinstance(model, nn.Module) else model
     return [
         _trace_of(tensor)
@@ -152,17 +156,18 @@ def _mapped(name: str, given: Tensor | Part) -> Item:
             f"{{{name!r}: {type(tensor).__name__!s}}}: expected names, and tensors with "
             "numbers, DTensors, or Part(tensor, shape, offset)"
         )
-    data = local_part(tensor)
-    shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
-    if isinstance(given, Part):
-        shape, offset = tuple(given.shape), tuple(given.offset)
-    elif isinstance(tensor, DTensor):
+    data, inner = local_part(tensor), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise SpecError(
                 f"{name} is a DTensor with placements {tensor.placements}, parts of a sum; "
                 "redistribute it to Shard or Replicate first"
             )
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        offset = tuple(chunk.offsets)
+        inner = tuple(chunk.offsets)
+    shape, offset = tuple(tensor.shape), inner
+    if isinstance(given, Part):
+        shape = tuple(given.shape)
+        offset = tuple(begin + more for begin, more in zip(given.offset, inner, strict=True))
     chunks = [Chunk(offset, data)] if data.numel() else []
     return Item(("model", name), shape, chunks, tensor.dtype)

@@ -310,6 +310,8 @@ class TargetSide(OneSide):
             if self.names.has(name):
                 held.add(name, item.shape, item.dtype, item.chunks, self._read_from(item))
         _refuse_one_memory(held)
+        if isinstance(self.model, Mapping):  # a module has one part of each parameter
+            _refuse_overlaps(held)
         if self.optimizer is not None and not self.wants:
             raise TransferError(
                 "the target has an optimizer and the source has none; give both, "
@@ -394,6 +396,16 @@ def _refuse_one_memory(held: Held) -> None:
                 "be there in the end; leave one of them out on both sides, or give the modules, "
                 "which know what is tied"
             )
+
+
+def _refuse_overlaps(held: Held) -> None:
+    """What two parts of a target have in common would be written to one of them."""
+    for name, one, other in held.overlapping():
+        raise TransferError(
+            f"{name} of the target has parts on this rank that overlap, {list(one[1])} at "
+            f"{list(one[0])} and {list(other[1])} at {list(other[0])}; give parts that are equal, "
+            "or have nothing in common"
+        )
 
 
 def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], ModelState | None]:

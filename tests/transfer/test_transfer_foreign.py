@@ -105,6 +105,13 @@ def planned() -> dict[str, Any]:
         for each in audited
         for offset, data in each.chunks(each.parameter)
     )
+    layer, experts = nn.Sequential(), nn.Linear(2, 2)
+    layer.add_module("mlp", nn.Sequential())
+    layer.mlp.add_module("experts", experts)  # type: ignore[operator]
+    experts._hf_tp_plan, experts._hf_device_mesh = "moe_tp_experts", mesh  # type: ignore[assignment]
+    notes: list[str] = []
+    nothing = not list(audited_parameters(layer, grid, notes))
+    found["an audit does not take slices of experts for copies"] = nothing and len(notes) == 2
     model.up._hf_tp_plan = "packed_colwise"  # type: ignore[assignment]
     with pytest.raises(CommGridError) as error:
         Transfer(full, model)
@@ -120,7 +127,7 @@ def planned() -> dict[str, Any]:
 
 def test_transformers_slices_are_where_their_plan_says() -> None:
     for found in run_on_ranks(planned, 2, backend=None, launcher="torchrun"):
-        assert len(found) == 7
+        assert len(found) == 8
         assert all(found.values()), found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import commgrid
 from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
@@ -36,6 +37,18 @@ def given() -> dict[str, str]:
     said["any"] = moved(own, {"w": torch.zeros(2)}, copies="any")
     part = {"w": Part(torch.full((2,), float(rank)), shape=(4,), offset=(2 * rank,))}
     said["parts"] = moved(part, {"w": torch.zeros(4)})
+    cut = distribute_tensor(torch.arange(4.0), training.device_mesh("tp"), [Shard(0)])
+    cut_part = {"w": [Part(torch.zeros(4), (8,), (0,)), Part(cut, (8,), (4,))]}
+    said["a part of a DTensor"] = moved(cut_part, {"w": torch.ones(8)})
+    two = [Part(torch.zeros(4), (4,), (0,)), Part(torch.zeros(2), (4,), (0,))]
+    said["overlapping parts"] = moved(part, {"w": two})
+    transfer = Transfer(part, {"w": torch.zeros(4)})
+    transfer.run()
+    part["w"] = Part(part["w"].tensor, shape=(4,), offset=(2 - 2 * rank,))
+    with pytest.raises(commgrid.CommGridError) as error:
+        transfer.run()
+    said["another offset"] = str(error.value).replace(f"rank {rank}", "this rank")
+    transfer.close()
 
     def both() -> dict[str, Tensor]:
         return {"up.weight": torch.ones(2), "down.weight": torch.zeros(2)}
@@ -93,6 +106,11 @@ SAID = {
     "be sent. Give slices in a mapping as Part(tensor, shape, offset)",
     "unequal": "TransferError: ranks 0-1: w, of which ranks 0-1 hold [2] at [0], differs",
     "parts": "{'w': [0.0, 0.0, 1.0, 1.0]}",
+    "a part of a DTensor": "{'w': [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0]}",
+    "overlapping parts": "TransferError: nothing was moved: ranks 0-1: w of the target has parts "
+    "on this rank that overlap, [4] at [0] and [2] at [0]; give parts that are equal",
+    "another offset": "the source on this rank has changed since the transfer was planned: "
+    "this rank has other boxes of w",
     "pattern": "TransferError: nothing was moved: ranks 0-1: only=['up.*', 'donw.*']: 'donw.*' is "
     "the name of no tensor of the target; leave it out, or correct it",
     "one name": "TransferError: nothing was moved: ranks 0-1: rename= calls both up.weight and "

@@ -269,7 +269,7 @@ class Observer:
         self.record.reduced[held.name] = self._reductions.over(memory)
 
     def _updated_tensors(self) -> dict[int, tuple[AuditedParameter, int, int | None]]:
-        """What optimizers update, by id: which parameter it is, and which of its elements."""
+        """The tensors that optimizers update, by id: the parameter of each, and its range of elements."""
         found: dict[int, tuple[AuditedParameter, int, int | None]] = {}
         for held in self._held.values():
             parameter: Any = held.parameter

@@ -103,7 +103,9 @@ def _audited(
     if ".experts." in name and not placement.shards:
         if grid is not None and "ep" in grid.shape:
             region = "expert"
-        if getattr(parameter, "tensor_model_parallel", False):
+        if getattr(module, "_hf_tp_plan", None) and grid is not None:
+            cut = foreign_cut(module, parameter, grid)
+        elif getattr(parameter, "tensor_model_parallel", False):
             axis = "etp" if grid is not None and "etp" in grid.shape else "tp"
             cut = megatron_cut(module, parameter, grid, axis)
     elif grid is not None:
