@@ -269,7 +269,7 @@ class Observer:
         self.record.reduced[held.name] = self._reductions.over(memory)
 
     def _updated_tensors(self) -> dict[int, tuple[AuditedParameter, int, int | None]]:
-        """The tensors that optimizers update, by id: the parameter of each, and its range of elements."""
+        """By id, the tensors that optimizers update: of which parameter, and which elements."""
         found: dict[int, tuple[AuditedParameter, int, int | None]] = {}
         for held in self._held.values():
             parameter: Any = held.parameter
