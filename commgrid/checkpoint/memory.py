@@ -41,7 +41,7 @@ from commgrid.resharding.transport import Carrier, most_of
 from commgrid.runtime.registry import _registry
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.addresses import own_host
-from commgrid.torch_compat.transfers import start_transfers, wait_for
+from commgrid.torch_compat.transfers import start_transfers, starts_batches, wait_for
 from commgrid.torch_compat.world import group_timeout
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def keep_items(
         others, more = _exchange(alone, said, places, group)
         values = {**more, **values}
     _kept.append(Kept(grid.name, step, tag, own, others, values, every, layout))
+    at_first(group, lambda: None, lambda _: None, failed)  # all ranks have it when one returns
     return _kept[-1]
 
 
@@ -270,7 +271,8 @@ def give(
     more: dict[str, Any] = {}
     own, theirs = Held(), Held()
     by_pair: dict[tuple[int, int], list[Stretch]] = {}
-    for source, (described, given) in _told(items, values, to, sources, group, device).items():
+    told = _told(items, values, to, sources, group, device, timeout)
+    for source, (described, given) in told.items():
         more.update(given)
         made = []
         for path, shape, dtype, boxes in described:
@@ -308,6 +310,7 @@ def _told(
     sources: Sequence[int],
     group: ProcessGroup,
     device: torch.device,
+    timeout: float,
 ) -> dict[int, Any]:
     """Exchange descriptions: of each source the paths, shapes, dtypes and boxes, and the values."""
     boxes = [
@@ -320,7 +323,7 @@ def _told(
     sends = [] if to is None else [(head, to)]
     recvs = list(zip(heads, sources, strict=True))
     for work in start_transfers(group, sends, recvs, lambda error, _: error):
-        wait_for(work, None)
+        wait_for(work, None if starts_batches(group, device) else timeout)
     return {
         source: pickle.loads(as_bytes(received))
         for source, received in zip(sources, heads, strict=True)

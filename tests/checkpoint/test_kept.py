@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import commgrid
 from commgrid import CheckpointError, checkpoint
 from commgrid.checkpoint.memory import Inventory, kept_states, missing
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.resharding import transport
 from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
 from commgrid.testing import run_on_ranks
+from tests.waiting import comes, until_waits
 
 
 def trained(tp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -64,6 +67,39 @@ def kept_over_hosts() -> dict[str, Any]:
         found["nothing"] = str(error)
     commgrid.shutdown()
     return found
+
+
+def keeps_beside_a_slow_rank() -> bool:
+    """Whether rank 1 has returned while rank 0 has not yet got the boxes that it keeps for it."""
+    grid = commgrid.initialize()
+    model, optimizer = trained(1)
+    store, early = dist.distributed_c10d._get_default_store(), False
+    finish = transport.Carrier._finish
+
+    def slowly(carrier: transport.Carrier, *message: Any) -> None:
+        nonlocal early
+        until_waits("rank 1")
+        early = early or store.check(["rank 1 has returned"])
+        finish(carrier, *message)
+
+    if grid.rank == 0:
+        transport.Carrier._finish = slowly  # type: ignore[method-assign]
+    else:
+        comes("rank 1")
+    checkpoint.keep(1, model, optimizer)
+    if grid.rank == 1:
+        store.set("rank 1 has returned", "")
+        store.wait(["rank 0 has returned"])
+    else:
+        store.set("rank 0 has returned", "")
+    commgrid.shutdown()
+    return early
+
+
+def test_a_rank_returns_when_all_have_what_they_keep() -> None:
+    """One that failed next ended the others' last messages, and they went on from a step before."""
+    found = run_on_ranks(keeps_beside_a_slow_rank, 2, backend=None, launcher="torchrun")
+    assert found == [False, False]
 
 
 def commgrid_gathered(value: Any) -> list[Any]:
