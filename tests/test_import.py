@@ -69,3 +69,29 @@ assert vars(DistributedDataParallel)["__init__"] is before
 
 def test_ddp_is_as_before_once_no_module_has_slices() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", LAYER], check=True, timeout=200)
+
+
+HIDDEN = """
+import importlib, pkgutil, types
+import commgrid
+
+names = [found.name for found in pkgutil.walk_packages(commgrid.__path__, "commgrid.")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+for name in ["commgrid", *names]:
+    if not name.endswith("__main__"):
+        package = importlib.import_module(name)
+        for public in getattr(package, "__all__", ()):
+            value = getattr(package, public)
+            if isinstance(value, types.ModuleType) and public not in ("trace", "verify"):
+                print(f"{name}.{public}")
+"""
+
+
+def test_no_public_name_becomes_a_module_when_modules_are_imported() -> None:
+    """A module that is imported takes the place of a function that is looked up on demand."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HIDDEN], capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

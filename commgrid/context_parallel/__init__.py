@@ -15,7 +15,7 @@ from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.on_demand import on_demand
 
 if TYPE_CHECKING:
-    from commgrid.context_parallel.attention import attention
+    from commgrid.context_parallel.parallel_attention import attention
 
 __all__ = [
     "WAYS",
@@ -28,6 +28,6 @@ __all__ = [
     "explain",
 ]
 
-_LIVE = {"attention": "commgrid.context_parallel.attention"}
+_LIVE = {"attention": "commgrid.context_parallel.parallel_attention"}
 
 __getattr__, __dir__ = on_demand(globals(), _LIVE)
