@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commgrid.checkpoint import background as in_background
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.background import BackgroundSave, finish, settle
-from commgrid.checkpoint.background import begin as start
 from commgrid.checkpoint.meeting import (
     Call,
     Model,
@@ -29,7 +29,7 @@ from commgrid.checkpoint.meeting import (
 from commgrid.checkpoint.memory import keep_items
 from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.staging import SPARES, stage
-from commgrid.checkpoint.storage import write, write_metadata
+from commgrid.checkpoint.storage import Report, write, write_metadata
 from commgrid.checkpoint.values import OWN, number_of, numbers_of, own_path
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
@@ -125,62 +125,25 @@ def save(
     """
     grid = grid or get_grid()
     group = everyone(grid)
-    what = f"step {step} was not saved to {folder}"
-    items: list[Item | Value] = []
+    failed = failure(f"step {step} was not saved to {folder}")
+    state = _State(step, model, optimizer, extra or {}, extra_per_rank or {})
+    saving = _Saving(grid, Path(folder).absolute(), state, keep, copies)
 
-    def plan() -> Call:
-        finish()
-        kept = None if keep is None else count_of("keep", keep, 1)
-        call = {
-            "step": count_of("step", step, 0),
-            "optimizer": kind_of(model, optimizer),
-            "keep": kept,
-            "copies": _known_way(copies),
-            "background": background,
-            "keep_in_memory": keep_in_memory,
-            "extra": numbers_of(extra) if copies == "compare" else None,
-        }
-        said = extra or {}, extra_per_rank or {}
-        items.extend(_items(grid, step, model, optimizer, *said, first=copies == "first"))
-        return call
+    def call() -> Call:
+        return saving.call() | {"background": background, "keep_in_memory": keep_in_memory}
 
-    def begin(calls: list[Call]) -> Path:
-        compare(calls)
-        settle()
-        return folders.begin(Path(folder).absolute(), step)
-
-    partial = at_first(group, plan, begin, failure(what))
+    saving.partial = at_first(group, call, saving.begin, failed)
     if keep_in_memory:
-        keep_items(step, items, grid, group, failure(f"step {step} was not kept in memory"))
-    compares = copies == "compare"
-    staged: list[Item | Value] = []
-
-    def check() -> None:
-        if compares:
-            _compare_copies(items, grid)
-        if background:
-            staged.extend(stage([_written(item) for item in items], SPARES))
-
+        not_kept = failure(f"step {step} was not kept in memory")
+        keep_items(step, saving.items, grid, group, not_kept)
     line, report = reporter(progress, f"saving step {step}", grid)
-    number = grid.spec.grid_ranks.index(grid.rank)
-
-    def whole(written: list[Any]) -> tuple[int, Path]:
-        found = dict(zip(grid.spec.grid_ranks, written, strict=True))
-        return write_metadata(partial, found, compares), folders.end(partial, step, keep)
-
     try:
-        at_first(group, check, lambda _: None, failure(what))
+        at_first(group, saving.stage if background else saving.check, lambda _: None, failed)
         if background:
-            report = progress if callable(progress) else _silent
-            last = None if progress is False else ProgressLine(f"saving step {step}")
-            start(BackgroundSave(partial, step, keep, staged, grid, report, last, compares))
-            return folders.final(partial, step)
-        total, final = at_first(
-            group, lambda: write(partial, items, number, report), whole, failure(what)
-        )
+            return saving.start(progress)
+        total, final = at_first(group, lambda: saving.write(report), saving.complete, failed)
     except CheckpointError:
-        if number == 0:  # no rank is writing any more
-            shutil.rmtree(partial, ignore_errors=True)
+        saving.give_up()  # no rank is writing any more
         raise
     if line is not None:
         line.finish(f"saved step {step}: {size(total)} to {final}")
@@ -223,18 +186,15 @@ def keep(
     grid = grid or get_grid()
     group = everyone(grid)
     failed = failure(f"step {step} was not kept in memory")
+    state = _State(step, model, optimizer, extra or {}, extra_per_rank or {})
     items: list[Item | Value] = []
 
-    def plan() -> Call:
-        call = {
-            "step": count_of("step", step, 0),
-            "optimizer": kind_of(model, optimizer),
-            "extra": numbers_of(extra),
-        }
-        items.extend(_items(grid, step, model, optimizer, extra or {}, extra_per_rank or {}))
-        return call
+    def call() -> Call:
+        said = state.call() | {"extra": numbers_of(extra)}
+        items.extend(state.items(grid))
+        return said
 
-    at_first(group, plan, compare, failed)
+    at_first(group, call, compare, failed)
     keep_items(step, items, grid, group, failed)
 
 
@@ -246,6 +206,117 @@ def wait(*, grid: HyperCommGrid | None = None) -> None:
         CheckpointError: on all ranks: it failed, and where.
     """
     at_first(everyone(grid or get_grid()), finish, lambda _: settle(), failure("a save failed"))
+
+
+@dataclass(frozen=True)
+class _State:
+    """The state to save; its fields are arguments of `save`."""
+
+    step: int
+    model: Model
+    optimizer: torch.optim.Optimizer | None
+    extra: Mapping[str, Any]
+    extra_per_rank: Mapping[str, Any]
+
+    def call(self) -> Call:
+        """Return what has to be equal on all ranks."""
+        step = count_of("step", self.step, 0)
+        return {"step": step, "optimizer": kind_of(self.model, self.optimizer)}
+
+    def items(self, grid: HyperCommGrid, first: bool = False) -> Iterator[Item | Value]:
+        """Yield what this rank has of it.
+
+        Args:
+            grid: whose ranks save.
+            first: True: of copies, the first rank's are written; False: ranks take turns.
+        """
+        turns = Turns(grid, first)
+        state = ModelState(self.model, grid)
+        yield from state.items(turns)
+        if self.optimizer is not None:
+            yield from OptimizerState(self.optimizer, state).items(turns)
+        is_first = grid.rank == grid.spec.grid_ranks[0]
+        yield Value(("step",), self.step, is_first)
+        for key, value in _named("extra", self.extra).items():
+            yield Value(("extra", key), value, is_first)
+        if self.extra_per_rank:
+            yield Value(own_path(grid), dict(_named(OWN, self.extra_per_rank)))
+
+
+class _Saving:
+    """One rank's part in saving a checkpoint.
+
+    Args:
+        grid: whose ranks save.
+        folder: of checkpoints.
+        state: what is saved.
+        keep, copies: as `save` takes them.
+    """
+
+    def __init__(
+        self, grid: HyperCommGrid, folder: Path, state: _State, keep: int | None, copies: str
+    ) -> None:
+        self._grid, self._folder, self._state = grid, folder, state
+        self._keep, self._copies = keep, copies
+        self._number = grid.spec.grid_ranks.index(grid.rank)
+        self.items: list[Item | Value] = []
+        self.partial: Path  # what `begin` has returned on the first rank
+
+    def call(self) -> Call:
+        """Finish the save before, list what this rank has, and return what is compared."""
+        finish()
+        keep = None if self._keep is None else count_of("keep", self._keep, 1)
+        call = self._state.call() | {"keep": keep, "copies": _known_way(self._copies)}
+        extra = numbers_of(self._state.extra) if self._compares else None
+        self.items.extend(self._state.items(self._grid, first=not self._compares))
+        return call | {"extra": extra}
+
+    def begin(self, calls: list[Call]) -> Path:
+        """Make the folder to write to; on the first rank, with the calls of all."""
+        compare(calls)
+        settle()
+        return folders.begin(self._folder, self._state.step)
+
+    def check(self) -> None:
+        """Refuse copies that differ."""
+        if self._compares:
+            _compare_copies(self.items, self._grid)
+
+    def write(self, report: Report) -> Any:
+        """Write this rank's file; return its contents for `complete`."""
+        return write(self.partial, self.items, self._number, report)
+
+    def complete(self, written: list[Any]) -> tuple[int, Path]:
+        """Make a checkpoint of all ranks' files; return bytes and folder. On the first rank."""
+        found = dict(zip(self._grid.spec.grid_ranks, written, strict=True))
+        total = write_metadata(self.partial, found, self._compares)
+        return total, folders.end(self.partial, self._state.step, self._keep)
+
+    def stage(self) -> None:
+        """Check, and copy what `start` writes."""
+        self.check()
+        self._staged = stage([_written(item) for item in self.items], SPARES)
+
+    def start(self, progress: Progress) -> Path:
+        """Write in the background; return where the checkpoint is going to be."""
+        step, keep, staged = self._state.step, self._keep, self._staged
+        report = progress if callable(progress) else _silent
+        line = None if progress is False else ProgressLine(f"saving step {step}")
+        in_background.begin(
+            BackgroundSave(
+                self.partial, step, keep, staged, self._grid, report, line, self._compares
+            )
+        )
+        return folders.final(self.partial, step)
+
+    def give_up(self) -> None:
+        """Delete the files, on the first rank."""
+        if self._number == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    @property
+    def _compares(self) -> bool:
+        return self._copies == "compare"
 
 
 def _silent(done: int, total: int) -> None:
@@ -302,28 +373,6 @@ def _copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> list[Copy]:
             number = number_of([item.value, item.of])
             copies.append(Copy(item.key, number, groups_of(item.copies)))
     return copies
-
-
-def _items(
-    grid: HyperCommGrid,
-    step: int,
-    model: Model,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, Any],
-    own: Mapping[str, Any],
-    first: bool = False,
-) -> Iterator[Item | Value]:
-    turns = Turns(grid, first)
-    state = ModelState(model, grid)
-    yield from state.items(turns)
-    if optimizer is not None:
-        yield from OptimizerState(optimizer, state).items(turns)
-    is_first = grid.rank == grid.spec.grid_ranks[0]
-    yield Value(("step",), step, is_first)
-    for key, value in _named("extra", extra).items():
-        yield Value(("extra", key), value, is_first)
-    if own:
-        yield Value(own_path(grid), dict(_named(OWN, own)))
 
 
 def _named(what: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
