@@ -248,7 +248,7 @@ def _choose(told: Sequence[Inventory], folder: str | Path | None, grid: str) -> 
         return _Chosen(None, 0, CHECKPOINT, tuple(lost))
     more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
     what = (
-        f"nobody who is left has all of {', '.join(lost[:_NAMED])}{more} in memory"
+        f"no rank that is left has all of {', '.join(lost[:_NAMED])}{more} in memory"
         if lost
         else f"no rank has a state in memory of grid {grid!r} (checkpoint.keep keeps some)"
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from commgrid.bridge.plan import Held, Message, messages, one_by_one
+from commgrid.bridge.plan import BridgeMessage, Positions, messages, one_by_one
 from commgrid.bridge.sides import Cut, GridSide
 from commgrid.errors import GridMismatchError, ShapeError, SpecError
 from commgrid.planning.rank_lists import describe_ranks
@@ -124,8 +124,8 @@ class Crossing:
     needs_grad: bool
     dims: tuple[int, ...]
     arrives: tuple[int, ...] | None
-    forward: tuple[Message, ...]
-    backward: tuple[Message, ...]
+    forward: tuple[BridgeMessage, ...]
+    backward: tuple[BridgeMessage, ...]
 
 
 def conclude(
@@ -260,7 +260,7 @@ def _held(
     dims: Sequence[int],
     whole: Sequence[int],
     lengths: Sequence[Sequence[int]] | None,
-) -> Held:
+) -> Positions:
     """The positions of each place of a side, along each dim that either side cuts."""
     held = []
     for dim in dims:

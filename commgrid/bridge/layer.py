@@ -26,6 +26,7 @@ from commgrid.errors import (
 )
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.pair_group import PairGroup
 from commgrid.runtime.pairing import SIDES, Card, Pairing
 from commgrid.runtime.seconds import Seconds, as_seconds
 
@@ -160,6 +161,7 @@ class Bridge(nn.Module):
     ) -> None:
         """Finds the other grid, compares arguments, and makes the communicator."""
         document = self._document(timeout)
+        pair_group: PairGroup | None = None
         try:
             with Pairing(
                 "bridge", self.name, grids, document, deadline,
@@ -172,27 +174,23 @@ class Bridge(nn.Module):
                 limits = [card.timeout for card in cards if card.timeout is not None]
                 backends = {card.backend for card in cards}
                 if self.rank in crossing:
-                    self._links = Links(
-                        self._about,
-                        pair.key,
-                        crossing,
+                    pair_group = PairGroup(
+                        pair, self._about, crossing, grids.values(),
                         backend=backends.pop() if len(backends) == 1 else None,
                         timeout=max(limits, default=None) if timeout is None else timeout,
-                        startup_timeout=pair.patience(),
-                        grids=grids.values(),
-                        cards=cards,
-                        watched=pair.watched,
-                        device=device,
-                    )
+                        connect=True,
+                    )  # fmt: skip
+                    self._links = Links(pair_group, cards, device)
                 pair.meet()
-                if self._links is not None:
-                    self._links.connect(pair.patience())
+                if pair_group is not None:
+                    pair_group.connect_watch()
+                    pair_group.connect(pair.patience())
                 pair.meet()
-                if self._links is not None:
-                    self._links.begin()
+                if pair_group is not None:
+                    pair_group.begin()
         except BaseException:
-            if self._links is not None:
-                self._links.close(wait=False)
+            if pair_group is not None:
+                pair_group.end(broken=True)
             raise
 
     def _side(self, cards: dict[str, Card], what: str) -> GridSide:
@@ -339,7 +337,7 @@ class Bridge(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         raise CommGridError(
             f"{self._about} cannot be pickled or copied: its ranks share one communicator, which "
-            "they make together; leave it out of what is saved, and make it again"
+            "they make together; do not save it, and make it again"
         )
 
 

@@ -27,21 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError
-from commgrid.planning.groups import GroupOptions
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import watching
 from commgrid.runtime.failures import FailureBoard, GoneError
 from commgrid.runtime.missing import who_is_missing
-from commgrid.torch_compat import failed_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.transfers import can_send, start_exchange, start_transfers, version_of
+from commgrid.torch_compat.transfers import can_send, start_transfers, version_of
 
 if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+    from commgrid.runtime.pair_group import PairGroup
     from commgrid.runtime.pairing import Card
-    from commgrid.runtime.watch import Watch
 
 MOST_AHEAD = 16
 """So many calls a rank's messages may be on their way: gloo does not say when they have left."""
@@ -64,69 +60,21 @@ class Links:
     """The ranks on a bridge and their communicator; made on all of them at once.
 
     Args:
-        about: what messages speak of: `bridge 'images'`.
-        key: what the communicator meets under; no other ever does.
-        ranks: global ranks, in one order on all of them.
-        backend, timeout: of the communicator; None: WORLD's, and torch's default.
-        grids: that this rank is in.
+        group: over them, which connects all of them.
         cards: of both grids.
-        watched: whether one of the two grids is, so that the communicator is, too.
         device: where tensors are received; None: CUDA where the communicator has it.
     """
 
     def __init__(
-        self,
-        about: str,
-        key: str,
-        ranks: Sequence[int],
-        *,
-        backend: str | None,
-        timeout: float | None,
-        startup_timeout: float,
-        grids: Iterable[HyperCommGrid],
-        cards: Iterable[Card],
-        watched: bool,
-        device: torch.device | str | None,
+        self, group: PairGroup, cards: Iterable[Card], device: torch.device | str | None
     ) -> None:
-        self.about, self.key, self.ranks = about, key, tuple(ranks)
-        self._cards = tuple(cards)
-        wanted = None if device is None else torch.device(device)
-        self._options, self._timeout = GroupOptions(), timeout
-        self.group = torch_groups.create_group(
-            key, about, self.ranks, backend=backend, options=self._options,
-            timeout=timeout, startup_timeout=startup_timeout, connect=True, watched=watched,
-        )  # fmt: skip
-        self._watch: Watch | None = None
-        if watched and len(self.ranks) > 1:
-            self._watch = watching.between(
-                key, about, torch_world.world_rank(), self.ranks, self.group,
-                timeout=torch_world.group_timeout(timeout), grids=grids,
-            )  # fmt: skip
-        self.device = wanted or torch_groups.devices_of(self.group)[-1]
+        self.about, self.ranks = group.about, group.ranks
+        self._pair_group, self._group, self._cards = group, group.group, tuple(cards)
+        self.device = torch_groups.devices_of(self._group)[-1]
+        if device is not None:
+            self.device = torch.device(device)
         self._position = {rank: i for i, rank in enumerate(self.ranks)}
         self._leaving: dict[str, list[_Leaving]] = {}
-
-    def connect(self, timeout: float) -> None:
-        """Connects all its ranks, after all have made it; collective.
-
-        Raises:
-            PeerTimeoutError: a rank did not connect within `timeout` seconds.
-        """
-        if self.group.size() == 1 or torch_groups.backend_of(self.group) == torch_world.FAKE:
-            return
-        if self._watch is not None:
-            self._watch.connect(self.key)
-        try:
-            for device in torch_groups.devices_of(self.group):
-                start_exchange(self.group, device).wait(timeout)
-        except RuntimeError as error:
-            raise torch_world.as_peer_error(f"{self.about} cannot be connected", error) from error
-        torch_groups.keep_timeout(self.group, self._options, self._timeout)
-
-    def begin(self) -> None:
-        """All have connected, and calls begin."""
-        if self._watch is not None:
-            self._watch.begin()
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor to be filled."""
@@ -134,7 +82,7 @@ class Links:
 
     def can_send(self, dtype: torch.dtype) -> bool:
         """Whether the communicator sends tensors of a dtype."""
-        return can_send(dtype, self.group, self.device)
+        return can_send(dtype, self._group, self.device)
 
     def tell(self, row: Sequence[int], call: str) -> dict[int, list[int]]:
         """Every rank's row of numbers; collective.
@@ -146,14 +94,14 @@ class Links:
         mine = torch.tensor(row, device=self.device)
         heard = [torch.empty_like(mine) for _ in self.ranks]
         try:
-            dist.all_gather(heard, mine, group=self.group)
+            dist.all_gather(heard, mine, group=self._group)
             return {rank: one.tolist() for rank, one in zip(self.ranks, heard, strict=True)}
         except RuntimeError as error:
             if not torch_world.is_peer_failure(error):
                 raise
             self._check_watch(call, error)
             self._check_grids(call, error, self.ranks)
-            late = f"commgrid/bridge/late/{self.key}/{call}"
+            late = f"commgrid/bridge/late/{self._pair_group.key}/{call}"
             raise GoneError(
                 f"{self.about}: {who_is_missing(late, self.ranks, call)} "
                 f"({torch_world.first_line(error)})"
@@ -185,7 +133,7 @@ class Links:
         def refused(error: RuntimeError, peer: int | None) -> Exception:
             return self._explain(error, suspects if peer is None else [self.ranks[peer]], call)
 
-        works = start_transfers(self.group, sends, recvs, refused)
+        works = start_transfers(self._group, sends, recvs, refused)
         try:
             one_by_one = len(works) == len(sends) + len(recvs)
             waits = works[len(sends) :] if one_by_one else works
@@ -237,21 +185,13 @@ class Links:
             wait: whether to wait for messages on their way. Without it, as after a failure, ranks
                 that wait for this one get an error.
         """
-        failed = False
-        if self._watch is not None:
-            self._watch.close()
-            failed = self._watch.failure is not None
-        if not torch_groups.is_alive(self.group):
-            return
-        if wait and not failed:
-            try:
-                with suppress(GoneError):  # a receiver has ended before this rank
-                    self.finish()
-            finally:
-                torch_groups.destroy_group(self.group)
-        else:
+        if not wait or self._pair_group.failure() is not None:
             self._leaving.clear()
-            failed_groups.abort_all([self.group])
+        self._pair_group.end(broken=not wait, finish=self._finish_with_living)
+
+    def _finish_with_living(self) -> None:
+        with suppress(GoneError):  # a receiver has ended before this rank
+            self.finish()
 
     # -- when something is wrong ----------------------------------------------------------
 
@@ -281,9 +221,7 @@ class Links:
             call: what this rank was at.
             error: what it got there, to which the watch may have more to say in a moment.
         """
-        if self._watch is None:
-            return
-        learnt = self._watch.read(0.0 if error is None else timeouts().seen)
+        learnt = self._pair_group.failure(0.0 if error is None else timeouts().seen)
         if learnt is not None:
             raise self._because(learnt, call, error) from error
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from commgrid.bridge.crossing import Crossing
 from commgrid.bridge.heads import LENGTH, Ledger
 from commgrid.bridge.links import Addressed, Links
-from commgrid.bridge.plan import Message
+from commgrid.bridge.plan import BridgeMessage
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.sharding import take_runs
 from commgrid.torch_compat import world as torch_world
@@ -37,7 +37,7 @@ class Moving:
         ledger: Ledger,
         number: int,
         crossing: Crossing,
-        plan: Sequence[Message],
+        plan: Sequence[BridgeMessage],
         given: Tensor | None,
         shape: Sequence[int] | None,
     ) -> None:
@@ -137,7 +137,7 @@ class Moving:
 
 
 def shapes_of(
-    plan: Sequence[Message], dims: Sequence[int], shape: Sequence[int]
+    plan: Sequence[BridgeMessage], dims: Sequence[int], shape: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
     """Return the shapes of the messages that this rank gets from others, but for empty ones.
 
@@ -157,7 +157,7 @@ def shapes_of(
     return found
 
 
-def _put(result: Tensor, part: Tensor, dims: Sequence[int], message: Message) -> None:
+def _put(result: Tensor, part: Tensor, dims: Sequence[int], message: BridgeMessage) -> None:
     """Copies a message's rows to where they go, or adds them."""
     for runs in product(*map(_with_rows, message.put)):
         into, of = result, part

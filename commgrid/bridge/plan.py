@@ -20,7 +20,7 @@ from commgrid.context_parallel.ranges import count, meet, runs_of
 
 Place = tuple[int, ...]
 """An index along each dim that is cut."""
-Held = tuple[tuple[Ranges, ...], ...]
+Positions = tuple[tuple[Ranges, ...], ...]
 """For each dim that is cut, the positions that each place along it holds."""
 
 
@@ -59,7 +59,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Message:
+class BridgeMessage:
     """A part of a tensor, sent by one rank to another.
 
     Args:
@@ -104,8 +104,8 @@ def one_by_one(lengths: Iterable[int]) -> tuple[Ranges, ...]:
 
 
 def messages(
-    senders: Side, receivers: Side, held: Held, wanted: Held, rank: int
-) -> tuple[Message, ...]:
+    senders: Side, receivers: Side, held: Positions, wanted: Positions, rank: int
+) -> tuple[BridgeMessage, ...]:
     """One rank's messages, with which every receiver gets all of its part.
 
     Of the copies of a place the receiver itself is the sender, if it is one of them; else they
@@ -138,5 +138,5 @@ def messages(
             if all(common for _, _, common in both):
                 taken = tuple(runs_of(common, there) for there, _, common in both)
                 put = tuple(runs_of(common, here) for _, here, common in both)
-                found.append(Message(sender, receiver, taken, put, adds=part > 0))
+                found.append(BridgeMessage(sender, receiver, taken, put, adds=part > 0))
     return tuple(found)

@@ -143,8 +143,8 @@ def grid_side(
         cuts: of this side.
         stage: the pipeline stage; the last is -1.
         copies: axes along which ranks may hold copies.
-        partial: those along which each copy has its own part of the gradient; None: all that are
-            not `tp`.
+        partial: those along which each copy has its own part of the gradient; None: all but
+            `tp`.
 
     Raises:
         SpecError: a group of some ranks only, groups of two regions or along one axis, a stage that

@@ -127,6 +127,6 @@ def _compare_extra(given: Sequence[Mapping[str, int] | None]) -> None:
         if other:
             raise GridMismatchError(
                 f"extra[{other[0]!r}] differs between the grid's ranks 0 and {number}; the first "
-                "rank's would have been saved for all. What ranks have of their own goes to "
-                "extra_per_rank=, and comes back to each of them"
+                "rank's would have been saved for all. Values of a rank's own go to "
+                "extra_per_rank=, and come back to it"
             )

@@ -33,8 +33,8 @@ from commgrid.collectives.objects import as_bytes, as_tensor, at_first, gathered
 from commgrid.collectives.plain import all_gather
 from commgrid.parameters.boxes import Chunk
 from commgrid.planning.boxes import volume
-from commgrid.resharding.held import Held
 from commgrid.resharding.items import Item, Shared, Value
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Stretch, messages_of
 from commgrid.resharding.pools import LARGE, MovedTensor, Run
 from commgrid.resharding.transport import Carrier, most_of
@@ -269,7 +269,7 @@ def give(
     device = min(torch_groups.devices_of(group), key=lambda one: one.type != "cpu")
     found: list[Item] = []
     more: dict[str, Any] = {}
-    own, theirs = Held(), Held()
+    own, theirs = LocalBoxes(), LocalBoxes()
     by_pair: dict[tuple[int, int], list[Stretch]] = {}
     told = _told(items, values, to, sources, group, device, timeout)
     for source, (described, given) in told.items():
@@ -287,7 +287,7 @@ def give(
     return found, more
 
 
-def _stretches(items: Iterable[Item], held: Held, rank: int) -> list[Stretch]:
+def _stretches(items: Iterable[Item], held: LocalBoxes, rank: int) -> list[Stretch]:
     """Add the boxes that a rank gives to those held here; return their bytes."""
     found: list[Stretch] = []
     for item in items:

@@ -234,7 +234,7 @@ class Archive:
         except (pickle.UnpicklingError, TypeError) as error:
             raise CheckpointError(
                 f"{key} holds no tensor, but a pickle that names other things, and loading it "
-                "could run code of whoever wrote the file; or it is broken"
+                "could run its author's code; or it is broken"
             ) from error
         except (IndexError, EOFError) as error:  # of bytes that begin as no archive does
             raise _damaged(key, "its beginning") from error

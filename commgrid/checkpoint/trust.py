@@ -66,7 +66,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in self.known and not is_dtype:
             raise CheckpointError(
                 f"it names {module}.{name}, which is nothing that a checkpoint's metadata consists "
-                "of, and loading it could run code of whoever wrote the file; if that is you, "
+                "of, and loading it could run its author's code; if that is you, "
                 "load(…, trusted=True)"
             )
         return super().find_class(module, name)
@@ -123,7 +123,7 @@ def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:
         stored.seek(0)
         raise CheckpointError(
             f"{key} is more than tensors and plain values{_named(stored)}, and loading it could "
-            "run code of whoever wrote the file; if that is you, load(…, trusted=True), or save "
+            "run its author's code; if that is you, load(…, trusted=True), or save "
             "it as plain values (its state_dict), or torch.serialization.add_safe_globals([…])"
         ) from error
 

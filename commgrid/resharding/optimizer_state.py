@@ -33,7 +33,7 @@ def copy_of(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Part:
+class UpdatedPart:
     """The part of one parameter that the optimizer updates on this rank.
 
     Args:
@@ -74,7 +74,7 @@ class OptimizerState:
             raise SpecError(f"optimizer={str(optimizer)[:60]}: expected one of torch.optim")
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
             raise SpecError(
-                "ZeroRedundancyOptimizer keeps its state where nobody else finds it; use "
+                "ZeroRedundancyOptimizer keeps its state to itself; use "
                 "commgrid.data_parallel.ShardedOptimizer"
             )
         self.optimizer, self._model = optimizer, model
@@ -147,7 +147,7 @@ class OptimizerState:
             for region, names in by_region.items()
         }
 
-    def _entry(self, part: Part, key: str, held: Any, mine: bool) -> Item | Value:
+    def _entry(self, part: UpdatedPart, key: str, held: Any, mine: bool) -> Item | Value:
         # Of a parameter that is cut every part says the same; the first one does for all.
         first = part.start == 0 and part.box.is_first
         if not isinstance(held, Tensor):
@@ -209,7 +209,7 @@ class OptimizerState:
                 yield item
 
     def _target(
-        self, part: Part, key: str, stored: Any, turns: Turns
+        self, part: UpdatedPart, key: str, stored: Any, turns: Turns
     ) -> Value | tuple[Item, Tensor]:
         if not isinstance(stored, TensorStorageMetadata):
             return Value(part.path(key))
@@ -226,7 +226,7 @@ class OptimizerState:
 
     @staticmethod
     def _made(
-        part: Part, path: tuple[str, ...], dtype: torch.dtype, turns: Turns
+        part: UpdatedPart, path: tuple[str, ...], dtype: torch.dtype, turns: Turns
     ) -> tuple[Item, Tensor]:
         """A new tensor of a part's shape, and the item that fills it."""
         made = torch.empty_like(part.tensor, dtype=dtype, requires_grad=False)
@@ -305,18 +305,20 @@ class OptimizerState:
                 outer.update({key: value for key, value in inner.items() if key not in NO_OPTIONS})
 
 
-def _parts(optimizer: torch.optim.Optimizer, model: ModelState) -> Iterator[tuple[int, Part]]:
+def _parts(
+    optimizer: torch.optim.Optimizer, model: ModelState
+) -> Iterator[tuple[int, UpdatedPart]]:
     """The parts of parameters, by the id of the optimizer's tensor."""
     if not isinstance(optimizer, ShardedOptimizer):
         for name, placement in model.placements.items():
-            yield id(placement.parameter), Part(model.boxes[name], placement.parameter)
+            yield id(placement.parameter), UpdatedPart(model.boxes[name], placement.parameter)
         return
     by_id = {id(p.parameter): p for p in model.placements.values()}
     for piece, tensor, cut_over in optimizer.parts():
         parameter = piece.slot.parameter
         box = model.box_of(by_id[id(parameter)], cut_over)
         start, stop = (0, None) if piece.is_whole else (piece.start, piece.stop)
-        yield id(tensor), Part(box, tensor, start, stop, tensor.dtype != parameter.dtype)
+        yield id(tensor), UpdatedPart(box, tensor, start, stop, tensor.dtype != parameter.dtype)
 
 
 def _option(box: SavedParameter, key: str) -> Path:

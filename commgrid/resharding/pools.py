@@ -244,7 +244,7 @@ def _pieces(
     Raises:
         TransferError: the source has not all of a target's box.
     """
-    held = _Held(_places_by_box(source, tensor.source))
+    held = _Holders(_places_by_box(source, tensor.source))
     for wanted, places in _places_by_box(target, tensor.name):
         needing = ranks.of(1, places)
         for box, holding in held.cut(wanted):
@@ -257,7 +257,7 @@ def _pieces(
             yield box, ranks.of(0, holding), needing
 
 
-class _Held:
+class _Holders:
     """Boxes of one tensor in order, each with the layouts that have it."""
 
     def __init__(self, held: list[tuple[Box, frozenset[int]]]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.resharding.ending import meet
-from commgrid.resharding.held import Held
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
 from commgrid.resharding.ring import Ring, Room, aligned
 from commgrid.runtime.failures import GoneError
@@ -94,8 +94,8 @@ class Carrier:
         group: dist.ProcessGroup,
         ranks: Sequence[int],
         device: torch.device,
-        source: Held,
-        target: Held,
+        source: LocalBoxes,
+        target: LocalBoxes,
         max_bytes: int,
         messages: Sequence[Message],
         copies: Callable[[], Iterable[Move]],
@@ -116,7 +116,7 @@ class Carrier:
         self._pairs: list[tuple[Tensor, Tensor]] | None = None
         self._left = _KEPT
 
-    def holds(self, source: Held, target: Held) -> bool:
+    def holds(self, source: LocalBoxes, target: LocalBoxes) -> bool:
         """Whether it was made of these, so that it may carry once more."""
         return self._source is source and self._target is target
 

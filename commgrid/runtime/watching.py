@@ -1,8 +1,8 @@
-"""Watches of grids, and of groups between two grids."""
+"""Watches of grids: whether one is wanted, and what it looks at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.watch import Watch
-from commgrid.torch_compat import failed_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
@@ -71,61 +70,8 @@ def begin(watch: Watch, grid: HyperCommGrid) -> None:
     watch.begin([_Watched(each) for each in grid.communicators if len(each.ranks) > 1])
 
 
-def between(
-    key: str,
-    what: str,
-    rank: int,
-    ranks: Sequence[int],
-    group: ProcessGroup,
-    *,
-    timeout: float,
-    grids: Iterable[HyperCommGrid],
-    unconnected: set[ProcessGroup] | None = None,
-    told: Callable[[str, bool], object] = lambda text, late: None,
-) -> Watch:
-    """Make the watch of a group whose ranks are of two grids; it follows their watches.
-
-    It publishes its address. The caller connects it, with its key for a secret, and begins it.
-
-    Args:
-        key: unlike all others at the store.
-        what: the group, for messages.
-        rank: this one.
-        ranks: the group's, in its order.
-        timeout: seconds a collective may take.
-        grids: of this rank; some may be watched.
-        unconnected: contains the group while some pairs of its ranks may not be connected.
-        told: called before the group's connections are broken, with the failure, and whether it is
-            a rank that does not answer.
-    """
-
-    def wake(why: str, late: bool) -> None:
-        told(why, late)
-        failed_groups.wake([group], unconnected or (), watched=True)
-
-    try:
-        made = Watch(
-            torch_world.world_store(),
-            key,
-            rank,
-            tuple(ranks),
-            timeout=timeout,
-            address=torch_world.own_address(),
-            communicators=[_WatchedGroup(what, tuple(ranks), group)],
-            wake=wake,
-        )
-        made.tell_address()
-    except BaseException:
-        failed_groups.abort_all([group], unconnected, tell=False)
-        raise
-    for grid in grids:
-        if grid.watch is not None:
-            made.follow(grid.watch)
-    return made
-
-
 @dataclass(frozen=True)
-class _WatchedGroup:
+class WatchedGroup:
     """A group as a `Watch` sees it."""
 
     name: str

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from commgrid.errors import SpecError, TransferError
-from commgrid.resharding.held import Held
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat import groups as torch_groups
@@ -46,7 +46,7 @@ def device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
     return kinds["cpu"]
 
 
-def refuse_shared_memory(source: Held | None, target: Held | None) -> None:
+def refuse_shared_memory(source: LocalBoxes | None, target: LocalBoxes | None) -> None:
     """A target in the source's memory would be overwritten while it is sent."""
     if source is None or target is None:
         return

@@ -9,37 +9,29 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
-from commgrid.planning.groups import GroupOptions
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.resharding.held import Held
 from commgrid.resharding.layouts import Side
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.naming import Rename
 from commgrid.resharding.plan import Message, TransferPlan
 from commgrid.resharding.transport import Carrier, most_of
-from commgrid.runtime import watching
 from commgrid.runtime.failures import GoneError, no_answer_of
 from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.pair_group import PairGroup
 from commgrid.runtime.pairing import Pairing, check_alive
 from commgrid.runtime.seconds import Seconds, as_seconds
-from commgrid.torch_compat import failed_groups
-from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.world import first_line, is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.given import device_of, grids_of, refuse_shared_memory
 from commgrid.transfer.models import Model, Names, Only
 from commgrid.transfer.sides import SourceSide, TargetSide
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from commgrid.runtime.watch import Watch
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
@@ -150,7 +142,7 @@ class Transfer:
         self._name = name
         self._messages: list[Message] | None = None
         self._carrier: Carrier | None = None
-        self._nothing = Held()
+        self._nothing = LocalBoxes()
         self._names = Names(rename, only)
         optimizers = (None, None) if optimizer is None else optimizer
         if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
@@ -166,44 +158,28 @@ class Transfer:
             "transfer", name, self._grids, {"max_bytes": max_bytes},
             time.monotonic() + self._timeout, phases=("made",), limit="timeout",
         ) as pair:  # fmt: skip
-            self._group = _make_group(pair, self._timeout)
             self._barriers = TransferBarriers(pair.key, pair.rank, pair.ranks)
-            self._unconnected = {self._group}
-            self._watch = self._watched(pair)
-            self._close = weakref.finalize(self, _end, *self._parts)
+            self._pair_group = PairGroup(
+                pair, f"transfer {name!r}", pair.ranks, self._grids.values(),
+                timeout=self._timeout, told=self._barriers.interrupt,
+            )  # fmt: skip
+            self._group = self._pair_group.group
+            self._close = weakref.finalize(self, _end, self._pair_group, self._barriers)
             self._close.atexit = False  # which could wait for ranks that have ended
             for grid in self._grids.values():
                 grid.before_destroy(self._close)
             try:
                 pair.meet()
-                if self._watch is not None:
-                    self._watch.connect(pair.key)
+                self._pair_group.connect_watch()
                 self._make_plan()
-                self._unconnected.clear()  # everybody has told everybody something
                 self._barriers.come("planned", self._timeout, "did not get as far as its plan")
-                if self._watch is not None:
-                    self._watch.begin()
+                self._pair_group.begin()
             except BaseException as error:
                 told = self._fail("planned", error)
                 self.close()
                 if isinstance(error, Exception) and told is not error:
                     raise told from error
                 raise
-
-    @property
-    def _parts(self) -> tuple[ProcessGroup, set[ProcessGroup], TransferBarriers, Watch | None]:
-        """What is to be ended."""
-        return self._group, self._unconnected, self._barriers, self._watch
-
-    def _watched(self, pair: Pairing) -> Watch | None:
-        """The watch over the ranks, if one of the grids is watched."""
-        if not pair.watched or len(pair.ranks) == 1:
-            return None
-        return watching.between(
-            pair.key, f"transfer {self._name!r}", pair.rank, pair.ranks, self._group,
-            timeout=self._timeout, grids=self._grids.values(), unconnected=self._unconnected,
-            told=self._barriers.interrupt,
-        )  # fmt: skip
 
     def _make_plan(self) -> None:
         """Tells the others what this rank holds, hears what they do, and plans."""
@@ -396,9 +372,9 @@ class Transfer:
         kind, told = "failed", f"{me} failed: {type(error).__name__}: {first_line(error)}"
         if isinstance(error, GoneError) or is_peer_failure(error):
             kind = "gone"
-            learnt = None if self._watch is None else self._watch.read(timeouts().seen)
-            if self._watch is not None and learnt is not None:
-                kind, told = "absent" if self._watch.late else "gone", learnt
+            learnt = self._pair_group.failure(timeouts().seen)
+            if learnt is not None:
+                kind, told = "absent" if self._pair_group.is_late else "gone", learnt
             elif isinstance(error, GoneError):
                 told = f"{error}"
                 self._barriers.absent_after_failure(barrier, error.rank)
@@ -410,8 +386,8 @@ class Transfer:
         elif isinstance(error, CommGridError):
             told = f"{error}"
         stands = self._barriers.fail(barrier, kind, told)
-        if self._watch is not None and kind == "failed" and not isinstance(error, CommGridError):
-            self._watch.post(told)  # wakes ranks that wait on a device for this one
+        if kind == "failed" and not isinstance(error, CommGridError):
+            self._pair_group.post(told)
         return stands if stands is not None and str(stands) != str(error) else error
 
     def _ended(self, error: BaseException, consequence: str) -> CommGridError:
@@ -428,7 +404,7 @@ class Transfer:
             broken: whether something may be under way, which is not waited for.
         """
         if broken and self._close.detach():
-            _end(*self._parts, broken=True)
+            _end(self._pair_group, self._barriers, broken=True)
         self._close()
 
 
@@ -436,31 +412,6 @@ def _failure(what: str) -> Callable[[str], TransferError]:
     return lambda told: TransferError(f"{what}: {told}")
 
 
-def _end(
-    group: ProcessGroup,
-    unconnected: set[ProcessGroup],
-    barriers: TransferBarriers,
-    watch: Watch | None,
-    broken: bool = False,
-) -> None:
-    if watch is not None:
-        watch.close()
-        broken = broken or watch.failure is not None
-    if broken:
-        failed_groups.abort_all([group], unconnected)
-    else:
-        torch_groups.destroy_group(group)
+def _end(pair_group: PairGroup, barriers: TransferBarriers, broken: bool = False) -> None:
+    pair_group.end(broken)
     barriers.close()
-
-
-def _make_group(pair: Pairing, timeout: float) -> ProcessGroup:
-    return torch_groups.create_group(
-        pair.key,
-        "commgrid transfer",
-        pair.ranks,
-        backend=None,
-        options=GroupOptions(),
-        timeout=timeout,
-        startup_timeout=pair.patience(),
-        watched=pair.watched,
-    )

@@ -22,9 +22,9 @@ from commgrid.planning.boxes import Box
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.replicas import digest
 from commgrid.resharding.boxes import Turns
-from commgrid.resharding.held import Held
 from commgrid.resharding.items import Item, Shared, Value, key_of
 from commgrid.resharding.layouts import Form, Side
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_state import OptimizerState, copy_of
 from commgrid.torch_compat import groups as torch_groups
@@ -69,7 +69,7 @@ class OneSide(ABC):
     grid: HyperCommGrid | None
     optimizer: torch.optim.Optimizer | None
     names: Names
-    held: Held | None = field(default=None, init=False)
+    held: LocalBoxes | None = field(default=None, init=False)
     _state: ModelState | None = field(default=None, init=False)
     _seen: list[Any] = field(default_factory=list, init=False)
 
@@ -78,7 +78,7 @@ class OneSide(ABC):
     def what(self) -> str:
         """The side's name in messages."""
 
-    def hold(self) -> Held | None:
+    def hold(self) -> LocalBoxes | None:
         """Looks at the model and its optimizer, once more before every run.
 
         Without an optimizer a model is not looked at again while it has the same tensors.
@@ -87,7 +87,7 @@ class OneSide(ABC):
             return None
         if self.optimizer is None and self._is_as_seen():
             return self.held
-        self._seen, self.held = [], Held()
+        self._seen, self.held = [], LocalBoxes()
         if self.model is None:
             return self.held
         items, self._state = _items_of(self.model, self.grid)
@@ -104,7 +104,7 @@ class OneSide(ABC):
         return tensors_of(self.model) == self._seen
 
     @abstractmethod
-    def _fill(self, held: Held, items: Iterable[Item], grid: HyperCommGrid) -> None:
+    def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         """Adds the tensors of the model and its optimizer."""
 
 
@@ -158,7 +158,7 @@ class SharedBoxes:
             self._kinds.append(_SharedKind(self._count, names, shared))
             self._count += self._kinds[-1].count
 
-    def differing(self, held: Held | None) -> str | None:
+    def differing(self, held: LocalBoxes | None) -> str | None:
         """Describe a difference, with its ranks; None: there is none. Collective over the group."""
         if not self._count:
             return None
@@ -217,7 +217,7 @@ class SourceSide(OneSide):
     def what(self) -> str:
         return "source"
 
-    def _fill(self, held: Held, items: Iterable[Item], grid: HyperCommGrid) -> None:
+    def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         values: list[Value] = []
         called: dict[str, str] = {}
         for item in items:
@@ -304,7 +304,7 @@ class TargetSide(OneSide):
         self._told = frozenset(values)
         self.wants = bool(values)
 
-    def _fill(self, held: Held, items: Iterable[Item], grid: HyperCommGrid) -> None:
+    def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         for item in items:
             name = item.path[-1]
             if self.names.has(name):
@@ -385,7 +385,7 @@ class TargetSide(OneSide):
             self._state.tell_loaded()
 
 
-def _refuse_one_memory(held: Held) -> None:
+def _refuse_one_memory(held: LocalBoxes) -> None:
     """Two names of a target in one memory would have the numbers of one of them."""
     names: dict[int, str] = {}
     for name, begin in held.begins():
@@ -398,8 +398,8 @@ def _refuse_one_memory(held: Held) -> None:
             )
 
 
-def _refuse_overlaps(held: Held) -> None:
-    """What two parts of a target have in common would be written to one of them."""
+def _refuse_overlaps(held: LocalBoxes) -> None:
+    """Refuse parts of a target that overlap: only one of them would get the numbers of both."""
     for name, one, other in held.overlapping():
         raise TransferError(
             f"{name} of the target has parts on this rank that overlap, {list(one[1])} at "

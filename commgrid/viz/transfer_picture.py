@@ -26,7 +26,7 @@ _SHADE = "#0072B2"
 
 
 def draw_transfer(traffic: Traffic) -> Figure:
-    """Who sends how much to whom, and at the margins what each sends and receives.
+    """Draw the bytes from each sender to each receiver, and at the margins the sums of each.
 
     A ring is on a cell where ranks have what they need already, and copy it. Of more than 64 ranks
     a row or a column stands for several.
@@ -130,7 +130,7 @@ def _label(axes: Axes, rows: Sequence[Block], columns: Sequence[Block]) -> None:
 def _margin(
     top: Axes, right: Axes, traffic: Traffic, rows: Sequence[Block], columns: Sequence[Block]
 ) -> None:
-    """Bars of what rows send, and columns receive and have already."""
+    """Draw the sums: sent by rows, received by columns, and copied there."""
     sent, received = _sums(traffic.sent, rows), _sums(traffic.received, columns)
     copied = _sums(traffic.copied, columns)
     right.barh([y + 0.5 for y in range(len(rows))], sent, 0.8, color=INK)

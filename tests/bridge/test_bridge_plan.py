@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commgrid.bridge.plan import Held, Message, Side, even, messages, one_by_one
+from commgrid.bridge.plan import BridgeMessage, Positions, Side, even, messages, one_by_one
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.ranges import union
 
@@ -29,7 +29,7 @@ def shares(draw: st.DrawFn, length: int) -> tuple[Ranges, ...]:
 
 
 @st.composite
-def sides(draw: st.DrawFn, held: Held, first: int, parted: bool) -> Side:
+def sides(draw: st.DrawFn, held: Positions, first: int, parted: bool) -> Side:
     """A rank or several at each place, on ranks from `first`; each copy with a part, or none."""
     copies, parts = draw(st.integers(1, 3)), draw(st.integers(1, 2)) if parted else 1
     everywhere = list(product(*(range(len(along)) for along in held)))
@@ -41,7 +41,7 @@ def sides(draw: st.DrawFn, held: Held, first: int, parted: bool) -> Side:
     )
 
 
-def delivered(plan: list[Message], held: Held, senders: Side) -> dict[int, Counter]:  # type: ignore[type-arg]
+def delivered(plan: list[BridgeMessage], held: Positions, senders: Side) -> dict[int, Counter]:  # type: ignore[type-arg]
     """What every receiver has in which row, from which positions: (row, position, part) counts."""
     found: dict[int, Counter] = {}  # type: ignore[type-arg]
     for one in plan:

@@ -145,7 +145,7 @@ def dies_while_handing_over() -> Any:
     rebuilt = commgrid.rebuild(fits=lambda sizes: sizes["dp"] != 3, grace=6)
     assert rebuilt is not None
     model, _, optimizer = build()
-    with pytest.raises(CheckpointError, match="nobody who is left has all of optimizer") as told:
+    with pytest.raises(CheckpointError, match="no rank that is left has all of optimizer") as told:
         commgrid.recover(None, model, optimizer)
     commgrid.shutdown()
     return str(told.value)

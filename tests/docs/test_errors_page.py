@@ -71,7 +71,7 @@ FILLED_IN = {
         "step … was not kept in memory: …",
     ],
     "CheckpointError: …, and …; start again": [
-        "nobody who is left has all of … in memory, and …; start again",
+        "no rank that is left has all of … in memory, and …; start again",
         "no rank has a state in memory of grid … (checkpoint.keep keeps some), and …; start again",
     ],
     "CommGridError: …: …": ["…: …"],

@@ -24,7 +24,7 @@ class _HeldTensor:
     chunks: dict[Box, list[Tensor]] = field(default_factory=dict)
 
 
-class Held:
+class LocalBoxes:
     """Tensors of this rank by name, and where each lies in the full one."""
 
     def __init__(self) -> None:
