@@ -91,7 +91,7 @@ def test_groups_in_the_drawing_of_experts() -> None:
 
 def test_rows_in_the_drawing_of_bridges() -> None:
     """Which rank has each row; the page says that parts are cut as `torch.tensor_split` cuts."""
-    text = drawing("bridge.md", "test_rows_in_the_drawing_of_bridges")
+    text = drawing("between_grids.md", "test_rows_in_the_drawing_of_bridges")
     for ranks, shown in re.findall(r"(\d+) ranks +([\d ]+)$", text, re.M):
         parts = torch.arange(10).tensor_split(int(ranks))
         assert [rank for rank, part in enumerate(parts) for _ in part] == [
