@@ -1,9 +1,15 @@
 """What ranks compare of their copies: every bit counts, wherever in memory it lies."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from commgrid.replicas import digest
+import commgrid
+from commgrid import replicas
+from commgrid.replicas import Copy, differing, digest, quick_digest
+from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import int8
 
 TYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool,
@@ -69,3 +75,59 @@ def test_a_digest_is_what_its_formula_says() -> None:
         for start in range(0, count, block):
             joined = joined * odd + digest(words[start : start + block]).item()
         assert digest(words).item() % modulus == joined % modulus
+
+
+# -- quick digests ------------------------------------------------------------------------
+
+BLOCK = 4096 * 128  # bytes
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("more", [0, 1, 4099])
+def test_a_quick_digest_is_of_every_bit_and_place_too(dtype: torch.dtype, more: int) -> None:
+    size = (2 * BLOCK + more) // dtype.itemsize
+    held = drawn(size, torch.float32) > 0 if dtype == torch.bool else drawn(size, dtype)
+    number = quick_digest(held)
+    assert number == quick_digest(torch.empty(size + 3, dtype=dtype)[3:].copy_(held))  # elsewhere
+    octets = held.view(torch.uint8)
+    for place in (0, 5, 4095, 4096, BLOCK - 1, BLOCK, len(octets) - 1):
+        other = held.clone()
+        other.view(torch.uint8)[place] ^= 1 if dtype == torch.bool else 128
+        assert quick_digest(other) != number, place
+    one, two = octets[:4096].clone(), octets[4096:8192].clone()
+    assert not torch.equal(one, two)
+    swapped = held.clone()
+    swapped.view(torch.uint8)[:8192] = torch.cat([two, one])
+    assert quick_digest(swapped) != number
+
+
+def test_products_are_exact_at_their_largest() -> None:
+    """Pairs of products stay within 16 bits, in which processors without VNNI add them."""
+    columns = replicas._columns()
+    assert int(columns.abs().max()) == 63
+    for extreme in (-128, 127):
+        rows = torch.full((128, 4096), extreme, dtype=torch.int8)
+        rows[1::2] = torch.where(columns[:, 0] > 0, extreme, -extreme - 1).to(torch.int8)
+        exact = rows.to(torch.int64) @ columns.to(torch.int64)
+        assert torch.equal(int8.products(rows, columns).to(torch.int64), exact)
+
+
+def told_on_two_kinds_of_processors() -> list[Any]:
+    grid = commgrid.initialize()
+    rank = grid.rank
+    if rank == 0:
+        replicas.quick_digest = lambda tensor: digest(tensor) + 1  # type: ignore[assignment]
+    group = grid.get_group("dp")
+    same, large = torch.ones(3), torch.ones(BLOCK)
+    copies = [Copy("same", same, (group,)), Copy("large", large, (group,))]
+    equal = differing(copies)
+    large[7] = rank
+    found = [equal, differing(copies)]
+    commgrid.shutdown()
+    return found
+
+
+def test_processors_with_other_quick_digests_compare_by_the_common_one() -> None:
+    for equal, told in run_on_ranks(told_on_two_kinds_of_processors, 2):
+        assert equal is None
+        assert told == "large differs between rank 0 and rank 1 of group 'dp'"

@@ -106,6 +106,7 @@ class Turns:
     grid: HyperCommGrid
     first: bool = False
     _loads: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+    _place: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     def is_mine(self, copies: tuple[str, ...], amount: int) -> bool:
         """Whether this rank writes something of which ranks along `copies` have copies.
@@ -114,13 +115,15 @@ class Turns:
             copies: axes.
             amount: bytes.
         """
-        shape, coordinate = self.grid.shape, self.grid.coordinate
-        mine, count = 0, 1
-        for axis in copies:
-            mine, count = mine * shape[axis] + coordinate[axis], count * shape[axis]
+        if copies not in self._loads:
+            shape, coordinate = self.grid.shape, self.grid.coordinate
+            place, count = 0, 1
+            for axis in copies:
+                place, count = place * shape[axis] + coordinate[axis], count * shape[axis]
+            self._loads[copies], self._place[copies] = [0] * count, place
+        loads, place = self._loads[copies], self._place[copies]
         if self.first:
-            return mine == 0
-        loads = self._loads.setdefault(copies, [0] * count)
+            return place == 0
         chosen = loads.index(min(loads))
         loads[chosen] += amount
-        return chosen == mine
+        return chosen == place

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     TensorProperties,
@@ -20,7 +20,7 @@ from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.planning.boxes import Box
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.replicas import digest
+from commgrid.replicas import Digest, digest, quick_digest
 from commgrid.resharding.boxes import Turns
 from commgrid.resharding.items import Item, Shared, Value, key_of
 from commgrid.resharding.layouts import Form, Side
@@ -160,17 +160,9 @@ class SharedBoxes:
 
     def differing(self, held: LocalBoxes | None) -> str | None:
         """Describe a difference, with its ranks; None: there is none. Collective over the group."""
-        if not self._count:
+        if not self._count or not len(self._odd(held, quick_digest)[0]):
             return None
-        device = torch_groups.devices_of(self._group)[-1]
-        mine = torch.full((self._count,), _ABSENT, device=device)
-        if held is not None:
-            for number, name, box in self._own_boxes():  # less a bit, so that each has a negative
-                mine[number] = digest(held.view(name, box)).bitwise_right_shift(1)
-        has = mine != _ABSENT
-        both = torch.cat([mine, torch.where(has, -mine, mine)])
-        largest, smallest = all_reduce(both, self._group, op="max").chunk(2)
-        odd = (largest != -smallest).nonzero().flatten()
+        odd, mine = self._odd(held, digest)
         if not len(odd):
             return None
         first = int(odd[0])
@@ -185,6 +177,18 @@ class SharedBoxes:
             f"{name}, of which {describe_ranks(ranks)} hold {list(box[1])} at {list(box[0])}, "
             f"differs between {describe_ranks(lead)} and {others}{more}"
         )
+
+    def _odd(self, held: LocalBoxes | None, how: Digest) -> tuple[Tensor, Tensor]:
+        """Return the numbers of boxes whose digests differ, and this rank's digests."""
+        device = torch_groups.devices_of(self._group)[-1]
+        mine = torch.full((self._count,), _ABSENT, device=device)
+        if held is not None:
+            for number, name, box in self._own_boxes():  # less a bit, so that each has a negative
+                mine[number] = how(held.view(name, box)).bitwise_right_shift(1)
+        has = mine != _ABSENT
+        both = torch.cat([mine, torch.where(has, -mine, mine)])
+        largest, smallest = all_reduce(both, self._group, op="max").chunk(2)
+        return (largest != -smallest).nonzero().flatten(), mine
 
     def _own_boxes(self) -> Iterator[tuple[int, str, Box]]:
         """This rank's boxes, each with its number."""
