@@ -1,4 +1,8 @@
-"""Calls that members of a communicator have made at the same turn, and that do not go together."""
+"""Calls that members of a communicator have made at the same turn, and that do not go together.
+
+Lines never decide: ranks may make one call from several. They only say which of two ranks has left
+out a call, or made one too early, once the calls themselves do not go together.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +43,6 @@ def _first_of(
         kinds = {rank: _signature(call, strict) for rank, call in calls.items()}
         if len(set(kinds.values())) > 1:
             return _explain(channel, held, turn, calls, kinds)
-        crossed = _crossed(channel, held, turn, calls)
-        if crossed is not None:
-            return crossed
     return None
 
 
@@ -145,39 +146,6 @@ def _left_out(calls: Mapping[int, Call], turn: int, missing: Call) -> bool:
         if _like(calls[t], calls[turn]):
             return _like(calls[t - 1], missing)
     return False
-
-
-def _crossed(
-    channel: Channel,
-    held: Mapping[int, Mapping[int, Call]],
-    turn: int,
-    calls: Mapping[int, Call],
-) -> Finding | None:
-    """Two calls that look alike, in another order on another rank: their sums are mixed up."""
-    first = min(calls)
-    mine = held[first]
-    if mine[turn].where == "?":
-        return None
-    for rank in sorted(calls):
-        theirs = held[rank]
-        if theirs[turn].where == mine[turn].where:
-            continue
-        for t in _after(theirs, turn):
-            if t in mine and theirs[t].where == mine[turn].where and (
-                mine[t].where == theirs[turn].where
-            ):  # fmt: skip
-                text = (
-                    f"{said([first])} and {said([rank])} issued two calls that look alike in "
-                    f"another order on {channel.name}, which mixes up their results: {turn} is "
-                    f"{_words(mine[turn])} at {mine[turn].where} on {said([first])} and at "
-                    f"{theirs[turn].where} on {said([rank])}; {t} is the other way round"
-                )
-                return Finding(
-                    "other order", (first, rank), channel.group, channel.members,
-                    mine[turn].operation, turn, (mine[turn].where, theirs[turn].where), (),
-                    min(mine[turn].began, theirs[turn].began), None, text,
-                )  # fmt: skip
-    return None
 
 
 def _transfers(ledger: Ledger) -> Iterator[Finding]:

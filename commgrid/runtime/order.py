@@ -44,9 +44,7 @@ _FREE = ("all_to_all", "all_gather", "barrier")
 """Collectives whose members may hand in different amounts."""
 
 _KEPT = 1024  # calls of each communicator that are held against others'
-_AHEAD = 8  # calls within which two that are swapped are seen
 _GLOO_SECONDS = 0.05  # that an asynchronous call on gloo waits for the other's
-_SWAPPED_SECONDS = 0.5  # that a wait takes to see whether two are
 _MOST_ASKED = 16  # members whose state is read in one look
 _DEEPEST = 16  # ranks of a circle
 
@@ -233,7 +231,6 @@ class OrderCheck:
             return
         told = self._await(call, work.is_completed)
         try:
-            self._see_whether_swapped(call)
             if call.channel.polls:
                 told = self._poll(work, call, told)
         finally:
@@ -330,38 +327,7 @@ class OrderCheck:
                     f"{self._both(call, rank, words, where)}"
                 )
             )
-        if where != call.where and kind[0] != "transfer":
-            self._find_swapped(call)
         return True
-
-    def _find_swapped(self, call: Issued) -> None:
-        """Two calls that look alike, each where another rank has the other one."""
-        mine, theirs = self._mine[call.way], self._theirs[call.way]
-        _, _, words, where = theirs[call.turn]
-        for turn in range(call.turn - _AHEAD, call.turn + _AHEAD + 1):
-            if turn in mine and turn in theirs and turn != call.turn:
-                rank, kind, _, there = theirs[turn]
-                if mine[turn].where == where and there == call.where and kind == call.kind:
-                    raise self._posted(
-                        GridMismatchError(
-                            f"calls {call.turn} and {turn} of {call.channel.names} are in another "
-                            "order on two ranks, and their results are mixed up: call "
-                            f"{call.turn} is {self._both(call, rank, words, where)}"
-                        )
-                    )
-
-    def _see_whether_swapped(self, call: Issued) -> None:
-        """Where a call comes from another line than the other's, looks at those after it, too."""
-        theirs = self._answer_to(call)
-        if theirs is None or theirs[3] == call.where or ">" in call.way:
-            return
-        with self._news:
-            mine = list(self._mine[call.way])
-            later = [turn for turn in mine if call.turn < turn <= call.turn + _AHEAD]
-            self._news.wait_for(
-                lambda: all(turn in self._theirs[call.way] for turn in later), _SWAPPED_SECONDS
-            )
-        self._find_swapped(call)
 
     def _both(self, call: Issued, rank: int, words: str, where: str) -> str:
         told = sorted([(self._rank, call.words, call.where), (rank, words, where)])

@@ -15,20 +15,6 @@ from tests.flags import meet
 from tests.gpu.on_gpus import take_device
 
 
-def swapped(grid: Any) -> None:
-    """Two names of one communicator, in another order on half of the ranks."""
-    works: list[Any] = []
-    for turn in (0, 1) if grid.get_local_rank("dp") == 0 else (1, 0):
-        x = torch.ones(4, device="cuda")
-        if turn == 0:
-            works.append(dist.all_reduce(x, group=grid.get_group("dp"), async_op=True))
-        else:
-            works.append(dist.all_reduce(x, group=grid.get_group("pp_dp"), async_op=True))
-    for work in works:
-        work.wait()
-    torch.cuda.synchronize()
-
-
 def shaped(grid: Any) -> None:
     """Another size on one rank, which NCCL does not see."""
     numbers = 8 if grid.rank == 1 else 4
@@ -51,7 +37,7 @@ def alike(grid: Any) -> None:
     torch.cuda.synchronize()
 
 
-CASES = {"swapped": swapped, "shaped": shaped, "alike": alike}
+CASES = {"shaped": shaped, "alike": alike}
 
 
 def checked(case: str, rank: int) -> str:

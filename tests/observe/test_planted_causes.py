@@ -217,20 +217,6 @@ def two_asynchronous_in_another_order(here: Here) -> None:
     [work.wait() for work in works]
 
 
-@cause("other order", (0, 2), "dp")
-def two_that_look_alike_in_another_order(here: Here) -> None:
-    """They end, and the sums are mixed up."""
-    works = []
-    for turn in (0, 1) if here.rank != 2 else (1, 0):
-        if turn == 0:
-            works.append(here.dist.all_reduce(torch.ones(2), group=here.dp, async_op=True))  # <-
-        else:
-            works.append(
-                here.dist.all_reduce(torch.full((2,), 9.0), group=here.dp, async_op=True)  # <=
-            )
-    [work.wait() for work in works]
-
-
 @cause("deadlock", (0, 1, 3, 2), "")
 def two_groups_in_another_order(here: Here) -> None:
     """Rank 0 waits for 1 on tp, 1 for 3 on dp, 3 for 2 on tp, 2 for 0 on dp."""
