@@ -113,14 +113,14 @@ def quick_digest(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _columns() -> Tensor:
-    """Random numbers that no product of bytes with exceeds 16 bits in pairs, as old CPUs add."""
+    """Random numbers; two products of them with bytes add up within 16 bits, as old CPUs do it."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(-63, 64, (_ROW, 8), dtype=torch.int8, generator=generator, device="cpu")
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return a tensor's elements, or parts of complex ones, as integers of their size; flat."""
-    flat = tensor.detach()
+    flat = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1)
     return flat.view(_INTEGERS[flat.element_size()])
 
@@ -200,11 +200,17 @@ class _Digests:
         for copy in copies:
             key = how, id(copy.tensor)
             if key not in self._found:
-                self._found[key] = how(copy.tensor)
+                self._found[key] = how(copy.tensor) + _kind(copy.tensor.dtype, copy.tensor.shape)
             numbers.append(self._found[key].to(device))
         if not numbers:
             return torch.zeros(0, dtype=torch.int64, device=device)
         return torch.stack(numbers).bitwise_right_shift(1)
+
+
+@lru_cache(maxsize=4096)
+def _kind(dtype: torch.dtype, shape: torch.Size) -> int:
+    """A number for a tensor's type and shape, of which a digest does not depend."""
+    return int.from_bytes(hashlib.sha256(f"{dtype} {tuple(shape)}".encode()).digest()[:7], "big")
 
 
 def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: _Digests) -> str | None:

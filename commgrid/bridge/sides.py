@@ -178,10 +178,12 @@ def grid_side(
     rest = [axis for axis in shape if axis not in along and axis != "pp" and shape[axis] > 1]
     unsaid = [axis for axis in rest if axis not in copies]
     if unsaid:
+        wider = "_".join((*definitions[0].axes, unsaid[0]))
+        other = f"{what}_sequence=Cut(dim, {unsaid[0]!r}), or " if len(cuts) == 1 else ""
         raise SpecError(
             f"{what}: the ranks along {', '.join(unsaid)} hold parts or copies, and nothing says "
-            f"which: cut along it ({what}_sequence=Cut(dim, {unsaid[0]!r}), or group="
-            f"{'_'.join((*along, unsaid[0]))!r}), or name it in copies={(*copies, unsaid[0])!r}"
+            f"which: cut along it ({other}group={wider!r}), or name it in "
+            f"copies={(*copies, unsaid[0])!r}"
         )
     parted = [a for a in rest if (a != "tp" if partial is None else a in partial)]
     places: dict[int, Place] = {}

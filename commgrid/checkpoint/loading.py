@@ -17,6 +17,7 @@ from commgrid.checkpoint.meeting import (
     Model,
     Progress,
     compare,
+    count_of,
     everyone,
     failure,
     kind_of,
@@ -130,7 +131,7 @@ def load(
     def call() -> Call:
         finish()
         return {
-            "step": step,
+            "step": step if step is None else count_of("step", step, 0),
             "optimizer": kind_of(model, optimizer),
             "prefix": naming.prefix,
             "strict": strict,
@@ -234,7 +235,10 @@ class Loading:
             Without `strict`, names that are missing in the checkpoint, and that only it has.
         """
         known = {name for names in told for name in names.own}
-        missing = [name.removeprefix(MODEL) for names in told for name in names.missing]
+        missing = [
+            name.removeprefix(MODEL)
+            for name in dict.fromkeys(name for names in told for name in names.missing)
+        ]
         there = [key for key in self._stored.keys if key.startswith(MODEL)]
         if self._optimizer is not None:
             options = [k for k in self._stored.keys if k.startswith("optimizer.param_groups.")]
@@ -242,8 +246,10 @@ class Loading:
         unknown = [key.rstrip(".") for key in there if key not in known]
         if unknown and self._strict:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            trained = all(key.startswith("optimizer.") for key in unknown)
             raise CheckpointError(
-                f"of another model: it also has {', '.join(unknown[:3])}{more}, which no rank has"
+                f"of another {'optimizer' if trained else 'model'}: it also has "
+                f"{', '.join(unknown[:3])}{more}, which no rank has; strict=False leaves it alone"
             )
         if missing and not known & {*there}:
             names = ", ".join(key.removeprefix(MODEL) for key in there[:3])

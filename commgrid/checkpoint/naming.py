@@ -62,7 +62,10 @@ class Renamed:
         if with_optimizer:
             members = {key: match[1] for key in source.keys if (match := _MEMBERS.fullmatch(key))}
         for key in source.keys:
-            self._add(naming, key, is_nested=bool(members))
+            if key.startswith("optimizer.") and not with_optimizer:
+                self._name(key, key)
+            else:
+                self._add(naming, key, is_nested=bool(members))
         for key, group in members.items():
             self._add_group(naming, key, group)
         self.keys: Mapping[str, Any] = {
@@ -122,6 +125,9 @@ class Renamed:
         wanted = list(items)
         ours = any(item.key.startswith(MODEL) for item in wanted)
         if ours and not any(key.startswith(MODEL) for key in self.keys):
+            under = [key for key in self._source.keys if key.startswith(self._prefix)]
+            if self._prefix and under:
+                raise CheckpointError(f"rename= leaves out all of its names, such as {under[0]}")
             names = ", ".join(list(self._source.keys)[:3])
             raise CheckpointError(
                 f"no name in it begins with prefix={self._prefix!r}: it has {names}; give the "

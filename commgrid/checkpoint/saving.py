@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,9 +94,9 @@ def save(
             `save`, `load` or `wait`, on all ranks. At most one save is under way: the next call
             waits for it, except for ranks that have died.
         keep_in_memory: whether to `keep` the state as well.
-        progress: True: bytes on the first rank's stderr, in the background the last line alone; or
-            called on every rank with its own bytes done and to do, in the background on a thread;
-            False: nothing.
+        progress: True: bytes on the first rank's stderr, in the background one line on that of the
+            rank which finishes last; or called on every rank with its own bytes done and to do, in
+            the background on a thread; False: nothing.
         grid: None: the default one.
 
     Returns:
@@ -133,11 +134,11 @@ def save(
         return saving.call() | {"background": background, "keep_in_memory": keep_in_memory}
 
     saving.partial = at_first(group, call, saving.begin, failed)
-    if keep_in_memory:
-        not_kept = failure(f"step {step} was not kept in memory")
-        keep_items(step, saving.items, grid, group, not_kept)
     line, report = reporter(progress, f"saving step {step}", grid)
     try:
+        if keep_in_memory:
+            not_kept = failure(f"step {step} was not kept in memory")
+            keep_items(step, saving.items, grid, group, not_kept)
         at_first(group, saving.stage if background else saving.check, lambda _: None, failed)
         if background:
             return saving.start(progress)
@@ -236,7 +237,7 @@ class _State:
         if self.optimizer is not None:
             yield from OptimizerState(self.optimizer, state).items(turns)
         is_first = grid.rank == grid.spec.grid_ranks[0]
-        yield Value(("step",), self.step, is_first)
+        yield Value(("step",), operator.index(self.step), is_first)
         for key, value in _named("extra", self.extra).items():
             yield Value(("extra", key), value, is_first)
         if self.extra_per_rank:
@@ -301,7 +302,7 @@ class _Saving:
         """Write in the background; return where the checkpoint is going to be."""
         step, keep, staged = self._state.step, self._keep, self._staged
         report = progress if callable(progress) else _silent
-        line = None if progress is False else ProgressLine(f"saving step {step}")
+        line = ProgressLine(f"saving step {step}") if progress is True else None
         in_background.begin(
             BackgroundSave(
                 self.partial, step, keep, staged, self._grid, report, line, self._compares

@@ -135,10 +135,12 @@ class ModelState:
         """Gives modules their extra states.
 
         Args:
-            read: by key.
+            read: by key; a module whose state is not there keeps its own.
         """
         for name, module in self._stateful():
-            module.set_extra_state(read[key_of(("model", name))])
+            key = key_of(("model", name))
+            if key in read:
+                module.set_extra_state(read[key])
 
     def tell_loaded(self) -> None:
         """Tells optimizers that have copies of the weights, unless one is loaded itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from commgrid.errors import SpecError
 
@@ -19,7 +20,7 @@ class Naming:
         rename: what follows it to the model's names.
 
     Raises:
-        SpecError: something else.
+        SpecError: values of other types.
     """
 
     def __init__(self, prefix: str, rename: Rename | None) -> None:
@@ -33,11 +34,15 @@ class Naming:
         """The model's name of a tensor; None: it is left out.
 
         Raises:
-            SpecError: a function returned something else.
+            SpecError: it is neither a text nor None.
         """
         if self._rename is None:
             return name
+        given: Any
         given = self._rename(name) if callable(self._rename) else self._rename.get(name, name)
         if given is not None and not isinstance(given, str):
-            raise SpecError(f"rename({name!r}) returned {given!r}: expected a name, or None")
+            gave = (
+                f"rename({name!r}) returned" if callable(self._rename) else f"rename[{name!r}] is"
+            )
+            raise SpecError(f"{gave} {given!r}: expected a name, or None")
         return given

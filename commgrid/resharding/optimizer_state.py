@@ -24,6 +24,8 @@ from commgrid.resharding.items import Item, Path, Shared, Value, key_of, whole
 from commgrid.resharding.model_state import ModelState
 
 MASTER, CLASS = "master", "optimizer_class"
+OF_SCHEDULERS = {"base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr"}
+"""Options that torch's learning rate schedulers add."""
 NO_OPTIONS = {"params", "param_names"}  # of which every rank has others
 
 
@@ -188,7 +190,7 @@ class OptimizerState:
         expected = set(self.inner.defaults)  # another version of torch may have some more
         for box in chain(*self.groups):
             options = keys["param_groups"].get(box.name, set()) - NO_OPTIONS
-            if not options or (expected - options and options - expected - {"initial_lr"}):
+            if not options or (expected - options and options - expected - OF_SCHEDULERS):
                 raise CheckpointError(
                     f"its optimizer has {_listed(options)} for {box.name}, but "
                     f"{type(self.inner).__name__} needs {_listed(expected)}; it was saved with "
