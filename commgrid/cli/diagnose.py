@@ -17,7 +17,8 @@ _EXAMPLES = """examples:
   commgrid diagnose runs/trace
 
 The first line is the cause; `also:` are further ones, `then:` who waits for them. Exit status: 0
-where nothing is wrong, 1 where something is, 2 where the folder cannot be read.
+where nothing is wrong, 1 where something is, 2 where the folder cannot be read, 3 where records of
+ranks are missing that would tell.
 """
 
 
@@ -45,4 +46,4 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(f"--patience {args.patience:g}: expected seconds, 0 or more")
     found = diagnosis.diagnose(diagnosis.read(args.folder), args.patience)
     give(args, found.as_dict, lambda: str(found), {})
-    return 1 if found else 0
+    return 3 if found.is_open else 1 if found else 0

@@ -46,19 +46,16 @@ def read(folder: Path) -> list[Trace]:
     return flight_recorder.read(paths)
 
 
-def diagnose(
-    found: Iterable[Trace], patience: float = PATIENCE, present: Iterable[int] = ()
-) -> Diagnosis:
+def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
     """What is wrong, the first cause first.
 
     Args:
         found: what each rank has recorded.
         patience: seconds that a wait may last.
-        present: further ranks that are known to be there, of which there is no record.
     """
     ledger = Ledger.of(found)
     members = {rank for channel in ledger.channels() for rank in channel.members}
-    missing = tuple(sorted(members - ledger.traces.keys() - set(present)))
+    missing = tuple(sorted(members - ledger.traces.keys()))
     graph = {
         rank: [wait for wait in ledger.waits(rank) if _counts(ledger, wait, patience)]
         for rank in ledger.traces
@@ -67,7 +64,7 @@ def diagnose(
     ends = [*_ends(ledger, graph)]
     known = {(each.group, each.turn) for each in causes}
     ends = [each for each in ends if (each.group, each.turn) not in known]
-    if not causes and not ends:
+    if not causes and not ends and not missing:
         causes = [*slow_ranks(ledger)]
     every, more = _by_culprit(sorted([*causes, *ends], key=_order))
     waiting = {
@@ -108,23 +105,23 @@ def _counts(ledger: Ledger, wait: Wait, patience: float) -> bool:
 def _ends(ledger: Ledger, graph: dict[int, list[Wait]]) -> Iterator[Finding]:
     """Where the waiting ends: ranks that wait for nobody, and circles."""
     wanted: dict[tuple[int, Channel, str, int], list[Wait]] = {}
+    unknown: dict[tuple[Channel, str, int], list[Wait]] = {}
     for waits in graph.values():
         for wait in waits:
+            call = wait.channel, wait.call.operation, ledger.turn(wait.rank, wait.call)
+            if any(rank not in ledger.traces for rank in wait.absent):
+                unknown.setdefault(call, []).append(wait)
             for rank in wait.absent:
-                if rank not in ledger.traces or not is_held(graph, rank):
-                    key = (
-                        rank,
-                        wait.channel,
-                        wait.call.operation,
-                        ledger.turn(wait.rank, wait.call),
-                    )
-                    wanted.setdefault(key, []).append(wait)
+                if rank in ledger.traces and not is_held(graph, rank):
+                    wanted.setdefault((rank, *call), []).append(wait)
             if not wait.absent and not wait.behind:
                 stuck = _stuck(ledger, wait)
                 if stuck is not None:
                     yield stuck
     for (rank, *_), waits in sorted(wanted.items(), key=lambda each: each[1][0].call.began):
         yield _why_absent(ledger, graph, rank, waits)
+    for waits in unknown.values():
+        yield _cannot_tell(ledger, waits)
     for circle in circles(graph):
         yield deadlock(ledger, circle)
 
@@ -158,10 +155,7 @@ def _why_absent(
         other, way = ("recv", "from") if wait.call.operation == "send" else ("send", "to")
         what = f"{wait.channel.name} {other} {turn} {way} rank {wait.rank}"
     for_whom = f"for which {said(others)} {waited(wait, len(others))} at {wait.call.where}"
-    trace = ledger.traces.get(rank)
-    if trace is None:
-        text = f"rank {rank} has left no record, and has not entered {what}, {for_whom}"
-        return finding("missing rank", (rank,), waits, turn, (wait.call.where,), text)
+    trace = ledger.traces[rank]
     last = trace.calls[-1] if trace.calls else None
     did = (
         "it has no call under way"
@@ -183,6 +177,20 @@ def _why_absent(
         kind = "not entered"
     places = (last.where if last is not None else "?", wait.call.where)
     return finding(kind, (rank,), waits, turn, places, text)
+
+
+def _cannot_tell(ledger: Ledger, waits: list[Wait]) -> Finding:
+    """Ranks wait for some of which there are no records, so that nothing can be said of these."""
+    wait = min(waits, key=lambda each: each.call.began)
+    others = sorted({each.rank for each in waits})
+    gone = sorted({r for each in waits for r in each.absent if r not in ledger.traces})
+    turn = ledger.turn(wait.rank, wait.call)
+    text = (
+        f"cannot tell: {said(gone)} left no record (killed before it was written?); {said(others)} "
+        f"{waited(wait, len(others))} in {wait.channel.name} {wait.call.operation} {turn} at "
+        f"{wait.call.where}"
+    )
+    return finding("missing rank", tuple(gone), waits, turn, (wait.call.where,), text)
 
 
 def _last(ledger: Ledger, rank: int, call: Call) -> str:

@@ -58,8 +58,13 @@ class Diagnosis:
     waiting: dict[int, tuple[int, ...]]
 
     def __bool__(self) -> bool:
-        """Whether anything is wrong."""
+        """Whether anything is wrong, or waits for ranks of which there are no records."""
         return bool(self.causes)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all depends on ranks of which there are no records."""
+        return bool(self.missing) and all(each.kind == "missing rank" for each in self.causes)
 
     def as_dict(self) -> dict[str, Any]:
         """As `commgrid diagnose --json` prints it."""
@@ -73,8 +78,13 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if not self.causes:
-            others = f"; {said(self.missing)} left none" if self.missing else ""
-            return f"nothing is wrong that the records of {said(self.ranks)} show{others}"
+            told = f"nothing is wrong that the records of {said(self.ranks)} show"
+            if not self.missing:
+                return told
+            return (
+                f"{told}; not checked: {said(self.missing)} left no record (killed before it was "
+                "written?)"
+            )
         lines = [self.causes[0].text]
         lines += [f"also: {each.text}" for each in self.causes[1:_MOST]]
         lines += [f"then: {each.text}" for each in self.consequences[:_MOST]]
