@@ -1,13 +1,15 @@
 """torch's fake backend, a little less fake: every rank is taken to have what this one has.
 
 A fake all-reduce leaves what it was given, so that a count of ranks is 1. Here a sum is this rank's
-number times the ranks, which is what programs check; maxima and gathers stay torch's: a gather is
-so many copies. Messages of whole numbers, such as the shape of the next tensor, reach their rank if
-it runs later; other messages have any content.
+number times the ranks, and a product its power, which is what programs check; maxima and gathers
+stay torch's: a gather is so many copies. Messages and broadcasts of whole numbers, such as the
+shape of the next tensor or a pickled object, reach ranks that run later; others have any content.
+Functional collectives do not come through Python, and stay torch's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +22,10 @@ import torch.distributed as dist
 
 from commgrid.rendezvous.timeouts import timeouts
 
-_SUMS = ("allreduce", "allreduce_coalesced", "_reduce_scatter_base", "reduce_scatter")
+_REDUCTIONS = (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
+)  # fmt: skip
 """Methods of a process group whose first argument holds what comes out."""
 
 
@@ -31,23 +36,27 @@ def pretend(folder: Path, patience: float = 60.0) -> None:
         folder: through which whole numbers go to ranks that run later.
         patience: seconds to wait for those of a lower rank.
     """
-    for name in _SUMS:
-        if name in vars(dist.ProcessGroup):
-            setattr(dist.ProcessGroup, name, _summing(getattr(dist.ProcessGroup, name)))
+    for name in _REDUCTIONS:
+        if name in vars(dist.ProcessGroup):  # some are of later versions of torch
+            setattr(dist.ProcessGroup, name, _reducing(getattr(dist.ProcessGroup, name)))
     messages = _Messages(folder, patience)
     kind: Any = dist.ProcessGroup
     kind.send = messages.sending(kind.send)
     kind.recv = messages.receiving(kind.recv)
+    kind.broadcast = messages.broadcasting(kind.broadcast)
 
 
-def _summing(method: Callable[..., Any]) -> Callable[..., Any]:
+def _reducing(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(group: dist.ProcessGroup, found: Any, *args: Any, **options: Any) -> Any:
         work = method(group, found, *args, **options)
         given = [each for each in (*args, *options.values()) if hasattr(each, "reduceOp")]
-        if not given or given[0].reduceOp == dist.ReduceOp.SUM:
-            for tensor in found if isinstance(found, list | tuple) else [found]:
+        operation = given[0].reduceOp if given else dist.ReduceOp.SUM
+        for tensor in found if isinstance(found, list | tuple) else [found]:
+            if operation == dist.ReduceOp.SUM:
                 tensor.mul_(group.size())
+            elif operation == dist.ReduceOp.PRODUCT:
+                tensor.pow_(group.size())
         return work
 
     return call
@@ -58,15 +67,13 @@ class _Messages:
 
     def __init__(self, folder: Path, patience: float) -> None:
         self._folder, self._patience = folder, patience
-        self._counts: Counter[tuple[int, int]] = Counter()
+        self._counts: Counter[tuple[int, int | str]] = Counter()
 
     def sending(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(group: dist.ProcessGroup, tensors: Any, peer: int, *args: Any) -> Any:
             if _is_whole(tensors[0]):
-                path = self._next(dist.get_rank(), _global(group, peer))
-                torch.save(tensors[0], path.with_suffix(".half"))
-                path.with_suffix(".half").rename(path)
+                _write(tensors[0], self._next(dist.get_rank(), _global(group, peer)))
             return method(group, tensors, peer, *args)
 
         return call
@@ -77,20 +84,46 @@ class _Messages:
             work = method(group, tensors, peer, *args)
             if _is_whole(tensors[0]):
                 source = _global(group, peer)
-                path = self._next(source, dist.get_rank())
-                until = time.monotonic() + (self._patience if source < dist.get_rank() else 0.0)
-                while not path.exists() and time.monotonic() < until:
-                    time.sleep(10 * timeouts().poll)
-                if path.exists():
-                    tensors[0].copy_(torch.load(path, weights_only=True))
+                self._read(tensors[0], source, self._next(source, dist.get_rank()))
             return work
 
         return call
 
-    def _next(self, source: int, target: int) -> Path:
+    def broadcasting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(group: dist.ProcessGroup, tensors: Any, *args: Any, **options: Any) -> Any:
+            work = method(group, tensors, *args, **options)
+            given = [each for each in (*args, *options.values()) if hasattr(each, "rootRank")]
+            if _is_whole(tensors[0]) and given:
+                source = _global(group, given[0].rootRank)
+                name = hashlib.sha256(group.group_name.encode()).hexdigest()[:16]
+                path = self._next(source, name)
+                if source == dist.get_rank():
+                    _write(tensors[0], path)
+                else:
+                    self._read(tensors[0], source, path)
+            return work
+
+        return call
+
+    def _read(self, tensor: torch.Tensor, source: int, path: Path) -> None:
+        """Fill a tensor with what a rank has sent; if that one runs later, leave it."""
+        until = time.monotonic() + (self._patience if source < dist.get_rank() else 0.0)
+        while not path.exists() and time.monotonic() < until:
+            time.sleep(10 * timeouts().poll)
+        if path.exists():
+            tensor.copy_(torch.load(path, weights_only=True))
+
+    def _next(self, source: int, target: int | str) -> Path:
+        """Return the file of the next message from a rank to another, or to a group."""
         number = self._counts[source, target]
         self._counts[source, target] += 1
         return self._folder / f"{source}_{target}_{number}.pt"
+
+
+def _write(tensor: torch.Tensor, path: Path) -> None:
+    torch.save(tensor, path.with_suffix(".half"))
+    path.with_suffix(".half").rename(path)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
