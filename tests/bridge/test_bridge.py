@@ -24,7 +24,7 @@ BOUND = 1e-12  # of sums of a few hundred products in fp64, in another order
 
 @dataclass(frozen=True)
 class Case:
-    """Two grids over 8 ranks, how the tensor is cut on each, and what the bridge is told."""
+    """Two grids over 8 ranks, how the tensor is cut on each, and the bridge's arguments."""
 
     name: str
     source: range
@@ -134,7 +134,7 @@ def positions(tensor: Tensor, order: Sequence[Sequence[int]], at: int) -> Tensor
 
 
 def one(case: Case) -> dict[str, float]:
-    """This rank's largest differences from one process, by what is compared."""
+    """This rank's largest differences from one process, by kind of tensor."""
     rank, all_of = dist.get_rank(), whole()
     axes = {"source": case.source_axes, "target": case.target_axes}
     grids = {

@@ -53,7 +53,7 @@ def said(action: Callable[[], Any]) -> str:
     return "nothing"
 
 
-# What is given wrongly in the first call, by rank; and what all ranks say of it.
+# Wrong arguments of the first call, by rank; and the error of all ranks.
 CALLS: dict[str, tuple[dict[str, Any], Callable[[int], Any], str]] = {
     "dim": ({"dim": 2}, lambda rank: given(4, 6),
             "SpecError: bridge 'bridge': dim=2 of group 'dp', but the source's tensors have 2 "
@@ -340,7 +340,7 @@ def test_who_waits_for_a_rank_that_died_is_told(seen: bool, tmp_path: Path) -> N
 
 
 def failing_target(named: bool) -> str:
-    """Rank 3 fails while it computes with what it got; 0 and 1 wait for their gradients.
+    """Rank 3 fails while it computes with its part; 0 and 1 wait for their gradients.
 
     Args:
         named: whether rank 3 itself tells that it fails; else its grid finds out.

@@ -58,7 +58,7 @@ class Stage(nn.Module):
 
 
 class Crossed(nn.Module):
-    """What comes over a bridge, into a model."""
+    """A model whose input comes over a bridge."""
 
     def __init__(self, bridge: Bridge, model: nn.Module) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_nobody_waits_for_ever(name: str) -> None:
 
 
 def test_parts_of_other_schedules_would_wait_for_ever() -> None:
-    """What a cut is for: 1F1B in each grid by itself stops at the second forward."""
+    """Why schedules are cut: 1F1B in each grid by itself stops at the second forward."""
     assert stuck((make_schedule("1f1b", 2, 4), make_schedule("1f1b", 2, 4)))
     assert not stuck((make_schedule("gpipe", 2, 4), make_schedule("1f1b", 2, 4)))
 

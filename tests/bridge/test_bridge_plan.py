@@ -42,7 +42,7 @@ def sides(draw: st.DrawFn, held: Positions, first: int, parted: bool) -> Side:
 
 
 def delivered(plan: list[BridgeMessage], held: Positions, senders: Side) -> dict[int, Counter]:  # type: ignore[type-arg]
-    """What every receiver has in which row, from which positions: (row, position, part) counts."""
+    """The positions in each row of every receiver: (row, position, part) counts."""
     found: dict[int, Counter] = {}  # type: ignore[type-arg]
     for one in plan:
         at = senders.places[one.sender]
@@ -67,7 +67,7 @@ def test_every_row_arrives_once_of_every_part(
     receivers = data.draw(sides(wanted, apart, False))
     ranks = {*senders.places, *receivers.places}
     by_rank = {rank: messages(senders, receivers, held, wanted, rank) for rank in ranks}
-    # Both ends of a message know it, in one order between them, and nobody else does.
+    # Both ends of a message know it, in one order between them, and no other rank does.
     plan = [one for rank, many in by_rank.items() for one in many if one.sender == rank]
     for rank, many in by_rank.items():
         assert all(rank in (one.sender, one.receiver) for one in many)
@@ -89,7 +89,7 @@ def test_every_row_arrives_once_of_every_part(
             }
         )  # fmt: skip
         assert found.get(rank, Counter()) == expected
-    for one in plan:  # who has it needs nobody, and the first of the parts is not added
+    for one in plan:  # a rank that has it needs no sender, and the first of the parts is not added
         here = senders.places.get(one.receiver) == senders.places[one.sender]
         if here and senders.parts[one.receiver] == senders.parts[one.sender]:
             assert one.sender == one.receiver

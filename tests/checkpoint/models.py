@@ -89,14 +89,14 @@ def formula(name: str, shape: tuple[int, ...], salt: float = 0.0) -> Tensor:
 
 
 def differences(model: nn.Module, salt: float) -> Iterator[str]:
-    """The parameters that are not this rank's slices of what the formula gives."""
+    """The parameters that are not this rank's slices of the formula's numbers."""
     for placement in placements(model):
         if not torch.equal(placement.parameter, expected(placement, salt)):
             yield placement.name
 
 
 def fill(model: nn.Module, salt: float) -> None:
-    """Gives every parameter its slices of what the formula gives."""
+    """Gives every parameter its slices of the formula's numbers."""
     with torch.no_grad():
         for placement in placements(model):
             placement.parameter.copy_(expected(placement, salt))
@@ -110,7 +110,7 @@ def expected(placement: Any, salt: float) -> Tensor:
 
 
 class Stage(nn.Module):
-    """What a pipeline stage might have: attention of its own, under whatever name it is given."""
+    """A layer of a pipeline stage: attention of its own, under any name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What cannot be saved or loaded says so on every rank, and nothing is partly written or loaded."""
+"""Saves and loads that are refused: an error on every rank, and nothing is partly written."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.checkpoint.models import HIDDEN, Stage, fill, made
 
 
 def raised(action: Any, *given: Any, **options: Any) -> str:
-    """What an action that must fail says, with its type."""
+    """Return the error of an action that must fail, with its type."""
     with pytest.raises((commgrid.CommGridError, ValueError)) as error:
         action(*given, **options)
     return f"{type(error.value).__name__}: {error.value}"
@@ -146,7 +146,7 @@ def other_models(folder: str) -> dict[str, str]:
     told["alone"] = raised(
         checkpoint.load, folder, saved, torch.optim.AdamW(saved.parameters()), progress=False
     )
-    # A second name of what is there is nothing more.
+    # A second name of one tensor is not counted twice.
     checkpoint.load(folder, Other(one=one, two=two, three=two), step=1, progress=False)
     commgrid.shutdown()
     return told

@@ -1,4 +1,4 @@
-"""Ranks that a rebuild leaves out hand over what only they have in memory."""
+"""Ranks that a rebuild leaves out hand over the state that only they have in memory."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ LOW, HIGH = ((0,), (2,)), ((2,), (2,))
 
 
 def has(step: int, own: list[Any], others: list[Any] = [], **more: Any) -> Inventory:  # noqa: B006
-    """What a rank tells of halves of a weight that it has."""
+    """A rank's description of the halves of a weight that it has."""
     boxes = ({"weight": each} if each else {} for each in (own, others, more.pop("left", [])))
     first, second, left = boxes
     return Inventory(step, f"{step}/tag", first, second, ["step"], HALVES, left)
@@ -45,7 +45,7 @@ def test_the_newest_state_that_is_whole() -> None:
     assert given({0: [older, newer], 1: [has(4, [LOW])]}, [0]) == ("2/tag", {})
     tag, plan = given({0: [older, newer], 1: [has(4, [HIGH])]}, [0])
     assert (tag, list(plan)) == ("4/tag", [1])
-    assert given({0: [], 1: [older]}, [0]) == ("", {})  # nobody with a place knows it
+    assert given({0: [], 1: [older]}, [0]) == ("", {})  # no rank with a place has it
 
 
 def one_step(

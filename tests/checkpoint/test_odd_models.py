@@ -269,7 +269,7 @@ def test_links_and_earlier_steps(tmp_path: Path) -> None:
 
 
 def trains_on(folder: str) -> bool:
-    """What is loaded into a model with its reducer trains on; so does a part of the grid."""
+    """A model with a reducer trains on after a load; so does a part of the grid."""
     grid = commgrid.initialize(dp=2)
     model = made()
     reducer = GradientReducer(model)

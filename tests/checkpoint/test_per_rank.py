@@ -1,4 +1,4 @@
-"""What ranks have of their own comes back to them; what all should have alike is compared."""
+"""Values of a rank's own come back to it; values that all should have are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved on one grid is what another one loads; and what torch alone reads."""
+"""Another grid loads the numbers that one saved, and so does torch alone."""
 
 import warnings
 from pathlib import Path

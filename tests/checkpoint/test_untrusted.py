@@ -1,4 +1,4 @@
-"""A checkpoint is data: loading one that somebody else wrote runs nothing of theirs."""
+"""A checkpoint is data: loading one runs no code of its author."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def refused(folder: str, where: str) -> str:
-    """What every rank is told, with nothing loaded and nothing run."""
+    """The error of every rank, with nothing loaded and no code run."""
     grid = commgrid.initialize()
     model, optimizer = parts()
     checkpoint.save(folder, 3, model, optimizer, extra={"tokens": 7}, progress=False)
@@ -145,7 +145,7 @@ def test_metadata_that_is_something_else(grid: Any, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_all_that_torch_writes_is_known(tmp_path: Path) -> None:
-    """Whatever dtypes and layouts a checkpoint of torch's own has."""
+    """All dtypes and layouts of torch's own checkpoints."""
     from commgrid.checkpoint.trust import read_metadata
 
     dtypes = [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn]

@@ -55,7 +55,7 @@ def cuts(draw: Any, shape: tuple[int, ...], parts: int) -> list[list[Box]]:
 
 @st.composite
 def sides(draw: Any) -> tuple[dict[int, Layout], dict[int, Layout], dict[str, tuple[int, ...]]]:
-    """What the ranks of a source and of a target hold of one to four tensors."""
+    """Boxes of one to four tensors on the ranks of a source and of a target."""
     tensors = {f"t{number}": draw(shapes) for number in range(draw(st.integers(1, 4)))}
     found: list[dict[int, Layout]] = []
     for first in (0, draw(st.integers(0, 4))):
@@ -187,7 +187,7 @@ def _batched(messages: list[Any], most: int) -> list[list[Any]]:
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.integers(0, 600))
 def test_rooms_of_a_ring_are_apart_and_come_back_in_order(sizes: list[int], more: int) -> None:
-    """Against the bytes themselves: nobody writes where somebody else's numbers still are."""
+    """Against the bytes themselves: no message is written over numbers still to be read."""
     ring = Ring(aligned(max(sizes)) + more, torch.device("cpu"))
     taken: list[tuple[Room, int]] = []
 
@@ -304,7 +304,7 @@ def test_a_layout_with_other_names_in_its_places_is_another_one() -> None:
 
 
 def test_ranks_with_other_rows_of_the_same_tensors_share_one_list_of_names() -> None:
-    """As FSDP2 cuts a model: what is told of 64 ranks is little more than what is told of one."""
+    """As FSDP2 cuts a model: the description of 64 ranks is little longer than that of one."""
 
     def rows(rank: int) -> bytes:
         box = (rank, 0), (1, 8)

@@ -1,4 +1,4 @@
-"""What a run does with memory: nothing is packed that need not be, and nothing is left behind."""
+"""Memory of a run: only messages that have to be are packed, and all buffers are freed."""
 
 from typing import Any
 

@@ -114,7 +114,7 @@ def _chunk(cut: Cut, grid: commgrid.HyperCommGrid, number: int, experts: bool) -
 
 
 def items(chunks: list[nn.Module], grid: commgrid.HyperCommGrid) -> Iterator[Item]:
-    """What this rank has, with boxes."""
+    """This rank's tensors, with boxes."""
     found = ModelState(chunks, grid).items(Turns(grid))
     yield from (item for item in found if isinstance(item, Item))
 
@@ -124,7 +124,7 @@ def boxed(full: Tensor, offset: tuple[int, ...], size: Any) -> Tensor:
 
 
 def fill(chunks: list[nn.Module], grid: commgrid.HyperCommGrid, salt: float) -> None:
-    """Gives every tensor its boxes of what the formula gives."""
+    """Gives every tensor its boxes of the formula's numbers."""
     with torch.no_grad():
         for item in items(chunks, grid):
             full = formula(item.path[-1], item.shape, salt)

@@ -121,7 +121,7 @@ class Counted:
 
 
 def boxes_of(chunks: Any, grid: Any) -> dict[str, Any]:
-    """Name to shape, dtype and boxes of what this rank has."""
+    """Name to shape, dtype and boxes of this rank's tensors."""
     return {
         item.path[-1]: (
             item.shape, item.dtype, [(c.offset, tuple(c.data.shape)) for c in item.chunks]
@@ -205,7 +205,7 @@ def move_state(pairs: Sequence[Pair], folder: str) -> list[list[str]]:
             fill(source, source_grid, 0.5)
             mine = optimizer_of(source_cut, source, source_grid, 0.25)
         if target is not None:
-            # One salt, so that what pads a vocabulary, which nobody sends, is alike.
+            # One salt, so that the padding of a vocabulary, which no rank sends, is alike.
             fill(target, target_grid, 0.3)
             fill(loaded, target_grid, 0.2)
             theirs = optimizer_of(target_cut, target, target_grid, 0.75)

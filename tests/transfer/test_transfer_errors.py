@@ -1,4 +1,4 @@
-"""What is refused, by all ranks at once and before anything moves; and what ends in the middle."""
+"""Transfers that all ranks refuse before anything moves, and ones that end in the middle."""
 
 import os
 import signal
@@ -251,7 +251,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_by_all(how: str, tmp_path: Pat
 
 
 def comes_late(rank: int) -> list[float]:
-    """Each has one half and needs the other; rank 1 begins after a fifth of what rank 0 waits."""
+    """Each has one half and needs the other; rank 1 begins after a fifth of rank 0's timeout."""
     grid = commgrid.initialize()
     needed, offsets = torch.zeros(4), [(4 * rank,), (4 - 4 * rank,)]
     transfer = Transfer(

@@ -15,7 +15,7 @@ from commgrid.transfer import Part, Transfer
 
 
 def moved(source: Any, target: Any, **options: Any) -> str:
-    """What it says, or what the target has then."""
+    """Its error, or the target's numbers then."""
     try:
         transfer = Transfer(source, target, **{"timeout": 20, **options})
         transfer.run()
