@@ -190,6 +190,7 @@ def transfers_between_changing_pairs(grid: Any) -> None:
 def run(index: int, folder: Path) -> None:
     grid = commgrid.initialize(tp=2, verify="order", trace=True, timeout=60)
     PROGRAMS[index](grid)
+    dist.barrier(group=everyone(grid))  # the store of groups that connect later is rank 0's
     commgrid.trace.save(folder)
     commgrid.trace.stop()
     commgrid.shutdown()
