@@ -209,7 +209,7 @@ class _Digests:
 
 @lru_cache(maxsize=4096)
 def _kind(dtype: torch.dtype, shape: torch.Size) -> int:
-    """A number for a tensor's type and shape, of which a digest does not depend."""
+    """A number for a tensor's type and shape, on which a digest does not depend."""
     return int.from_bytes(hashlib.sha256(f"{dtype} {tuple(shape)}".encode()).digest()[:7], "big")
 
 

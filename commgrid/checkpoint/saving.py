@@ -261,6 +261,7 @@ class _Saving:
         self._keep, self._copies = keep, copies
         self._number = grid.spec.grid_ranks.index(grid.rank)
         self.items: list[Item | Value] = []
+        self._staged: list[Item | Value] = []
         self.partial: Path  # what `begin` has returned on the first rank
 
     def call(self) -> Call:

@@ -89,8 +89,10 @@ def _by_culprit(findings: list[Finding]) -> tuple[list[Finding], list[Finding]]:
 
 
 def _order(finding: Finding) -> tuple[int, float]:
-    # What never came is found by those who waited, after a call that was wrong has been made.
-    return (0 if finding.kind in KINDS_OF_CALLS else 1, finding.since)
+    # A call that never came is found by those who waited, after a call that was wrong. What cannot
+    # be told comes after what can.
+    late = 2 if finding.kind == "missing rank" else 1
+    return (0 if finding.kind in KINDS_OF_CALLS else late, finding.since)
 
 
 def _counts(ledger: Ledger, wait: Wait, patience: float) -> bool:

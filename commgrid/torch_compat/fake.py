@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,18 @@ _REDUCTIONS = (
 """Methods of a process group whose first argument holds what comes out."""
 
 
-def pretend(folder: Path, patience: float = 60.0) -> None:
+def pretend(folder: Path, earlier: Container[int], patience: float = 60.0) -> None:
     """Makes the fake world of this process, until it ends, one of equal ranks.
 
     Args:
         folder: through which whole numbers go to ranks that run later.
-        patience: seconds to wait for those of a lower rank.
+        earlier: ranks that began before this one; others' numbers are not waited for.
+        patience: seconds to wait for a number.
     """
     for name in _REDUCTIONS:
         if name in vars(dist.ProcessGroup):  # some are of later versions of torch
             setattr(dist.ProcessGroup, name, _reducing(getattr(dist.ProcessGroup, name)))
-    messages = _Messages(folder, patience)
+    messages = _Messages(folder, earlier, patience)
     kind: Any = dist.ProcessGroup
     kind.send = messages.sending(kind.send)
     kind.recv = messages.receiving(kind.recv)
@@ -65,8 +66,8 @@ def _reducing(method: Callable[..., Any]) -> Callable[..., Any]:
 class _Messages:
     """Whole numbers on their way, each in a file."""
 
-    def __init__(self, folder: Path, patience: float) -> None:
-        self._folder, self._patience = folder, patience
+    def __init__(self, folder: Path, earlier: Container[int], patience: float) -> None:
+        self._folder, self._earlier, self._patience = folder, earlier, patience
         self._counts: Counter[tuple[int, int | str]] = Counter()
 
     def sending(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,8 +108,8 @@ class _Messages:
         return call
 
     def _read(self, tensor: torch.Tensor, source: int, path: Path) -> None:
-        """Fill a tensor with what a rank has sent; if that one runs later, leave it."""
-        until = time.monotonic() + (self._patience if source < dist.get_rank() else 0.0)
+        """Fill a tensor with the numbers that a rank has sent, or leave it as it is."""
+        until = time.monotonic() + (self._patience if source in self._earlier else 0.0)
         while not path.exists() and time.monotonic() < until:
             time.sleep(10 * timeouts().poll)
         if path.exists():

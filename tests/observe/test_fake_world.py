@@ -21,9 +21,14 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
+FOREVER = 1000.0
+"""Seconds to wait for another rank's numbers: no test lasts so long."""
+
+
 def in_it(folder: Path, rank: int, function: Callable[..., Any], *given: Any) -> Any:
+    """A function's result on a rank before which rank 0 has run, but for ranks 0 and 3."""
     before = dict(vars(dist.ProcessGroup))
-    pretend(folder)
+    pretend(folder, [0] if rank in (1, 2) else [], FOREVER)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
     found = function(*given)
     dist.destroy_process_group()
@@ -69,3 +74,13 @@ def told(mine: str) -> str:
 def test_an_object_reaches_ranks_that_run_later(tmp_path: Path) -> None:
     for rank, mine in enumerate(["of rank 0", "", "another"]):
         assert run_on_ranks(in_it, 1, tmp_path, rank, told, mine, backend=None) == ["of rank 0"]
+
+
+def numbers() -> list[int]:
+    x = torch.full((2,), 7)
+    dist.broadcast(x, 0)
+    return [int(each) for each in x]
+
+
+def test_ranks_that_are_not_recorded_are_not_waited_for(tmp_path: Path) -> None:
+    assert run_on_ranks(in_it, 1, tmp_path, 3, numbers, backend=None) == [[7, 7]]

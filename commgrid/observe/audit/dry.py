@@ -100,7 +100,8 @@ def dry(
                 while waiting and len(running) < max(os.cpu_count() or 1, 1):
                     rank = waiting.pop()
                     argv = [str(script), *flags, *grid.flags]
-                    job = (rank, grid, argv, folder, Path(beside))
+                    earlier = chosen[: len(chosen) - len(waiting) - 1]
+                    job = (rank, earlier, grid, argv, folder, Path(beside))
                     running[rank] = context.Process(target=_rank, args=job)
                     running[rank].start()
                 for rank, process in list(running.items()):
@@ -133,7 +134,9 @@ def _check(rank: int, code: int, folder: Path, beside: Path) -> None:
     )
 
 
-def _rank(rank: int, grid: AuditedGrid, argv: list[str], folder: Path, beside: Path) -> None:
+def _rank(
+    rank: int, earlier: list[int], grid: AuditedGrid, argv: list[str], folder: Path, beside: Path
+) -> None:
     """One rank's process: the program, until it begins a second step or ends."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the command's own handler is not the program's
     torch.set_num_threads(1)  # a forked child hangs in its parent's OpenMP threads otherwise
@@ -149,7 +152,7 @@ def _rank(rank: int, grid: AuditedGrid, argv: list[str], folder: Path, beside: P
         }
     )  # fmt: skip
     torch_world.start_fake_world(rank, grid.world_size)
-    torch_fake.pretend(beside)
+    torch_fake.pretend(beside, earlier)
     records = recorder.start()
     records.job = f"dry {beside.name}"
 
