@@ -47,10 +47,10 @@ def read(folder: Path) -> list[Trace]:
 
 
 def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
-    """What is wrong, the first cause first.
+    """Find what is wrong among ranks, the first cause first.
 
     Args:
-        found: what each rank has recorded.
+        found: the record of each rank.
         patience: seconds that a wait may last.
     """
     ledger = Ledger.of(found)
@@ -101,7 +101,7 @@ def _counts(ledger: Ledger, wait: Wait, patience: float) -> bool:
     return wait.seconds is None or wait.seconds >= patience or gone
 
 
-# -- who waits for nobody --------------------------------------------------------------
+# -- where waiting ends ----------------------------------------------------------------
 
 
 def _ends(ledger: Ledger, graph: dict[int, list[Wait]]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What a diagnosis finds: one cause or consequence, in words and as data."""
+"""Findings of a diagnosis: each a cause or a consequence, in words and as data."""
 
 from __future__ import annotations
 

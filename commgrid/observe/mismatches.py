@@ -17,7 +17,7 @@ KINDS_OF_CALLS = (
     "skipped call", "extra call", "other order", "other operation", "other root", "other dtype",
     "other shape", "other size",
 )  # fmt: skip
-"""What calls can be that do not go together."""
+"""Kinds of findings about calls that do not go together."""
 
 _AHEAD = 8  # calls within which two that were swapped are found
 
@@ -47,9 +47,9 @@ def _first_of(
 
 
 def _signature(call: Call, strict: bool) -> Signature:
-    """What members' collectives have to agree in.
+    """Return the properties that have to be equal on all members.
 
-    Members of an all-gather may hand in different amounts; of one that hangs it is told.
+    Members of an all-gather may hand in different amounts, unless it hangs.
     """
     if call.operation == "barrier":
         return ("barrier", "", 0, None)
@@ -108,7 +108,7 @@ def _kind(
     calls: Mapping[int, Call],
     kinds: Mapping[int, Signature],
 ) -> tuple[str, int]:
-    """What has happened, and which of two ranks did it."""
+    """Return the kind of the finding, and which of two ranks is the odd one."""
     for rank, other in ((odd, same), (same, odd)):
         mine, theirs = held[rank], held[other]
         next_here, later = mine.get(turn + 1), theirs.get(turn + 1)
