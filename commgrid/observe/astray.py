@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from commgrid.observe import traces
-from commgrid.observe.findings import Finding
+from commgrid.observe.findings import Finding, said
 from commgrid.observe.ledger import Ledger, Wait
 from commgrid.observe.traces import Call
 from commgrid.observe.waiting import finding, waited
@@ -20,42 +20,42 @@ def on_another_group(ledger: Ledger, rank: int, wait: Wait, waits: list[Wait]) -
         wait: of one that waits for it.
         waits: of all that do.
     """
-    found = _astray(ledger, rank, wait)
+    found = _alone(ledger, rank, wait) or _alone(ledger, wait.rank, wait)
     if found is None:
         return None
-    culprit, call, right = found
+    culprit, call, right, others = found
     turn = ledger.turn(wait.rank, wait.call)
     text = (
-        f"rank {culprit} issued {call.operation} at {call.where} on {traces.short(call.group)}, "
-        f"where others issue it on {traces.short(right)}; rank {rank} has not entered "
-        f"{wait.channel.name} {wait.call.operation} {turn}, for which rank {wait.rank} "
-        f"{waited(wait)}"
+        f"rank {culprit} alone issued {call.operation} at {call.where} on "
+        f"{traces.short(call.group)}, where {said(others)} issue it on {traces.short(right)}; "
+        f"rank {rank} has not entered {wait.channel.name} {wait.call.operation} {turn}, for which "
+        f"rank {wait.rank} {waited(wait)}"
     )
     places = (call.where, wait.call.where)
     return replace(finding("other group", (culprit,), waits, turn, places, text), group=right)
 
 
-def _astray(ledger: Ledger, rank: int, wait: Wait) -> tuple[int, Call, str] | None:
-    """Who makes a call on another communicator than most ranks do at its place.
+def _alone(ledger: Ledger, rank: int, wait: Wait) -> tuple[int, Call, str, tuple[int, ...]] | None:
+    """Whether a rank alone makes a call on a communicator that no other joins in.
+
+    A line may issue calls on several communicators: what others have made there on this one too
+    says nothing, and neither does a single rank that is of another mind.
 
     Returns:
-        The rank, its call, and the group that most make it on; it is either the rank that has not
-        come or the one that waits for it.
+        The rank, its last such call, the group that the others make it on, and these.
     """
     if wait.call.where == "?":
         return None
-    sites: dict[str, dict[int, list[Call]]] = {}  # by group and rank
+    sites: dict[str, dict[int, Call]] = {}  # by group and rank, the last call
     for who, trace in ledger.traces.items():
         for call in trace.calls:
             if (call.where, call.operation) == (wait.call.where, wait.call.operation):
-                sites.setdefault(call.group, {}).setdefault(who, []).append(call)
-    wanted = sites[wait.call.group]
+                sites.setdefault(call.group, {})[who] = call
     for group, held in sites.items():
-        if group == wait.call.group or rank not in held:
+        if held.keys() != {rank} or ledger.partners(rank, held[rank]):
             continue
-        more = len(held[rank]) > len(held.get(wait.rank, ()))
-        if more and len(wanted[wait.rank]) > len(wanted.get(rank, ())):
-            if len(held) > len(wanted):
-                return wait.rank, wanted[wait.rank][-1], group
-            return rank, held[rank][-1], wait.call.group
+        for right, others in sites.items():
+            members = tuple(sorted(others.keys() - {rank}))
+            if right != group and len(members) > 1 and wait.call.group in (group, right):
+                return rank, held[rank], right, members
     return None

@@ -61,8 +61,10 @@ def deadlock(ledger: Ledger, circle: list[Wait]) -> Finding:
         if len(operations) == 1:
             steps.append(f"all of them {'send' if operations == {'send'} else 'receive'} first")
     else:
-        skipper = next((w for w in circle if _went_past(ledger, w, circle)), None)
-        if skipper is not None:
+        # Two that went past what the other waits for have another order, and none is to blame.
+        past = [w for w in circle if _went_past(ledger, w, circle)]
+        if len(past) == 1:
+            (skipper,) = past
             before = circle[circle.index(skipper) - 1]
             missed = ledger.turn(before.rank, before.call)
             text = (

@@ -25,6 +25,8 @@ from commgrid.observe.waiting import finding, is_held, skipped, waited
 PATIENCE = 1.0
 """Seconds for which a rank may wait before that is worth a word."""
 
+_NOTED = 3.0  # a process that records notes each second that it runs
+
 
 def read(folder: Path) -> list[Trace]:
     """The records of all ranks in a folder: commgrid's, or of torch's flight recorder.
@@ -97,8 +99,13 @@ def _order(finding: Finding) -> tuple[int, float]:
 
 def _counts(ledger: Ledger, wait: Wait, patience: float) -> bool:
     """Whether a wait is more than a moment's; what a rank that is gone leaves open always is."""
-    gone = any(r not in ledger.traces or ledger.traces[r].over for r in wait.absent)
+    gone = any(r not in ledger.traces or _is_gone(ledger.traces[r], wait) for r in wait.absent)
     return wait.seconds is None or wait.seconds >= patience or gone
+
+
+def _is_gone(trace: Trace, wait: Wait) -> bool:
+    """Whether a rank's process was over, or was killed about when a wait for it began."""
+    return trace.over or (trace.cut and (trace.at or 0.0) < wait.call.began + _NOTED)
 
 
 # -- where waiting ends ----------------------------------------------------------------
@@ -171,6 +178,11 @@ def _why_absent(
     if skipped(ledger, rank, wait):
         text = f"rank {rank} skipped {what}, {for_whom}; {did}"
         kind = "skipped call"
+    elif _is_gone(trace, wait) and not trace.over:
+        text = (
+            f"rank {rank}'s record stops without an end (killed?) before {what}, {for_whom}; {did}"
+        )
+        kind = "ended early"
     elif trace.over:
         text = f"rank {rank} ended without entering {what}, {for_whom}; {did}"
         kind = "ended early"

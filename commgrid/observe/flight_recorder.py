@@ -19,14 +19,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from commgrid.errors import SpecError
+from commgrid.observe.operations import named
 from commgrid.observe.traces import Call, Trace
 
 _RANK = re.compile(r"(\d+)(\.\w+)?$")
 _TRANSFER = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
-_BASES = {
-    "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all", "allreducecoalesced": "all_reduce",
-}  # fmt: skip
 _DTYPES = {
     "Float": ("float32", 4), "Double": ("float64", 8), "Half": ("float16", 2),
     "BFloat16": ("bfloat16", 2), "Long": ("int64", 8), "Int": ("int32", 4), "Short": ("int16", 2),
@@ -160,30 +157,17 @@ def _call(entry: Mapping[str, Any], groups: Mapping[str, tuple[str, Any]]) -> Ca
     return Call(
         group=_label(name, desc, groups),
         number=0,
-        operation=transfer[1] if transfer is not None else _operation(what),
+        operation=transfer[1] if transfer is not None else named(what),
         shape=tuple(shapes[0]) if shapes else (),
         dtype=dtype,
         bytes=sum(math.prod(each) for each in shapes) * size,
+        output=sum(math.prod(each) for each in entry["output_sizes"]) * size,
         peer=int(transfer[3]) if transfer is not None else None,
         where=_where(entry.get("frames", [])),
         began=began,
         issued=began,
         ended=(ended / 1e9 if ended else began) if over else None,
     )
-
-
-def _operation(what: str) -> str:
-    """torch's name of an operation as ours.
-
-    >>> _operation("_all_gather_base"), _operation("ALLGATHER_coalesced"), _operation("barrier")
-    ('all_gather', 'all_gather', 'barrier')
-    """
-    plain = what.split(" ")[0].lower()
-    for ending in ("base", "coalesced", "single", "v", "oop", "tensor", "into"):
-        plain = plain.removesuffix(f"_{ending}")
-    plain = plain.lstrip("_").removeprefix("all_reduce_") if "barrier" in plain else plain
-    plain = plain.lstrip("_")
-    return _BASES.get(plain.replace("_", ""), plain)
 
 
 def _where(frames: Sequence[Mapping[str, Any]]) -> str:

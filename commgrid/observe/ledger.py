@@ -7,9 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from commgrid.observe.traces import Call, Trace
 
-UNEVEN = ("all_to_all", "barrier")
-"""Collectives whose members may each hand in another amount, or nothing."""
-
 
 @dataclass(frozen=True, order=True)
 class Channel:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from commgrid.observe.findings import Finding, said
-from commgrid.observe.ledger import UNEVEN, Channel, Ledger
+from commgrid.observe.ledger import Channel, Ledger
 from commgrid.observe.traces import Call
 
 KINDS_OF_CALLS = (
@@ -39,22 +39,10 @@ def _first_of(
     """The first turn of a communicator at which members' collectives differ."""
     for turn in sorted({turn for calls in held.values() for turn in calls}):
         calls = {rank: each[turn] for rank, each in held.items() if turn in each}
-        strict = any(call.ended is None for call in calls.values())
-        kinds = {rank: _signature(call, strict) for rank, call in calls.items()}
+        kinds = {rank: call.alike for rank, call in calls.items()}
         if len(set(kinds.values())) > 1:
             return _explain(channel, held, turn, calls, kinds)
     return None
-
-
-def _signature(call: Call, strict: bool) -> Signature:
-    """Return the properties that have to be equal on all members.
-
-    Members of an all-gather may hand in different amounts, unless it hangs.
-    """
-    if call.operation == "barrier":
-        return ("barrier", "", 0, None)
-    free = call.operation in UNEVEN or (call.operation == "all_gather" and not strict)
-    return (call.operation, call.dtype, 0 if free else call.bytes, call.peer)
 
 
 def _explain(
@@ -135,7 +123,7 @@ def _after(calls: Mapping[int, Call], turn: int) -> list[int]:
 
 
 def _like(one: Call, other: Call) -> bool:
-    return one.where == other.where and _signature(one, True) == _signature(other, True)
+    return one.where == other.where and one.alike == other.alike
 
 
 def _left_out(calls: Mapping[int, Call], turn: int, missing: Call) -> bool:

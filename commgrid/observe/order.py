@@ -40,8 +40,8 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+from commgrid.observe.operations import TRANSFERS
 from commgrid.observe.programs import (
-    MESSAGES,
     Batch,
     Call,
     Group,
@@ -160,7 +160,7 @@ def lay_out(programs: Programs, rules: str) -> Laid:
                 key, needs = _meeting(rules, rank, call, group)
                 nth = counts[key] = counts.get(key, -1) + 1
                 # The two halves of a message are told apart while they are counted only.
-                met = (key[1:] if call.operation in MESSAGES else key, nth)
+                met = (key[1:] if call.operation in TRANSFERS else key, nth)
                 event = events.get(met)
                 if event is None:
                     event = events[met] = Event(needs)
@@ -206,7 +206,7 @@ def _queue(rules: str, rank: int, call: Call, group: int, is_batch: bool) -> Has
         return None
     if rules == "strict":
         return "rank"
-    if call.operation in MESSAGES and not is_batch:
+    if call.operation in TRANSFERS and not is_batch:
         return group, call.peer
     return group
 
@@ -215,7 +215,7 @@ def _meeting(
     rules: str, rank: int, call: Call, group: int
 ) -> tuple[tuple[Hashable, ...], tuple[int, ...]]:
     """What a call's other sides have in common with it, and which ranks they are."""
-    if call.operation not in MESSAGES:
+    if call.operation not in TRANSFERS:
         return ("all", group), call.group.ranks
     assert call.peer is not None
     pair = (rank, call.peer) if call.operation == "send" else (call.peer, rank)

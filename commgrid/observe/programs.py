@@ -14,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from commgrid.errors import SpecError
-
-MESSAGES = ("send", "recv")
-"""Operations between two ranks; every other takes all of the group."""
+from commgrid.observe.operations import TRANSFERS, alike
 
 Handle = int | str
 
@@ -43,6 +41,7 @@ class Call:
         handle: what a `Wait` names; None: the call is waited for where it stands.
         number: how many the rank had issued on the communicator before; None: as counted here.
         where: the place in the program.
+        output: bytes of what is got, where known and where all ranks have to get as many.
     """
 
     group: Group
@@ -56,15 +55,15 @@ class Call:
     handle: Handle | None = None
     number: int | None = None
     where: str = ""
+    output: int | None = None
 
     @property
-    def about(self) -> tuple[str, str, int, int, int | None]:
+    def about(self) -> tuple[str, str, int, int | None]:
         """What all sides of it have to give alike."""
-        if self.operation in MESSAGES:
-            return "message", self.dtype, math.prod(self.shape), self.bytes, None
-        if self.operation in ("all_to_all", "gather", "scatter"):  # each rank gives its own share
-            return self.operation, self.dtype, 0, 0, self.root
-        return self.operation, self.dtype, math.prod(self.shape), self.bytes, self.root
+        size = self.bytes or math.prod(self.shape)
+        if self.operation in TRANSFERS:
+            return "message", self.dtype, size, None
+        return alike(self.operation, self.dtype, size, self.output, self.root)
 
     def said(self) -> str:
         """Operation, shape and dtype, for messages."""
@@ -150,7 +149,7 @@ def _check_call(rank: int, call: Call) -> None:
             f"rank {rank} issues {call.operation} on {call.group.name} of ranks {list(ranks[:8])}, "
             "which it is not one of"
         )
-    if call.operation not in MESSAGES:
+    if call.operation not in TRANSFERS:
         return
     if call.peer is None:
         raise SpecError(

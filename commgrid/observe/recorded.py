@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from commgrid.errors import SpecError
 from commgrid.observe import traces
-from commgrid.observe.programs import MESSAGES, Batch, Call, Group, Step, Wait
+from commgrid.observe.operations import TRANSFERS
+from commgrid.observe.programs import Batch, Call, Group, Step, Wait
 from commgrid.observe.traces import Trace
 
 
@@ -61,7 +62,7 @@ def _steps(trace: Trace, groups: dict[str, Group]) -> list[Step]:
     batches: dict[int, list[Call]] = {}
     for at, made in enumerate(trace.calls):
         group = groups[made.group]
-        is_message = made.operation in MESSAGES
+        is_message = made.operation in TRANSFERS
         batch = trace.batches.get((made.group, made.number))
         waited_here = batch is None and (made.issued is None or made.ended == made.issued)
         call = Call(
@@ -70,6 +71,7 @@ def _steps(trace: Trace, groups: dict[str, Group]) -> list[Step]:
             made.shape, made.dtype, made.bytes,
             root=None if is_message or made.peer is None else group.ranks[made.peer],
             handle=None if waited_here else at, number=made.number, where=made.where,
+            output=made.output,
         )  # fmt: skip
         if batch is None:
             timed.append((made.began, 2 * at, call))

@@ -32,16 +32,16 @@ def start(capacity: int = recorder.CAPACITY) -> None:
     """Begins to record this process's calls; while it records already, nothing changes.
 
     Args:
-        capacity: how many calls are kept, the last ones; about 300 bytes each.
+        capacity: how many calls are kept, the last ones; 112 bytes each.
     """
     if recorder.current() is not None:
         return
     started = recorder.start(capacity)
     _kept[:] = [started]
     if is_initialized():
-        started.rank = world_rank()
+        started.set_rank(world_rank())
     for grid in live_grids():
-        started.members.update(grid.members_of_communicators())
+        started.meet(started.rank, grid.members_of_communicators())
     inquiry.follow()
 
 

@@ -13,24 +13,33 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.observe import ring
+from commgrid.observe.ring import FORMAT
 from commgrid.observe.traces import Call, Trace
 from commgrid.planning.rank_lists import describe_ranks
 
-FORMAT = 1
 _OPTIONAL = (int, type(None))
 KEYS: dict[str, type | tuple[type, ...]] = {
     "group": str, "number": int, "operation": str, "shape": list, "dtype": str, "bytes": int,
     "peer": _OPTIONAL, "where": str, "began": int, "issued": _OPTIONAL, "ended": _OPTIONAL,
-    "turn": _OPTIONAL,
+    "turn": _OPTIONAL, "output": _OPTIONAL,
 }  # fmt: skip
-"""What a file holds of each call, in this order; `turn` came later and may be absent."""
+"""What a file holds of each call, in this order; the last ones came later and may be absent."""
 
+_LATER = 2
 _PATTERN = "rank_*.json"
+_RINGS = "rank_*.ring"
+"""What processes have left that did not come to their end."""
 
 
 def has_traces(folder: Path) -> bool:
     """Whether ranks have saved traces there."""
-    return folder.is_dir() and any(folder.glob(_PATTERN))
+    return folder.is_dir() and bool(paths(folder))
+
+
+def paths(folder: Path) -> list[Path]:
+    """The files of traces in a folder."""
+    return sorted([*folder.glob(_PATTERN), *folder.glob(_RINGS)])
 
 
 def read(folder: Path) -> list[Trace]:
@@ -44,18 +53,37 @@ def read(folder: Path) -> list[Trace]:
             f"{folder}: {_what_is_there(folder)}; expected the folder that COMMGRID_TRACE or "
             f"commgrid.trace.save was given{_folders_within(folder)}"
         )
-    found: dict[int, tuple[Path, Trace]] = {}
-    for path in sorted(folder.glob(_PATTERN)):
-        trace = _read(path)
-        if trace.rank in found:
-            raise SpecError(
-                f"{path}: holds rank {trace.rank}, as {found[trace.rank][0].name} does; remove one "
-                "of them"
-            )
-        found[trace.rank] = path, trace
-    traces = [trace for _, (_, trace) in sorted(found.items())]
+    traces = [trace for _, trace, _ in _by_rank(folder)]
     _check_one_job(folder, traces)
     return traces
+
+
+def held_in(folder: Path) -> list[dict[str, Any]]:
+    """What the files hold that `read` parses, by rank."""
+    return [held for _, _, held in _by_rank(folder)]
+
+
+def _by_rank(folder: Path) -> list[tuple[Path, Trace, dict[str, Any]]]:
+    found: dict[int, tuple[Path, Trace, dict[str, Any]]] = {}
+    for path in paths(folder):
+        held = _load(path)
+        trace = _parsed(path, held)
+        before = found.get(trace.rank)
+        if before is not None and not _is_earlier(before[:2], (path, trace)):
+            raise SpecError(
+                f"{path}: holds rank {trace.rank}, as {before[0].name} does; remove one of them"
+            )
+        found[trace.rank] = path, trace, held
+    return [each for _, each in sorted(found.items())]
+
+
+def _is_earlier(one: tuple[Path, Trace], other: tuple[Path, Trace]) -> bool:
+    """Whether a process has saved a file, and gone on with its ring."""
+    return (
+        one[0].with_suffix(".ring") == other[0]
+        and one[1].job == other[1].job
+        and one[1].calls == other[1].calls[: len(one[1].calls)]
+    )
 
 
 def _what_is_there(folder: Path) -> str:
@@ -92,19 +120,37 @@ def _check_one_job(folder: Path, traces: Sequence[Trace]) -> None:
     )
 
 
-def _read(path: Path) -> Trace:
+def _load(path: Path) -> Any:
+    """What a file holds, to be parsed.
+
+    Raises:
+        SpecError: it cannot be read, or is something else.
+    """
     try:
+        if path.suffix == ".ring":
+            held = ring.load(path)
+            return {**held, "cut": not held["over"]}
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no text"
         raise SpecError(f"{path}: cannot be read: {why or error}") from error
+    except (ValueError, IndexError, KeyError, TypeError) as error:
+        raise _no_trace(path, error) from error
     try:
-        found = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SpecError(
             f"{path}: is no whole trace of commgrid's; it was cut off, or is something else "
             f"({error}); copy it again, or take it out of the folder"
         ) from error
+
+
+def _parsed(path: Path, found: Any) -> Trace:
+    """A trace from what its file holds.
+
+    Raises:
+        SpecError: it is something else.
+    """
     written = found.get("format") if isinstance(found, dict) else None
     if isinstance(written, int) and written != FORMAT:
         raise SpecError(
@@ -116,10 +162,14 @@ def _read(path: Path) -> Trace:
             raise TypeError("no format")
         return parse(found)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise SpecError(
-            f"{path}: is no trace of commgrid's ({type(error).__name__}: {error}); take it out of "
-            "the folder"
-        ) from error
+        raise _no_trace(path, error) from error
+
+
+def _no_trace(path: Path, error: Exception) -> SpecError:
+    return SpecError(
+        f"{path}: is no trace of commgrid's ({type(error).__name__}: {error}); take it out of the "
+        "folder"
+    )
 
 
 def parse(found: Mapping[str, Any]) -> Trace:
@@ -143,6 +193,7 @@ def parse(found: Mapping[str, Any]) -> Trace:
         },
         at=float(found["wall"]),
         over=bool(found.get("over", False)),
+        cut=bool(found.get("cut", False)),
         waits=tuple((group, int(number)) for group, number in waits) if waits is not None else None,
         entered={group: int(count) for group, count in found.get("entered", {}).items()},
         since={group: at / 1e9 + offset for group, at in found.get("since", {}).items()},
@@ -158,7 +209,7 @@ def _whole(numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _call(row: Sequence[Any], offset: float, members: Mapping[str, Sequence[int]]) -> Call:
-    held = dict(zip(KEYS, row, strict=len(row) != len(KEYS) - 1))
+    held = dict(zip(KEYS, row, strict=not len(KEYS) - _LATER <= len(row) <= len(KEYS)))
     for key, kind in KEYS.items():
         if key in held and not isinstance(held[key], kind):
             raise TypeError(f"{key} of a call is {held[key]!r}")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from commgrid.observe.operations import TRANSFERS, alike
+
 
 @dataclass(frozen=True)
 class Call:
@@ -26,6 +28,7 @@ class Call:
         turn: by which members' calls are matched: of a collective, how many collectives the rank
             had issued on the communicator before; of a transfer, how many in this direction
             between the two. None in files of before 0.1.
+        output: bytes that the rank got, where all ranks have to get as many; None: not recorded.
     """
 
     group: str
@@ -40,11 +43,17 @@ class Call:
     issued: float | None
     ended: float | None
     turn: int | None = None
+    output: int | None = None
+
+    @property
+    def alike(self) -> tuple[str, str, int, int | None]:
+        """What all ranks have to give alike."""
+        return alike(self.operation, self.dtype, self.bytes, self.output, self.peer)
 
     @property
     def is_transfer(self) -> bool:
         """Whether it is between two ranks alone."""
-        return self.operation in ("send", "recv")
+        return self.operation in TRANSFERS
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class Trace:
         batches: of messages that were started as one, by group and number: which batch.
         at: when it was written, in seconds of the wall clock; None: unknown.
         over: whether the process was ending.
+        cut: whether its process ended without a word, as one that is killed does.
         waits: the calls, by group and number, that a thread was in the middle of waiting for, or
             that a wait had failed for; None: not recorded.
         entered: of each group, how many collectives the rank had issued.
@@ -75,6 +85,7 @@ class Trace:
     batches: dict[tuple[str, int], int] = field(default_factory=dict)
     at: float | None = None
     over: bool = False
+    cut: bool = False
     waits: tuple[tuple[str, int], ...] | None = None
     entered: Mapping[str, int] = field(default_factory=dict)
     since: Mapping[str, float] = field(default_factory=dict)

@@ -30,9 +30,9 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.observe import trace_files, traces
+from commgrid.observe.operations import TRANSFERS
 from commgrid.observe.order import RULES, Event, Laid, Side, circle, lay_out, run
 from commgrid.observe.programs import (
-    MESSAGES,
     Batch,
     Call,
     Group,
@@ -227,7 +227,7 @@ def said(side: Side, *, with_place: bool = False) -> str:
     """A call by names, such as `tp all_reduce 3 (a.py:12)`."""
     call = side.call
     peer = ""
-    if call.operation in MESSAGES:
+    if call.operation in TRANSFERS:
         peer = f" {'to' if call.operation == 'send' else 'from'} rank {call.peer}"
     where = f" ({call.where})" if with_place and call.where else ""
     return f"{traces.short(call.group.name)} {call.operation} {side.number}{peer}{where}"
@@ -289,7 +289,7 @@ def _missing(event: Event, laid: Laid) -> Place:
     here = {each.rank for each in event.sides}
     absent = [rank for rank in event.needs if rank not in here]
     issues = f"rank {side.rank} issues {said(side, with_place=True)}"
-    if side.call.operation in MESSAGES:
+    if side.call.operation in TRANSFERS:
         other = "receives" if side.call.operation == "send" else "sends"
         why = f"{issues}, which that rank never {other}"
     else:
@@ -306,7 +306,7 @@ def _parting(event: Event, side: Side, absent: int, laid: Laid) -> str:
     """The first collective of two ranks that comes from other places of the program."""
     ours, theirs = (
         [s for sides in laid.sides[rank].values() for s in sides
-         if s.call.group == side.call.group and s.call.operation not in MESSAGES]
+         if s.call.group == side.call.group and s.call.operation not in TRANSFERS]
         for rank in (side.rank, absent)
     )  # fmt: skip
     for one, other in zip(ours, theirs, strict=False):

@@ -164,6 +164,7 @@ class Answering:
         try:
             while True:
                 ready = self._waits.select(timeouts().beat)
+                self.own.ring.touch()
                 if self._over:
                     break
                 if ready:
@@ -196,9 +197,9 @@ class Answering:
             if not read:
                 break
             stacks += read
-        folder = Path(folder_of_environment() or FOLDER)
         with suppress(CommGridError, OSError):
-            path = self.own.save(folder)
+            # A ring in a file is as current as it can be.
+            path = self.own.ring.path or self.own.save(Path(FOLDER))
             with path.with_suffix(".stacks").open("ab") as file:
                 file.write(stacks)
             print(f"commgrid: rank {self.own.rank} has written {path}", file=sys.stderr)
@@ -211,12 +212,6 @@ def _is_caught(number: signal.Signals) -> bool:
     status = Path("/proc/self/status")
     masks = re.findall(r"^SigCgt:\s*(\w+)", status.read_text(), re.M) if status.exists() else []
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
-
-
-def folder_of_environment() -> str | None:
-    """The folder that COMMGRID_TRACE names, if it does."""
-    named = os.environ.get("COMMGRID_TRACE", "")
-    return named if named not in ("", "0", "1") else None
 
 
 _answering: list[Answering] = []  # one at most
@@ -253,8 +248,6 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
     """Begin to find out why a peer did not answer, on a thread.
 
     The first rank whose call timed out asks all ranks, and the others read its result at the store.
-    The records are saved too, if COMMGRID_TRACE names a folder.
-
     Args:
         identity: of the grid.
         late: whether a call timed out. If a connection was closed, this rank does not ask.
@@ -281,9 +274,6 @@ def _why(own: Recorder, identity: str, late: bool) -> str:
     """Return the reason that the first rank whose call timed out has found, on every rank."""
     at = f"commgrid/failures/{identity}/why"
     with suppress(Exception):  # the failure itself is the error to raise
-        folder = folder_of_environment()
-        if folder is not None:
-            own.save(Path(folder))
         driver = _driver(_connection(torch_world.world_store()))
         try:
             if late and driver.run(first(at)):

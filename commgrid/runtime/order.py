@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.observe.operations import TRANSFERS, alike
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
 from commgrid.runtime.recorder import DTYPES, caller, place_of
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
 MOMENT = 1.0
 """Seconds that a wait may last before it looks at what others do."""
-
-_FREE = ("all_to_all", "all_gather", "barrier")
-"""Collectives whose members may hand in different amounts."""
 
 _KEPT = 1024  # calls of each communicator that are held against others'
 _GLOO_SECONDS = 0.05  # that an asynchronous call on gloo waits for the other's
@@ -143,6 +141,7 @@ class OrderCheck:
         operation: str,
         tensors: Sequence[Tensor],
         peer: int | None,
+        output: int | None,
     ) -> Issued | None:
         channel = self._channels.get(its_group)
         if channel is None:
@@ -152,10 +151,10 @@ class OrderCheck:
             channel = self._channels.get(its_group)
             if channel is None:
                 return None
-        if operation in ("send", "recv") and peer is None:
+        if operation in TRANSFERS and peer is None:
             return None  # from anybody
         where = place_of(*caller())
-        call, target = self._made(channel, operation, tensors, peer, where)
+        call, target = self._made(channel, operation, tensors, peer, output, where)
         try:
             there = self._mail.send(
                 target, [call.way, call.turn, call.kind, call.words, call.where]
@@ -185,6 +184,7 @@ class OrderCheck:
         operation: str,
         tensors: Sequence[Tensor],
         peer: int | None,
+        output: int | None,
         where: str,
     ) -> tuple[Issued, int]:
         """Return the call that is to be issued, and the rank that learns of it."""
@@ -192,7 +192,7 @@ class OrderCheck:
         dtype = "" if first is None else DTYPES.get(first.dtype, str(first.dtype))
         shape = [] if first is None else list(first.shape)
         size = sum(each.nbytes for each in tensors)
-        if operation in ("send", "recv"):
+        if operation in TRANSFERS:
             assert peer is not None
             other = channel.ranks[peer]
             ends = (self._rank, other) if operation == "send" else (other, self._rank)
@@ -201,8 +201,7 @@ class OrderCheck:
             counted = f"{way} {operation}"
         else:
             way = counted = channel.names
-            free = operation in _FREE
-            kind = [operation, "" if operation == "barrier" else dtype, 0 if free else size, peer]
+            kind = [*alike(operation, dtype, size, output, peer)]
             ranks, place = channel.ranks, channel.place
             source, target = ranks[place - 1], ranks[(place + 1) % len(ranks)]
         words = f"{operation} of {dtype} {shape}" if dtype else operation

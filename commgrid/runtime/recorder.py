@@ -11,9 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -25,101 +23,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError
+from commgrid.observe.operations import TRANSFERS
+from commgrid.observe.ring import Ring
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.libraries import OWN, is_programs
 from commgrid.torch_compat import calls as torch_calls
 
-FORMAT = 1
-"""Version of the file format; it rises with changes that readers must handle."""
-
 CAPACITY = 100_000
-"""Records that are kept, the last ones; about 300 bytes each."""
+"""Records that are kept, the last ones; 112 bytes each."""
 
 
-@dataclass(slots=True, eq=False)
-class Record:
-    """One collective, or one half of a transfer.
-
-    Args:
-        group: what the group is called: the names of a commgrid communicator with commas, or how
-            torch describes another.
-        number: how many this rank had issued on it before.
-        operation: such as `all_reduce`.
-        shape, dtype: of the input, for `recv` of the output; of several tensors those of the
-            first.
-        bytes: of all tensors.
-        peer: the group rank of a transfer's other side, or of the root of a collective with one.
-        turn: how many collectives this rank had issued on it before; of a transfer, how many in
-            its direction with this peer.
-        code, line: where the program called.
-        began, issued, ended: nanoseconds of `time.perf_counter_ns`; `ended` is when the wait for it
-            was over, None if there was no wait.
-    """
-
-    group: str
-    number: int
-    operation: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    peer: int | None
-    code: CodeType | None
-    line: int
-    began: int
-    turn: int = 0
-    issued: int | None = None
-    ended: int | None = None
-
-    @property
-    def where(self) -> str:
-        """File, line and function of the call."""
-        return place_of(self.code, self.line)
-
-    @property
-    def seconds(self) -> float | None:
-        """From the call to the end of the wait; None where there was none yet."""
-        return None if self.ended is None else (self.ended - self.began) / 1e9
-
-
-@dataclass(eq=False)
 class Recorder:
-    """Keeps the last calls of this process.
+    """Keeps the last calls of this process in a ring (`commgrid.observe.ring`).
 
     Args:
         capacity: how many.
-        total: how many there have been.
-        over: whether the process ends.
-        paused: whether nothing is recorded until the next grid is made.
-        rank: of this process.
-        members: of each communicator of its grids, by its names with commas, the ranks.
-        job: what all ranks of this job call it, and no other job; "": that is not known.
     """
 
-    capacity: int = CAPACITY
-    records: deque[Record] = field(init=False)
-    total: int = 0
-    over: bool = False
-    paused: bool = False
-    rank: int = 0
-    members: dict[str, list[int]] = field(default_factory=dict)
-    job: str = ""
-    _since: dict[str, int] = field(default_factory=dict)
-    _numbers: dict[str, int] = field(default_factory=dict)
-    _turns: dict[tuple[str, str, int | None], int] = field(default_factory=dict)
-    _batches: deque[list[Any]] = field(init=False)
-    _waits: dict[int, Record] = field(default_factory=dict)
-    _names: WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=WeakKeyDictionary)
-    _pending: WeakKeyDictionary[dist.Work, Record] = field(default_factory=WeakKeyDictionary)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.records = deque(maxlen=self.capacity)
-        self._batches = deque(maxlen=self.capacity)
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.ring = Ring(capacity)
+        self.paused = False
+        """Whether nothing is recorded until the next grid is made."""
+        self.rank = 0
+        self._called = GroupNames(lambda name, ranks: self.ring.note("members", name, ranks))
+        self._job = ""
+        self._numbers: dict[str, int] = {}
+        self._turns: dict[tuple[str, str, int | None], int] = {}
+        self._places: dict[tuple[CodeType | None, int], int] = {}
+        self._waits: dict[int, int] = {}
+        self._pending: WeakKeyDictionary[dist.Work, int] = WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     @property
-    def dropped(self) -> int:
-        """How many are not kept any more."""
-        return self.total - len(self.records)
+    def job(self) -> str:
+        """What all ranks of this job call it, and no other job; "": that is not known."""
+        return self._job
+
+    @job.setter
+    def job(self, name: str) -> None:
+        with self._lock:
+            if name != self._job:
+                self.ring.note("job", name)
+            self._job = name
 
     def as_dict(self, last: int | None = None) -> dict[str, Any]:
         """All of it, as a file holds it; times in nanoseconds of a clock that `wall` tells.
@@ -128,41 +73,49 @@ class Recorder:
             last: number of calls of each communicator, at most; None: all in the ring.
         """
         with self._lock:
-            records, dropped = list(self.records), self.dropped
-            entered = {key[0]: n for key, n in self._turns.items() if not key[1]}
-            members, waits = dict(self.members), list(self._waits.values())
-            since, batches = dict(self._since), [each[1:] for each in self._batches]
-        if last is not None:
-            kept = _last_of_each(records, last)
-            dropped += len(records) - len(kept)
-            records = kept
-        return {
-            "format": FORMAT, "rank": self.rank, "wall": time.time(),
-            "monotonic": time.perf_counter_ns(), "dropped": dropped, "members": members,
-            "over": self.over, "waits": [[r.group, r.number] for r in waits], "entered": entered,
-            "since": since, "batches": batches, "job": self.job,
-            "calls": [
-                [r.group, r.number, r.operation, list(r.shape), r.dtype, r.bytes, r.peer, r.where,
-                 r.began, r.issued, r.ended, r.turn]
-                for r in records
-            ],
-        }  # fmt: skip
+            return self.ring.as_dict(last)
 
-    def meet(self, rank: int, members: Mapping[str, list[int]]) -> None:
+    def meet(self, rank: int, members: Mapping[str, Sequence[int]]) -> None:
         """Notes the communicators of a grid that was made, and counts their calls from here.
 
         Before a failure, ranks may have issued different calls on other groups of these names.
         """
         with self._lock:
-            self.rank, self.paused = rank, False
-            self.members.update(members)
+            self.paused = False
+            self.set_rank(rank)
             now = time.perf_counter_ns()
-            for name in members.keys() & self._numbers.keys():
-                self._since[name] = now
-                del self._numbers[name]
+            for name, ranks in members.items():
+                self._called.meet(name, ranks)
+                if name in self._numbers:
+                    self.ring.note("since", name, now)
+                    self.ring.entered(self.ring.group(name), 0)
+                    del self._numbers[name]
             self._turns = {key: n for key, n in self._turns.items() if key[0] not in members}
             self._waits.clear()
-            self._batches.clear()
+
+    def set_rank(self, rank: int) -> None:
+        """Note which rank this process is."""
+        if rank != self.rank:
+            self.ring.note("rank", rank)
+        self.rank = rank
+
+    def keep_in(self, folder: Path) -> None:
+        """Have the ring in a file from now on, `rank_00003.ring`, which outlives the process.
+
+        Raises:
+            CommGridError: it cannot be made.
+        """
+        path = folder / f"rank_{self.rank:05}.ring"
+        with self._lock:
+            if path == self.ring.path:
+                return
+            try:
+                self.ring = self.ring.moved(path)
+                path.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run
+            except OSError as error:
+                raise CommGridError(
+                    f"{path}: cannot be written: {error.strerror or error}"
+                ) from error
 
     def save(self, folder: Path) -> Path:
         """Writes `rank_00003.json` into a folder, which is made if need be.
@@ -176,6 +129,8 @@ class Recorder:
             folder.mkdir(parents=True, exist_ok=True)
             half.write_text(json.dumps(self.as_dict()), encoding="utf-8")
             half.rename(path)
+            if self.ring.path == path.with_suffix(".ring") and self.ring.is_over:
+                self.ring.path.unlink(missing_ok=True)
         except OSError as error:
             raise CommGridError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path
@@ -186,83 +141,95 @@ class Recorder:
         operation: str,
         tensors: Sequence[Tensor],
         peer: int | None,
-    ) -> Record:
-        name = self._names.get(its_group)
-        if name is None:
-            name = self._name(its_group)
-        code, line = caller()
-        first = tensors[0] if tensors else None
-        record = Record(
-            name, 0, operation,
-            () if first is None else tuple(first.shape),
-            "" if first is None else DTYPES.get(first.dtype, str(first.dtype)),
-            first.nbytes if len(tensors) == 1 and first is not None
-            else sum(each.nbytes for each in tensors), peer, code, line, time.perf_counter_ns(),
-        )  # fmt: skip
+        output: int | None = None,
+    ) -> int:
         if self.paused:
-            return record
+            return -1
+        place = caller()
+        first = tensors[0] if tensors else None
+        shape: Sequence[int] = ()
+        dtype, size = "", 0
+        if first is not None:
+            dtype, shape = DTYPES.get(first.dtype) or str(first.dtype), first.shape
+            size = first.nbytes if len(tensors) == 1 else sum(each.nbytes for each in tensors)
         with self._lock:
-            record.number = self._numbers.get(name, 0)
-            self._numbers[name] = record.number + 1
-            of = (name, operation, peer) if operation in _TRANSFERS else (name, "", None)
-            record.turn = self._turns.get(of, 0)
-            self._turns[of] = record.turn + 1
-            self.total += 1
-            self.records.append(record)
-            if of[1] and (batch := torch_calls.batch()):
-                if not self._batches or self._batches[-1][:2] != [batch, name]:
-                    self._batches.append([batch, name, record.number, record.number])
-                self._batches[-1][3] = record.number
-        return record
+            name, ring = self._called(its_group), self.ring
+            of = (name, operation, peer) if operation in TRANSFERS else (name, "", None)
+            where = self._places.get(place)
+            if where is None:
+                where = self._places[place] = ring.text(place_of(*place))
+            number, turn = self._numbers.get(name, 0), self._turns.get(of, 0)
+            self._numbers[name], self._turns[of] = number + 1, turn + 1
+            group = ring.group(name)
+            if not of[1]:
+                ring.entered(group, turn + 1)
+            return ring.add(
+                group, number, operation, shape, dtype, size, output, peer, where,
+                time.perf_counter_ns(), turn, torch_calls.batch() if of[1] else 0,
+            )  # fmt: skip
 
     def issued(self, call: object, work: dist.Work | None) -> None:
-        assert isinstance(call, Record)
-        call.issued = time.perf_counter_ns()
+        assert isinstance(call, int)
+        if call < 0:
+            return
+        now = time.perf_counter_ns()
+        self.ring.issued(call, now)
         if work is None:
-            call.ended = call.issued
+            self.ring.ended(call, now)
         else:
-            call.ended = None
             self._pending[work] = call
 
     def failed(self, call: object) -> None:
         """Its record stays without an end."""
 
     def waits(self, work: dist.Work) -> None:
-        record = self._pending.get(work)
-        if record is not None and not self.paused:
-            self._waits[threading.get_ident()] = record
+        call = self._pending.get(work)
+        if call is not None and not self.paused:
+            thread = threading.get_ident()
+            before = self._waits.get(thread)
+            if before is not None:  # a wait that has failed, and is not what it waits for any more
+                self.ring.waits(before, False)
+            self._waits[thread] = call
+            self.ring.waits(call, True)
 
     def waited(self, work: dist.Work, failed: bool) -> None:
         if failed:
             return  # the call has no end, and is what this thread was waiting for
-        record = self._pending.pop(work, None)
-        if record is not None:
-            record.ended = time.perf_counter_ns()
+        call = self._pending.pop(work, None)
+        if call is not None:
+            self.ring.ended(call, time.perf_counter_ns())
             self._waits.pop(threading.get_ident(), None)
 
-    def _name(self, group: dist.ProcessGroup) -> str:
-        """Note a group's name and members."""
-        ranks = list(dist.get_process_group_ranks(group))
-        name = _called(group)
-        if self.members.setdefault(name, ranks) != ranks:  # another's; nobody else's has its ranks
-            name = f"{name} of {describe_ranks(ranks)}"
-            self.members[name] = ranks
-        self._names[group] = name
+
+class GroupNames:
+    """What groups are called: communicators of commgrid by their names, others as torch does.
+
+    Args:
+        met: is told of a new name and its ranks.
+    """
+
+    def __init__(self, met: Callable[[str, Sequence[int]], object] = lambda name, ranks: None):
+        self.members: dict[str, list[int]] = {}
+        self._met = met
+        self._names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+    def __call__(self, group: dist.ProcessGroup) -> str:
+        name = self._names.get(group)
+        if name is None:
+            ranks = list(dist.get_process_group_ranks(group))
+            name = _called(group)
+            if self.members.get(name, ranks) != ranks:  # another's; nobody else's has its ranks
+                name = f"{name} of {describe_ranks(ranks)}"
+            self.meet(name, ranks)
+            self._names[group] = name
         return name
 
+    def meet(self, name: str, ranks: Sequence[int]) -> None:
+        """Note the ranks of a group."""
+        if self.members.get(name) != list(ranks):
+            self.members[name] = list(ranks)
+            self._met(name, self.members[name])
 
-def _last_of_each(records: Sequence[Record], most: int) -> list[Record]:
-    """The last calls of each communicator, in their order."""
-    counts: dict[str, int] = {}
-    kept = []
-    for record in reversed(records):
-        counts[record.group] = counts.get(record.group, 0) + 1
-        if counts[record.group] <= most:
-            kept.append(record)
-    return kept[::-1]
-
-
-_TRANSFERS = ("send", "recv")
 
 DTYPES = {
     getattr(torch, name): name
@@ -322,28 +289,38 @@ _current: list[Recorder] = []
 def follow(asked: bool, rank: int, members: Mapping[str, list[int]]) -> None:
     """Start recording if asked to or COMMGRID_TRACE is set, and note a grid's communicators.
 
-    `COMMGRID_TRACE=1` begins to record; `COMMGRID_TRACE=DIR` also saves there when the process
-    ends.
+    `COMMGRID_TRACE=1` begins to record; `COMMGRID_TRACE=DIR` has the records in a file there, which
+    is as current as the process however that ends.
 
     Args:
         asked: whether the program does.
         rank: of this process.
         members: of the grid's communicators.
     """
-    folder = os.environ.get("COMMGRID_TRACE", "")
-    named = folder not in ("", "0")
-    recorder = start() if asked or named else current()
+    folder = folder_of_environment()
+    is_on = os.environ.get("COMMGRID_TRACE", "") not in ("", "0")
+    recorder = start() if asked or is_on else current()
     if recorder is None:
         return
     recorder.meet(rank, members)
-    if named and folder != "1":
+    if folder is not None:
+        try:
+            recorder.keep_in(folder.absolute())
+        except CommGridError as error:
+            print(f"commgrid: the trace is kept in memory only: {error}", file=sys.stderr)
         # The last registered is the first called: while torch.distributed is still up.
         atexit.unregister(_save_at_exit)
-        atexit.register(_save_at_exit, recorder, Path(folder).absolute())
+        atexit.register(_save_at_exit, recorder, folder.absolute())
+
+
+def folder_of_environment() -> Path | None:
+    """The folder that COMMGRID_TRACE names, if it does."""
+    named = os.environ.get("COMMGRID_TRACE", "")
+    return Path(named) if named not in ("", "0", "1") else None
 
 
 def _save_at_exit(recorder: Recorder, folder: Path) -> None:
-    recorder.over = True
+    recorder.ring.end()
     try:
         recorder.save(folder)
     except CommGridError as error:
@@ -369,3 +346,16 @@ def stop() -> Recorder | None:
 def current() -> Recorder | None:
     """Return this process's recorder, None if it does not record."""
     return _current[0] if _current else None
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: what it does is not its parent's, whose memory the ring is.
+
+    Another thread of the parent may have held a lock, so none is taken here.
+    """
+    for each in _current:
+        each.paused = True
+    _current.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

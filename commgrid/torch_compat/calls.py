@@ -21,37 +21,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-# Method: the operation's name, and which argument holds what this rank hands in (or takes).
-_CALLS: dict[str, tuple[str, int | None]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-    "recv_anysource": ("recv", 0),
-    "barrier": ("barrier", None),
-    "monitored_barrier": ("barrier", None),
-}
-_PEER = {"send": 1, "recv": 1}
-_OPTIONS = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2}
-"""Which argument says the root."""
+from commgrid.observe.operations import Operation, methods
 
 
 class Listener(Protocol):
@@ -63,11 +33,13 @@ class Listener(Protocol):
         operation: str,
         tensors: Sequence[Tensor],
         peer: int | None,
+        output: int | None,
     ) -> object:
         """A call that is about to be made; what is returned comes back with its end.
 
-        The peer is the group rank of a transfer's other side or of a collective's root. Where it
-        raises, the call is not made.
+        The peer is the group rank of a transfer's other side or of a collective's root; `output`
+        the bytes that this rank gets, where all ranks have to get as many. Where it raises, the
+        call is not made.
         """
         ...
 
@@ -150,10 +122,10 @@ def stop(listener: Listener) -> None:
 
 
 def _put_in_place() -> None:
-    for name, (operation, place) in _CALLS.items():
+    for name, operation in methods():
         if name in vars(dist.ProcessGroup):  # some are of later versions of torch
             method = getattr(dist.ProcessGroup, name)
-            _replace(dist.ProcessGroup, name, _telling(method, name, operation, place))
+            _replace(dist.ProcessGroup, name, _telling(method, operation))
     _replace(dist.Work, "wait", _telling_wait(dist.Work.wait))
     for module in (dist, dist.distributed_c10d):
         _replace(module, "batch_isend_irecv", _as_batch(dist.batch_isend_irecv))
@@ -166,24 +138,27 @@ def _replace(kind: Any, name: str, ours: Callable[..., Any]) -> None:
         setattr(kind, name, ours)
 
 
-def _telling(
-    method: Callable[..., Any], name: str, operation: str, place: int | None
-) -> Callable[..., Any]:
-    peer_at, root_at = _PEER.get(name), _OPTIONS.get(name)
+def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
+    at, peer_at = operation.tensors, operation.peer
+    output_at = operation.outputs if operation.sizes == "outputs" else None
 
     @wraps(method)
     def call(its_group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
         # Not `group`: errors name the caller's function (`commgrid.runtime.whereabouts`).
-        given = args[place] if place is not None and len(args) > place else ()
-        peer = None
+        given = args[at] if at is not None and len(args) > at else ()
+        peer = output = None
         if peer_at is not None and len(args) > peer_at:
-            peer = args[peer_at]
-        elif root_at is not None and len(args) > root_at:
-            peer = getattr(args[root_at], "rootRank", None)
+            held = args[peer_at]
+            peer = held if isinstance(held, int) else getattr(held, "rootRank", None)
+        if output_at is not None and len(args) > output_at:
+            output = sum(each.nbytes for each in _flat(args[output_at]))
         listeners = _listeners
         tensors = _flat(given)
         _now.blocking = bool(args) and not getattr(args[-1], "asyncOp", True)
-        began = [(each, each.begins(its_group, operation, tensors, peer)) for each in listeners]
+        began = [
+            (each, each.begins(its_group, operation.name, tensors, peer, output))
+            for each in listeners
+        ]
         try:
             work = method(its_group, *args, **options)
         except RuntimeError:

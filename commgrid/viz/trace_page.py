@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.observe import trace_files
 from commgrid.viz.page import filled
 
 MOST_CALLS = 200_000
@@ -19,13 +19,13 @@ def draw_trace_page(folder: Path, diagnosis: Mapping[str, Any] | None = None) ->
     """The page of the traces in a folder, which were read before and are good.
 
     Args:
-        folder: with rank_*.json.
+        folder: with their files.
         diagnosis: as `commgrid diagnose --json` prints it; None: none is shown.
 
     Raises:
         SpecError: more calls than a page shows.
     """
-    held = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("rank_*.json"))]
+    held = trace_files.held_in(folder)
     calls = sum(len(each["calls"]) for each in held)
     if calls > MOST_CALLS:
         raise SpecError(

@@ -128,15 +128,13 @@ def test_an_answer_is_bounded() -> None:
     try:
         own: Any = recorder.current()
         for group in range(3000):
-            own.members[f"a rather long name of a group {group}"] = [0]
-            for _ in range(2):
-                name = f"a rather long name of a group {group}"
-                operation, size = f"operation {group * 7919}", group * 104729
-                own.records.append(
-                    recorder.Record(
-                        name, 0, operation, (group,), "float32", size, None, None, 0, size
-                    )
-                )
+            name = f"a rather long name of a group {group}"
+            own.ring.note("members", name, [0])
+            for turn in range(2):
+                own.ring.add(
+                    own.ring.group(name), turn, f"operation {group * 7919}", (group,), "float32",
+                    group * 104729, None, None, 0, 1, turn, 0,
+                )  # fmt: skip
         assert len(inquiry.packed(own)) <= inquiry.MOST_BYTES
     finally:
         commgrid.trace.stop()

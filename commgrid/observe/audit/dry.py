@@ -155,11 +155,11 @@ def _rank(
     torch_fake.pretend(beside, earlier)
     records = recorder.start()
     records.job = f"dry {beside.name}"
+    records.set_rank(rank)
 
     def note() -> None:
-        records.rank = rank
         records.save(folder)
-        (beside / f"calls_{rank}").write_text(str(records.total))
+        (beside / f"calls_{rank}").write_text(str(records.ring.total))
 
     _after_updates(note)
     sys.argv = argv

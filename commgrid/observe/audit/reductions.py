@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid.runtime.recorder import Recorder
+from commgrid.runtime.recorder import GroupNames, caller, place_of
 
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -31,19 +31,23 @@ class Reductions:
 
     def __init__(self, inside: Callable[[], str]) -> None:
         self._inside = inside
-        self._recorder = Recorder(capacity=1)
+        self._names = GroupNames()
         self._seen: list[_Seen] = []
 
     def begins(
-        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], peer: int | None
+        self,
+        group: dist.ProcessGroup,
+        operation: str,
+        tensors: Sequence[Tensor],
+        peer: int | None,
+        output: int | None,
     ) -> object:
-        record = self._recorder.begins(group, operation, tensors, peer)
         if group.size() == 1 or operation in ("send", "recv", "barrier"):
             return None
         memory: tuple[tuple[int, int], ...] = ()
         if operation in _REDUCING:
             memory = tuple((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
-        said = [operation, record.group, record.where]
+        said = [operation, self._names(group), place_of(*caller())]
         self._seen.append(_Seen(said, self._inside(), memory))
         return None
 
