@@ -35,8 +35,9 @@ PURE_HALVES = {
     "resharding": "traffic layouts shares pools plan",
     "bridge": "plan pipelines",
     "observe": (
-        "operations ring traces programs findings order trace_files recorded flight_recorder "
-        "ledger mismatches slowness waiting astray circles diagnosis verify stages priced"
+        "operations ring processes traces programs findings order trace_files recorded "
+        "flight_recorder ledger mismatches slowness waiting astray circles diagnosis verify "
+        "stages priced"
     ),
 }
 DOOR = (

@@ -19,6 +19,7 @@ from commgrid.cli import (
     check,
     diagnose,
     diff,
+    dump,
     explain,
     plan,
     presets,
@@ -35,7 +36,7 @@ from commgrid.version import VERSION
 _COMMANDS = {
     "plan": plan, "explain": explain, "check": check, "show": show, "presets": presets,
     "diff": diff, "bench": bench, "trace": trace, "diagnose": diagnose,
-    "verify": verify, "audit": audit,
+    "dump": dump, "verify": verify, "audit": audit,
 }  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(
             args.command,
             "needs torch, which is not installed here (pip install torch); plan, explain, "
-            "show, presets, diff, trace, diagnose and verify do without it",
+            "show, presets, diff, trace, diagnose, dump and verify do without it",
         )
     return status
 

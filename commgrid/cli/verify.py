@@ -10,7 +10,10 @@ from typing import Any
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.cli.terminal import BOLD, RED, Marks
-from commgrid.observe.verify import Verdict, check, programs
+from commgrid.observe import trace_files
+from commgrid.observe.recorded import from_traces, missing, whole
+from commgrid.observe.verify import Verdict, check
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.viz.figure import SUFFIXES, check_suffix, drawing, save
 from commgrid.viz.verdict_picture import draw_verdict
 
@@ -21,7 +24,8 @@ _EXAMPLES = """examples:
   commgrid verify runs/trace -o why.svg             (the reason drawn; needs matplotlib)
 
 A run over gloo that came to its end may not over NCCL, where calls of one communicator run one
-after another. Exits with 1 where ranks would wait for ever, and says in which calls.
+after another. Exit status: 0 where all finish, 1 where ranks would wait for ever, which names the
+calls, 2 where the folder cannot be read, 3 where all finish of which there are records.
 """
 _MARKS: Marks = {r"^cannot finish.*$": RED, r"\[[a-z][^\]]*\]": BOLD}
 
@@ -53,7 +57,9 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_suffix(args.output, SUFFIXES)
-    made = programs(args.folder)
+    traces = trace_files.read(args.folder)
+    absent = missing(traces)
+    made = from_traces(whole(traces) if absent else traces)
     rules = [args.backend] if args.backend else ["nccl", "gloo"]
     # What finishes under strict does so under the others: by traces, which have no tags, they only
     # take away some of what a call begins after.
@@ -66,19 +72,24 @@ def run(args: argparse.Namespace) -> int:
         with drawing():
             save(draw_verdict(wrong), args.output)
         give(args, lambda: {"written": f"{args.output}"}, lambda: f"wrote {args.output}", {})
-        return 0 if finishes else 1
+        return _status(finishes, absent)
     give(
         args,
         lambda: {
             "ranks": found[0].ranks, "calls": found[0].calls, "finishes": finishes,
+            "missing": list(absent),
             "verdicts": [
                 each.as_dict() for each in (*found, strict)
             ],
         },
-        lambda: _as_text(found, strict) + _not_drawn(args.output),
+        lambda: _as_text(found, strict) + _not_checked(absent) + _not_drawn(args.output),
         _MARKS,
     )  # fmt: skip
-    return 0 if finishes else 1
+    return _status(finishes, absent)
+
+
+def _status(finishes: bool, absent: tuple[int, ...]) -> int:
+    return 1 if not finishes else 3 if absent else 0
 
 
 def _as_text(found: list[Verdict], strict: Verdict) -> str:
@@ -97,6 +108,15 @@ def _as_text(found: list[Verdict], strict: Verdict) -> str:
             f"which its guide does not promise; {_reason(strict)}"
         )
     return "\n\n".join(parts)
+
+
+def _not_checked(absent: tuple[int, ...]) -> str:
+    if not absent:
+        return ""
+    return (
+        f"\n\nnot checked: {describe_ranks(absent)} left no record (killed before it was written?); "
+        "nor are the calls they take part in"
+    )
 
 
 def _not_drawn(path: Path | None) -> str:

@@ -7,6 +7,7 @@ nobody has waited for has no wait. Messages that were started as one are told by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from commgrid.errors import SpecError
 from commgrid.observe import traces
@@ -38,6 +39,27 @@ def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
                 groups[call.group] = same.setdefault((call.group, ranks), Group(call.group, ranks))
         programs[trace.rank] = _steps(trace, groups)
     return programs
+
+
+def missing(found: Sequence[Trace]) -> tuple[int, ...]:
+    """Ranks of a job that have no trace, as far as groups of the others tell."""
+    ranks = {rank for trace in found for members in trace.members.values() for rank in members}
+    return tuple(sorted(ranks - {trace.rank for trace in found}))
+
+
+def whole(found: Sequence[Trace]) -> list[Trace]:
+    """Traces without the calls that also ranks without a trace take part in."""
+    traced = {trace.rank for trace in found}
+    return [
+        replace(
+            trace,
+            calls=tuple(
+                call for call in trace.calls
+                if traced.issuperset(trace.members.get(call.group, ()))
+            ),
+        )
+        for trace in found
+    ]  # fmt: skip
 
 
 def _members(trace: Trace, call: traces.Call, traced: set[int]) -> tuple[int, ...]:

@@ -3,20 +3,15 @@
     rank 1: diagnose() ──► the store: question 3 ──► a thread of each rank ──► its last calls
     kill -USR1 ──► a thread of the rank ──► rank_00003.json, rank_00003.stacks
 
-Each recording process has a thread for it. It waits for questions at the store, over a connection
-of its own (`commgrid.rendezvous.questions`), and for the signal.
+Each recording process has a thread for it. It looks for questions at the store, over a connection
+of its own (`commgrid.rendezvous.questions`), and for stacks that a signal has had written.
 """
 
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import json
 import logging
-import os
-import re
-import selectors
-import signal
 import sys
 import threading
 import time
@@ -28,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import CommGridError
-from commgrid.observe import trace_files
+from commgrid.observe import processes, trace_files
 from commgrid.observe.diagnosis import PATIENCE
 from commgrid.observe.diagnosis import diagnose as judge
 from commgrid.observe.findings import Diagnosis
@@ -135,40 +130,23 @@ class Answering:
         self.own, self.store = own, store
         self._world = range(torch_world.world_size())
         self._questions = Questions(own.rank, self._world)
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._waits = selectors.DefaultSelector()
-        self._waits.register(self._reader, selectors.EVENT_READ)
-        self._signalled = not _is_caught(signal.SIGUSR1)
-        if self._signalled:
-            # Python's own handlers wait until the main thread is out of torch's C++; this one
-            # writes its stacks into our pipe at once.
-            faulthandler.register(signal.SIGUSR1, file=self._writer, all_threads=True)
-        self._over = False
+        self._seen = 0  # bytes of its stacks
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commgrid answers", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Ends it."""
-        if self._over:
-            return
-        self._over = True
-        if self._signalled:
-            faulthandler.unregister(signal.SIGUSR1)
-        os.close(self._writer)  # which the thread sees
+        self._ended.set()
         self._thread.join(2 * timeouts().beat)
 
     def _run(self) -> None:
         driver: StoreDriver | None = None
         until = 0.0
         try:
-            while True:
-                ready = self._waits.select(timeouts().beat)
+            while not self._ended.wait(timeouts().beat):
                 self.own.ring.touch()
-                if self._over:
-                    break
-                if ready:
-                    self._write_down()
+                self._write_down()
                 if len(self._world) == 1:
                     continue
                 try:
@@ -186,32 +164,19 @@ class Answering:
         finally:
             if driver is not None:
                 driver.close()
-            self._waits.close()
-            os.close(self._reader)
 
     def _write_down(self) -> None:
         """After a signal: the records, and where each thread is."""
-        stacks = b""
-        while self._waits.select(timeouts().moment):
-            read = os.read(self._reader, 1 << 16)
-            if not read:
-                break
-            stacks += read
+        stacks = processes.stacks_since(self._seen)
+        if not stacks:
+            return
+        self._seen += len(stacks)
         with suppress(CommGridError, OSError):
             # A ring in a file is as current as it can be.
             path = self.own.ring.path or self.own.save(Path(FOLDER))
             with path.with_suffix(".stacks").open("ab") as file:
                 file.write(stacks)
             print(f"commgrid: rank {self.own.rank} has written {path}", file=sys.stderr)
-
-
-def _is_caught(number: signal.Signals) -> bool:
-    """Return whether the program handles a signal, also in C, as `faulthandler.register` does."""
-    if signal.getsignal(number) != signal.SIG_DFL:
-        return True
-    status = Path("/proc/self/status")
-    masks = re.findall(r"^SigCgt:\s*(\w+)", status.read_text(), re.M) if status.exists() else []
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 _answering: list[Answering] = []  # one at most

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.observe import processes
 from commgrid.observe.operations import TRANSFERS, alike
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
@@ -429,5 +430,10 @@ def follow(verify: str | None, grid: HyperCommGrid) -> None:
 def observe(trace: bool, verify: str | None, grid: HyperCommGrid) -> None:
     """Begin to record and to compare a grid's calls, before its ranks say that they are ready."""
     recorder.follow(trace, grid.rank, grid.members_of_communicators())
+    records = recorder.current()
+    ring = records.ring.path if records is not None else None
+    identity = f"{grid.identity}"
+    processes.announce(identity, grid.rank, torch_world.world_size(), ring)
+    grid.before_destroy(lambda: processes.withdraw(identity))
     inquiry.follow()
     follow(verify, grid)

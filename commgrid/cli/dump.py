@@ -1,0 +1,72 @@
+"""`commgrid dump`: has the ranks of a job on this host write down where they are."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from commgrid.cli.grid_options import new_command
+from commgrid.cli.output import give
+from commgrid.errors import SpecError
+from commgrid.observe.processes import Dumped, dump, of_one_job, running
+from commgrid.planning.rank_lists import describe_ranks
+
+_EXAMPLES = """examples:
+  commgrid dump                                 (on a host where the job hangs)
+  srun --overlap --jobid 1234 commgrid dump -o /shared/dump
+  commgrid dump --pid 4711 -o hang              (of several jobs, the one with this process)
+  commgrid diagnose commgrid_dump
+
+Writes where all threads of each rank are, rank_00003.stacks, and copies the calls that it has
+recorded, rank_00003.json. Ranks that do not record write their stacks too. The job goes on. Exits
+with 1 where a rank has written nothing.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "dump",
+        summary="where each rank of a job on this host is, and its last calls",
+        description="Has the ranks of a job on this host write down stacks and recorded calls.",
+        examples=_EXAMPLES,
+        run=run,
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("commgrid_dump"), metavar="DIR",
+        help="where to write (default commgrid_dump)",
+    )  # fmt: skip
+    parser.add_argument("--pid", type=int, metavar="PID", help="a rank of the job, if several run")
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS",
+        help="how long to wait for the ranks (default 10)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.timeout > 0:
+        raise SpecError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
+    found = dump(of_one_job(running(), args.pid), args.output, args.timeout)
+    give(
+        args,
+        lambda: {"folder": str(args.output), "ranks": [asdict(each) for each in found]},
+        lambda: _as_text(found, args.output),
+    )
+    return 0 if all(each.stacks or each.records for each in found) else 1
+
+
+def _as_text(found: list[Dumped], folder: Path) -> str:
+    stacks = [each.rank for each in found if each.stacks]
+    records = [each.rank for each in found if each.records]
+    lines = [f"wrote {folder}: stacks of {describe_ranks(stacks)}"]
+    lines[0] += f", calls of {describe_ranks(records)}"
+    for why in sorted({each.why for each in found if each.why}):
+        ranks = [each.rank for each in found if each.why == why]
+        lines.append(f"no stacks of {describe_ranks(ranks)}: {why}")
+    if records:
+        lines.append(f"commgrid diagnose {folder} says which rank they wait for")
+    else:
+        lines.append("the ranks record no calls; COMMGRID_TRACE=DIR on every rank has them do so")
+    return "\n".join(lines)

@@ -1,0 +1,274 @@
+"""The ranks of this host: what each process says of itself, and what it is asked to write down.
+
+    <tmp>/commgrid-<user>/4711.json      rank 3 of 8, of train.py, its ring
+    <tmp>/commgrid-<user>/4711.stacks    where its threads are, of each SIGUSR1
+
+`faulthandler` writes the stacks, whatever the main thread is doing, also in C++. Nothing here needs
+torch: `commgrid dump` is another process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from commgrid.errors import SpecError
+from commgrid.observe import ring
+from commgrid.planning.rank_lists import describe_ranks
+
+_QUIET = 0.2  # seconds without a new line, after which stacks are whole
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process with a grid.
+
+    Args:
+        pid, started: which; the kernel gives a number again.
+        rank, world_size: in its job.
+        job: what all ranks of a job on this host have in common.
+        program: its arguments.
+        ring: the file of its records; "": it has none.
+        answers: whether SIGUSR1 has it write its stacks. A program's own handler stays.
+    """
+
+    pid: int
+    started: str
+    rank: int
+    world_size: int
+    job: str
+    program: str
+    ring: str
+    answers: bool
+
+
+def folder_of_user() -> Path:
+    return Path(tempfile.gettempdir()) / f"commgrid-{os.getuid()}"
+
+
+class _Own:
+    """What this process says of itself, while it has grids."""
+
+    def __init__(self) -> None:
+        self.grids: set[str] = set()
+        self.stacks = -1
+        self.pid = 0
+
+
+_own = _Own()
+
+
+def announce(grid: str, rank: int, world_size: int, records: Path | None) -> None:
+    """Say that this process has a grid; without a place to write to, nothing is said."""
+    if _own.pid != os.getpid():  # a forked process has its parent's file
+        _own.grids, _own.pid, _own.stacks = set(), os.getpid(), -1
+    _own.grids.add(grid)
+    folder = folder_of_user()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            return
+        if _own.stacks < 0 and not is_caught(os.getpid()):
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+            _own.stacks = os.open(folder / f"{_own.pid}.stacks", flags, 0o600)
+            faulthandler.register(signal.SIGUSR1, file=_own.stacks, all_threads=True)
+        said = Process(
+            _own.pid, _started(_own.pid), rank, world_size, _job(world_size),
+            " ".join(sys.argv), "" if records is None else str(records), _own.stacks >= 0,
+        )  # fmt: skip
+        half = folder / f"{_own.pid}.half"
+        half.write_text(json.dumps(asdict(said)), encoding="utf-8")
+        half.rename(folder / f"{_own.pid}.json")
+
+
+def withdraw(grid: str) -> None:
+    """Say that a grid is no more; with the last one nothing is left of this process."""
+    _own.grids.discard(grid)
+    if _own.grids or _own.pid != os.getpid():
+        return
+    _own.pid = 0
+    if _own.stacks >= 0:
+        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # no handler of the program's own
+            faulthandler.unregister(signal.SIGUSR1)
+        os.close(_own.stacks)
+        _own.stacks = -1
+    _remove(os.getpid())
+
+
+def stacks_since(size: int) -> bytes:
+    """What was written of this process's threads beyond so many bytes, once it is whole."""
+    if _own.stacks < 0 or os.fstat(_own.stacks).st_size <= size:
+        return b""
+    return _whole(folder_of_user() / f"{_own.pid}.stacks", size, time.monotonic() + 10 * _QUIET)
+
+
+def is_caught(pid: int) -> bool:
+    """Whether a process handles SIGUSR1, in Python or in C, and does not end by it."""
+    if pid == os.getpid() and signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+        return True
+    status = Path(f"/proc/{pid}/status")
+    masks = re.findall(r"^SigCgt:\s*(\w+)", status.read_text(), re.M) if status.exists() else []
+    return any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks of the kernel's."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+
+
+def _job(world_size: int) -> str:
+    names = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return " ".join([str(world_size), *(os.environ.get(name, "-") for name in names)])
+
+
+def _remove(pid: int) -> None:
+    for kind in ("json", "stacks"):
+        with suppress(OSError):
+            (folder_of_user() / f"{pid}.{kind}").unlink(missing_ok=True)
+
+
+# -- asking -----------------------------------------------------------------------------
+
+
+def running() -> list[Process]:
+    """The processes of this host that have grids, by job and rank; what others left is removed."""
+    found = []
+    for path in sorted(folder_of_user().glob("*.json")):
+        try:
+            each = Process(**json.loads(path.read_text(encoding="utf-8")))
+            alive = _started(each.pid) == each.started
+            if alive:
+                os.kill(each.pid, 0)
+        except (OSError, ValueError, TypeError):
+            alive = False
+        if alive:
+            found.append(each)
+        else:
+            _remove(int(path.stem) if path.stem.isdigit() else 0)
+    return sorted(found, key=lambda each: (each.job, each.rank))
+
+
+def of_one_job(found: Sequence[Process], pid: int | None) -> list[Process]:
+    """The ranks of one job.
+
+    Args:
+        found: all that run.
+        pid: of one of its ranks; None: there is only one job.
+
+    Raises:
+        SpecError: there is none, or there are several.
+    """
+    jobs: dict[str, list[Process]] = {}
+    for each in found:
+        jobs.setdefault(each.job, []).append(each)
+    told = "; ".join(
+        f"{own[0].program}, {describe_ranks([each.rank for each in own])}, pid {own[0].pid}"
+        for own in jobs.values()
+    )
+    if pid is not None:
+        chosen = next((own for own in jobs.values() if any(e.pid == pid for e in own)), None)
+        if chosen is None:
+            raise SpecError(
+                f"--pid {pid}: is no process of yours with a grid; those are: {told or 'none'}"
+            )
+        return chosen
+    if not jobs:
+        raise SpecError(
+            "no process of yours on this host has a grid; run this where the job's ranks are, as "
+            "their user"
+        )
+    if len(jobs) > 1:
+        raise SpecError(f"{len(jobs)} jobs run here: {told}; give --pid of one of its ranks")
+    return next(iter(jobs.values()))
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """What was written of a rank.
+
+    Args:
+        rank, pid: whose.
+        stacks, records: whether there are any.
+        why: there are no stacks.
+    """
+
+    rank: int
+    pid: int
+    stacks: bool
+    records: bool
+    why: str
+
+
+def dump(job: Sequence[Process], folder: Path, timeout: float) -> list[Dumped]:
+    """Have each rank of a job write down its stacks, and copy these and its records to a folder.
+
+    Args:
+        job: as `of_one_job` returns it.
+        folder: where `rank_00003.stacks` and `rank_00003.json` go; made if need be.
+        timeout: seconds to wait for the stacks of all.
+
+    Raises:
+        SpecError: the folder cannot be written.
+    """
+    until = time.monotonic() + timeout
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = {each.pid: _ask(each) for each in job}
+        return [_collect(each, sizes[each.pid], folder, until) for each in job]
+    except OSError as error:
+        raise SpecError(f"-o {folder}: cannot be written: {error.strerror or error}") from error
+
+
+def _ask(process: Process) -> int | None:
+    """Send the signal, to a process that handles it; return the size of its stacks before."""
+    path = folder_of_user() / f"{process.pid}.stacks"
+    with suppress(OSError):
+        if process.answers and is_caught(process.pid):
+            size = path.stat().st_size
+            os.kill(process.pid, signal.SIGUSR1)
+            return size
+    return None
+
+
+def _collect(process: Process, size: int | None, folder: Path, until: float) -> Dumped:
+    name = f"rank_{process.rank:05}"
+    stacks, why = b"", "the program handles SIGUSR1 itself"
+    if size is not None:
+        stacks = _whole(folder_of_user() / f"{process.pid}.stacks", size, until)
+        why = "" if stacks else "it does not answer, or has ended"
+    if stacks:
+        (folder / f"{name}.stacks").write_bytes(stacks)
+    records = None
+    with suppress(OSError, ValueError):
+        records = ring.load(Path(process.ring)) if process.ring else None
+    if records is not None:
+        (folder / f"{name}.json").write_text(json.dumps(records), encoding="utf-8")
+    return Dumped(process.rank, process.pid, bool(stacks), records is not None, why)
+
+
+def _whole(path: Path, size: int, until: float) -> bytes:
+    """What a file has beyond so many bytes, once it has come and grows no more."""
+    seen, since = size, time.monotonic()
+    while time.monotonic() < until:
+        with suppress(OSError):
+            now = path.stat().st_size
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif seen > size and time.monotonic() - since > _QUIET:
+                break
+        time.sleep(_QUIET / 10)
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(size)
+        return file.read()
+    return b""
