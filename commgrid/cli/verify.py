@@ -114,8 +114,8 @@ def _not_checked(absent: tuple[int, ...]) -> str:
     if not absent:
         return ""
     return (
-        f"\n\nnot checked: {describe_ranks(absent)} left no record (killed before it was written?); "
-        "nor are the calls they take part in"
+        f"\n\nnot checked: {describe_ranks(absent)} left no record (killed before it was "
+        "written?); nor are the calls they take part in"
     )
 
 

@@ -11,17 +11,20 @@ from collections.abc import Iterator, Mapping
 
 from commgrid.observe.findings import Finding, said
 from commgrid.observe.ledger import Channel, Ledger
+from commgrid.observe.operations import Alike
 from commgrid.observe.traces import Call
 
 KINDS_OF_CALLS = (
-    "skipped call", "extra call", "other order", "other operation", "other root", "other dtype",
-    "other shape", "other size",
+    "skipped call", "extra call", "other order", "other operation", "other root",
+    "other reduction", "other dtype", "other shape", "other size",
 )  # fmt: skip
 """Kinds of findings about calls that do not go together."""
 
+_DIFFERS = {
+    "operation": "other operation", "root": "other root", "reduction": "other reduction",
+    "dtype": "other dtype", "size": "other shape",
+}  # fmt: skip
 _AHEAD = 8  # calls within which two that were swapped are found
-
-Signature = tuple[str, str, int, int | None]
 
 
 def mismatches(ledger: Ledger) -> Iterator[Finding]:
@@ -50,7 +53,7 @@ def _explain(
     held: Mapping[int, Mapping[int, Call]],
     turn: int,
     calls: Mapping[int, Call],
-    kinds: Mapping[int, Signature],
+    kinds: Mapping[int, Alike],
 ) -> Finding:
     counts = Counter(kinds.values())
     # Where there are as many of each, the one that went on from the other has left something out.
@@ -94,7 +97,7 @@ def _kind(
     odd: int,
     same: int,
     calls: Mapping[int, Call],
-    kinds: Mapping[int, Signature],
+    kinds: Mapping[int, Alike],
 ) -> tuple[str, int]:
     """Return the kind of the finding, and which of two ranks is the odd one."""
     for rank, other in ((odd, same), (same, odd)):
@@ -111,11 +114,8 @@ def _kind(
                 return "other order", rank
             return "skipped call", rank
     first, second = kinds[odd], kinds[same]
-    if first[0] != second[0]:
-        return "other operation", odd
-    if first[3] != second[3]:
-        return "other root", odd
-    return ("other dtype" if first[1] != second[1] else "other shape"), odd
+    differs = [name for name in Alike._fields if getattr(first, name) != getattr(second, name)]
+    return _DIFFERS[min(differs, key=list(_DIFFERS).index)], odd
 
 
 def _after(calls: Mapping[int, Call], turn: int) -> list[int]:
@@ -164,4 +164,5 @@ def _words(call: Call) -> str:
     if not call.dtype:
         return call.operation
     root = "" if call.peer is None or call.is_transfer else f" from or to its member {call.peer}"
-    return f"{call.operation} of {call.dtype} {list(call.shape)}{root}"
+    kind = "" if call.reduction in ("", "SUM") else f" ({call.reduction})"
+    return f"{call.operation} of {call.dtype} {list(call.shape)}{kind}{root}"

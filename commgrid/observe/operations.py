@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Operation:
         peer: which holds the group rank of the other side, or options with the root.
         sizes: what all ranks have to give alike: the bytes of what they hand in, or of what they
             get, or nothing.
+        reduces: whether it adds up, or the like.
     """
 
     name: str
@@ -31,13 +32,14 @@ class Operation:
     outputs: int | None = None
     peer: int | None = None
     sizes: Literal["inputs", "outputs", "free"] = "inputs"
+    reduces: bool = False
 
 
 # Some methods are of later versions of torch, and some of earlier ones.
 _ALL = (
-    Operation("all_reduce", ("allreduce", "allreduce_coalesced")),
+    Operation("all_reduce", ("allreduce", "allreduce_coalesced"), reduces=True),
     Operation("broadcast", ("broadcast",), peer=1),
-    Operation("reduce", ("reduce",), peer=1),
+    Operation("reduce", ("reduce",), peer=1, reduces=True),
     # Each rank may hand in another amount, as long as all make room for the same.
     Operation(
         "all_gather",
@@ -49,7 +51,7 @@ _ALL = (
         "reduce_scatter",
         ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
          "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-        tensors=1, outputs=0,
+        tensors=1, outputs=0, reduces=True,
     ),
     Operation(
         "all_to_all", ("alltoall", "alltoall_base", "all_to_all_single"),
@@ -93,10 +95,27 @@ def named(name: str) -> str:
     return _PLAIN.get(plain.replace("_", ""), plain)
 
 
-def alike(
-    name: str, dtype: str, size: int, output: int | None, root: int | None
-) -> tuple[str, str, int, int | None]:
+class Alike(NamedTuple):
     """What all ranks have to give alike in one call.
+
+    Args:
+        operation, dtype: which, and of what.
+        size: bytes that they hand in, or get; 0: each its own.
+        root: of a collective with one.
+        reduction: such as `SUM`; "": none, or it was not recorded.
+    """
+
+    operation: str
+    dtype: str
+    size: int
+    root: int | None
+    reduction: str
+
+
+def alike(
+    name: str, dtype: str, size: int, output: int | None, root: int | None, reduction: str = ""
+) -> Alike:
+    """What a call has to have in common with those of the other ranks.
 
     Args:
         name: of the operation; one that is not known is compared in full.
@@ -104,12 +123,11 @@ def alike(
         size: bytes that this rank hands in.
         output: bytes that it gets; None: not recorded.
         root: of a collective with one.
+        reduction: of one that reduces.
     """
     known = OPERATIONS.get(name)
     if name == "barrier":
-        return name, "", 0, None
-    if known is None or known.sizes == "inputs":
-        return name, dtype, size, root
-    if known.sizes == "outputs" and output is not None:
-        return name, dtype, output, root
-    return name, dtype, 0, root
+        return Alike(name, "", 0, None, "")
+    if known is not None and known.sizes != "inputs":
+        size = (output or 0) if known.sizes == "outputs" else 0
+    return Alike(name, dtype, size, root, reduction)

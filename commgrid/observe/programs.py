@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from commgrid.errors import SpecError
-from commgrid.observe.operations import TRANSFERS, alike
+from commgrid.observe.operations import TRANSFERS, Alike, alike
 
 Handle = int | str
 
@@ -42,6 +42,7 @@ class Call:
         number: how many the rank had issued on the communicator before; None: as counted here.
         where: the place in the program.
         output: bytes of what is got, where known and where all ranks have to get as many.
+        reduction: such as `SUM`, where known.
     """
 
     group: Group
@@ -56,20 +57,22 @@ class Call:
     number: int | None = None
     where: str = ""
     output: int | None = None
+    reduction: str = ""
 
     @property
-    def about(self) -> tuple[str, str, int, int | None]:
+    def about(self) -> Alike:
         """What all sides of it have to give alike."""
         size = self.bytes or math.prod(self.shape)
         if self.operation in TRANSFERS:
-            return "message", self.dtype, size, None
-        return alike(self.operation, self.dtype, size, self.output, self.root)
+            return Alike("message", self.dtype, size, None, "")
+        return alike(self.operation, self.dtype, size, self.output, self.root, self.reduction)
 
     def said(self) -> str:
         """Operation, shape and dtype, for messages."""
         size = f" of {list(self.shape)}" if self.shape or self.dtype else ""
         root = "" if self.root is None else f" root {self.root}"
-        return f"{self.operation}{size}{' ' * bool(self.dtype)}{self.dtype}{root}"
+        kind = "" if self.reduction in ("", "SUM") else f" ({self.reduction})"
+        return f"{self.operation}{size}{' ' * bool(self.dtype)}{self.dtype}{root}{kind}"
 
 
 @dataclass(frozen=True, slots=True)

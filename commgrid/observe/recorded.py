@@ -93,7 +93,7 @@ def _steps(trace: Trace, groups: dict[str, Group]) -> list[Step]:
             made.shape, made.dtype, made.bytes,
             root=None if is_message or made.peer is None else group.ranks[made.peer],
             handle=None if waited_here else at, number=made.number, where=made.where,
-            output=made.output,
+            output=made.output, reduction=made.reduction,
         )  # fmt: skip
         if batch is None:
             timed.append((made.began, 2 * at, call))

@@ -31,9 +31,9 @@ MAGIC = b"commgrid ring 1\n"
 _HEAD = struct.Struct("<16sQQQQdQQ")
 _TOTAL, _TEXTS, _OVER, _CLOCKS = 24, 32, 40, 48
 # Its number, began, issued, ended, bytes, bytes of outputs; group, operation, dtype, place, number
-# on its group, turn, batch; peer; dimensions, state; shape.
-_RECORD = struct.Struct("<QQQQQQIIIIIIIiBB2x5Q")
-_ISSUED, _ENDED, _STATE = 16, 24, 81
+# on its group, turn, batch, reduction; peer; dimensions, state; shape.
+_RECORD = struct.Struct("<QQQQQQIIIIIIIIiBB2x5Q")
+_ISSUED, _ENDED, _STATE = 16, 24, 85
 _WAITED, _KNOWN_OUTPUT = 1, 2
 _MOST_DIMENSIONS = 5
 _COUNT = struct.Struct("<Q")
@@ -157,7 +157,7 @@ class Ring:
     def add(
         self, group: int, number: int, operation: str, shape: Sequence[int], dtype: str,
         size: int, output: int | None, peer: int | None, where: int, began: int, turn: int,
-        batch: int,
+        batch: int, reduction: str = "",
     ) -> int:  # fmt: skip
         """Write a call down, and return its number."""
         at = self.total
@@ -174,8 +174,8 @@ class Ring:
         _RECORD.pack_into(
             self.memory, _RECORDS_AT + offset, at, began, 0, 0, size, output or 0, group,
             self.text(operation), self.text(dtype), where, number, turn, batch,
-            -1 if peer is None else peer, dimensions, 0 if output is None else _KNOWN_OUTPUT,
-            *kept, *_PADDING[dimensions],
+            self.text(reduction), -1 if peer is None else peer, dimensions,
+            0 if output is None else _KNOWN_OUTPUT, *kept, *_PADDING[dimensions],
         )  # fmt: skip
         self.total = at + 1
         _COUNT.pack_into(self.memory, _TOTAL, at + 1)
@@ -280,7 +280,7 @@ def read(memory: bytes | mmap.mmap, last: int | None) -> dict[str, Any]:
     first = max(total - capacity, 0)
     for row in reversed(list(_rows(memory, capacity, first, total))):
         _, began, issued, ended, size, output, group, operation, dtype = row[:9]
-        where, number, turn, batch, peer, dimensions, state, *shape = row[9:]
+        where, number, turn, batch, reduction, peer, dimensions, state, *shape = row[9:]
         kept[group] = kept.get(group, 0) + 1
         if last is not None and kept[group] > last:
             continue
@@ -289,7 +289,7 @@ def read(memory: bytes | mmap.mmap, last: int | None) -> dict[str, Any]:
         held["calls"].append(
             [name, number, texts[operation], shape[:dimensions], texts[dtype], size,
              None if peer < 0 else peer, texts[where], began, issued or None, ended or None, turn,
-             output if state & _KNOWN_OUTPUT else None]
+             output if state & _KNOWN_OUTPUT else None, texts[reduction]]
         )  # fmt: skip
         if state & _WAITED and not ended and is_present:
             held["waits"].append([name, number])

@@ -32,7 +32,7 @@ def start(capacity: int = recorder.CAPACITY) -> None:
     """Begins to record this process's calls; while it records already, nothing changes.
 
     Args:
-        capacity: how many calls are kept, the last ones; 112 bytes each.
+        capacity: how many calls are kept, the last ones; 128 bytes each.
     """
     if recorder.current() is not None:
         return

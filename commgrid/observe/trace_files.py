@@ -22,11 +22,11 @@ _OPTIONAL = (int, type(None))
 KEYS: dict[str, type | tuple[type, ...]] = {
     "group": str, "number": int, "operation": str, "shape": list, "dtype": str, "bytes": int,
     "peer": _OPTIONAL, "where": str, "began": int, "issued": _OPTIONAL, "ended": _OPTIONAL,
-    "turn": _OPTIONAL, "output": _OPTIONAL,
+    "turn": _OPTIONAL, "output": _OPTIONAL, "reduction": str,
 }  # fmt: skip
 """What a file holds of each call, in this order; the last ones came later and may be absent."""
 
-_LATER = 2
+_LATER = 3
 _PATTERN = "rank_*.json"
 _RINGS = "rank_*.ring"
 """What processes have left that did not come to their end."""

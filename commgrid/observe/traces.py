@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from commgrid.observe.operations import TRANSFERS, alike
+from commgrid.observe.operations import TRANSFERS, Alike, alike
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Call:
             had issued on the communicator before; of a transfer, how many in this direction
             between the two. None in files of before 0.1.
         output: bytes that the rank got, where all ranks have to get as many; None: not recorded.
+        reduction: such as `SUM`; "": nothing is reduced, or it was not recorded.
     """
 
     group: str
@@ -44,11 +45,12 @@ class Call:
     ended: float | None
     turn: int | None = None
     output: int | None = None
+    reduction: str = ""
 
     @property
-    def alike(self) -> tuple[str, str, int, int | None]:
+    def alike(self) -> Alike:
         """What all ranks have to give alike."""
-        return alike(self.operation, self.dtype, self.bytes, self.output, self.peer)
+        return alike(self.operation, self.dtype, self.bytes, self.output, self.peer, self.reduction)
 
     @property
     def is_transfer(self) -> bool:

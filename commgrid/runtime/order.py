@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import Tensor
 
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.observe import processes
-from commgrid.observe.operations import TRANSFERS, alike
+from commgrid.observe.operations import TRANSFERS
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
-from commgrid.runtime.recorder import DTYPES, caller, place_of
+from commgrid.runtime.recorder import caller, place_of
 from commgrid.torch_compat import calls as torch_calls
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
@@ -56,7 +55,7 @@ class Issued:
         channel: its communicator.
         way: what it is counted by: the communicator's names, and for a transfer the two ranks.
         turn: how many were issued of these before.
-        kind: what has to be alike: operation, type, bytes, root.
+        kind: what has to be alike.
         words: what it is, for messages.
         where: file and line.
         source: the rank whose message it is compared with.
@@ -136,14 +135,7 @@ class OrderCheck:
 
     # -- a call, from its beginning to its end -------------------------------------------
 
-    def begins(
-        self,
-        its_group: dist.ProcessGroup,
-        operation: str,
-        tensors: Sequence[Tensor],
-        peer: int | None,
-        output: int | None,
-    ) -> Issued | None:
+    def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Call) -> Issued | None:
         channel = self._channels.get(its_group)
         if channel is None:
             if its_group.size() == 1 or not its_group.group_name.startswith("commgrid/"):
@@ -152,10 +144,10 @@ class OrderCheck:
             channel = self._channels.get(its_group)
             if channel is None:
                 return None
-        if operation in TRANSFERS and peer is None:
+        if made.operation in TRANSFERS and made.peer is None:
             return None  # from anybody
         where = place_of(*caller())
-        call, target = self._made(channel, operation, tensors, peer, output, where)
+        call, target = self._made(channel, made, where)
         try:
             there = self._mail.send(
                 target, [call.way, call.turn, call.kind, call.words, call.where]
@@ -179,33 +171,24 @@ class OrderCheck:
         self._compare(call)
         return call
 
-    def _made(
-        self,
-        channel: Channel,
-        operation: str,
-        tensors: Sequence[Tensor],
-        peer: int | None,
-        output: int | None,
-        where: str,
-    ) -> tuple[Issued, int]:
+    def _made(self, channel: Channel, made: torch_calls.Call, where: str) -> tuple[Issued, int]:
         """Return the call that is to be issued, and the rank that learns of it."""
-        first = tensors[0] if tensors else None
-        dtype = "" if first is None else DTYPES.get(first.dtype, str(first.dtype))
-        shape = [] if first is None else list(first.shape)
-        size = sum(each.nbytes for each in tensors)
+        operation, peer, dtype = made.operation, made.peer, made.dtype
         if operation in TRANSFERS:
             assert peer is not None
             other = channel.ranks[peer]
             ends = (self._rank, other) if operation == "send" else (other, self._rank)
-            way, kind = f"{channel.names} {ends[0]}>{ends[1]}", ["transfer", dtype, size, None]
+            way, kind = f"{channel.names} {ends[0]}>{ends[1]}", ["transfer", dtype, made.size, None]
             source = target = other
             counted = f"{way} {operation}"
         else:
             way = counted = channel.names
-            kind = [*alike(operation, dtype, size, output, peer)]
+            kind = [*made.alike]
             ranks, place = channel.ranks, channel.place
             source, target = ranks[place - 1], ranks[(place + 1) % len(ranks)]
-        words = f"{operation} of {dtype} {shape}" if dtype else operation
+        words = f"{operation} of {dtype} {list(made.shape)}" if dtype else operation
+        if made.reduction not in ("", "SUM"):
+            words += f" ({made.reduction})"
         with self._news:
             turn = self._turns.get(counted, 0)
             self._turns[counted] = turn + 1

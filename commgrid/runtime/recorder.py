@@ -18,9 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from commgrid.errors import CommGridError
 from commgrid.observe.operations import TRANSFERS
@@ -30,7 +28,7 @@ from commgrid.runtime.libraries import OWN, is_programs
 from commgrid.torch_compat import calls as torch_calls
 
 CAPACITY = 100_000
-"""Records that are kept, the last ones; 112 bytes each."""
+"""Records that are kept, the last ones; 128 bytes each."""
 
 
 class Recorder:
@@ -135,37 +133,26 @@ class Recorder:
             raise CommGridError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path
 
-    def begins(
-        self,
-        its_group: dist.ProcessGroup,
-        operation: str,
-        tensors: Sequence[Tensor],
-        peer: int | None,
-        output: int | None = None,
-    ) -> int:
+    def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Call) -> int:
         if self.paused:
             return -1
         place = caller()
-        first = tensors[0] if tensors else None
-        shape: Sequence[int] = ()
-        dtype, size = "", 0
-        if first is not None:
-            dtype, shape = DTYPES.get(first.dtype) or str(first.dtype), first.shape
-            size = first.nbytes if len(tensors) == 1 else sum(each.nbytes for each in tensors)
         with self._lock:
             name, ring = self._called(its_group), self.ring
-            of = (name, operation, peer) if operation in TRANSFERS else (name, "", None)
+            is_transfer = made.operation in TRANSFERS
+            of = (name, made.operation, made.peer) if is_transfer else (name, "", None)
             where = self._places.get(place)
             if where is None:
                 where = self._places[place] = ring.text(place_of(*place))
             number, turn = self._numbers.get(name, 0), self._turns.get(of, 0)
             self._numbers[name], self._turns[of] = number + 1, turn + 1
             group = ring.group(name)
-            if not of[1]:
+            if not is_transfer:
                 ring.entered(group, turn + 1)
             return ring.add(
-                group, number, operation, shape, dtype, size, output, peer, where,
-                time.perf_counter_ns(), turn, torch_calls.batch() if of[1] else 0,
+                group, number, made.operation, made.shape, made.dtype, made.size, made.output,
+                made.peer, where, time.perf_counter_ns(), turn,
+                torch_calls.batch() if is_transfer else 0, made.reduction,
             )  # fmt: skip
 
     def issued(self, call: object, work: dist.Work | None) -> None:
@@ -229,15 +216,6 @@ class GroupNames:
         if self.members.get(name) != list(ranks):
             self.members[name] = list(ranks)
             self._met(name, self.members[name])
-
-
-DTYPES = {
-    getattr(torch, name): name
-    for name in (
-        "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8",
-        "bool",
-    )
-}  # fmt: skip
 
 
 def _called(group: dist.ProcessGroup) -> str:

@@ -16,30 +16,72 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid.observe.operations import Operation, methods
+from commgrid.observe.operations import Alike, Operation, alike, methods
+
+
+class Call(NamedTuple):
+    """A call as this rank issues it.
+
+    Args:
+        operation: such as `all_reduce` (`commgrid.observe.operations`).
+        tensors: what the rank hands in; of `recv` and `scatter` what it gets.
+        peer: group rank of a transfer's other side, or of the root of a collective with one.
+        output: bytes that the rank gets, where all ranks have to get as many.
+        reduction: such as `SUM`; "": nothing is reduced.
+    """
+
+    operation: str
+    tensors: Sequence[Tensor]
+    peer: int | None
+    output: int | None
+    reduction: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(each.nbytes for each in self.tensors)
+
+    @property
+    def dtype(self) -> str:
+        """Of its first tensor; "": it has none."""
+        if not self.tensors:
+            return ""
+        dtype = self.tensors[0].dtype
+        return DTYPES.get(dtype) or str(dtype)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of its first tensor."""
+        return self.tensors[0].shape if self.tensors else ()
+
+    @property
+    def alike(self) -> Alike:
+        """What all ranks have to give alike."""
+        return alike(self.operation, self.dtype, self.size, self.output, self.peer, self.reduction)
+
+
+DTYPES = {
+    getattr(torch, name): name
+    for name in (
+        "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8",
+        "bool",
+    )
+}  # fmt: skip
 
 
 class Listener(Protocol):
     """Whom calls are told."""
 
-    def begins(
-        self,
-        its_group: dist.ProcessGroup,
-        operation: str,
-        tensors: Sequence[Tensor],
-        peer: int | None,
-        output: int | None,
-    ) -> object:
+    def begins(self, its_group: dist.ProcessGroup, made: Call) -> object:
         """A call that is about to be made; what is returned comes back with its end.
 
-        The peer is the group rank of a transfer's other side or of a collective's root; `output`
-        the bytes that this rank gets, where all ranks have to get as many. Where it raises, the
-        call is not made.
+        Where it raises, the call is not made.
         """
         ...
 
@@ -58,6 +100,15 @@ class Listener(Protocol):
     def waited(self, work: dist.Work, failed: bool) -> None:
         """It has been waited for, or the wait has failed."""
         ...
+
+
+class _None:
+    """What has no reduction."""
+
+    name = ""
+
+
+_NONE = _None()
 
 
 class _Batching(threading.local):
@@ -139,26 +190,27 @@ def _replace(kind: Any, name: str, ours: Callable[..., Any]) -> None:
 
 
 def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
-    at, peer_at = operation.tensors, operation.peer
+    at, peer_at, reduces = operation.tensors, operation.peer, operation.reduces
     output_at = operation.outputs if operation.sizes == "outputs" else None
 
     @wraps(method)
     def call(its_group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
         # Not `group`: errors name the caller's function (`commgrid.runtime.whereabouts`).
         given = args[at] if at is not None and len(args) > at else ()
+        options_given = args[-1] if args else None
         peer = output = None
         if peer_at is not None and len(args) > peer_at:
             held = args[peer_at]
             peer = held if isinstance(held, int) else getattr(held, "rootRank", None)
         if output_at is not None and len(args) > output_at:
             output = sum(each.nbytes for each in _flat(args[output_at]))
+        reduction = ""
+        if reduces:
+            reduction = getattr(getattr(options_given, "reduceOp", None), "op", _NONE).name
+        made = Call(operation.name, _flat(given), peer, output, reduction)
         listeners = _listeners
-        tensors = _flat(given)
-        _now.blocking = bool(args) and not getattr(args[-1], "asyncOp", True)
-        began = [
-            (each, each.begins(its_group, operation.name, tensors, peer, output))
-            for each in listeners
-        ]
+        _now.blocking = bool(args) and not getattr(options_given, "asyncOp", True)
+        began = [(each, each.begins(its_group, made)) for each in listeners]
         try:
             work = method(its_group, *args, **options)
         except RuntimeError:

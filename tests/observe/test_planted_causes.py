@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid.observe import diagnosis, trace_files
+from commgrid.observe import diagnosis, operations, trace_files
 from commgrid.observe.findings import Diagnosis
 from commgrid.runtime import recorder
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import calls as torch_calls
 from tests.flags import meet
 from tests.observe import simulated
 
@@ -366,7 +365,7 @@ def nothing_is_sent() -> Iterator[None]:
         return True
 
     kept = [(dist.Work, "wait", vars(dist.Work)["wait"])]
-    kept += [(dist.ProcessGroup, n, vars(dist.ProcessGroup)[n]) for n in torch_calls._CALLS
+    kept += [(dist.ProcessGroup, n, vars(dist.ProcessGroup)[n]) for n, _ in operations.methods()
              if n in vars(dist.ProcessGroup)]  # fmt: skip
     try:
         for kind, name, _ in kept:

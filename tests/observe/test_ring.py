@@ -18,6 +18,7 @@ from commgrid import SpecError
 from commgrid.observe import ring, trace_files
 from commgrid.observe.ring import Ring
 from commgrid.runtime import recorder
+from commgrid.torch_compat import calls as torch_calls
 
 
 def add(made: Ring, number: int, group: str = "dp", **given: Any) -> int:
@@ -34,7 +35,7 @@ def test_a_file_holds_what_the_memory_holds(tmp_path: Path) -> None:
     made.note("rank", 3)
     made.note("members", "dp", [1, 3])
     made.note("job", "a job")
-    first = add(made, 0)
+    first = add(made, 0, reduction="SUM")
     made.issued(first, 2000)
     made.ended(first, 3000)
     add(made, 1, operation="all_gather", output=48)
@@ -45,10 +46,11 @@ def test_a_file_holds_what_the_memory_holds(tmp_path: Path) -> None:
     held = ring.load(tmp_path / "rank_00003.ring")
     assert held == {**made.as_dict(), "wall": held["wall"], "monotonic": held["monotonic"]}
     assert (held["rank"], held["job"], held["members"]) == (3, "a job", {"dp": [1, 3]})
+    what = [[2, 3], "float32", 24]
     assert held["calls"] == [
-        ["dp", 0, "all_reduce", [2, 3], "float32", 24, None, "a.py:1 f", 1000, 2000, 3000, 0, None],
-        ["dp", 1, "all_gather", [2, 3], "float32", 24, None, "a.py:1 f", 1001, None, None, 1, 48],
-        ["dp", 2, "send", [2, 3], "float32", 24, 0, "a.py:1 f", 1002, 2500, None, 0, None],
+        ["dp", 0, "all_reduce", *what, None, "a.py:1 f", 1000, 2000, 3000, 0, None, "SUM"],
+        ["dp", 1, "all_gather", *what, None, "a.py:1 f", 1001, None, None, 1, 48, ""],
+        ["dp", 2, "send", *what, 0, "a.py:1 f", 1002, 2500, None, 0, None, ""],
     ]
     assert (held["waits"], held["batches"]) == ([["dp", 2]], [["dp", 2, 2]])
     assert (held["entered"], held["dropped"], held["over"]) == ({"dp": 2}, 0, False)
@@ -182,7 +184,8 @@ def test_a_forked_process_leaves_its_parents_records_alone(tmp_path: Path) -> No
         before = own.ring.total
         child = os.fork()
         if child == 0:
-            own.begins(grid.get_group("dp"), "all_reduce", [torch.ones(4)], None)
+            made = torch_calls.Call("all_reduce", [torch.ones(4)], None, None, "SUM")
+            own.begins(grid.get_group("dp"), made)
             os._exit(0 if recorder.current() is None else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert own.ring.total == before

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
+from commgrid.observe.operations import TRANSFERS
 from commgrid.runtime.recorder import GroupNames, caller, place_of
-
-_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+from commgrid.torch_compat.calls import Call
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,13 @@ class Reductions:
         self._names = GroupNames()
         self._seen: list[_Seen] = []
 
-    def begins(
-        self,
-        group: dist.ProcessGroup,
-        operation: str,
-        tensors: Sequence[Tensor],
-        peer: int | None,
-        output: int | None,
-    ) -> object:
-        if group.size() == 1 or operation in ("send", "recv", "barrier"):
+    def begins(self, group: dist.ProcessGroup, made: Call) -> object:
+        if group.size() == 1 or made.operation in (*TRANSFERS, "barrier"):
             return None
         memory: tuple[tuple[int, int], ...] = ()
-        if operation in _REDUCING:
-            memory = tuple((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
-        said = [operation, self._names(group), place_of(*caller())]
+        if made.reduction:
+            memory = tuple((t.data_ptr(), t.data_ptr() + t.nbytes) for t in made.tensors)
+        said = [made.operation, self._names(group), place_of(*caller())]
         self._seen.append(_Seen(said, self._inside(), memory))
         return None
 
