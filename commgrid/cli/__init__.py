@@ -73,7 +73,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except CommGridError as error:
         return _fail(args.command, str(error))
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if (error.name or "").partition(".")[0] != "torch":
             raise
         return _fail(
             args.command,

@@ -68,21 +68,22 @@ def _explain(
     elif who in same and kind == "skipped call":
         kind = "extra call"
     mine, theirs = calls[odd[0]], calls[same[0]]
+    here, there = _words(channel, mine), _words(channel, theirs)
     began = min(call.began for call in calls.values())
     if kind == "skipped call":
         text = (
             f"{said(odd)} skipped {channel.name} {theirs.operation} {turn} of {theirs.where}, "
-            f"which {said(same)} issued: went on with {_words(mine)} at {mine.where}"
+            f"which {said(same)} issued: went on with {here} at {mine.where}"
         )
     elif kind == "extra call":
         text = (
-            f"{said(odd)} issued {channel.name} {_words(mine)} {turn} at {mine.where}, which "
-            f"{said(same)} did not: there it is {_words(theirs)} at {theirs.where}"
+            f"{said(odd)} issued {channel.name} {here} {turn} at {mine.where}, which "
+            f"{said(same)} did not: there it is {there} at {theirs.where}"
         )
     else:
         text = (
             f"{said(odd)} and {said(same)} issued different calls as {channel.name} {turn} "
-            f"({kind}): {_words(mine)} at {mine.where} on {said(odd)}, {_words(theirs)} at "
+            f"({kind}): {here} at {mine.where} on {said(odd)}, {there} at "
             f"{theirs.where} on {said(same)}"
         )
     return Finding(
@@ -149,8 +150,8 @@ def _transfers(ledger: Ledger) -> Iterator[Finding]:
             kind = "other dtype" if one.dtype != other.dtype else "other size"
             text = (
                 f"rank {source} sends what rank {target} does not expect ({kind}): {channel.name} "
-                f"send {turn} is {_words(one)} at {one.where}, the recv is {_words(other)} at "
-                f"{other.where}"
+                f"send {turn} is {_words(channel, one)} at {one.where}, the recv is "
+                f"{_words(channel, other)} at {other.where}"
             )
             yield Finding(
                 kind, (source, target), channel.group, channel.members, "send", turn,
@@ -159,10 +160,12 @@ def _transfers(ledger: Ledger) -> Iterator[Finding]:
             break
 
 
-def _words(call: Call) -> str:
+def _words(channel: Channel, call: Call) -> str:
     """A call with its shape and type: `all_reduce of float32 [2, 3]`."""
     if not call.dtype:
         return call.operation
-    root = "" if call.peer is None or call.is_transfer else f" from or to its member {call.peer}"
+    root = ""
+    if call.peer is not None and not call.is_transfer:
+        root = f" with root {channel.members[call.peer] if channel.members else call.peer}"
     kind = "" if call.reduction in ("", "SUM") else f" ({call.reduction})"
     return f"{call.operation} of {call.dtype} {list(call.shape)}{kind}{root}"

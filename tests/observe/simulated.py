@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 TICK = 1e-6  # seconds between two steps of a rank
@@ -35,12 +36,15 @@ class Call:
         meets: the same for all calls that end together.
         turn: the last column.
         members: how many calls end together.
+        output, reduction: the columns after that.
     """
 
     row: list[Any]
     meets: tuple[Any, ...]
     turn: int
     members: int
+    output: int | None = None
+    reduction: str = ""
     issued: float | None = None
     ended: float | None = None
 
@@ -56,22 +60,35 @@ class Calls:
     def sleep(self, seconds: float) -> None:
         self.steps.append(("sleep", seconds))
 
-    def all_reduce(self, x: Tensor, group: Group, async_op: bool = False) -> Work | None:
-        return self._collective("all_reduce", x, group, None, async_op)
+    def all_reduce(
+        self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, group: Group,
+        async_op: bool = False,
+    ) -> Work | None:  # fmt: skip
+        return self._collective("all_reduce", x, group, None, async_op, reduction=op.name)
 
     def broadcast(self, x: Tensor, root: int, group: Group) -> None:
         self._collective("broadcast", x, group, group.ranks.index(root))
 
     def reduce(self, x: Tensor, root: int, group: Group) -> None:
-        self._collective("reduce", x, group, group.ranks.index(root))
+        self._collective("reduce", x, group, group.ranks.index(root), reduction="SUM")
 
     def all_gather(
         self, parts: Sequence[Tensor], x: Tensor, group: Group, async_op: bool = False
     ) -> Work | None:
-        return self._collective("all_gather", x, group, None, async_op)
+        output = sum(each.nbytes for each in parts)
+        return self._collective("all_gather", x, group, None, async_op, output=output)
+
+    def gather(self, x: Tensor, parts: Sequence[Tensor] | None, dst: int, group: Group) -> None:
+        self._collective("gather", x, group, group.ranks.index(dst))
+
+    def scatter(self, x: Tensor, parts: Sequence[Tensor] | None, src: int, group: Group) -> None:
+        self._collective("scatter", x, group, group.ranks.index(src))
 
     def reduce_scatter_tensor(self, out: Tensor, x: Tensor, group: Group) -> None:
-        self._collective("reduce_scatter", x, group, None)
+        self._collective("reduce_scatter", x, group, None, reduction="SUM")
+
+    def all_to_all_single(self, out: Tensor, x: Tensor, group: Group) -> None:
+        self._collective("all_to_all", x, group, None)
 
     def barrier(self, group: Group) -> None:
         self._collective("barrier", None, group, None)
@@ -83,13 +100,15 @@ class Calls:
         self._add("recv", x, group, group.ranks.index(peer), (peer, self.rank))
 
     def _collective(
-        self, operation: str, x: Tensor | None, group: Group, root: int | None, later: bool = False
-    ) -> Work | None:
-        return self._add(operation, x, group, root, (), later)
+        self, operation: str, x: Tensor | None, group: Group, root: int | None,
+        later: bool = False, output: int | None = None, reduction: str = "",
+    ) -> Work | None:  # fmt: skip
+        return self._add(operation, x, group, root, (), later, output, reduction)
 
     def _add(
         self, operation: str, x: Tensor | None, group: Group, peer: int | None,
-        ends: tuple[int, ...], later: bool = False,
+        ends: tuple[int, ...], later: bool = False, output: int | None = None,
+        reduction: str = "",
     ) -> Work | None:  # fmt: skip
         frame = sys._getframe(1)
         while frame.f_code.co_filename == __file__:
@@ -105,7 +124,8 @@ class Calls:
             "" if x is None else str(x.dtype).removeprefix("torch."),
             0 if x is None else x.nbytes, peer, f"{where} {frame.f_code.co_name}",
         ]  # fmt: skip
-        call = Call(row, (group, ends, turn), turn, 2 if ends else len(group.ranks))
+        members = 2 if ends else len(group.ranks)
+        call = Call(row, (group, ends, turn), turn, members, output, reduction)
         self.steps.append(("issue", call))
         work = Work(self.steps, call)
         if later:
@@ -193,4 +213,5 @@ def _entered(calls: Calls) -> dict[str, int]:
 
 def _written(call: Call) -> list[Any]:
     times = (call.issued, call.issued, call.ended)
-    return [*call.row, *(None if at is None else int(at * 1e9) for at in times), call.turn]
+    stamps = (None if at is None else int(at * 1e9) for at in times)
+    return [*call.row, *stamps, call.turn, call.output, call.reduction]

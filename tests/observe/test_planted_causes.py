@@ -1,4 +1,4 @@
-"""Thirty and more ways to go wrong on four ranks, each named with rank, group and line.
+"""Forty ways to go wrong on four ranks, each named with rank, group and line.
 
 A cause is a function that all ranks run; the line at fault ends in `# <-`, and a second one in
 `# <=`. Its traces are made in one process (tests/observe/simulated.py); a few, and in the nightly
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ import torch.distributed as dist
 import commgrid
 from commgrid.observe import diagnosis, operations, trace_files
 from commgrid.observe.findings import Diagnosis
+from commgrid.observe.recorded import from_traces
+from commgrid.observe.verify import check as check_programs
 from commgrid.runtime import recorder
 from commgrid.testing import run_on_ranks
 from tests.flags import meet
@@ -140,6 +143,38 @@ def one_call_too_many(here: Here) -> None:
     [work.wait() for work in works]
 
 
+@cause("skipped call", (2, 3), "dp")
+def skipped_where_the_data_says_so(here: Here) -> None:
+    """Two ranks whose loss is larger go past a sum that the others wait in."""
+    for step in range(4):
+        loss = torch.tensor(float(here.rank >= 2) * step)
+        here.dist.all_reduce(torch.ones(2), group=here.tp)
+        if loss < 2.5:
+            here.dist.all_reduce(torch.ones(2), group=here.dp)  # <=
+        here.dist.all_reduce(torch.ones(2), group=here.all)  # <-
+
+
+@cause("skipped call", (1,), "dp")
+def skipped_by_an_exception_that_is_caught(here: Here) -> None:
+    for step in range(3):
+        here.dist.all_reduce(torch.ones(2), group=here.tp)
+        try:
+            if here.rank == 1 and step == 2:
+                raise ValueError("a broken sample")
+            here.dist.all_reduce(torch.ones(2), group=here.dp)  # <=
+        except ValueError:
+            pass
+        here.dist.all_reduce(torch.ones(2), group=here.all)  # <-
+
+
+@cause("not entered", (1, 3), "tp")
+def one_batch_fewer(here: Here) -> None:
+    """As where a dp rank's data ends earlier; it goes on without communication."""
+    for _ in range(2 if here.rank in (1, 3) else 3):
+        here.dist.all_reduce(torch.ones(2), group=here.tp)  # <-
+    here.dist.sleep(2 * TIMEOUT if here.rank in (1, 3) else 0)
+
+
 # -- a call that is another ------------------------------------------------------------
 
 
@@ -200,6 +235,38 @@ def double_instead_of_single(here: Here) -> None:
 @cause("other root", (1,), "dp_tp", ends=True)
 def another_root(here: Here) -> None:
     here.dist.broadcast(torch.ones(4), 1 if here.rank == 1 else 0, group=here.all)  # <-
+
+
+@cause("other root", (2,), "dp_tp", ends=True)
+def gathered_at_another(here: Here) -> None:
+    x, at = torch.ones(2), 2 if here.rank == 2 else 0
+    parts = [x.clone() for _ in range(4)] if here.rank == at else None
+    here.dist.gather(x, parts, at, here.all)  # <-
+
+
+@cause("other root", (3,), "dp_tp", ends=True)
+def scattered_from_another(here: Here) -> None:
+    x, at = torch.ones(2), 3 if here.rank == 3 else 1
+    parts = [x.clone() for _ in range(4)] if here.rank == at else None
+    here.dist.scatter(x, parts, at, here.all)  # <-
+
+
+@cause("other shape", (3,), "dp_tp", ends=True)
+def gathered_with_another_first_dimension(here: Here) -> None:
+    x = torch.ones(4 if here.rank == 3 else 3, 8)
+    here.dist.all_gather([torch.empty_like(x) for _ in range(4)], x, here.all)  # <-
+
+
+@cause("other reduction", (2,), "dp_tp", ends=True)
+def the_largest_instead_of_the_sum(here: Here) -> None:
+    op = dist.ReduceOp.MAX if here.rank == 2 else dist.ReduceOp.SUM
+    here.dist.all_reduce(torch.ones(2), op, group=here.all)  # <-
+
+
+@cause("other dtype", (1,), "dp_tp", ends=True)
+def tokens_of_another_type(here: Here) -> None:
+    x = torch.ones(4, dtype=torch.float16 if here.rank == 1 else torch.float32)
+    here.dist.all_to_all_single(torch.empty_like(x), x, group=here.all)  # <-
 
 
 # -- another order ---------------------------------------------------------------------
@@ -288,6 +355,30 @@ def sent_to_another(here: Here) -> None:
         here.dist.recv(x, 0, here.all)  # <=
     else:
         here.dist.sleep(2 * TIMEOUT)
+
+
+@cause("other peer", (1,), "dp_tp")
+def a_stage_that_is_left_out(here: Here) -> None:
+    """Rank 1 sends past rank 2, as a wrong step to the next stage does."""
+    x = torch.ones(1 << 20)
+    if here.rank == 1:
+        here.dist.send(x, 3, here.all)  # <-
+    elif here.rank == 2:
+        here.dist.recv(x, 1, here.all)  # <=
+    else:
+        here.dist.sleep(2 * TIMEOUT)
+
+
+@cause("not entered", (1,), "dp_tp")
+def one_microbatch_fewer(here: Here) -> None:
+    x = torch.ones(1 << 20)
+    if here.rank == 1:
+        here.dist.recv(x, 0, here.all)
+        here.dist.recv(x, 0, here.all)  # <-
+        here.dist.sleep(2 * TIMEOUT)
+    elif here.rank == 0:
+        for _ in range(3):
+            here.dist.send(x, 1, here.all)  # <=
 
 
 @cause("other size", (0, 1), "dp_tp", ends=True)
@@ -439,8 +530,10 @@ def check(name: str, traces: list[dict[str, Any]]) -> None:
     assert found, name
     first = found.causes[0]
     named = first.group.split(",")[0] if planted.group else ""
-    expected = (planted.kind, sorted(planted.ranks), planted.group)
-    assert (first.kind, sorted(first.ranks), named) == expected, f"{name}\n{found}"
+    # Two that do the same on two groups are two causes.
+    ranks = {rank for each in found.causes if each.kind == first.kind for rank in each.ranks}
+    assert (first.kind, named) == (planted.kind, planted.group), f"{name}\n{found}"
+    assert ranks == set(planted.ranks), f"{name}\n{found}"
     for place in [*lines_of(planted.function, "# <-"), *lines_of(planted.function, "# <=")]:
         assert place in first.text, f"{name}\n{found}"
 
@@ -449,14 +542,30 @@ def diagnosed(traces: list[dict[str, Any]], patience: float) -> Diagnosis:
     return diagnosis.diagnose([trace_files.parse(held) for held in traces], patience)
 
 
-def test_there_are_thirty() -> None:
-    assert len(CAUSES) >= 30
+def test_there_are_forty() -> None:
+    assert len(CAUSES) >= 40
 
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_planted_cause_is_named(name: str) -> None:
     planted = CAUSES[name]
     check(name, listed(planted.function, 0.0 if planted.ends else TIMEOUT))
+
+
+@pytest.mark.parametrize("name", CAUSES)
+@pytest.mark.parametrize("rules", ["gloo", "nccl"])
+def test_it_is_seen_before_it_runs(name: str, rules: str) -> None:
+    """Where ranks would issue all of it: which of them do is no matter of time."""
+    planted = CAUSES[name]
+    programs = from_traces(
+        [trace_files.parse(held) for held in listed(planted.function, timeout=0.0)]
+    )
+    verdict = check_programs(programs, rules)
+    assert verdict.finishes == (planted.kind == "slow rank"), str(verdict)
+    if not verdict.finishes:
+        said = str(verdict)
+        assert f" {name})" in said, said  # a line of the program
+        assert any(re.search(rf"\b{rank}\b", said) for rank in planted.ranks), said
 
 
 SENT = [name for name, planted in CAUSES.items() if not planted.ends]
