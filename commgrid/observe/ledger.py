@@ -63,6 +63,8 @@ class Ledger:
     turns: dict[Channel, dict[int, dict[int, Call]]] = field(default_factory=dict)
     transfers: dict[tuple[Channel, str, int, int], dict[int, Call]] = field(default_factory=dict)
     _channels: dict[tuple[int, str], Channel] = field(default_factory=dict)
+    # Ranks that take messages from anybody: which of them meet is not told.
+    _open: set[tuple[Channel, int]] = field(default_factory=set)
 
     @classmethod
     def of(cls, traces: Iterable[Trace]) -> Ledger:
@@ -77,6 +79,11 @@ class Ledger:
             for group in {call.group for call in trace.calls} | trace.members.keys():
                 members = trace.members.get(group) or tuple(sorted(unknown.get(group, ())))
                 ledger._channels[trace.rank, group] = Channel(group, members)
+            ledger._open |= {
+                (ledger.channel(trace.rank, call), trace.rank)
+                for call in trace.calls if call.operation == "recv" and call.peer is None
+            }  # fmt: skip
+        for trace in held.values():
             ledger._enter(trace)
         return ledger
 
@@ -102,12 +109,13 @@ class Ledger:
         return iter(sorted(set(self._channels.values())))
 
     def way(self, rank: int, call: Call) -> tuple[int, int] | None:
-        """From which global rank to which a transfer is; None: from any."""
-        members = self._channels[rank, call.group].members
-        if call.peer is None or call.peer >= len(members):
+        """From which global rank to which a transfer is; None: its receiver takes from anybody."""
+        channel = self._channels[rank, call.group]
+        if call.peer is None or call.peer >= len(channel.members):
             return None
-        peer = members[call.peer]
-        return (rank, peer) if call.operation == "send" else (peer, rank)
+        peer = channel.members[call.peer]
+        source, target = (rank, peer) if call.operation == "send" else (peer, rank)
+        return None if (channel, target) in self._open else (source, target)
 
     def turn(self, rank: int, call: Call) -> int:
         """The place of a rank's call among those that it is matched by."""

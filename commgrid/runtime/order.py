@@ -108,6 +108,7 @@ class OrderCheck:
         self._mine: dict[str, OrderedDict[int, Issued]] = {}
         self._theirs: dict[str, OrderedDict[int, list[Any]]] = {}
         self._gone: set[int] = set()
+        self._open: set[str] = set()  # communicators and ranks that take from anybody there
         self._circle: list[Any] = []  # as the last look has found it
         self._news = threading.Condition()
         self._mail = Mailbox(
@@ -145,18 +146,11 @@ class OrderCheck:
             if channel is None:
                 return None
         if made.operation in TRANSFERS and made.peer is None:
-            return None  # from anybody
+            self._take_from_anybody(channel)
+            return None
         where = place_of(*caller())
         call, target = self._made(channel, made, where)
-        try:
-            there = self._mail.send(
-                target, [call.way, call.turn, call.kind, call.words, call.where]
-            )
-        except NoMailboxError:
-            raise GridMismatchError(
-                f"rank {target} does not compare its calls with others'; give "
-                "initialize(verify='order') on every rank"
-            ) from None
+        there = self._tell(target, [call.way, call.turn, call.kind, call.words, call.where])
         if not there:
             with self._news:
                 self._gone.add(target)
@@ -170,6 +164,31 @@ class OrderCheck:
                 self._news.wait_for(lambda: self._answered(call), _GLOO_SECONDS)
         self._compare(call)
         return call
+
+    def _take_from_anybody(self, channel: Channel) -> None:
+        """Tell the members that this rank takes messages from any of them."""
+        to = f"{channel.names} >{self._rank}"
+        if to in self._open:
+            return
+        self._open.add(to)
+        for rank in channel.ranks:
+            if rank != self._rank:
+                self._tell(rank, [to, -1, [], "", ""])
+
+    def _is_open(self, call: Issued) -> bool:
+        """Whether it is a message to a rank that takes them from anybody: it meets any of them."""
+        names, _, ends = call.way.rpartition(" ")
+        return ">" in ends and f"{names} >{ends.partition('>')[2]}" in self._open
+
+    def _tell(self, rank: int, message: list[Any]) -> bool:
+        """Send a message to a member; return whether it is there."""
+        try:
+            return self._mail.send(rank, message)
+        except NoMailboxError:
+            raise GridMismatchError(
+                f"rank {rank} does not compare its calls with others'; give "
+                "initialize(verify='order') on every rank"
+            ) from None
 
     def _made(self, channel: Channel, made: torch_calls.Call, where: str) -> tuple[Issued, int]:
         """Return the call that is to be issued, and the rank that learns of it."""
@@ -276,6 +295,8 @@ class OrderCheck:
                 self._gone.add(rank)
             else:
                 way, turn, kind, words, where = message
+                if turn < 0:
+                    self._open.add(way)
                 held = self._theirs.setdefault(way, OrderedDict())
                 held[int(turn)] = [rank, kind, words, where]
                 if len(held) > 4 * _KEPT:
@@ -283,7 +304,11 @@ class OrderCheck:
             self._news.notify_all()
 
     def _answered(self, call: Issued) -> bool:
-        return call.turn in self._theirs.get(call.way, ()) or call.source in self._gone
+        return (
+            call.turn in self._theirs.get(call.way, ())
+            or call.source in self._gone
+            or self._is_open(call)
+        )
 
     def _answer_to(self, call: Issued) -> list[Any] | None:
         """The other's rank, kind, words and line, once they are there."""
@@ -296,7 +321,7 @@ class OrderCheck:
         Raises:
             GridMismatchError: they differ.
         """
-        if call.seen:
+        if call.seen or self._is_open(call):
             return True
         theirs = self._answer_to(call)
         if theirs is None:
