@@ -129,7 +129,10 @@ def _load(path: Path) -> Any:
     try:
         if path.suffix == ".ring":
             held = ring.load(path)
-            return {**held, "cut": not held["over"]}
+            # A launcher ends what is left of a job by SIGTERM.
+            told = path.with_suffix(".sigterm")
+            is_ended = told.exists() and told.stat().st_size > 0
+            return {**held, "cut": not held["over"] and not is_ended}
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no text"

@@ -70,7 +70,8 @@ class Trace:
         batches: of messages that were started as one, by group and number: which batch.
         at: when it was written, in seconds of the wall clock; None: unknown.
         over: whether the process was ending.
-        cut: whether its process ended without a word, as one that is killed does.
+        cut: whether its process ended without a word, as one that is killed by SIGKILL does, or
+            that aborts.
         waits: the calls, by group and number, that a thread was in the middle of waiting for, or
             that a wait had failed for; None: not recorded.
         entered: of each group, how many collectives the rank had issued.

@@ -6,12 +6,15 @@ A record is made before the call: a call that never returns is the last of its c
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -45,6 +48,8 @@ class Recorder:
         self.rank = 0
         self._called = GroupNames(lambda name, ranks: self.ring.note("members", name, ranks))
         self._job = ""
+        self._termination: tuple[Path, int] | None = None
+        self._sigterm: Any = None
         self._numbers: dict[str, int] = {}
         self._turns: dict[tuple[str, str, int | None], int] = {}
         self._places: dict[tuple[CodeType | None, int], int] = {}
@@ -110,10 +115,44 @@ class Recorder:
             try:
                 self.ring = self.ring.moved(path)
                 path.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run
+                self._note_termination(path.with_suffix(".sigterm"))
             except OSError as error:
                 raise CommGridError(
                     f"{path}: cannot be written: {error.strerror or error}"
                 ) from error
+
+    def _note_termination(self, path: Path) -> None:
+        """Have SIGTERM write where all threads are, before it does what it did: it is how launchers
+        end the ranks that are left, and not what has ended the first one.
+        """
+        self._forget_termination()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        self._termination, self._sigterm = (path, file), signal.getsignal(signal.SIGTERM)
+        faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
+
+    def _forget_termination(self) -> None:
+        if self._termination is None:
+            return
+        path, file = self._termination
+        self._termination = None
+        # What the program has put in its place since is its own.
+        if signal.getsignal(signal.SIGTERM) == self._sigterm:
+            faulthandler.unregister(signal.SIGTERM)
+        os.close(file)
+        with suppress(OSError):
+            if not path.stat().st_size:
+                path.unlink()
+
+    def leave_to_parent(self) -> None:
+        """In a forked process: SIGTERM is not the parent's."""
+        if self._termination is not None:
+            faulthandler.unregister(signal.SIGTERM)
+            self._termination = None
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self._forget_termination()
+        self.ring.close()
 
     def save(self, folder: Path) -> Path:
         """Writes `rank_00003.json` into a folder, which is made if need be.
@@ -299,6 +338,7 @@ def folder_of_environment() -> Path | None:
 
 def _save_at_exit(recorder: Recorder, folder: Path) -> None:
     recorder.ring.end()
+    recorder.close()
     try:
         recorder.save(folder)
     except CommGridError as error:
@@ -333,6 +373,7 @@ def _leave_to_parent() -> None:
     """
     for each in _current:
         each.paused = True
+        each.leave_to_parent()
     _current.clear()
 
 

@@ -126,6 +126,28 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, cut: int) -> None:
         trace_files.read(tmp_path)
 
 
+def test_what_a_program_does_at_sigterm_stays(tmp_path: Path) -> None:
+    """Whether it says so before the recording or after."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys\nimport commgrid\n"
+        "def heard(*_): print('heard', flush=True)\n"
+        "if sys.argv[1] == 'before': signal.signal(signal.SIGTERM, heard)\n"
+        "commgrid.initialize()\n"
+        "if sys.argv[1] == 'after': signal.signal(signal.SIGTERM, heard)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "commgrid.shutdown()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    environ = {**os.environ, "COMMGRID_TRACE": str(tmp_path / "trace")}
+    for when in ("before", "after"):
+        done = subprocess.run(
+            [sys.executable, str(program), when], env=environ, timeout=100, capture_output=True,
+            text=True,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, "heard\nheard\n"), done.stderr
+
+
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
 import commgrid
@@ -157,10 +179,13 @@ def test_a_rank_is_read_however_it_ended(tmp_path: Path, end: str) -> None:
     sums = [call for call in trace.calls if call.shape == (4,)]
     assert [call.where for call in sums] == ["program.py:6 <module>"] * 3
     assert all(call.ended is not None for call in sums)
-    assert (trace.over, trace.cut) == (end == "end", end != "end")
-    assert [path.name for path in folder.iterdir()] == [
-        "rank_00000.json" if end == "end" else "rank_00000.ring"
-    ]
+    assert (trace.over, trace.cut) == (end == "end", end in ("9", "abort"))
+    left = {path.name: path.stat().st_size > 0 for path in folder.iterdir()}
+    if end == "end":
+        assert left == {"rank_00000.json": True}
+    else:
+        # Where its threads were at SIGTERM.
+        assert left == {"rank_00000.ring": True, "rank_00000.sigterm": end == "15"}
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:

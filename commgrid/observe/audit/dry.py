@@ -67,7 +67,7 @@ def dry(
     ranks: Sequence[int] | None = None,
     timeout: float = 600.0,
 ) -> Dry:
-    """Records what ranks issue until they have taken one step, each by itself.
+    """Records what ranks issue until they have taken one step or have ended, each by itself.
 
     Args:
         script: the program.
@@ -169,6 +169,8 @@ def _rank(
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    if not (beside / f"calls_{rank}").exists():
+        note()  # a program without an optimizer: all of it
 
 
 def _after_updates(note: Callable[[], object]) -> None:

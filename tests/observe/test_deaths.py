@@ -1,0 +1,115 @@
+"""Jobs whose ranks are killed: their records tell which one went first, and who waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import until
+
+KILLED = """
+import os, signal, sys, threading, time
+import torch, torch.distributed as dist
+import commgrid
+
+when = sys.argv[1]
+grid = commgrid.initialize(tp=2, timeout=100)
+tp, dp = grid.get_group("tp"), grid.get_group("dp")
+
+
+def die():
+    if when == "aborts":
+        os.abort()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+for step in range(4):
+    if grid.rank == 2:
+        if when == "within a call" and step == 2:
+            threading.Timer(0.5, die).start()
+        elif when in ("between calls", "aborts") and step == 2 or when == "before all calls":
+            die()
+    if grid.rank == 3 and step == 2:
+        time.sleep(1)
+    dist.all_reduce(torch.ones(4), group=tp)
+    dist.all_reduce(torch.ones(4), group=dp)
+"""
+
+STUCK = """
+import torch, torch.distributed as dist
+import commgrid
+
+grid = commgrid.initialize(pp=4, timeout=1000)
+x, rank = torch.ones(4), grid.rank
+if rank == 0:
+    dist.send(x, 1)
+elif rank == 1:
+    dist.recv(x, 0)
+    dist.send(x, 3)  # for rank 2
+elif rank == 2:
+    dist.recv(x, 1)
+    dist.send(x, 3)
+else:
+    dist.recv(x, 2)
+dist.barrier()
+"""
+
+
+def job(folder: Path, text: str, *flags: str) -> subprocess.Popen[bytes]:
+    program = folder / "train.py"
+    program.write_text(text)
+    environ = {**os.environ, "COMMGRID_TRACE": str(folder / "trace")}
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+    ]
+    return subprocess.Popen(
+        [*launch, str(program), *flags], env=environ, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def diagnosed(folder: Path) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "commgrid", "diagnose", str(folder / "trace")],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("when", ["before all calls", "between calls", "within a call", "aborts"])
+def test_the_rank_that_was_killed_is_named(tmp_path: Path, when: str) -> None:
+    with job(tmp_path, KILLED, when) as running:
+        assert running.wait(timeout=100) != 0
+    status, said = diagnosed(tmp_path)
+    assert status == 1, said
+    assert said.startswith("rank 2's record stops without an end (killed?) before "), said
+    assert "train.py:" in said.splitlines()[0]
+
+
+@pytest.mark.full
+def test_what_a_job_hung_in_is_told_after_sigterm(tmp_path: Path) -> None:
+    """As from a scheduler: no rank comes to its end, and each has its record."""
+    with job(tmp_path, STUCK) as running:
+        rings = [tmp_path / "trace" / f"rank_0000{rank}.ring" for rank in range(4)]
+        until(lambda: all(path.exists() for path in rings), "the records")
+        time.sleep(5)  # in which the ranks come to where they hang
+        running.send_signal(signal.SIGTERM)
+        running.wait(timeout=100)
+    status, said = diagnosed(tmp_path)
+    assert status == 1
+    assert said.startswith("ranks 1-3 wait for each other: rank 1 waits in "), said
+    assert "send 0 at train.py:11 <module> for rank 3" in said
+    assert "recv 0 at train.py:13 <module> for rank 1" in said
