@@ -3,6 +3,7 @@
 `@pytest.mark.ranks(4)` runs a test's body on four ranks; `run_on_ranks(function, 4)` runs a
 function on them and returns each rank's result. Both start processes of this machine, end all of
 them after a timeout, show every rank's traceback, and check that a rank leaves nothing behind.
+`same_on_grids` and `finishes` are audits and checks of order as assertions about a function.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ from commgrid.on_demand import on_demand
 
 if TYPE_CHECKING:
     from commgrid.testing.leftovers import Snapshot
+    from commgrid.testing.on_grids import GridsDiffer, RanksWait, finishes, grids, same_on_grids
     from commgrid.testing.ranks import Outcome, Ranks, RanksFailed, run_on_ranks
     from commgrid.testing.variables import free_port
 
-__all__ = ["Outcome", "Ranks", "RanksFailed", "Snapshot", "free_port", "run_on_ranks"]
+__all__ = [
+    "GridsDiffer", "Outcome", "Ranks", "RanksFailed", "RanksWait", "Snapshot", "finishes",
+    "free_port", "grids", "run_on_ranks", "same_on_grids",
+]  # fmt: skip
 
 _WHERE = {
+    "GridsDiffer": "commgrid.testing.on_grids",
+    "RanksWait": "commgrid.testing.on_grids",
+    "finishes": "commgrid.testing.on_grids",
+    "grids": "commgrid.testing.on_grids",
+    "same_on_grids": "commgrid.testing.on_grids",
     "Outcome": "commgrid.testing.ranks",
     "Ranks": "commgrid.testing.ranks",
     "RanksFailed": "commgrid.testing.ranks",

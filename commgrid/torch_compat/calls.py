@@ -177,7 +177,9 @@ def _put_in_place() -> None:
         if name in vars(dist.ProcessGroup):  # some are of later versions of torch
             method = getattr(dist.ProcessGroup, name)
             _replace(dist.ProcessGroup, name, _telling(method, operation))
-    _replace(dist.Work, "wait", _telling_wait(dist.Work.wait))
+    for kind in (dist.Work, *dist.Work.__subclasses__()):
+        if "wait" in vars(kind):  # that of the fake world has its own
+            _replace(kind, "wait", _telling_wait(kind.wait))
     for module in (dist, dist.distributed_c10d):
         _replace(module, "batch_isend_irecv", _as_batch(dist.batch_isend_irecv))
 

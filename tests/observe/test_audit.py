@@ -333,7 +333,7 @@ def test_the_text_names_what_is_alike_once() -> None:
     found = Comparison("tp=2", 1, {"weights": 3}, tuple(same), 0.0, ("a note",), 1e-9)
     text = Audit("train.py", "float32", (Comparison("dp=1", 1), found)).text
     assert text.count("two of them") == 1
-    assert "and 5 more like it: b, c, d, …" in text
+    assert "and 5 more: b, c, d, …" in text
     assert "note: a note" in text
     assert "fp64 would show more" in text
     assert set(KINDS) >= {each.kind for each in same}

@@ -53,20 +53,26 @@ class Audit:
             f"{reference.tolerance:g}, beside {reference.grid}"
         ]
         for each in self.comparisons:
-            lines += ["", *_paragraph(each, is_reference=each is reference)]
+            lines += ["", *_paragraph(each, reference)]
         if self.dtype not in ("", "float64"):
             lines += ["", f"in {self.dtype} rounding hides small faults; fp64 would show more"]
         return "\n".join(lines)
 
 
-def _paragraph(comparison: Comparison, *, is_reference: bool) -> list[str]:
+def _paragraph(comparison: Comparison, reference: Comparison) -> list[str]:
     counted = ", ".join(f"{n:,} {what}" for what, n in comparison.compared.items())
+    is_reference = comparison is reference
     if not comparison.parts:
-        copies = "its copies agree" if is_reference else "does not part"
-        said = f"{copies} in {comparison.steps} steps; at most {comparison.largest:.1e}"
-        lines = [f"{comparison.grid}: {said}", f"    compared {counted}"]
+        how = "its copies agree" if is_reference else f"agrees with {reference.grid}"
+        lines = [
+            f"{comparison.grid}: {how} in {comparison.steps} steps, to {comparison.largest:.1e}",
+            f"    compared {counted}",
+        ]
     else:
-        lines = [f"{comparison.grid}: PARTS"]
+        step = comparison.findings[0].step
+        when = f"at step {step}" if step else "before step 1"
+        whom = "copies differ" if is_reference else f"differs from {reference.grid}"
+        lines = [f"{comparison.grid} {whom} {when}"]
         alike: dict[tuple[str, ...], list[Finding]] = {}
         for finding in comparison.findings:
             key = (finding.what, finding.kind, *finding.axes)
@@ -76,7 +82,7 @@ def _paragraph(comparison: Comparison, *, is_reference: bool) -> list[str]:
             if len(same) > 1:
                 others = ", ".join(each.name for each in same[1:_NAMED])
                 more = "" if len(same) <= _NAMED else ", …"
-                lines.append(f"      and {len(same) - 1} more like it: {others}{more}")
+                lines.append(f"      and {len(same) - 1} more: {others}{more}")
     return [*lines, *(f"    note: {note}" for note in comparison.notes[:_SHOWN])]
 
 

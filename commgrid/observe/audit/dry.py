@@ -83,6 +83,31 @@ def dry(
     """
     if not script.is_file():
         raise SpecError(f"{script}: there is no such program")
+
+    def run() -> None:
+        sys.argv = [str(script), *flags, *grid.flags]
+        sys.path.insert(0, str(script.resolve().parent))
+        runpy.run_path(str(script), run_name="__main__")
+
+    return record(run, script.name, grid, folder, ranks=ranks, timeout=timeout)
+
+
+def record(
+    run: Callable[[], object],
+    name: str,
+    grid: AuditedGrid,
+    folder: Path,
+    *,
+    ranks: Sequence[int] | None,
+    timeout: float,
+) -> Dry:
+    """As `dry`, of a function.
+
+    Args:
+        run: what each rank does, in a process of its own.
+        name: of it, for messages.
+        grid, folder, ranks, timeout: as there.
+    """
     chosen = list(range(grid.world_size)) if ranks is None else list(ranks)
     if wrong := [rank for rank in chosen if not 0 <= rank < grid.world_size]:
         raise SpecError(f"rank {wrong[0]}: the job has ranks 0 to {grid.world_size - 1}")
@@ -99,9 +124,8 @@ def dry(
             while waiting or running:
                 while waiting and len(running) < max(os.cpu_count() or 1, 1):
                     rank = waiting.pop()
-                    argv = [str(script), *flags, *grid.flags]
                     earlier = chosen[: len(chosen) - len(waiting) - 1]
-                    job = (rank, earlier, grid, argv, folder, Path(beside))
+                    job = (rank, earlier, grid, run, folder, Path(beside))
                     running[rank] = context.Process(target=_rank, args=job)
                     running[rank].start()
                 for rank, process in list(running.items()):
@@ -120,7 +144,7 @@ def dry(
                 process.kill()
                 process.join()
         counts = [int((Path(beside) / f"calls_{rank}").read_text()) for rank in chosen]
-    return Dry(script.name, grid.text, grid.world_size, len(chosen), sum(counts), str(folder))
+    return Dry(name, grid.text, grid.world_size, len(chosen), sum(counts), str(folder))
 
 
 def _check(rank: int, code: int, folder: Path, beside: Path) -> None:
@@ -135,7 +159,12 @@ def _check(rank: int, code: int, folder: Path, beside: Path) -> None:
 
 
 def _rank(
-    rank: int, earlier: list[int], grid: AuditedGrid, argv: list[str], folder: Path, beside: Path
+    rank: int,
+    earlier: list[int],
+    grid: AuditedGrid,
+    run: Callable[[], object],
+    folder: Path,
+    beside: Path,
 ) -> None:
     """One rank's process: the program, until it begins a second step or ends."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the command's own handler is not the program's
@@ -162,10 +191,8 @@ def _rank(
         (beside / f"calls_{rank}").write_text(str(records.ring.total))
 
     _after_updates(note)
-    sys.argv = argv
-    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     try:
-        runpy.run_path(argv[0], run_name="__main__")
+        run()
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

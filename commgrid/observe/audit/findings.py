@@ -59,9 +59,8 @@ class Finding:
     def text(self) -> str:
         """A few lines."""
         over = f" along {', '.join(self.axes)}" if self.axes else ""
-        when = f"step {self.step}" if self.step else "before step 1"
         lines = [
-            f"{when}, {self.what} {self.name}{over}: {self.words}",
+            f"{self.what} {self.name}{over}: {self.words}",
             f"    looks like: {KINDS[self.kind]}",
         ]
         for operation, group, where in self.collectives:

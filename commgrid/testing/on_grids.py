@@ -1,0 +1,211 @@
+"""Assertions about a training function: the same on every grid, and that all ranks finish.
+
+They are `commgrid audit` and `commgrid verify` for a function, to be called in a test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from commgrid.errors import CommGridError, SpecError
+from commgrid.observe import trace_files
+from commgrid.observe.audit.auditing import Audit
+from commgrid.observe.audit.compare import Seen, compare
+from commgrid.observe.audit.dry import record
+from commgrid.observe.audit.findings import Comparison
+from commgrid.observe.audit.observer import Observer
+from commgrid.observe.recorded import from_traces, whole
+from commgrid.observe.verify import check
+from commgrid.planning.audited import VARIABLE, AuditedGrid
+from commgrid.testing.ranks import run_on_ranks
+from commgrid.torch_compat import world as torch_world
+
+
+class GridsDiffer(AssertionError):
+    """A program computes something else on one grid than on the first."""
+
+
+class RanksWait(AssertionError):
+    """Ranks of a grid would wait for ever."""
+
+
+class _StepsDone(BaseException):
+    """Ends a program that has taken its steps."""
+
+
+def same_on_grids(
+    train: Callable[..., Any],
+    grids: Sequence[str],
+    steps: int = 3,
+    *,
+    args: Sequence[Any] = (),
+    tolerance: float | None = None,
+    same_weights: bool = False,
+    timeout: float = 100.0,
+) -> None:
+    """Assert that a training function computes the same on every grid.
+
+    It is run on each grid in processes of its own, over gloo, and ended after its steps. Losses,
+    inputs, weights, gradients and buffers are compared with those of the first grid, step by step.
+
+    Args:
+        train: calls `commgrid.initialize`, which takes each grid's sizes instead of its own, and
+            trains with an optimizer of `torch.optim`. It takes the same batches on every grid,
+            shared out over dp.
+        grids: sizes such as `dp=1`, `tp=2`, `dp=2 cp=2`; the first is what is right.
+        steps: optimizer steps.
+        args: of `train`.
+        tolerance: relative, of norms; None: 1e-9 for fp64 weights, 1e-4 for fp32 ones.
+        same_weights: begin with the first grid's weights, if `train` draws others on other grids.
+        timeout: seconds for each grid.
+
+    Raises:
+        GridsDiffer: says on which grid, at which step and in what they differ first.
+        RanksFailed: `train` failed on a grid, or took too long.
+        SpecError: fewer than two grids, or one that cannot be.
+
+    Example:
+        >>> import torch, commgrid
+        >>> from commgrid.tensor_parallel import ColumnParallelLinear
+        >>> from commgrid.testing import same_on_grids
+        >>> def train():
+        ...     grid = commgrid.initialize()
+        ...     layer = ColumnParallelLinear(4, 8, gather_output=True, dtype=torch.float64)
+        ...     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        ...     for step in range(3):
+        ...         layer(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...     commgrid.shutdown()
+        >>> same_on_grids(train, ["tp=1", "tp=2"])
+    """
+    if len(grids) < 2:
+        raise SpecError(f"grids={list(grids)}: expected two or more, the first of which is right")
+    if steps < 1:
+        raise SpecError(f"steps={steps}: expected 1 or more")
+    parsed = [AuditedGrid.parse(text) for text in grids]
+    name = getattr(train, "__name__", str(train))
+    found: list[Comparison] = []
+    with tempfile.TemporaryDirectory(prefix="commgrid-same-") as folder:
+        first: Seen | None = None
+        for index, grid in enumerate(parsed):
+            own = Path(folder) / f"grid_{index}"
+            own.mkdir()
+            beginning = first.folder if first is not None and same_weights else None
+            run_on_ranks(
+                _observed, grid.world_size, train, tuple(args), own, steps, beginning,
+                backend=None, launcher="torchrun", environ={VARIABLE: grid.variable},
+                timeout=timeout, check=False,
+            )  # fmt: skip
+            seen = Seen(grid.text, own)
+            first = first or seen
+            found.append(compare(first, seen, tolerance))
+        assert first is not None
+        audit = Audit(name, first.dtype, tuple(found))
+    if audit.parts:
+        raise GridsDiffer(audit.text)
+
+
+def _observed(
+    train: Callable[..., Any], args: tuple[Any, ...], folder: Path, steps: int,
+    beginning: Path | None,
+) -> None:  # fmt: skip
+    def ends() -> None:
+        raise _StepsDone
+
+    observer = Observer(folder, steps, beginning, ends)
+    observer.start()
+    with contextlib.suppress(_StepsDone):
+        train(*args)
+    observer.finish()
+
+
+def grids(
+    max_ranks: int = 8,
+    axes: Sequence[str] = ("dp", "tp", "pp"),
+    sizes: Sequence[int] = (1, 2, 4, 8),
+) -> list[str]:
+    """Every grid of some axes with at most so many ranks, the one of a single rank first.
+
+    Args:
+        max_ranks: of a grid.
+        axes: their names.
+        sizes: that an axis may have.
+
+    Raises:
+        SpecError: a number below 1, or no axis.
+
+    Example:
+        >>> grids(4, axes=("dp", "tp"))
+        ['dp=1', 'tp=2', 'dp=2', 'tp=4', 'dp=2 tp=2', 'dp=4']
+    """
+    if max_ranks < 1 or not axes or any(size < 1 for size in sizes):
+        raise SpecError(
+            f"grids(max_ranks={max_ranks}, axes={tuple(axes)}, sizes={tuple(sizes)}): expected "
+            "numbers of 1 or more, and an axis"
+        )
+    return [
+        " ".join(f"{axis}={n}" for axis, n in zip(axes, each, strict=True) if n > 1)
+        or f"{axes[0]}=1"
+        for each in sorted(_within(max_ranks, len(axes), sizes), key=lambda e: (math.prod(e), e))
+    ]
+
+
+def _within(max_ranks: int, count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for each in itertools.product(sorted({1, *sizes}), repeat=count):
+        if math.prod(each) <= max_ranks:
+            yield each
+
+
+def finishes(
+    train: Callable[..., Any],
+    grid: str,
+    world_size: int | None = None,
+    backend: str = "nccl",
+    *,
+    args: Sequence[Any] = (),
+    ranks: Sequence[int] | None = None,
+    timeout: float = 600.0,
+) -> None:
+    """Assert that every rank of a grid can finish the calls that one training step issues.
+
+    Each rank is a process in torch's fake world: nothing is sent, and no other rank is needed.
+
+    Args:
+        train: as for `same_on_grids`.
+        grid: sizes such as `tp=4 pp=2`.
+        world_size: ranks; dp is what the sizes leave. None: as many as the sizes make.
+        backend: whose rules, "nccl" or "gloo"; or "strict", as if each call were waited for.
+        args: of `train`.
+        ranks: which are looked at; None: all. Calls with other ranks are then left out.
+        timeout: seconds for all of them.
+
+    Raises:
+        RanksWait: names the calls that wait for each other, or that a rank never issues.
+        CommGridError: `train` failed on a rank, or took too long; or a grid is up in this process.
+        SpecError: a grid that cannot be, or another backend.
+
+    Example:
+        >>> finishes(train, "tp=4 pp=2", world_size=64)
+    """
+    if torch_world.is_initialized():
+        raise CommGridError(
+            "finishes() starts ranks in a fake world, and torch.distributed is up in this process; "
+            "call it before initialize, or after shutdown"
+        )
+    made = AuditedGrid.parse(grid, world_size)
+    with tempfile.TemporaryDirectory(prefix="commgrid-finishes-") as folder:
+        record(
+            lambda: train(*args), getattr(train, "__name__", str(train)), made, Path(folder),
+            ranks=ranks, timeout=timeout,
+        )  # fmt: skip
+        traces = trace_files.read(Path(folder))
+    verdict = check(from_traces(traces if ranks is None else whole(traces)), backend)
+    if not verdict.finishes:
+        raise RanksWait(f"{made.text!r} of {made.world_size} ranks: {verdict}\n\n{verdict.draw()}")
