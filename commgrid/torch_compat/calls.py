@@ -177,7 +177,8 @@ def _put_in_place() -> None:
         if name in vars(dist.ProcessGroup):  # some are of later versions of torch
             method = getattr(dist.ProcessGroup, name)
             _replace(dist.ProcessGroup, name, _telling(method, operation))
-    for kind in (dist.Work, *dist.Work.__subclasses__()):
+    kinds: list[Any] = [dist.Work, *dist.Work.__subclasses__()]
+    for kind in kinds:
         if "wait" in vars(kind):  # that of the fake world has its own
             _replace(kind, "wait", _telling_wait(kind.wait))
     for module in (dist, dist.distributed_c10d):

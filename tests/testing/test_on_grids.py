@@ -134,3 +134,15 @@ def test_it_is_for_processes_without_a_grid() -> None:
     assert dist.is_initialized()
     with pytest.raises(CommGridError, match="call it before initialize, or after shutdown"):
         finishes(crossed, "tp=2 dp=2")
+
+
+@pytest.mark.parametrize("other", ["dp=2", "dp=2 tp=2"])
+def test_a_collective_of_backward_is_named_with_its_module(other: str) -> None:
+    """A layer sums a gradient over dp, where nothing is to be summed; dp's own sum is right."""
+    with pytest.raises(GridsDiffer) as raised:
+        same_on_grids(train, ["dp=1", other], args=("dp",), steps=1)
+    said = str(raised.value)
+    assert f"{other} differs from dp=1 at step 1\n  gradient up.bias along dp: 2 times" in said
+    assert "all_reduce over dp at test_on_grids.py" in said
+    assert "in the backward of the model" in said
+    assert "dp_cp" not in said

@@ -168,6 +168,7 @@ class _Work:
         common = median_low(known) if known else 1.0
         arrived = dict.fromkeys(n for each in theirs.values() for n in each.arrived)
         culprits: list[Finding] = []
+        right: set[str] = set()
         for name in dict.fromkeys((*arrived, *wanted)):
             if name not in wanted:
                 continue
@@ -182,26 +183,34 @@ class _Work:
             difference = relative(joined.full / common, wanted[name].full, floor)
             if not joined.apart and difference <= self.tolerance:
                 self.largest = max(self.largest, difference)
+                right.add(name)
                 continue
-            culprits.append(self._culprit(step, name, joined, wanted[name], mine, common, floor))
+            passed = [call for each in mine.values() for call in _between(each, right, name)]
+            culprits.append(
+                self._culprit(step, name, joined, wanted[name], mine, common, floor, passed)
+            )
         yield from culprits
         if abs(common - 1) > self.tolerance and not culprits:  # else a clip's, of a wrong norm
             yield self._all_scaled(step, common, mine)
 
     def _culprit(
         self, step: int, name: str, joined: Joined, wanted: Joined,
-        mine: Mapping[int, StepRecord], common: float, floor: float,
+        mine: Mapping[int, StepRecord], common: float, floor: float, passed: list[list[str]],
     ) -> Finding:  # fmt: skip
         region = self.other.parameters[name][1]
         reduced = {rank: each.reduced.get(name, []) for rank, each in mine.items()}
         before = {rank: each.before[name] for rank, each in mine.items() if name in each.before}
         case = Case(
             joined, before, wanted, self.other.ranks, region, self.tolerance, common, floor,
-            reduced, _beside(name, mine),
+            reduced, _beside(name, mine), passed,
         )  # fmt: skip
         verdict = case.judge()
         difference = max([relative(joined.full, wanted.full, floor), *joined.apart.values()])
         calls = [call for seen in reduced.values() for call in seen]
+        if verdict.kind in ("backward", "reduced twice"):  # what it was given was wrong already
+            axes = set(verdict.axes)
+            own = [call for call in passed if axes & set(call[1].replace(",", "_").split("_"))]
+            calls = own or calls
         return self._finding(
             step, "gradient", name, verdict.kind, verdict.axes, difference, verdict.words, calls
         )
@@ -297,6 +306,19 @@ class _Work:
         return Finding(
             self.other.grid, step, what, name, kind, axes, difference, words, tuple(seen)
         )  # fmt: skip
+
+
+def _between(record: StepRecord, right: set[str], name: str) -> list[list[str]]:
+    """Collectives of modules that backward has run between a right gradient and the next one."""
+    found: list[list[str]] = []
+    for call in record.backward:
+        if call[0]:
+            found.append(call)
+        elif call[1] == name:
+            return found
+        elif call[1] in right:
+            found = []
+    return found
 
 
 def _beside(name: str, records: Mapping[int, StepRecord]) -> dict[int, Chunks]:

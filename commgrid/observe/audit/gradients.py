@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from commgrid.observe.audit.joined import (
@@ -47,6 +47,7 @@ class Case:
         reduced: the collectives over its memory, by rank.
         beside: what ranks have found that have another expert in its place.
         floor: a norm an element; smaller ones are noise.
+        passed: collectives of modules that backward has run before it came to this gradient.
     """
 
     after: Joined
@@ -59,6 +60,7 @@ class Case:
     floor: float = 0.0
     reduced: Mapping[int, list[list[str]]] = field(default_factory=dict)
     beside: Mapping[int, Chunks] = field(default_factory=dict)
+    passed: Sequence[Sequence[str]] = ()
 
     def judge(self) -> Verdict:
         """The first explanation that fits."""
@@ -101,7 +103,11 @@ class Case:
     def _factor(self, factor: float) -> Verdict:
         """All of it is the reference's times a number."""
         said = f"{factor:.6g} times the reference's"
-        for axes in self.ranks.subsets(self.region)[1:]:
+        calls = [*self.passed, *(call for seen in self.reduced.values() for call in seen)]
+        names = [call[1].split(",") for call in calls]
+        subsets = self.ranks.subsets(self.region)[1:]
+        # Of groups of one size those first that something was reduced over.
+        for axes in sorted(subsets, key=lambda axes: not any("_".join(axes) in n for n in names)):
             size = self.ranks.size(axes, self.region)
             if abs(factor / size - 1) < self._loose:
                 return Verdict("reduced twice", axes, f"{said}, the size of {'_'.join(axes)}")

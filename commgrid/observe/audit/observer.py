@@ -41,6 +41,7 @@ from commgrid.observe.audit.reductions import Reductions
 from commgrid.pipeline import Pipeline
 from commgrid.replicas import digest
 from commgrid.runtime.registry import get_grid, is_initialized
+from commgrid.torch_compat import autograd_nodes
 from commgrid.torch_compat import calls as torch_calls
 
 if TYPE_CHECKING:
@@ -119,11 +120,15 @@ class Observer:
                 for index, each in enumerate(given):
                     if isinstance(each, Tensor) and not each.is_floating_point():
                         _add(self.record.inputs, f"input {index}", each)
+        if torch.is_grad_enabled():
+            autograd_nodes.note_new(_tensors(given), self._inside())
         self._stack.append(module)
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         self._stack.pop()
         name = self._names.get(module)
+        if torch.is_grad_enabled():
+            autograd_nodes.note_new(_tensors(output), name or "")
         outermost = self._stack[0] if self._stack else module
         if not name or outermost not in self._roots or self.step > self.steps:
             return
@@ -193,6 +198,7 @@ class Observer:
                 return
             if id(parameter) not in self._before:
                 self.record.arrived.append(str(id(parameter)))
+                self._reductions.arrived(str(id(parameter)))
             owner = owner_of(parameter)
             slot = owner.slot if owner is not None else None
             total = _local(gradient, parameter)
@@ -360,6 +366,9 @@ class Observer:
                 record.before[held.name] = thinned(held.chunks(total), held.shape)
         names = {str(key): held.name for key, held in self._held.items()}
         record.arrived = [names[key] for key in record.arrived if key in names]
+        record.backward = [
+            [what, names.get(told, told), where] for what, told, where in self._reductions.events
+        ]
         record.within = self._reductions.by_module()
         write_step(self.folder, self.about.rank, self.step, record)
         self.about.steps = self.step
@@ -376,6 +385,16 @@ class Observer:
         sys.stdout.flush()
         sys.stderr.flush()
         self._ends()
+
+
+def _tensors(given: Any) -> list[Any]:
+    """The tensors of what a module takes or returns, also within lists and dicts."""
+    if isinstance(given, Tensor):
+        return [given]
+    within = given.values() if isinstance(given, dict) else given
+    if not isinstance(given, dict | list | tuple):
+        return []
+    return [tensor for each in within for tensor in _tensors(each)]
 
 
 def _grid() -> HyperCommGrid | None:

@@ -30,6 +30,8 @@ class StepRecord:
         after: gradients as the optimizer is given them.
         reduced: for each gradient the collectives over its memory: operation, group, place.
         arrived: names of parameters in the order in which backward has reached them.
+        backward: what backward has come to, in order: for a gradient "", its name and "", for a
+            collective of a module operation, group and place.
         loss: the sum of what backward began with.
         backwards: how often it began.
         modules: by name and output: calls, elements, sum, sum of squares.
@@ -44,6 +46,7 @@ class StepRecord:
     after: dict[str, Chunks] = field(default_factory=dict)
     reduced: dict[str, list[list[str]]] = field(default_factory=dict)
     arrived: list[str] = field(default_factory=list)
+    backward: list[list[str]] = field(default_factory=list)
     loss: float = 0.0
     backwards: int = 0
     modules: dict[str, list[float]] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from commgrid.observe.operations import TRANSFERS
 from commgrid.runtime.recorder import GroupNames, caller, place_of
+from commgrid.torch_compat import autograd_nodes
 from commgrid.torch_compat.calls import Call
 
 
@@ -33,6 +34,8 @@ class Reductions:
         self._inside = inside
         self._names = GroupNames()
         self._seen: list[_Seen] = []
+        self.events: list[list[str]] = []
+        """What backward has come to: gradients by id, and collectives of modules."""
 
     def begins(self, group: dist.ProcessGroup, made: Call) -> object:
         if group.size() == 1 or made.operation in (*TRANSFERS, "barrier"):
@@ -42,7 +45,15 @@ class Reductions:
             memory = tuple((t.data_ptr(), t.data_ptr() + t.nbytes) for t in made.tensors)
         said = [made.operation, self._names(group), place_of(*caller())]
         self._seen.append(_Seen(said, self._inside(), memory))
+        module = autograd_nodes.noted()
+        if module is not None:
+            where = f"{said[2]}, in the backward of {module or 'the model'}"
+            self.events.append([made.operation, said[1], where])
         return None
+
+    def arrived(self, key: str) -> None:
+        """Backward has come to a parameter's gradient."""
+        self.events.append(["", key, ""])
 
     def issued(self, call: object, work: dist.Work | None) -> None:
         """Nothing is timed."""
@@ -75,3 +86,4 @@ class Reductions:
     def forget(self) -> None:
         """A new step."""
         self._seen.clear()
+        self.events.clear()
