@@ -5,37 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commgrid.observe.astray import on_another_group
+from commgrid.observe.cycles import circle_through
 from commgrid.observe.findings import Finding, said
 from commgrid.observe.ledger import Ledger, Wait
-from commgrid.observe.waiting import finding, is_held, skipped, waited
+from commgrid.observe.waiting import finding, skipped, waited
 
 CIRCLES = ("deadlock", "crossed transfers")
 """What a circle is called."""
 
 
 def circles(graph: dict[int, list[Wait]]) -> Iterator[list[Wait]]:
-    """Circles of ranks that wait for each other, one of each set of ranks."""
+    """Circles of ranks that wait for each other, none of which has a rank of another."""
+
+    def following(rank: int) -> Iterator[tuple[Wait, int]]:
+        # What a rank waits for first holds it.
+        for held in [w for w in graph.get(rank, ()) if w.absent or w.behind][:1]:
+            for on in (*held.absent, *held.behind):
+                yield held, on
+
     seen: set[int] = set()
     for start in sorted(graph):
-        path: list[Wait] = []
-        at: int | None = start
-        places: dict[int, int] = {}
-        while at is not None and at not in seen:
-            if at in places:
-                circle = path[places[at] :]
-                yield circle
-                break
-            places[at] = len(path)
-            held = [w for w in graph.get(at, ()) if w.absent or w.behind]
-            if not held:
-                break
-            on = (*held[0].absent, *held[0].behind)
-            step = next((r for r in on if r in places), None)
-            if step is None:
-                step = next((r for r in on if is_held(graph, r)), None)
-            path.append(held[0])
-            at = step
-        seen.update(places)
+        circle = [] if start in seen else circle_through(start, following)
+        if circle and seen.isdisjoint(rank for rank, _ in circle):
+            seen.update(rank for rank, _ in circle)
+            yield [wait for _, wait in circle]
 
 
 def deadlock(ledger: Ledger, circle: list[Wait]) -> Finding:

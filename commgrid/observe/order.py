@@ -40,6 +40,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+from commgrid.observe.cycles import circle_through
 from commgrid.observe.operations import TRANSFERS
 from commgrid.observe.programs import (
     Batch,
@@ -294,7 +295,6 @@ def circle(stuck: list[Event], effort: int = 20_000_000) -> tuple[list[tuple[Eve
         The events, each with its side on the rank where it holds up the next; and whether a
         shorter circle was ruled out within the effort.
     """
-    left = set(map(id, stuck))
     by_step: dict[int, list[Side]] = {}
     by_queue: dict[Hashable, list[Side]] = {}
     for event in stuck:
@@ -308,10 +308,20 @@ def circle(stuck: list[Event], effort: int = 20_000_000) -> tuple[list[tuple[Eve
         sides.sort(key=lambda side: side.entry.place if side.entry is not None else 0)
     best: list[tuple[Event, Side]] = []
     ordered = sorted(stuck, key=lambda event: min(side.at for side in event.sides))
+    looked_at = 0
+
+    def following(event: Event) -> Iterator[tuple[Side, Event]]:
+        nonlocal looked_at
+        for each in _after(event, by_step, by_queue, seen_from):
+            if looked_at >= effort:
+                return
+            looked_at += 1
+            yield each
+
     for first in ordered:
-        found, effort = _circle_through(first, by_step, by_queue, left, len(best), effort)
-        best = found or best
-        if effort <= 0:
+        seen_from: dict[Hashable, int] = {}
+        best = circle_through(first, following, len(best)) or best
+        if looked_at >= effort:
             return best, False
         if len(best) == 1 or (len(best) == 2 and not _any_alone(stuck)):
             break
@@ -321,50 +331,6 @@ def circle(stuck: list[Event], effort: int = 20_000_000) -> tuple[list[tuple[Eve
 def _any_alone(stuck: list[Event]) -> bool:
     """Whether an event could wait for itself: one rank has two sides of it."""
     return any(len({side.rank for side in event.sides}) < len(event.sides) for event in stuck)
-
-
-def _circle_through(
-    first: Event,
-    by_step: dict[int, list[Side]],
-    by_queue: dict[Hashable, list[Side]],
-    left: set[int],
-    shorter_than: int,
-    effort: int,
-) -> tuple[list[tuple[Event, Side]], int]:
-    """The shortest circle through an event, by a breadth-first search; empty where there is none.
-
-    What comes later in a list that was looked through from some place is not looked through again.
-    """
-    came: dict[int, tuple[Event, Side] | None] = {}
-    seen_from: dict[Hashable, int] = {}
-    ring, depth = [first], 0
-    while ring and (not shorter_than or depth + 1 < shorter_than):
-        following: list[Event] = []
-        depth += 1
-        for event in ring:
-            for side, after in _after(event, by_step, by_queue, seen_from):
-                effort -= 1
-                if after is first:
-                    return _way_back(first, event, side, came), effort
-                if id(after) not in came:
-                    came[id(after)] = (event, side)
-                    following.append(after)
-        if effort <= 0:
-            break
-        ring = following
-    return [], effort
-
-
-def _way_back(
-    first: Event, last: Event, side: Side, came: dict[int, tuple[Event, Side] | None]
-) -> list[tuple[Event, Side]]:
-    way = [(last, side)]
-    while last is not first:
-        step = came[id(last)]
-        assert step is not None
-        last = step[0]
-        way.append(step)
-    return way[::-1]
 
 
 def _after(

@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.observe import processes
+from commgrid.observe.cycles import circle_through
 from commgrid.observe.operations import TRANSFERS
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
@@ -43,6 +44,7 @@ MOMENT = 1.0
 
 _KEPT = 1024  # calls of each communicator that are held against others'
 _GLOO_SECONDS = 0.05  # that an asynchronous call on gloo waits for the other's
+_ON_ITS_WAY = 0.003  # seconds that a message of the mailbox may take
 _MOST_ASKED = 16  # members whose state is read in one look
 _DEEPEST = 16  # ranks of a circle
 
@@ -159,9 +161,13 @@ class OrderCheck:
             if self._await(call, lambda: self._has_failed or time.monotonic() > until):
                 self._take_back()
         elif channel.polls:
-            # gloo ends a process that gets more than it expects.
+            # gloo ends a process that gets more than it expects. Of a message either side is told
+            # of the other's before it begins its own, but for what is on its way.
+            limit = 0.0 if made.operation == "send" else _GLOO_SECONDS
+            if made.operation == "recv":
+                limit = _ON_ITS_WAY
             with self._news:
-                self._news.wait_for(lambda: self._answered(call), _GLOO_SECONDS)
+                self._news.wait_for(lambda: self._answered(call), limit)
         self._compare(call)
         return call
 
@@ -369,7 +375,7 @@ class OrderCheck:
         try:
             self._say_what_was_found()
             self._store.set(f"{self._base}/state/{self._rank}", json.dumps(self._state(call)))
-            found = self._find_circle(self._state(call), [])
+            found = self._find_circle(self._state(call))
         except CommGridError:
             raise
         except RuntimeError:
@@ -392,17 +398,20 @@ class OrderCheck:
                 "turns": dict(self._turns), "other": call.source if ">" in call.way else None,
             }  # fmt: skip
 
-    def _find_circle(self, state: dict[str, Any], path: list[Any]) -> list[Any]:
+    def _find_circle(self, mine: dict[str, Any]) -> list[Any]:
         """The ranks from this one back to it that wait for each other, with their calls."""
-        for other in self._missing(state):
-            step = [state["rank"], state["names"], state["words"], state["where"], other["rank"]]
-            if other["rank"] == self._rank:
-                return sorted([*path, step])
-            if len(path) < _DEEPEST and all(each[0] != other["rank"] for each in path):
-                found = self._find_circle(other, [*path, step])
-                if found:
-                    return found
-        return []
+        states = {self._rank: mine}
+
+        def following(rank: int) -> Iterator[tuple[list[Any], int]]:
+            state = states[rank]
+            for other in self._missing(state):
+                states.setdefault(other["rank"], other)
+                yield (
+                    [rank, state["names"], state["words"], state["where"], other["rank"]],
+                    other["rank"],
+                )
+
+        return sorted(step for _, step in circle_through(self._rank, following, _DEEPEST))
 
     def _missing(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the states of ranks that wait elsewhere and have not entered a rank's call."""
