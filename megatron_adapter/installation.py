@@ -24,7 +24,7 @@ from commgrid.runtime.registry import is_initialized, live_grids
 from megatron_adapter import lifecycle, parallel_state
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError, MegatronVersionError
 from megatron_adapter.grid_state import VARIABLES, initial
-from megatron_adapter.parallel_state import buffers, dense, expert, pipeline, rank_groups
+from megatron_adapter.parallel_state import buffers, getters, oddities, rank_groups
 from megatron_adapter.releases import (
     NEWEST,
     SUPPORTED,
@@ -147,11 +147,11 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "destroy_model_parallel": _destroy,
     # Megatron's own are mistaken (see `departures`).
     "create_all_gather_groups": rank_groups.create_all_gather_groups,
-    "get_hybrid_data_context_parallel_groups": dense.get_hybrid_data_context_parallel_groups,
+    "get_hybrid_data_context_parallel_groups": oddities.get_hybrid_data_context_parallel_groups,
 }
 """Megatron's functions that do something else while it is installed."""
 _STATEFUL = {
-    *dense.__all__, *expert.__all__, *pipeline.__all__,
+    *getters.__all__, *oddities.__all__,
     *(name for name in vars(buffers) if name.endswith("_buffer")),
     "create_group", "update_pg_timeout",
 }  # fmt: skip

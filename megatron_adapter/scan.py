@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commgrid.errors import SpecError
-from megatron_adapter.parallel_state import dense, expert, pipeline
+from megatron_adapter.parallel_state import getters, oddities
 
 MODULES = ("megatron.core.parallel_state", "megatron.core.mpu", "megatron_adapter.parallel_state")
 _READS = ("get_", "is_", "set_", "has_", "model_parallel_is_initialized")
@@ -112,7 +112,7 @@ def _is_state(name: str) -> bool:
     return (name.startswith(_READS) and name not in _NOT_STATE) or private
 
 
-_PUBLIC = [*dense.__all__, *expert.__all__, *pipeline.__all__]
+_PUBLIC = [*getters.__all__, *oddities.__all__]
 """What `from … import *` brings."""
 
 

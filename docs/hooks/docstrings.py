@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 
 import griffe
 
+_MADE = ("megatron_adapter.parallel_state.getters",)
 _SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+)(: .*(?:\n\1 +.*)*)", re.M)
 
 
 class ReadDocstrings(griffe.Extension):
-    """Doctests get the section that griffe knows them by, and each argument a row."""
+    """Doctests get the section that griffe knows them by, and each argument a row.
+
+    Functions that a module makes of a table are not in its text: they are looked up in the module.
+    """
+
+    def on_module_members(self, *, mod: griffe.Module, **_: object) -> None:
+        if mod.path not in _MADE:
+            return
+        made = importlib.import_module(mod.path)
+        for name in made.__all__:
+            function = getattr(made, name)
+            parameters = [
+                griffe.Parameter(
+                    each.name, annotation=str(each.annotation),
+                    kind=griffe.ParameterKind.positional_or_keyword,
+                    default=None if each.default is each.empty else repr(each.default),
+                )
+                for each in inspect.signature(function).parameters.values()
+            ]  # fmt: skip
+            found = griffe.Function(name, parameters=griffe.Parameters(*parameters), lineno=1)
+            found.docstring = griffe.Docstring(function.__doc__, parent=found)
+            mod.set_member(name, found)
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:

@@ -25,9 +25,8 @@ from megatron_adapter.parallel_state.buffers import (
     get_global_memory_buffer,
     get_global_symmetric_memory_buffer,
 )
-from megatron_adapter.parallel_state.dense import *
-from megatron_adapter.parallel_state.expert import *
-from megatron_adapter.parallel_state.pipeline import *
+from megatron_adapter.parallel_state.getters import *
+from megatron_adapter.parallel_state.oddities import *
 from megatron_adapter.parallel_state.rank_groups import (
     RankGenerator,
     create_all_gather_groups,

@@ -1,4 +1,4 @@
-"""Tensor, data and context parallel: groups, sizes and ranks, under Megatron-core's names."""
+"""Megatron-core's functions that have a rule of their own; all others are rows of `getters`."""
 
 # Groups and variables of the state are Any.
 # mypy: disable-error-code="no-any-return"
@@ -8,46 +8,48 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_adapter.errors import MegatronStateError
+from megatron_adapter.parallel_state import getters
 from megatron_adapter.parallel_state.access import is_up, peek, read, write
+from megatron_adapter.releases import release_here
 from megatron_adapter.state import STORE
 
 __all__ = [
+    "get_all_ranks",
     "get_amax_reduction_group",
-    "get_context_parallel_global_ranks",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_world_size",
+    "get_data_modulo_expert_parallel_group",
     "get_data_parallel_group",
     "get_data_parallel_group_gloo",
     "get_data_parallel_rank",
     "get_data_parallel_src_rank",
     "get_data_parallel_world_size",
-    "get_gtp_weight_remat_global_ranks",
-    "get_gtp_weight_remat_group",
-    "get_gtp_weight_remat_rank",
-    "get_gtp_weight_remat_world_size",
-    "get_hierarchical_context_parallel_groups",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_group_gloo",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_world_size",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_expert_tensor_parallel_rank",
+    "get_expert_tensor_parallel_world_size",
     "get_hybrid_data_context_parallel_groups",
-    "get_model_parallel_group",
-    "get_model_parallel_rank",
-    "get_model_parallel_src_rank",
-    "get_model_parallel_world_size",
-    "get_tensor_and_context_parallel_group",
-    "get_tensor_and_context_parallel_rank",
-    "get_tensor_and_context_parallel_world_size",
+    "get_pipeline_model_parallel_first_rank",
+    "get_pipeline_model_parallel_last_rank",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
     "get_tensor_and_data_parallel_group",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
+    "get_virtual_pipeline_model_parallel_rank",
+    "get_virtual_pipeline_model_parallel_world_size",
     "has_separate_all_gather_group",
     "is_initialized",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "is_rank_in_embedding_group",
+    "is_rank_in_position_embedding_group",
     "is_unitialized",
     "model_parallel_is_initialized",
-    "set_data_parallel_rank",
-    "set_tensor_model_parallel_rank",
-    "set_tensor_model_parallel_world_size",
+    "set_virtual_pipeline_model_parallel_rank",
+    "set_virtual_pipeline_model_parallel_world_size",
 ]
 
 
@@ -67,64 +69,6 @@ def is_unitialized() -> bool:
 def model_parallel_is_initialized() -> bool:
     """Whether the tensor, pipeline and data parallel groups exist."""
     return STORE.is_there()
-
-
-# -- tensor and model parallel ----------------------------------------------------------
-
-
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
-    """The group `tp`."""
-    return read("_TENSOR_MODEL_PARALLEL_GROUP", "tensor model parallel group", check_initialized)
-
-
-def get_model_parallel_group(check_initialized: bool = True) -> Any:
-    """The group `pp_tp`."""
-    return read("_MODEL_PARALLEL_GROUP", "model parallel group", check_initialized)
-
-
-def get_model_parallel_world_size() -> int:
-    """The size of `pp_tp`; of older versions of Megatron."""
-    return get_model_parallel_group().size()
-
-
-def get_model_parallel_rank() -> int:
-    """This rank's position in `pp_tp`; of older versions of Megatron."""
-    return get_model_parallel_group().rank()
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """The size of `tp`, or what it was set to."""
-    size = peek("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
-    return get_tensor_model_parallel_group().size() if size is None else size
-
-
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Makes `get_tensor_model_parallel_world_size` say this; None: the group's again."""
-    write("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", world_size)
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's position in `tp`, or what it was set to."""
-    rank = peek("_MPU_TENSOR_MODEL_PARALLEL_RANK")
-    return get_tensor_model_parallel_group().rank() if rank is None else rank
-
-
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Makes `get_tensor_model_parallel_rank` say this; None: the group's again."""
-    write("_MPU_TENSOR_MODEL_PARALLEL_RANK", rank)
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first in `tp`."""
-    return read("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "tensor model parallel group")[0]
-
-
-def get_model_parallel_src_rank() -> int:
-    """The global rank of the first in `pp_tp`."""
-    return read("_MODEL_PARALLEL_GLOBAL_RANKS", "model parallel group")[0]
-
-
-# -- data parallel ----------------------------------------------------------------------
 
 
 def get_data_parallel_group(
@@ -176,10 +120,8 @@ def get_data_parallel_world_size(
 ) -> int:
     """The size of `get_data_parallel_group`; 0 without torch.distributed."""
     size = peek("_MPU_DATA_PARALLEL_WORLD_SIZE")
-    if size is not None:
-        return size
-    if not is_up():
-        return 0
+    if size is not None or not is_up():
+        return size or 0
     return get_data_parallel_group(
         with_context_parallel, with_gtp_remat, partial_data_parallel
     ).size()
@@ -192,70 +134,17 @@ def get_data_parallel_rank(
 ) -> int:
     """This rank's position in `get_data_parallel_group`; 0 without torch.distributed."""
     rank = peek("_MPU_DATA_PARALLEL_RANK")
-    if rank is not None:
-        return rank
-    if not is_up():
-        return 0
+    if rank is not None or not is_up():
+        return rank or 0
     return get_data_parallel_group(
         with_context_parallel, with_gtp_remat, partial_data_parallel
     ).rank()
-
-
-def set_data_parallel_rank(rank: int | None) -> None:
-    """Makes `get_data_parallel_rank` say this; None: the group's again."""
-    write("_MPU_DATA_PARALLEL_RANK", rank)
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """The global rank of the first in `dp` or `dp_cp`."""
     variable = "_DATA_PARALLEL_GLOBAL_RANKS" + ("_WITH_CP" if with_context_parallel else "")
     return read(variable, "data parallel group")[0]
-
-
-# -- weights sharded and gathered again -------------------------------------------------
-
-
-def get_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
-    """The group `gtp`, over which weights are sharded."""
-    return read("_GTP_WEIGHT_REMAT_GROUP", "group of sharded weights", check_initialized)
-
-
-def get_gtp_weight_remat_world_size() -> int:
-    """The size of `gtp`; 0 where there is none."""
-    group = get_gtp_weight_remat_group(check_initialized=False) if is_up() else None
-    return 0 if group is None else group.size()
-
-
-def get_gtp_weight_remat_rank() -> int:
-    """This rank's position in `gtp`; 0 where there is none."""
-    group = get_gtp_weight_remat_group(check_initialized=False) if is_up() else None
-    return 0 if group is None else group.rank()
-
-
-def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
-    """The global ranks of `gtp`, as a list."""
-    return read("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", "group of sharded weights", check_initialized)
-
-
-# -- context parallel -------------------------------------------------------------------
-
-
-def get_context_parallel_group(check_initialized: bool = True) -> Any:
-    """The group `cp`."""
-    return read("_CONTEXT_PARALLEL_GROUP", "context parallel group", check_initialized)
-
-
-def get_context_parallel_global_ranks(check_initialized: bool = True) -> Any:
-    """The global ranks of `cp`, as a list."""
-    return read("_CONTEXT_PARALLEL_GLOBAL_RANKS", "context parallel group", check_initialized)
-
-
-def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> Any:
-    """The levels of `cp`, innermost first, as a list of groups."""
-    return read(
-        "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "hierarchical context parallelism",
-        check_initialized,
-    )  # fmt: skip
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -280,37 +169,6 @@ def get_hybrid_data_context_parallel_groups(
     return groups[group_size]
 
 
-def get_context_parallel_world_size() -> int:
-    """The size of `cp`; 0 without torch.distributed."""
-    return get_context_parallel_group().size() if is_up() else 0
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's position in `cp`; 0 without torch.distributed."""
-    return get_context_parallel_group().rank() if is_up() else 0
-
-
-# -- combined ---------------------------------------------------------------------------
-
-
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
-    """The group `cp_tp`."""
-    return read(
-        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tensor and context parallel group",
-        check_initialized,
-    )  # fmt: skip
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    """The size of `cp_tp`; 0 without torch.distributed."""
-    return get_tensor_and_context_parallel_group().size() if is_up() else 0
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """This rank's position in `cp_tp`; 0 without torch.distributed."""
-    return get_tensor_and_context_parallel_group().rank() if is_up() else 0
-
-
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Any:
@@ -326,5 +184,192 @@ def get_amax_reduction_group(
     if not tp_only_amax_red:
         return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
     if with_context_parallel:
-        return get_tensor_and_context_parallel_group()
-    return get_tensor_model_parallel_group()
+        return getters.get_tensor_and_context_parallel_group()
+    return getters.get_tensor_model_parallel_group()
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    """The size of `etp`, or what it was set to; before initialization what tp's was set to."""
+    size = peek("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
+    if size is not None:
+        return size
+    group = getters.get_expert_tensor_parallel_group(check_initialized=False)
+    return peek("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE") if group is None else group.size()
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """This rank's position in `etp`, or what it was set to; before that what tp's was set to."""
+    rank = peek("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
+    if rank is not None:
+        return rank
+    group = getters.get_expert_tensor_parallel_group(check_initialized=False)
+    return peek("_MPU_TENSOR_MODEL_PARALLEL_RANK") if group is None else group.rank()
+
+
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
+) -> Any:
+    """The group `pp_ep_etp`, or with the shards of weights too: `pp_egtp_ep_etp`."""
+    return read(
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP" + ("_WITH_EGTP" if with_egtp_remat else ""),
+        "expert tensor, model and pipeline parallel group", check_initialized,
+    )  # fmt: skip
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True,
+    with_gtp_remat: bool = True,
+    partial_expert_data_parallel: bool = False,
+) -> Any:
+    """The group `edp_egtp`, or the replicas: `edp` or `intra_edp`.
+
+    Without an axis `egtp` both are the same.
+    """
+    partial = "_INTRA_PARTIAL" if partial_expert_data_parallel else ""
+    full = "_WITH_GTP_REMAT" if with_gtp_remat else ""
+    variable = f"{partial}_EXPERT_DATA_PARALLEL_GROUP{full}"
+    return read(variable, "expert data parallel group", check_initialized)
+
+
+def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
+    """`get_expert_data_parallel_group` under its older name."""
+    warnings.warn(
+        "get_data_modulo_expert_parallel_group is deprecated, use get_expert_data_parallel_group",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
+    """The group `edp_gloo` or `intra_edp_gloo`."""
+    partial = "_INTRA_PARTIAL" if partial_expert_data_parallel else ""
+    return read(
+        f"{partial}_EXPERT_DATA_PARALLEL_GROUP_GLOO", "expert data parallel group over gloo"
+    )
+
+
+def get_expert_data_parallel_rank(
+    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    """This rank's position in `get_expert_data_parallel_group`; 0 without torch.distributed."""
+    if not is_up():
+        return 0
+    return get_expert_data_parallel_group(
+        with_gtp_remat=with_gtp_remat, partial_expert_data_parallel=partial_expert_data_parallel
+    ).rank()
+
+
+def get_expert_data_parallel_world_size(
+    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    """The size of `get_expert_data_parallel_group`; 0 without torch.distributed."""
+    if not is_up():
+        return 0
+    return get_expert_data_parallel_group(
+        with_gtp_remat=with_gtp_remat, partial_expert_data_parallel=partial_expert_data_parallel
+    ).size()
+
+
+def get_all_ranks() -> str:
+    """Positions in tp, dp, cp, pp and ep, from 0.19 on in gtp as well, joined by underscores."""
+    here = {**vars(getters), **globals()}
+    ranks = (here[getter]() for getter in release_here().positions)
+    return "_".join(str(rank or 0) for rank in ranks)
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """How many virtual stages each rank has; None: no interleaving."""
+    return peek("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Sets the number of virtual stages."""
+    write("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", world_size)
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """The virtual stage that is being worked on; None: no interleaving."""
+    return peek("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK")
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Sets the virtual stage that is being worked on."""
+    warnings.warn(
+        "set_virtual_pipeline_model_parallel_rank is deprecated; give vp_stage= to the functions "
+        "that ask for a stage",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    write("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", rank)
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this is the first stage, and with `ignore_virtual=False` its first virtual one."""
+    virtual = _virtual_stages(ignore_virtual, vp_stage)
+    return (virtual is None or vp_stage == 0) and getters.get_pipeline_model_parallel_rank() == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this is the last stage, and with `ignore_virtual=False` its last virtual one."""
+    virtual = _virtual_stages(ignore_virtual, vp_stage)
+    if virtual is not None and vp_stage != virtual - 1:
+        return False
+    return (
+        getters.get_pipeline_model_parallel_rank()
+        == getters.get_pipeline_model_parallel_world_size() - 1
+    )
+
+
+def _virtual_stages(ignore_virtual: bool, vp_stage: int | None) -> int | None:
+    virtual = None if ignore_virtual else get_virtual_pipeline_model_parallel_world_size()
+    if virtual is not None and vp_stage is None:
+        raise MegatronStateError(
+            f"vp_stage=None, but each rank has {virtual} virtual stages; say which one is meant"
+        )
+    return virtual
+
+
+def _ranks() -> list[int]:
+    ranks: list[int] = read("_PIPELINE_GLOBAL_RANKS", "pipeline parallel group")
+    return ranks
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """The global rank of the first stage."""
+    return _ranks()[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """The global rank of the last stage."""
+    return _ranks()[getters.get_pipeline_model_parallel_world_size() - 1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """The global rank of the next stage; after the last, the first."""
+    ranks, stage = _ranks(), getters.get_pipeline_model_parallel_rank()
+    return ranks[(stage + 1) % getters.get_pipeline_model_parallel_world_size()]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """The global rank of the stage before; before the first, the last."""
+    ranks, stage = _ranks(), getters.get_pipeline_model_parallel_rank()
+    return ranks[(stage - 1) % getters.get_pipeline_model_parallel_world_size()]
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds a copy of the word embeddings, in this virtual stage if asked."""
+    ranks: list[int] = peek("_EMBEDDING_GLOBAL_RANKS") or []
+    rank = dist.get_rank()
+    if rank not in ranks:
+        return False
+    if not ignore_virtual and rank == ranks[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if not ignore_virtual and rank == ranks[-1]:
+        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds a copy of the position embeddings."""
+    return dist.get_rank() in (peek("_POSITION_EMBEDDING_GLOBAL_RANKS") or ())

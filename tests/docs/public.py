@@ -21,9 +21,8 @@ PUBLIC = [
     "commgrid.sharding", "commgrid.tensor_parallel", "commgrid.testing", "commgrid.trace",
     "commgrid.transfer", "commgrid.verify",
     "megatron_adapter",
-    "megatron_adapter.parallel_state.buffers", "megatron_adapter.parallel_state.dense",
-    "megatron_adapter.parallel_state.expert", "megatron_adapter.parallel_state.pipeline",
-    "megatron_adapter.parallel_state.rank_groups",
+    "megatron_adapter.parallel_state.buffers", "megatron_adapter.parallel_state.getters",
+    "megatron_adapter.parallel_state.oddities", "megatron_adapter.parallel_state.rank_groups",
 ]  # fmt: skip
 """The modules that users import from; Megatron's functions by the module that has them."""
 

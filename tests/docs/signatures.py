@@ -28,14 +28,25 @@ class Ellipsed:
 def signatures() -> dict[str, str]:
     """Return the parameters of every public function, class and method, by dotted name."""
     named = [(name, pkgutil.resolve_name(name)) for name in public_names()]
-    return {path: _parameters(call) for name, value in named for path, call in _calls(name, value)}
+    return {
+        _imported(path): _parameters(call)
+        for name, value in named
+        for path, call in _calls(name, value)
+    }
 
 
 def released() -> tuple[str, dict[str, str]]:
     """Return the version of the last release, and its signatures."""
     version, *lines = FILE.read_text(encoding="utf-8").splitlines()
     paths = [line.partition("(")[0] for line in lines]
-    return version, {path: line[len(path) :] for path, line in zip(paths, lines, strict=True)}
+    found = {path: line[len(path) :] for path, line in zip(paths, lines, strict=True)}
+    return version, {_imported(path): parameters for path, parameters in found.items()}
+
+
+def _imported(path: str) -> str:
+    """Where programs import a name from: Megatron's functions from the package, not its files."""
+    package, file, name = (["", "", *path.rsplit(".", 2)])[-3:]
+    return f"{package}.{name}" if package == "megatron_adapter.parallel_state" and file else path
 
 
 def _calls(name: str, value: object) -> Iterator[tuple[str, Callable[..., Any]]]:
