@@ -18,6 +18,7 @@ from commgrid.observe.circles import CIRCLES, circles, deadlock
 from commgrid.observe.findings import Diagnosis, Finding, lasted, said
 from commgrid.observe.ledger import Channel, Ledger, Wait
 from commgrid.observe.mismatches import KINDS_OF_CALLS, mismatches
+from commgrid.observe.recorded import crossed_names, told_of_names
 from commgrid.observe.slowness import slow_ranks
 from commgrid.observe.traces import Call, Trace
 from commgrid.observe.waiting import finding, is_held, skipped, waited
@@ -55,6 +56,7 @@ def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
         found: the record of each rank.
         patience: seconds that a wait may last.
     """
+    found = list(found)
     ledger = Ledger.of(found)
     members = {rank for channel in ledger.channels() for rank in channel.members}
     missing = tuple(sorted(members - ledger.traces.keys()))
@@ -62,7 +64,7 @@ def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
         rank: [wait for wait in ledger.waits(rank) if _counts(ledger, wait, patience)]
         for rank in ledger.traces
     }
-    causes = [*mismatches(ledger)]
+    causes = [*_crossed_groups(found), *mismatches(ledger)]
     ends = [*_ends(ledger, graph)]
     known = {(each.group, each.turn) for each in causes}
     ends = [each for each in ends if (each.group, each.turn) not in known]
@@ -78,6 +80,18 @@ def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
         tuple(sorted(ledger.traces)), tuple(every),
         (*more, *_consequences(ledger, graph, [*every, *more])), missing, waiting,
     )  # fmt: skip
+
+
+def _crossed_groups(found: list[Trace]) -> Iterator[Finding]:
+    """Groups that ranks have made in different orders, so that each means another one."""
+    crossed = crossed_names(found)
+    if crossed is not None:
+        name, one, other = crossed
+        since = min((call.began for trace in found for call in trace.calls), default=0.0)
+        yield Finding(
+            "other members", (one, other), name, (), "new_group", 0, (), (), since, None,
+            told_of_names(found, *crossed),
+        )  # fmt: skip
 
 
 def _by_culprit(findings: list[Finding]) -> tuple[list[Finding], list[Finding]]:

@@ -17,6 +17,7 @@ from commgrid.observe.traces import Call
 KINDS_OF_CALLS = (
     "skipped call", "extra call", "other order", "other operation", "other root",
     "other reduction", "other dtype", "other shape", "other size",
+    "other members",
 )  # fmt: skip
 """Kinds of findings about calls that do not go together."""
 

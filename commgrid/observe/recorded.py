@@ -20,9 +20,10 @@ def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
     """What every rank issued.
 
     Raises:
-        SpecError: a trace whose first calls were not kept, a communicator that is no grid's, or a
-            rank without a trace.
+        SpecError: a trace whose first calls were not kept, a communicator that is no grid's, a
+            rank without a trace, or groups that ranks have made in different orders.
     """
+    check_names(found)
     traced = {trace.rank for trace in found}
     same: dict[tuple[str, tuple[int, ...]], Group] = {}
     programs: dict[int, list[Step]] = {}
@@ -45,6 +46,46 @@ def missing(found: Sequence[Trace]) -> tuple[int, ...]:
     """Ranks of a job that have no trace, as far as groups of the others tell."""
     ranks = {rank for trace in found for members in trace.members.values() for rank in members}
     return tuple(sorted(ranks - {trace.rank for trace in found}))
+
+
+def crossed_names(found: Sequence[Trace]) -> tuple[str, int, int] | None:
+    """A group that torch has numbered, whose ranks differ from one rank to another.
+
+    torch counts the groups that `new_group` makes: every rank makes all of them, in one order.
+
+    Returns:
+        Its name, and two ranks that mean another group by it.
+    """
+    first: dict[str, int] = {}
+    traces = {trace.rank: trace for trace in found}
+    for trace in found:
+        for name, members in trace.members.items():
+            if name.isdigit():
+                other = first.setdefault(name, trace.rank)
+                if traces[other].members[name] != members:
+                    return name, other, trace.rank
+    return None
+
+
+def check_names(found: Sequence[Trace]) -> None:
+    """Refuse groups that ranks have made in different orders.
+
+    Raises:
+        SpecError: names one, and how to mend it.
+    """
+    crossed = crossed_names(found)
+    if crossed is not None:
+        raise SpecError(told_of_names(found, *crossed))
+
+
+def told_of_names(found: Sequence[Trace], name: str, one: int, other: int) -> str:
+    """What is wrong with a group's name."""
+    members = {trace.rank: list(trace.members.get(name, ())) for trace in found}
+    return (
+        f"group {name} has ranks {members[one]} on rank {one} and {members[other]} on rank {other}"
+        ": they call torch.distributed.new_group in different orders. Have every rank make all "
+        "groups, in one order"
+    )
 
 
 def whole(found: Sequence[Trace]) -> list[Trace]:

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from commgrid.observe.audit.compare import Seen, compare
 from commgrid.observe.audit.dry import record
 from commgrid.observe.audit.findings import Comparison
 from commgrid.observe.audit.observer import Observer
-from commgrid.observe.recorded import from_traces, whole
+from commgrid.observe.audit.records import all_done
+from commgrid.observe.recorded import crossed_names, from_traces, told_of_names, whole
 from commgrid.observe.verify import check
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.testing.ranks import run_on_ranks
@@ -90,7 +92,6 @@ def same_on_grids(
     if steps < 1:
         raise SpecError(f"steps={steps}: expected 1 or more")
     parsed = [AuditedGrid.parse(text) for text in grids]
-    name = getattr(train, "__name__", str(train))
     found: list[Comparison] = []
     with tempfile.TemporaryDirectory(prefix="commgrid-same-") as folder:
         first: Seen | None = None
@@ -107,9 +108,14 @@ def same_on_grids(
             first = first or seen
             found.append(compare(first, seen, tolerance))
         assert first is not None
-        audit = Audit(name, first.dtype, tuple(found))
+        audit = Audit(_name(train), first.dtype, tuple(found))
     if audit.parts:
         raise GridsDiffer(audit.text)
+
+
+def _name(train: Callable[..., Any]) -> str:
+    """What a function is called, also one with some arguments given."""
+    return str(getattr(getattr(train, "func", train), "__name__", train))
 
 
 def _observed(
@@ -124,6 +130,8 @@ def _observed(
     with contextlib.suppress(_StepsDone):
         train(*args)
     observer.finish()
+    while not all_done(folder, observer.about.world_size):  # rank 0 serves the store
+        time.sleep(0.01)
 
 
 def grids(
@@ -187,7 +195,8 @@ def finishes(
         timeout: seconds for all of them.
 
     Raises:
-        RanksWait: names the calls that wait for each other, or that a rank never issues.
+        RanksWait: names the calls that wait for each other, or that a rank never issues; or a
+            group that ranks make in different orders.
         CommGridError: `train` failed on a rank, or took too long; or a grid is up in this process.
         SpecError: a grid that cannot be, or another backend.
 
@@ -202,10 +211,13 @@ def finishes(
     made = AuditedGrid.parse(grid, world_size)
     with tempfile.TemporaryDirectory(prefix="commgrid-finishes-") as folder:
         record(
-            lambda: train(*args), getattr(train, "__name__", str(train)), made, Path(folder),
+            lambda: train(*args), _name(train), made, Path(folder),
             ranks=ranks, timeout=timeout,
         )  # fmt: skip
         traces = trace_files.read(Path(folder))
+    crossed = crossed_names(traces)
+    if crossed is not None:
+        raise RanksWait(told_of_names(traces, *crossed))
     verdict = check(from_traces(traces if ranks is None else whole(traces)), backend)
     if not verdict.finishes:
         raise RanksWait(f"{made.text!r} of {made.world_size} ranks: {verdict}\n\n{verdict.draw()}")

@@ -1,0 +1,48 @@
+"""Published bugs: the command that finds each, and the mended program passing."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from commgrid.testing import GridsDiffer, RanksWait, finishes, same_on_grids
+from tests.published.programs import NOT_READ, PUBLISHED, STEPS, Published
+
+FOUND = [each for each in PUBLISHED if each.command]
+
+
+def run(bug: Published, mended: bool) -> None:
+    assert bug.program is not None
+    program = functools.partial(bug.program, mended)
+    if bug.command == "audit":
+        same_on_grids(program, bug.grids, steps=STEPS)
+    else:
+        finishes(program, bug.grids[0], backend="nccl")
+
+
+@pytest.mark.parametrize("bug", FOUND, ids=[each.source for each in FOUND])
+def test_it_is_found(bug: Published) -> None:
+    with pytest.raises(GridsDiffer if bug.command == "audit" else RanksWait) as raised:
+        run(bug, mended=False)
+    for said in bug.said:
+        assert said in str(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize("bug", FOUND, ids=[each.source for each in FOUND])
+def test_the_mended_program_passes(bug: Published) -> None:
+    run(bug, mended=True)
+
+
+def test_the_table_of_the_page_has_each() -> None:
+    page = Path(__file__).parents[2] / "docs" / "debugging.md"
+    rows = re.findall(r"^\| \[?([\w/-]+#\d+(?:, \d+)?)[^|]*\| ([^|]+) \| ([^|]+) \|$",
+                      page.read_text(), re.M)  # fmt: skip
+    expected = [
+        (each.source, each.what, f"`commgrid {each.command}`" if each.command else "not found")
+        for each in PUBLISHED
+    ]
+    assert [tuple(row) for row in rows] == expected
+    assert all(source in page.read_text() for source in NOT_READ)
