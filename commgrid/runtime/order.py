@@ -105,7 +105,7 @@ class OrderCheck:
         own = connection_of(torch_world.world_store())
         self._store = PatientStore(own)
         self._channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
-        self._pending: WeakKeyDictionary[dist.Work, Issued] = WeakKeyDictionary()
+        self._pending: torch_calls.ByIdentity[Issued] = torch_calls.ByIdentity()
         self._turns: dict[str, int] = {}
         self._mine: dict[str, OrderedDict[int, Issued]] = {}
         self._theirs: dict[str, OrderedDict[int, list[Any]]] = {}
@@ -288,7 +288,7 @@ class OrderCheck:
             self._look(call)
 
     def waited(self, work: dist.Work, failed: bool) -> None:
-        call = self._pending.pop(work, None)
+        call = self._pending.pop(work)
         if failed and call is not None:
             self._say_what_was_found()
 

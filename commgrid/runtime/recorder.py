@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -29,6 +28,7 @@ from commgrid.observe.ring import Ring
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.libraries import OWN, is_programs
 from commgrid.torch_compat import calls as torch_calls
+from commgrid.torch_compat.calls import ByIdentity
 
 CAPACITY = 100_000
 """Records that are kept, the last ones; 128 bytes each."""
@@ -54,7 +54,7 @@ class Recorder:
         self._turns: dict[tuple[str, str, int | None], int] = {}
         self._places: dict[tuple[CodeType | None, int], int] = {}
         self._waits: dict[int, int] = {}
-        self._pending: WeakKeyDictionary[dist.Work, int] = WeakKeyDictionary()
+        self._pending: ByIdentity[int] = ByIdentity()
         self._lock = threading.Lock()
 
     @property
@@ -221,7 +221,7 @@ class Recorder:
     def waited(self, work: dist.Work, failed: bool) -> None:
         if failed:
             return  # the call has no end, and is what this thread was waiting for
-        call = self._pending.pop(work, None)
+        call = self._pending.pop(work)
         if call is not None:
             self.ring.ended(call, time.perf_counter_ns())
             self._waits.pop(threading.get_ident(), None)
@@ -237,7 +237,7 @@ class GroupNames:
     def __init__(self, met: Callable[[str, Sequence[int]], object] = lambda name, ranks: None):
         self.members: dict[str, list[int]] = {}
         self._met = met
-        self._names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+        self._names: ByIdentity[str] = ByIdentity()
 
     def __call__(self, group: dist.ProcessGroup) -> str:
         name = self._names.get(group)
@@ -266,9 +266,6 @@ def _called(group: dist.ProcessGroup) -> str:
     return described if owner == "default" else f"{owner}:{described}"
 
 
-_is_programs: dict[str, bool] = {}  # by file; code objects of two files may be equal
-
-
 def place_of(code: CodeType | None, line: int) -> str:
     """File, line and function of a call."""
     return "?" if code is None else f"{_name_of(code.co_filename)}:{line} {code.co_name}"
@@ -288,16 +285,27 @@ def caller() -> tuple[CodeType | None, int]:
     each: FrameType | None = sys._getframe(2)
     while each is not None:
         code = each.f_code
-        found = _is_programs.get(code.co_filename)
-        if found is None:
-            found = _is_programs[code.co_filename] = is_programs(code.co_filename)
-        if found:
+        kind = _kinds.get(code.co_filename) or _kind(code.co_filename)
+        if kind == _PROGRAM:
             return code, each.f_lineno
-        file = code.co_filename
-        if own[0] is None and file.startswith(OWN) and file != torch_calls.__file__:
+        if kind == _OWN and own[0] is None:
             own = code, each.f_lineno
         each = each.f_back
     return own
+
+
+_PROGRAM, _OWN, _OTHER = 1, 2, 3
+_kinds: dict[str, int] = {}  # by file; code objects of two files may be equal
+
+
+def _kind(file: str) -> int:
+    kind = _OTHER
+    if is_programs(file):
+        kind = _PROGRAM
+    elif file.startswith(OWN) and file != torch_calls.__file__:
+        kind = _OWN
+    _kinds[file] = kind
+    return kind
 
 
 _current: list[Recorder] = []

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,34 @@ class Listener(Protocol):
     def waited(self, work: dist.Work, failed: bool) -> None:
         """It has been waited for, or the wait has failed."""
         ...
+
+
+Value = TypeVar("Value")
+
+
+class ByIdentity(Generic[Value]):
+    """Values by objects that can be referred to weakly, found while the object lives.
+
+    A WeakKeyDictionary does the same in five times the time, and every call looks here. The entry
+    of an object that is gone stays until another one has its address.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[ref[Any], Value]] = {}
+
+    def __setitem__(self, key: object, value: Value) -> None:
+        self._held[id(key)] = ref(key), value
+
+    def get(self, key: object) -> Value | None:
+        held = self._held.get(id(key))
+        return held[1] if held is not None and held[0]() is key else None
+
+    def pop(self, key: object) -> Value | None:
+        """Return a value, and forget it."""
+        found = self.get(key)
+        if found is not None:
+            del self._held[id(key)]
+        return found
 
 
 class _None:

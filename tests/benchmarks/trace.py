@@ -24,8 +24,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
-from commgrid.runtime import recorder
 from commgrid.runtime.order import OrderCheck
+from commgrid.runtime.recorder import Recorder
 from commgrid.torch_compat import calls as torch_calls
 from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.examples.curves import load
@@ -34,14 +34,12 @@ STATES = ("off", "trace", "order")
 Spent = dict[str, dict[str, list[float]]]
 
 
-def switch(name: str, check: OrderCheck) -> None:
-    """Has one of them on from here on, or none."""
-    recorder.stop()
+def switch(name: str, recording: Recorder, check: OrderCheck) -> None:
+    """Has one of them on from here on, or none; both go on from where they were."""
+    torch_calls.stop(recording)
     torch_calls.stop(check)
-    if name == "trace":
-        recorder.start()
-    elif name == "order":
-        torch_calls.listen(check)
+    if name != "off":
+        torch_calls.listen(recording if name == "trace" else check)
 
 
 def steps(flags: list[str]) -> Spent:
@@ -51,12 +49,13 @@ def steps(flags: list[str]) -> Spent:
     plain = trainer_class.step
     spent: Spent = {kind: {name: [] for name in STATES} for kind in ("clock", "processor")}
     checks: list[OrderCheck] = []
+    recording = Recorder()
 
     def step(trainer: object, number: int, batch: object) -> object:
         if not checks:
             checks.append(OrderCheck(commgrid.get_grid()))
         name = STATES[number % 3]
-        switch(name, checks[0])
+        switch(name, recording, checks[0])
         dist.barrier()
         started, used = time.perf_counter(), time.process_time()
         found = plain(trainer, number, batch)
@@ -69,7 +68,7 @@ def steps(flags: list[str]) -> Spent:
     trainer_class.step = step
     with contextlib.redirect_stdout(io.StringIO()):
         train_gpt.train(train_gpt.parse(flags))
-    recorder.stop()
+    torch_calls.stop(recording)
     return spent
 
 
@@ -78,9 +77,10 @@ def calls(count: int) -> Spent:
     grid = commgrid.initialize()
     group, x, check = grid.get_group("dp"), torch.ones(1000), OrderCheck(grid)
     spent: Spent = {kind: {name: [] for name in STATES} for kind in ("clock", "processor")}
+    recording = Recorder()
     for turn in range(33):
         name = STATES[turn % 3]
-        switch(name, check)
+        switch(name, recording, check)
         dist.barrier()
         started, used = time.perf_counter(), time.process_time()
         for _ in range(count):
@@ -88,7 +88,7 @@ def calls(count: int) -> Spent:
         if turn > 2:
             spent["clock"][name].append((time.perf_counter() - started) / count * 1e6)
             spent["processor"][name].append((time.process_time() - used) / count * 1e6)
-    recorder.stop()
+    switch("off", recording, check)
     commgrid.shutdown()
     return spent
 
@@ -98,15 +98,16 @@ def alone(count: int) -> Spent:
     grid = commgrid.initialize()
     group, x = grid.get_group("dp"), torch.ones(10)
     spent: Spent = {"processor": {name: [] for name in STATES}}
+    recording = Recorder()
     for turn in range(24):
         name = STATES[turn % 2]
-        (recorder.start if name == "trace" else recorder.stop)()
+        (torch_calls.listen if name == "trace" else torch_calls.stop)(recording)
         used = time.process_time()
         for _ in range(count):
             dist.all_reduce(x, group=group)
         if turn > 1:
             spent["processor"][name].append((time.process_time() - used) / count * 1e6)
-    recorder.stop()
+    torch_calls.stop(recording)
     commgrid.shutdown()
     return spent
 
