@@ -44,7 +44,6 @@ MOMENT = 1.0
 
 _KEPT = 1024  # calls of each communicator that are held against others'
 _GLOO_SECONDS = 0.05  # that an asynchronous call on gloo waits for the other's
-_ON_ITS_WAY = 0.003  # seconds that a message of the mailbox may take
 _MOST_ASKED = 16  # members whose state is read in one look
 _DEEPEST = 16  # ranks of a circle
 
@@ -161,13 +160,9 @@ class OrderCheck:
             if self._await(call, lambda: self._has_failed or time.monotonic() > until):
                 self._take_back()
         elif channel.polls:
-            # gloo ends a process that gets more than it expects. Of a message either side is told
-            # of the other's before it begins its own, but for what is on its way.
-            limit = 0.0 if made.operation == "send" else _GLOO_SECONDS
-            if made.operation == "recv":
-                limit = _ON_ITS_WAY
+            # gloo ends a process that gets more than it expects.
             with self._news:
-                self._news.wait_for(lambda: self._answered(call), limit)
+                self._news.wait_for(lambda: self._answered(call), _GLOO_SECONDS)
         self._compare(call)
         return call
 
