@@ -14,7 +14,7 @@ class Finding:
     """Something that is wrong, or that waits for what is.
 
     Args:
-        kind: `skipped call`, `other order`, `deadlock`, …; docs/diagnose.md lists all.
+        kind: `skipped call`, `other order`, `deadlock`, …; docs/debugging.md lists all.
         ranks: whose doing it is.
         group: names of the communicator with commas.
         members: its ranks.
