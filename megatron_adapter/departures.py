@@ -1,4 +1,4 @@
-"""What the adapter answers otherwise than Megatron-core, release by release; nothing but mistakes.
+"""Answers of the adapter that differ from Megatron-core's by release, all of them its mistakes.
 
 `python -m megatron_adapter departures` prints it.
 """

@@ -38,7 +38,7 @@ _OTHERS = (
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list",
 )  # fmt: skip
 KEPT = (*_OVERRIDES, *VIRTUAL_STAGES)
-"""What is not initialization's to set alone: it stays if it was set before."""
+"""Variables that initialization leaves alone if they were set before."""
 
 VARIABLES = (
     *(group.state for group in MEGATRON_GROUPS),
@@ -109,7 +109,7 @@ class MegatronState:
         ]  # fmt: skip
 
     def _of_one_rank(self, name: str) -> ProcessGroup | None:
-        """What stands for a group of one rank that the grid lacks: any other group of this rank.
+        """A stand-in for a group of one rank that the grid lacks: any other group of this rank.
 
         They communicate nothing, and share one communicator wherever there are several.
         """

@@ -231,7 +231,7 @@ class HyperCommGrid:
         return _enumerate(layout, self._ordered(layout, dims))
 
     def _gen_rank_enum(self, dims: list[str]) -> list[list[int]]:
-        """What megatron-core's bridge and multi-module communicators ask a grid for."""
+        """The interface that megatron-core's bridge and multi-module communicators use."""
         return self.get_rank_enum(dims)
 
     def is_current_rank_in_grid(self) -> bool:

@@ -1,11 +1,11 @@
 """`install`: a grid behind `megatron.core.parallel_state` itself.
 
 Megatron's getters read variables of their module, so setting those is seen by every module,
-also by one that imported a getter by name. A function must do something else in three cases:
+also if it imported a getter by name. A function must do something else in three cases:
 `initialize_model_parallel` and `destroy_model_parallel` make and end a grid, two functions are
 mistaken, and while several grids are alive and none is chosen every function that asks for state
-raises. Those functions are given other code, which whoever holds them runs too, and their own code
-back at the end.
+raises. Those functions are given other code, also where they were imported before, and their
+own code back at the end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Installation:
         self._module = module
         self._before = {name: self.variables[name] for name in VARIABLES if name in self.variables}
         self.names = frozenset(self._before)
-        # Megatron's own function objects, whatever comes to stand under their names later.
+        # Megatron's own function objects; their names may get others later.
         self._functions = _own_functions(module)
         self._redirected: dict[str, tuple[CodeType, Any, Any]] = {}
         self.variables[_TARGETS] = {}
@@ -169,7 +169,7 @@ def install(grid: HyperCommGrid | None = None) -> None:
     With several grids, install each, and choose with `megatron_adapter.active`.
 
     Args:
-        grid: alive; every rank of it calls this. None: the one that is alive, if there is one.
+        grid: alive; every rank of it calls this. None: the only live grid, if there is one.
 
     Raises:
         MegatronVersionError: megatron-core is not installed, of another version, or has state
@@ -197,11 +197,11 @@ def install(grid: HyperCommGrid | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Leaves megatron-core as it was before `install`; grids stay alive. Twice is fine.
+    """Restore megatron-core as it was before `install`; grids stay alive. It may be called twice.
 
-    What was created for Megatron beside a grid that was given to `install` is destroyed, unless a
-    ProcessGroupCollection was made of it: then it lives as long as the grid. A grid that Megatron's
-    `initialize_model_parallel` made lives on until `destroy_model_parallel` or
+    Groups that were created for Megatron beside a grid given to `install` are destroyed, unless a
+    ProcessGroupCollection was made of them: then they live as long as the grid. A grid that
+    Megatron's `initialize_model_parallel` made lives on until `destroy_model_parallel` or
     `commgrid.destroy`, and the next `install` finds it.
     """
     global _installation
@@ -226,7 +226,7 @@ def _only_grid() -> HyperCommGrid | None:
 
 
 def load_megatron() -> ModuleType:
-    """megatron-core's parallel_state, if it is one that the adapter knows.
+    """megatron-core's parallel_state, if the adapter knows its release.
 
     Raises:
         MegatronVersionError: listing what does not match.
@@ -257,7 +257,7 @@ _INSTALLABLE = "0.16.1"
 
 
 def differences(module: ModuleType, release: Release | None = None) -> list[str]:
-    """What a parallel_state has and a release has not, and what it lacks of what is needed.
+    """The names that a parallel_state has beyond a release, and the needed ones that it lacks.
 
     Args:
         module: `megatron.core.parallel_state`.

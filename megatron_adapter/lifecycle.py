@@ -30,7 +30,7 @@ from megatron_adapter.spec import (
 from megatron_adapter.state import STORE
 
 RanksOf = Callable[[list[int]], Sequence[int]]
-"""From the ranks of a pipeline to those that hold a copy of something."""
+"""From the ranks of a pipeline to the ones with a copy of something."""
 
 
 def initialize_model_parallel(
@@ -84,8 +84,8 @@ def initialize_model_parallel(
         nccl_communicator_config_path: YAML of NCCL options, by Megatron's names of groups.
         distributed_timeout_minutes: of collectives.
         order: axes fastest first.
-        get_embedding_ranks, get_position_embedding_ranks: from a pipeline's ranks to those that
-            hold an embedding; the same positions in every pipeline.
+        get_embedding_ranks, get_position_embedding_ranks: from a pipeline's ranks to the ones
+            with an embedding; the same positions in every pipeline.
         create_gloo_process_groups: whether dp groups have twins over gloo.
         high_priority_stream_groups: Megatron's names of groups with streams of high priority.
         sharp_enabled_group: "dp" or "dp_replica".
@@ -156,7 +156,7 @@ DEFAULTS = {
 
 
 def check_sizes(given: Mapping[str, Any]) -> MegatronSizes:
-    """What arguments of `initialize_model_parallel` say about groups, checked in Megatron's order.
+    """The arguments of `initialize_model_parallel` about groups, checked in Megatron's order.
 
     Raises:
         MegatronStateError, MegatronSizeError, SpecError: as `initialize_model_parallel`.

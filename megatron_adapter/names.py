@@ -1,4 +1,4 @@
-"""Which commgrid group each of Megatron-core's groups is; `python -m megatron_adapter names`.
+"""The commgrid group for each of Megatron-core's groups; `python -m megatron_adapter names`.
 
 Of all releases together; which of them has what is in `releases`. Everything else here reads this
 table: the state that is put behind Megatron's functions, the groups a grid is given for it, and the
@@ -22,7 +22,7 @@ class MegatronGroup(NamedTuple):
         getter: the function of `megatron.core.parallel_state`, with its argument if it has one.
         name: the commgrid group of the same ranks.
         state: the variable of that module which holds it.
-        ranks: the one that holds its ranks, if there is one.
+        ranks: the variable with its ranks, if there is one.
         field: of a ProcessGroupCollection.
         options: its key in an NCCL configuration file.
         made_of: where it is no combination of axes, in words.

@@ -1,9 +1,9 @@
-"""What each release of megatron-core has that the adapter must know: one table a release.
+"""The releases of megatron-core as the adapter needs to know them, a table for each.
 
 The first release is written out; every other one says what it changed. All code that depends on
 the release reads this: which functions the module offers and in which places their arguments
 stand, which variables are state, which fields a ProcessGroupCollection has, what else ends with
-the state. A release that is not here is refused with the list of what is new in it.
+the state. An unknown release is refused with the list of its changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Release:
     """One release.
 
     Args:
-        version: the one that is tested; others of its series may serve.
+        version: the tested one; others of its series may work.
         functions: the public ones of `megatron.core.parallel_state`, and their arguments.
         variables: those of that module which are state.
         fields: of a ProcessGroupCollection.
@@ -65,7 +65,7 @@ class Release:
             version: its version.
             new, new_methods: functions, and methods of HyperCommGrid, a line each.
             gone: names of functions.
-            new_arguments: function to what stands after which of its arguments ("" for the first).
+            new_arguments: function to new arguments by the one before ("" for the first).
             gone_arguments: function to names of its arguments.
             new_variables, gone_variables, new_fields: names.
             positions, ends: where they changed.

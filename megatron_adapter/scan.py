@@ -1,7 +1,7 @@
 """Where a user's code reads Megatron's global parallel state: file, line and call.
 
-What it finds is what keeps two grids from living in one program, since each read answers for
-whichever is active; `pg_collection=` or a commgrid name is the way out. It reads syntax only:
+These calls keep two grids from living in one program, since each read answers for
+the active grid; `pg_collection=` or a commgrid name is the way out. It reads syntax only:
 modules fetched at run time, relative imports, and names handed on are not followed. Calls that
 make or end the state are no reads.
 """
@@ -66,7 +66,7 @@ def _reads(path: Path) -> list[Read]:
 
 
 class _Names:
-    """What a file calls the module, and the functions it took from it."""
+    """Names that a file has for the module and its functions."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.modules: set[str] = set()

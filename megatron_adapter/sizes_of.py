@@ -1,4 +1,4 @@
-"""From a grid that somebody described to what Megatron would have been told for it."""
+"""Megatron's sizes for a grid that was described in another way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_adapter.spec import MegatronSizes
 
 
 def sizes_of(spec: GridSpec, world_size: int) -> MegatronSizes:
-    """What Megatron would be told for a grid that somebody else described.
+    """What Megatron would be told for a grid that was described elsewhere.
 
     Raises:
         SpecError: the grid has axes or a region that Megatron has no words for.
@@ -63,7 +63,7 @@ def sizes_of(spec: GridSpec, world_size: int) -> MegatronSizes:
 
 
 def _other_order(spec: GridSpec, sizes: MegatronSizes) -> str | None:
-    """What is wrong where a grid's regions are not in the one order that Megatron has for both."""
+    """The error for a grid whose regions are not in Megatron's single order."""
     for mine, theirs in zip(spec.regions, sizes.spec().regions, strict=False):
         layouts = [[one for one in region.numbers if one[1] > 1] for region in (mine, theirs)]
         if layouts[0] != layouts[1]:

@@ -36,14 +36,14 @@ SHARP = "collnet_enable"
 """The NCCL option of a communicator that uses SHARP."""
 
 CONNECT = ("tp", "cp", "dp", "pp")
-"""What connects during initialization; the rest does at first use, as all of Megatron's do."""
+"""Groups that connect during initialization; the others do at first use, as Megatron's."""
 
 Pick = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class MegatronSizes:
-    """What Megatron-core's initialization is told that decides about groups.
+    """The arguments of Megatron-core's initialization that decide about groups.
 
     Args:
         world_size: the number of ranks.
@@ -94,7 +94,7 @@ class MegatronSizes:
 
     @property
     def expert_tp(self) -> int:
-        """etp, or what stands in for it."""
+        """etp; without one, tp."""
         return self.tp if self.etp is None else self.etp
 
     @property
@@ -325,7 +325,7 @@ class MegatronSizes:
         return rows
 
     def _options(self) -> dict[str, dict[str, Any]]:
-        """Rows that set options: the pipeline's backend, and what NCCL is told."""
+        """Rows that set options: the pipeline's backend, and NCCL's options."""
         axes = self.axis_names
         known = {group.options: group.name_on(axes) for group in MEGATRON_GROUPS if group.options}
         known["hcp"] = "hcp"

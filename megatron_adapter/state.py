@@ -1,4 +1,4 @@
-"""Which grids Megatron's parallel state is asked of.
+"""The grids that Megatron's parallel state answers for.
 
 `STORE` knows every grid that has such a state, which of them is asked, and keeps the variables of
 an installed megatron-core the same.
@@ -32,7 +32,7 @@ class Store:
     """Every grid that has a Megatron state, and which of them is asked."""
 
     def __init__(self) -> None:
-        self.states: list[MegatronState] = []  # those that getters answer for
+        self.states: list[MegatronState] = []  # of grids that getters answer for
         self._made: list[MegatronState] = []  # those and what only collections were made of
         self._watched: WeakSet[HyperCommGrid] = WeakSet()
         self._chosen: list[MegatronState] = []
@@ -40,7 +40,7 @@ class Store:
         self._outside = False  # whether virtual stages in it are of a grid without this rank
         self._publisher: Publisher | None = None
         self._shown: dict[str, Any] | None = None
-        self._alone: MegatronState | None = None  # of the one grid there is, while nobody chose it
+        self._alone: MegatronState | None = None  # of the only grid, if none is chosen
 
     # -- which grids there are ----------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Store:
         self._show()
 
     def remove(self, state: MegatronState) -> None:
-        """Getters do not answer for it any more; what it made goes, unless somebody keeps it."""
+        """Getters do not answer for it any more; what it made goes, unless it is still in use."""
         if state in self.states:
             self.states.remove(state)
             self._show()
@@ -114,7 +114,7 @@ class Store:
         self._show()
 
     def set_virtual_stages(self, count: int | None) -> None:
-        """What initialization sets on a rank outside the grid, where nothing else is set.
+        """The variables of a rank outside the grid, if nothing else is set.
 
         Not where the rank is in another grid: its stages are its own.
         """
@@ -132,7 +132,7 @@ class Store:
 
         Raises:
             AmbiguousGridError: there are several and none was chosen.
-            MegatronStateError: the one that was chosen is gone.
+            MegatronStateError: the chosen grid is gone.
         """
         if self._chosen:
             chosen = self._chosen[-1]

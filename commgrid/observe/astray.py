@@ -12,13 +12,13 @@ from commgrid.observe.waiting import finding, waited
 
 
 def on_another_group(ledger: Ledger, rank: int, wait: Wait, waits: list[Wait]) -> Finding | None:
-    """Whether a rank has not come to a call since it, or who waits for it, has another group.
+    """Find whether a rank, or one that waits for it, has made the call on another group.
 
     Args:
         ledger: of all ranks.
         rank: that has not come.
-        wait: of one that waits for it.
-        waits: of all that do.
+        wait: one rank's wait for it.
+        waits: every rank's.
     """
     found = _alone(ledger, rank, wait) or _alone(ledger, wait.rank, wait)
     if found is None:

@@ -79,23 +79,22 @@ def bench(
 
     Args:
         grid: with a group of all its ranks (`whole_name`).
-        names: of groups; none: every communicator of more than one rank, those that have the same
-            ranks and options once.
+        names: of groups; none: every communicator of more than one rank, equal ones once.
         collectives: of `commgrid.planning.cost.COLLECTIVES`. A send/receive passes a message to the
             next rank of the group and takes one from the previous.
-        sizes: bytes as nccl-tests counts them; rounded down to what the group's ranks share
-            equally, from one element a rank on.
+        sizes: bytes as nccl-tests counts them; rounded down to equal shares of the group's ranks,
+            from one element a rank on.
         cluster: whose levels the groups lie on.
         effort: how much of each.
         alone: only the first group of each name communicates, and the others wait.
-        progress: is told of each group and collective, on every rank.
+        progress: called for each group and collective, on every rank.
 
     Returns:
         A row for each name, collective and size, the same on every rank.
 
     Raises:
         SpecError: an unknown collective.
-        UnknownGroupError: an unknown name, or one that the grid did not create.
+        UnknownGroupError: an unknown name, or a group that was not created.
     """
     for each in collectives:
         if each not in COLLECTIVES:
@@ -137,7 +136,7 @@ def bench(
 def _chosen(
     grid: HyperCommGrid, names: Sequence[str], everyone: ProcessGroup
 ) -> list[tuple[str, tuple[str, ...]]]:
-    """What to measure, in one order on all ranks: a name, and all with the same ranks and options.
+    """The groups to measure, in one order on all ranks: a name, and all names of equal groups.
 
     None: one of each. A grid with cp 1 has two communicators `tp` and `cp_tp` that are alike.
     """

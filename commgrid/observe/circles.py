@@ -18,7 +18,7 @@ def circles(graph: dict[int, list[Wait]]) -> Iterator[list[Wait]]:
     """Circles of ranks that wait for each other, none of which has a rank of another."""
 
     def following(rank: int) -> Iterator[tuple[Wait, int]]:
-        # What a rank waits for first holds it.
+        # Its first wait keeps a rank.
         for held in [w for w in graph.get(rank, ()) if w.absent or w.behind][:1]:
             for on in (*held.absent, *held.behind):
                 yield held, on

@@ -18,7 +18,7 @@ def circle_through(
 
     Args:
         first: the node.
-        following: of a node, what waits for it or what it waits for, each with what leads there.
+        following: of a node, the nodes that wait for it, or that it waits for, each with its step.
         shorter_than: how many nodes it may not have; 0: any number.
 
     Returns:

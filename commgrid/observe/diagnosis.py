@@ -1,6 +1,6 @@
-"""What is wrong among ranks, from what each has recorded: who waits for whom, and for whose call.
+"""Find what is wrong among ranks from their records: which rank waits for which, in which call.
 
-    rank 1 ──► dp all_reduce 17 ──► rank 5 ──► nobody        rank 5 is the cause
+    rank 1 ──► dp all_reduce 17 ──► rank 5 ──► none          rank 5 is the cause
     rank 0 ──► tp ──► rank 1 ──► dp ──► rank 0               a circle: a deadlock
 
 Nothing here needs torch.
@@ -105,8 +105,8 @@ def _by_culprit(findings: list[Finding]) -> tuple[list[Finding], list[Finding]]:
 
 
 def _order(finding: Finding) -> tuple[int, float]:
-    # A call that never came is found by those who waited, after a call that was wrong. What cannot
-    # be told comes after what can.
+    # A missing call is found by the ranks that waited for it, later than a wrong call. Open
+    # questions come last.
     late = 2 if finding.kind == "missing rank" else 1
     return (0 if finding.kind in KINDS_OF_CALLS else late, finding.since)
 
@@ -126,7 +126,7 @@ def _is_gone(trace: Trace, wait: Wait) -> bool:
 
 
 def _ends(ledger: Ledger, graph: dict[int, list[Wait]]) -> Iterator[Finding]:
-    """Where the waiting ends: ranks that wait for nobody, and circles."""
+    """Where the waiting ends: at ranks that do not wait, and in circles."""
     wanted: dict[tuple[int, Channel, str, int], list[Wait]] = {}
     unknown: dict[tuple[Channel, str, int], list[Wait]] = {}
     for waits in graph.values():
@@ -169,7 +169,7 @@ def _stuck(ledger: Ledger, wait: Wait) -> Finding | None:
 def _why_absent(
     ledger: Ledger, graph: dict[int, list[Wait]], rank: int, waits: list[Wait]
 ) -> Finding:
-    """Why a rank that waits for nobody has not come to a call."""
+    """Explain why a rank that does not wait has not entered a call."""
     wait = min(waits, key=lambda each: each.call.began)
     turn = ledger.turn(wait.rank, wait.call)
     others = sorted({each.rank for each in waits})
@@ -231,8 +231,8 @@ def _other_peer(
 ) -> Finding | None:
     """A transfer with another one than the rank that waits for it.
 
-    Either the rank that has not come has one that nobody else has, or what it has not come to is
-    not its own: somebody else waits for that of the rank that waits.
+    Either the missing rank has issued a transfer without a partner, or the waiting rank has: then a
+    third rank waits for it.
     """
     wanted = "recv" if wait.call.operation == "send" else "send"
     for waits in graph.values():
@@ -267,7 +267,7 @@ def _swapped(ledger: Ledger, rank: int, call: Call, peer: int, wait: Wait) -> Fi
 def _consequences(
     ledger: Ledger, graph: dict[int, list[Wait]], causes: list[Finding]
 ) -> Iterator[Finding]:
-    """Who waits for ranks that wait themselves."""
+    """Waits for ranks that wait themselves."""
     told = {
         (each.group, each.turn, rank) for each in causes for rank in (*each.ranks, *each.waiting)
     }

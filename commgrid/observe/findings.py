@@ -22,7 +22,7 @@ class Finding:
         where: file, line and function of the calls that matter, the culprit's first.
         waiting: the ranks that wait.
         since: when it began, in seconds of the wall clock.
-        seconds: for how long the longest has waited; None: nobody does, or it is not known.
+        seconds: the longest wait; None: no rank waits, or it is not known.
         text: all of it in words.
     """
 
@@ -41,11 +41,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong among ranks, the first cause first.
+    """Everything wrong among ranks, the first cause first.
 
     Args:
         ranks: of which there are records.
-        causes: each waits for nobody; the first is the one to look at.
+        causes: the first is the one to look at.
         consequences: who waits for them.
         missing: ranks of which there are none.
         waiting: of each rank that waits, for whom.

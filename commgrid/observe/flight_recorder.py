@@ -57,7 +57,7 @@ def _load(path: Path) -> tuple[int, Mapping[str, Any]]:
     try:
         data = path.read_bytes()
         held = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
-        parse([(0, held)])  # whatever is wrong with it is this file's
+        parse([(0, held)])  # an error is this file's
         return int(found[1]), held
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -68,10 +68,10 @@ def _load(path: Path) -> tuple[int, Mapping[str, Any]]:
 
 
 def parse(dumps: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Trace]:
-    """Traces from what the dumps of all ranks hold.
+    """Traces from the dumps of all ranks.
 
-    A dump may hold only what is under way. What a rank has issued on a group of which it has
-    nothing is in its `pg_status`, under a number that others' entries say the group's name of.
+    A dump may hold unfinished calls only. The number of calls that a rank has issued on any
+    other group is in its `pg_status`; entries of other ranks tell which group that is.
     """
     ids: dict[str, str] = {}
     for _, held in dumps:
@@ -126,7 +126,7 @@ def _groups(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]
 
 
 def _label(name: str, desc: str, groups: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """What people call a group: as it is described, where no other of the rank's is."""
+    """A group's name for messages: its description, if no other group of the rank has it."""
     if name.startswith("commgrid/"):
         _, owner, _, first, *_ = name.split("/")
         return first if owner == "default" else f"{owner}:{first}"

@@ -1,4 +1,4 @@
-"""All ranks' calls side by side: which of them belong together, and who waits for whom."""
+"""All ranks' calls side by side: which of them belong together, and which rank waits for which."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Wait:
         channel: on which communicator.
         call: which.
         absent: the members that have not entered their part of it.
-        behind: those that have, but have something else to finish on their device before.
+        behind: members whose device has another call to finish first.
         seconds: for how long; None where the traces do not say when they were written.
     """
 
@@ -63,7 +63,7 @@ class Ledger:
     turns: dict[Channel, dict[int, dict[int, Call]]] = field(default_factory=dict)
     transfers: dict[tuple[Channel, str, int, int], dict[int, Call]] = field(default_factory=dict)
     _channels: dict[tuple[int, str], Channel] = field(default_factory=dict)
-    # Ranks that take messages from anybody: which of them meet is not told.
+    # Ranks that receive from any rank: their messages cannot be matched.
     _open: set[tuple[Channel, int]] = field(default_factory=set)
 
     @classmethod
@@ -109,7 +109,7 @@ class Ledger:
         return iter(sorted(set(self._channels.values())))
 
     def way(self, rank: int, call: Call) -> tuple[int, int] | None:
-        """From which global rank to which a transfer is; None: its receiver takes from anybody."""
+        """Source and target of a transfer; None: its receiver takes from any rank."""
         channel = self._channels[rank, call.group]
         if call.peer is None or call.peer >= len(channel.members):
             return None
@@ -118,7 +118,7 @@ class Ledger:
         return None if (channel, target) in self._open else (source, target)
 
     def turn(self, rank: int, call: Call) -> int:
-        """The place of a rank's call among those that it is matched by."""
+        """The place of a rank's call in the order by which calls are matched."""
         if call.turn is not None:
             return call.turn
         channel = self.channel(rank, call)
@@ -170,7 +170,7 @@ class Ledger:
         return () if turn <= max(held, default=-1) else (peer,)
 
     def waits(self, rank: int) -> list[Wait]:
-        """What a rank has not come out of; the first one first."""
+        """The unfinished calls of a rank, the first one first."""
         found = []
         for call in self._under_way(self.traces[rank]):
             absent = self.absent(rank, call)
@@ -186,7 +186,7 @@ class Ledger:
         return found
 
     def _first(self, rank: int) -> Call | None:
-        """What a device has to finish first."""
+        """The call that a device has to finish first."""
         return next((call for call in self.traces[rank].calls if call.ended is None), None)
 
     def _under_way(self, trace: Trace) -> list[Call]:

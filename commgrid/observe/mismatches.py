@@ -57,7 +57,7 @@ def _explain(
     kinds: Mapping[int, Alike],
 ) -> Finding:
     counts = Counter(kinds.values())
-    # Where there are as many of each, the one that went on from the other has left something out.
+    # If both kinds are as frequent, the rank that has gone on has left a call out.
     best = max(counts.values())
     usual = next(k for k in (kinds[r] for r in sorted(kinds)) if counts[k] == best)
     odd = sorted(rank for rank in calls if kinds[rank] != usual)

@@ -1,4 +1,4 @@
-"""What is known of each collective: its names in torch, and what its ranks have to give alike.
+"""The table of collectives: their names in torch, and the arguments that must agree.
 
 Every other list of collectives is made from this one.
 """
@@ -21,8 +21,7 @@ class Operation:
             `recv` and `scatter` its outputs; None: there is none.
         outputs: which holds the outputs.
         peer: which holds the group rank of the other side, or options with the root.
-        sizes: what all ranks have to give alike: the bytes of what they hand in, or of what they
-            get, or nothing.
+        sizes: the size that must agree on all ranks: of inputs, of outputs, or none.
         reduces: whether it adds up, or the like.
     """
 
@@ -76,7 +75,7 @@ def methods() -> Iterator[tuple[str, Operation]]:
     for operation in _ALL:
         for method in operation.methods:
             yield method, operation
-    # From anybody: it has no peer.
+    # From any rank: it has no peer.
     yield "recv_anysource", Operation("recv", ("recv_anysource",))
 
 
@@ -96,11 +95,11 @@ def named(name: str) -> str:
 
 
 class Alike(NamedTuple):
-    """What all ranks have to give alike in one call.
+    """The properties of a call that must agree on all ranks.
 
     Args:
-        operation, dtype: which, and of what.
-        size: bytes that they hand in, or get; 0: each its own.
+        operation, dtype: of the call.
+        size: bytes of inputs or outputs; 0: sizes may differ.
         root: of a collective with one.
         reduction: such as `SUM`; "": none, or it was not recorded.
     """
@@ -115,15 +114,15 @@ class Alike(NamedTuple):
 def alike(
     name: str, dtype: str, size: int, output: int | None, root: int | None, reduction: str = ""
 ) -> Alike:
-    """What a call has to have in common with those of the other ranks.
+    """Return the properties of a call that must agree on all ranks.
 
     Args:
-        name: of the operation; one that is not known is compared in full.
+        name: of the operation; an unknown one is compared in full.
         dtype: of its first tensor.
         size: bytes that this rank hands in.
         output: bytes that it gets; None: not recorded.
         root: of a collective with one.
-        reduction: of one that reduces.
+        reduction: such as `SUM`.
     """
     known = OPERATIONS.get(name)
     if name == "barrier":

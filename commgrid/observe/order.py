@@ -21,16 +21,15 @@ receive is known). Nothing is buffered: what comes to an end here does so with a
 is what NCCL's guide asks for, as kernels of two communicators might not run at once: as if each
 call were waited for where it stands.
 
-**Why one look is enough.** Each call begins once certain others are over: those that its rank waits
-for before it issues it, and those before it in its queue. Which ones is written in the programs and
-does not depend on who is faster, since each call meets exactly one other, by count. What is over
-stays so, and no call's end takes another's place. So in whatever order calls end, the same ones do,
-and doing what can be done until nothing can decides it. What is left waits for a call that some
-rank never issues, or for one that ranks give differently, or in a circle; and a set of calls that
-waits in a circle still does so when all others are taken away. A shortest circle is thus a smallest
-part of the programs that cannot end.
+**Why one look is enough.** Each call begins once certain others are over: earlier calls that its
+rank waits for, and the calls before it in its queue. The programs alone
+say which, since each call meets exactly one other, by count; speed does not matter. A call that is
+over stays so, and none takes the place of another. So the same calls end in any order, and ending
+all that can end decides it. The calls that remain wait for a call that a rank never issues, for a
+call whose arguments differ between ranks, or in a circle; and a circle of calls stays one without
+all others. A shortest circle is thus a smallest part of the programs that cannot end.
 
-A receive from anybody breaks this, and is refused.
+A receive from any rank breaks this, and is refused.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ def lay_out(programs: Programs, rules: str) -> Laid:
                         entry = entries[queue] = Entry((rank, queue), lengths[queue])
                 key, needs = _meeting(rules, rank, call, group)
                 nth = counts[key] = counts.get(key, -1) + 1
-                # The two halves of a message are told apart while they are counted only.
+                # Sends and receives are counted apart, and meet afterwards.
                 met = (key[1:] if call.operation in TRANSFERS else key, nth)
                 event = events.get(met)
                 if event is None:
@@ -215,7 +214,7 @@ def _queue(rules: str, rank: int, call: Call, group: int, is_batch: bool) -> Has
 def _meeting(
     rules: str, rank: int, call: Call, group: int
 ) -> tuple[tuple[Hashable, ...], tuple[int, ...]]:
-    """What a call's other sides have in common with it, and which ranks they are."""
+    """The key that all sides of a call share, and their ranks."""
     if call.operation not in TRANSFERS:
         return ("all", group), call.group.ranks
     assert call.peer is not None
@@ -339,7 +338,7 @@ def _after(
     by_queue: dict[Hashable, list[Side]],
     seen_from: dict[Hashable, int],
 ) -> Iterator[tuple[Side, Event]]:
-    """What cannot begin before an event is over, and the side by which it holds that up."""
+    """The events that have to wait for one, each with the side that keeps it waiting."""
     for side in event.sides:
         held = by_step[side.rank]
         start = bisect_right(held, side.waited, key=lambda other: other.at)

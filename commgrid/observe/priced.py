@@ -1,9 +1,9 @@
-"""What recorded calls take on a cluster, as the cost model has it: each by itself, nothing hidden.
+"""The time of recorded calls on a cluster by the cost model, each call by itself.
 
     commgrid audit --dry train.py --grid "tp=8 pp=4" --world-size 1024 --ranks 0 -o runs/dry
     commgrid trace runs/dry --cluster h100
 
-Sizes go from what a rank hands in to what the model counts, as nccl-tests does: an all-gather is of
+Recorded input sizes become the sizes of the model, as in nccl-tests: an all-gather is of
 all members' parts. A barrier is an all-reduce of one number, as torch has it on NCCL; a reduce
 costs what a broadcast does, which goes the other way; a gather or scatter is a message of each
 member.

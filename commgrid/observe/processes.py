@@ -1,9 +1,9 @@
-"""The ranks of this host: what each process says of itself, and what it is asked to write down.
+"""The ranks of this host: a note of each process, and the request for its stacks.
 
     <tmp>/commgrid-<user>/4711.json      rank 3 of 8, of train.py, its ring
     <tmp>/commgrid-<user>/4711.stacks    where its threads are, of each SIGUSR1
 
-`faulthandler` writes the stacks, whatever the main thread is doing, also in C++. Nothing here needs
+`faulthandler` writes the stacks at once, also while the main thread is in C++. Nothing here needs
 torch: `commgrid dump` is another process.
 """
 
@@ -57,7 +57,7 @@ def folder_of_user() -> Path:
 
 
 class _Own:
-    """What this process says of itself, while it has grids."""
+    """The note of this process, while it has grids."""
 
     def __init__(self) -> None:
         self.grids: set[str] = set()
@@ -106,7 +106,7 @@ def withdraw(grid: str) -> None:
 
 
 def stacks_since(size: int) -> bytes:
-    """What was written of this process's threads beyond so many bytes, once it is whole."""
+    """Return this process's stacks beyond so many bytes, once they are complete."""
     if _own.stacks < 0 or os.fstat(_own.stacks).st_size <= size:
         return b""
     return _whole(folder_of_user() / f"{_own.pid}.stacks", size, time.monotonic() + 10 * _QUIET)
@@ -142,7 +142,7 @@ def _remove(pid: int) -> None:
 
 
 def running() -> list[Process]:
-    """The processes of this host that have grids, by job and rank; what others left is removed."""
+    """The processes of this host with grids, by job and rank; notes of ended ones are removed."""
     found = []
     for path in sorted(folder_of_user().glob("*.json")):
         try:
@@ -163,7 +163,7 @@ def of_one_job(found: Sequence[Process], pid: int | None) -> list[Process]:
     """The ranks of one job.
 
     Args:
-        found: all that run.
+        found: all processes with a grid.
         pid: of one of its ranks; None: there is only one job.
 
     Raises:
@@ -195,7 +195,7 @@ def of_one_job(found: Sequence[Process], pid: int | None) -> list[Process]:
 
 @dataclass(frozen=True)
 class Dumped:
-    """What was written of a rank.
+    """The files of one rank.
 
     Args:
         rank, pid: whose.
@@ -258,7 +258,7 @@ def _collect(process: Process, size: int | None, folder: Path, until: float) -> 
 
 
 def _whole(path: Path, size: int, until: float) -> bytes:
-    """What a file has beyond so many bytes, once it has come and grows no more."""
+    """Wait until a file stops growing; return its contents beyond so many bytes."""
     seen, since = size, time.monotonic()
     while time.monotonic() < until:
         with suppress(OSError):

@@ -1,9 +1,9 @@
-"""What ranks issue, as data: collectives, messages and waits, one after another.
+"""Programs of ranks as data: collectives, messages and waits in order.
 
     programs = {0: [Call(tp, "all_reduce", handle="a"), Call(dp, "all_reduce"), Wait(("a",))], …}
 
-A call without a handle is waited for where it stands. One with a handle runs beside what comes
-after it until a `Wait` for the handle, or for ever where there is none. Several messages that a
+A call without a handle is waited for where it stands. One with a handle runs beside
+later calls until a `Wait` for the handle, or for ever without one. Several messages that a
 backend starts as one are a `Batch`. `order` decides whether such programs come to an end.
 """
 
@@ -35,13 +35,13 @@ class Call:
         group: on which communicator.
         operation: `send` or `recv`, or a collective such as `all_reduce`.
         peer: the global rank of a message's other side.
-        shape, dtype, bytes: of what is handed in, where known.
+        shape, dtype, bytes: of the input, if known.
         root: the global rank that a broadcast, reduce, gather or scatter is about, where known.
         tag: which of gloo's messages meet.
         handle: what a `Wait` names; None: the call is waited for where it stands.
         number: how many the rank had issued on the communicator before; None: as counted here.
         where: the place in the program.
-        output: bytes of what is got, where known and where all ranks have to get as many.
+        output: bytes of the output, if known and equal on all ranks.
         reduction: such as `SUM`, where known.
     """
 
@@ -61,7 +61,7 @@ class Call:
 
     @property
     def about(self) -> Alike:
-        """What all sides of it have to give alike."""
+        """The properties that must agree on all sides."""
         size = self.bytes or math.prod(self.shape)
         if self.operation in TRANSFERS:
             return Alike("message", self.dtype, size, None, "")

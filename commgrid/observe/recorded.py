@@ -1,7 +1,7 @@
-"""What ranks issued, from their traces: calls, batches and waits in the order they were made in.
+"""Programs from traces: calls, batches and waits in their order.
 
-A trace says when a wait for a call was over; it stands before the first call that began later. What
-nobody has waited for has no wait. Messages that were started as one are told by the trace.
+A trace says when a wait for a call was over; it stands before the first call that began later. A
+call without a wait has none here. The trace says which messages are one batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commgrid.observe.traces import Trace
 
 
 def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
-    """What every rank issued.
+    """Return the program of every rank.
 
     Raises:
         SpecError: a trace whose first calls were not kept, a communicator that is no grid's, a
@@ -79,7 +79,7 @@ def check_names(found: Sequence[Trace]) -> None:
 
 
 def told_of_names(found: Sequence[Trace], name: str, one: int, other: int) -> str:
-    """What is wrong with a group's name."""
+    """Say which ranks mean different groups by a name."""
     members = {trace.rank: list(trace.members.get(name, ())) for trace in found}
     return (
         f"group {name} has ranks {members[one]} on rank {one} and {members[other]} on rank {other}"

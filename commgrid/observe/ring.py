@@ -82,7 +82,7 @@ class Ring:
         self.text("?")  # number 0: what there was no room for
 
     def moved(self, path: Path) -> Ring:
-        """Return a ring in a file that goes on from this one."""
+        """Return a ring in a file with this one's records."""
         found = Ring(self.capacity, path)
         rows = min(self.total, self.capacity) * _RECORD.size
         for at, used in ((_TEXTS_AT, self._used), (_RECORDS_AT, rows)):
@@ -94,7 +94,7 @@ class Ring:
         return found
 
     def close(self) -> None:
-        """Write nothing more. What was written can be read until the ring is collected."""
+        """Write nothing more. The records can still be read."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -233,7 +233,7 @@ _PADDING = tuple((0,) * (_MOST_DIMENSIONS - n) for n in range(_MOST_DIMENSIONS +
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What a process that ended in any way has left in a file.
+    """Read the file of a process, however it ended.
 
     Raises:
         OSError: it cannot be read.

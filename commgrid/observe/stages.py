@@ -1,10 +1,10 @@
-"""What a pipeline's stages issue in a step, as programs: its messages, headers, and the ends of it.
+"""Programs of a pipeline's stages for one step: messages, headers, and the end of the step.
 
-A stage posts an exchange and goes on; it waits for a message before the computation that needs it,
-and for all that it has sent after the last one. What crosses a boundary for the first time is
-preceded by a header, which the receiver waits for at once. On NCCL an exchange is a batch; on gloo
-its messages travel one by one, sends first. What a stage has under way is let go of in between only
-where it is over, or waited for once there are sixteen, which is here as in `pipeline.p2p`.
+A stage posts an exchange and continues. It waits for a message before the computation that needs
+it, and for all its sends after the last one. The first message over a boundary follows a header,
+which the receiver waits for at once. On NCCL an exchange is a batch; on gloo its messages travel
+one by one, sends first. In between, a stage drops sends that are over, and waits for the oldest
+once sixteen are under way, as in `pipeline.p2p`.
 
 Beside the messages, where asked for: each stage's gradients reduced over copies of the pipeline
 once a chunk's last backward has passed, gradients of shared embeddings summed over the first and
@@ -37,7 +37,7 @@ MOST_LEAVING = 16
 
 @dataclass(frozen=True)
 class Around:
-    """What a step issues beside its messages.
+    """The other calls of a step.
 
     Args:
         copies: of the pipeline, whose gradients are averaged; 1: none are.
@@ -51,7 +51,7 @@ class Around:
 
 
 def programs_of(schedule: Schedule, around: Around | None = None) -> dict[int, list[Step]]:
-    """What each rank issues in its first step; rank = copy · stages + stage.
+    """Return the program of each rank's first step; rank = copy · stages + stage.
 
     Args:
         schedule: any.
@@ -214,7 +214,7 @@ def _tag(message: Message) -> int:
 
 
 def prove(schedule: Schedule) -> Verdict:
-    """A schedule with all that a step can have around it, under the strictest rules.
+    """Check a schedule with every other call that a step can have, under the strictest rules.
 
     Where it finishes it does so under nccl's and gloo's too, and without what is around it: both
     only take away some of what a call begins after.

@@ -1,4 +1,4 @@
-"""What a program does on its groups: each collective by name, with its place and its time.
+"""Records of collectives: each by the name of its group, with its line and its time.
 
     commgrid.initialize(tp=2, trace=True)         or COMMGRID_TRACE=1, or trace.start()
     …
@@ -46,7 +46,7 @@ def start(capacity: int = recorder.CAPACITY) -> None:
 
 
 def stop() -> None:
-    """Ends recording. What was recorded stays until the next start."""
+    """End recording. The records stay until the next start."""
     stopped = recorder.stop()
     if stopped is not None:
         _kept[:] = [stopped]

@@ -24,12 +24,12 @@ KEYS: dict[str, type | tuple[type, ...]] = {
     "peer": _OPTIONAL, "where": str, "began": int, "issued": _OPTIONAL, "ended": _OPTIONAL,
     "turn": _OPTIONAL, "output": _OPTIONAL, "reduction": str,
 }  # fmt: skip
-"""What a file holds of each call, in this order; the last ones came later and may be absent."""
+"""The columns of a call in a file; the last ones are newer and may be absent."""
 
 _LATER = 3
 _PATTERN = "rank_*.json"
 _RINGS = "rank_*.ring"
-"""What processes have left that did not come to their end."""
+"""Files of processes that were killed."""
 
 
 def has_traces(folder: Path) -> bool:
@@ -59,7 +59,7 @@ def read(folder: Path) -> list[Trace]:
 
 
 def held_in(folder: Path) -> list[dict[str, Any]]:
-    """What the files hold that `read` parses, by rank."""
+    """The contents of the files that `read` parses, by rank."""
     return [held for _, _, held in _by_rank(folder)]
 
 
@@ -121,7 +121,7 @@ def _check_one_job(folder: Path, traces: Sequence[Trace]) -> None:
 
 
 def _load(path: Path) -> Any:
-    """What a file holds, to be parsed.
+    """The contents of a file, not yet checked.
 
     Raises:
         SpecError: it cannot be read, or is something else.
@@ -149,7 +149,7 @@ def _load(path: Path) -> Any:
 
 
 def _parsed(path: Path, found: Any) -> Trace:
-    """A trace from what its file holds.
+    """A trace from the contents of its file.
 
     Raises:
         SpecError: it is something else.
@@ -176,7 +176,7 @@ def _no_trace(path: Path, error: Exception) -> SpecError:
 
 
 def parse(found: Mapping[str, Any]) -> Trace:
-    """A trace from what a file holds.
+    """A trace from the contents of a file.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is something else.

@@ -1,6 +1,6 @@
 """Traces as data: what ranks have recorded, summed up, and drawn for Perfetto.
 
-Nothing here needs torch: traces are looked at where nobody trains.
+Nothing here needs torch: traces are also read on machines without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Call:
         group: its communicator's names with commas.
         number: how many the rank had issued on it before.
         operation: such as `all_reduce`.
-        shape, dtype, bytes: of what the rank handed in; of `recv` what it took.
+        shape, dtype, bytes: of the input; of `recv` the output.
         peer: the group rank of a transfer's other side, or of the root of a collective with one.
         where: file, line and function of the program.
         began, issued, ended: seconds of the wall clock; None where it had not come to that.
@@ -49,7 +49,7 @@ class Call:
 
     @property
     def alike(self) -> Alike:
-        """What all ranks have to give alike."""
+        """The properties that must agree on all ranks."""
         return alike(self.operation, self.dtype, self.bytes, self.output, self.peer, self.reduction)
 
     @property
@@ -60,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank has recorded.
+    """The record of one rank.
 
     Args:
         rank: which.
@@ -70,8 +70,7 @@ class Trace:
         batches: of messages that were started as one, by group and number: which batch.
         at: when it was written, in seconds of the wall clock; None: unknown.
         over: whether the process was ending.
-        cut: whether its process ended without a word, as one that is killed by SIGKILL does, or
-            that aborts.
+        cut: whether its process was killed or aborted, and not by a launcher's SIGTERM.
         waits: the calls, by group and number, that a thread was in the middle of waiting for, or
             that a wait had failed for; None: not recorded.
         entered: of each group, how many collectives the rank had issued.
@@ -120,12 +119,12 @@ class Sum:
 def summed(
     traces: Iterable[Trace], price: Callable[[Trace, Call], float] | None = None
 ) -> list[Sum]:
-    """What all calls come to, the longest first.
+    """Sum up all calls, the longest first.
 
     Args:
         traces: of any ranks.
-        price: seconds of a call, instead of what was recorded; NaN: not known, which counts as 0.
-            Shares are then of all that a rank's calls come to.
+        price: seconds of a call, instead of the recorded time; NaN, unknown, counts as 0.
+            Shares are then of the sum over a rank's calls.
     """
     found: dict[tuple[str, str, str], Sum] = {}
     for trace in traces:

@@ -74,7 +74,7 @@ class Box:
         call: such as `tp all_reduce 3`.
         where: its place in the program.
         stands: whether its rank stands in it.
-        event: which calls belong together: those of one number.
+        event: a number; calls with the same one belong together.
         is_over: whether all of its ranks come through it.
     """
 
@@ -87,14 +87,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check has found.
+    """The result of a check.
 
     Args:
         rules: nccl, gloo or strict.
         ranks, calls: how many were looked at.
         kind: what keeps ranks from finishing: `circle`, `never issued` or `differs`; None: nothing.
         places: the shortest reason.
-        programs: the smallest part of what was given that cannot finish either.
+        programs: the smallest part of the given programs that cannot finish either.
         is_shortest: False: there were too many calls to rule out a shorter one.
     """
 
@@ -127,7 +127,7 @@ class Verdict:
         return "\n".join(lines)
 
     def draw(self) -> str:
-        """A line per rank of the smallest part; a rank stands in what is in brackets.
+        """A line per rank of the smallest part; brackets mark the call where a rank stands.
 
         >>> pp = Group("pp", (0, 1))
         >>> sends = {r: [Call(pp, "send", 1 - r), Call(pp, "recv", 1 - r)] for r in range(2)}
@@ -144,7 +144,7 @@ class Verdict:
         )
 
     def rows(self) -> dict[int, list[Box]]:
-        """What there is to draw: by rank its calls of the smallest part; {}: all finish."""
+        """The rows to draw: each rank's calls in the smallest part; {}: all finish."""
         laid = lay_out(self.programs, self.rules)
         run(laid)
         numbers = {id(event): number for number, event in enumerate(laid.events)}
@@ -174,7 +174,7 @@ class Verdict:
 
 
 def programs(folder: str | Path) -> dict[int, list[Step]]:
-    """What every rank issued, from the traces in a folder.
+    """Return the programs of all ranks from the traces in a folder.
 
     Args:
         folder: what COMMGRID_TRACE or `commgrid.trace.save` was given.
@@ -261,7 +261,7 @@ def _waiting(found: list[tuple[Event, Side]]) -> tuple[Place, ...]:
 
 
 def _differing(event: Event) -> tuple[Place, ...]:
-    """What each rank gives; of many that give the same the first."""
+    """The arguments of each rank; of equal ones the first rank's."""
     kinds: dict[object, list[Side]] = {}
     for side in sorted(event.sides, key=lambda side: side.rank):
         kinds.setdefault(side.call.about, []).append(side)

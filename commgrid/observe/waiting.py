@@ -1,4 +1,4 @@
-"""What is said of ranks that wait, and what can be seen of those they wait for."""
+"""Words for ranks that wait, and the state of the ranks they wait for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def skipped(ledger: Ledger, rank: int, wait: Wait) -> bool:
     last, group = calls[-1], wait.call.group
     for i in range(len(calls) - 2, 0, -1):
         if _same_place(calls[i], last):
-            # What it did after the call before, then and now.
+            # The step after the call before, then and now.
             return calls[i - 1].group == group and calls[i - 1].where == wait.call.where and not (
                 _same_place(calls[-2], calls[i - 1])
             )  # fmt: skip
@@ -51,5 +51,5 @@ def _same_place(one: Call, other: Call) -> bool:
 
 
 def is_held(graph: dict[int, list[Wait]], rank: int) -> bool:
-    """Whether a rank itself waits for somebody."""
+    """Whether a rank itself waits for another."""
     return any(wait.absent or wait.behind for wait in graph.get(rank, ()))

@@ -109,7 +109,7 @@ class OrderCheck:
         self._mine: dict[str, OrderedDict[int, Issued]] = {}
         self._theirs: dict[str, OrderedDict[int, list[Any]]] = {}
         self._gone: set[int] = set()
-        self._open: set[str] = set()  # communicators and ranks that take from anybody there
+        self._open: set[str] = set()  # communicators, and ranks that receive from any source there
         self._circle: list[Any] = []  # as the last look has found it
         self._news = threading.Condition()
         self._mail = Mailbox(
@@ -177,7 +177,7 @@ class OrderCheck:
                 self._tell(rank, [to, -1, [], "", ""])
 
     def _is_open(self, call: Issued) -> bool:
-        """Whether it is a message to a rank that takes them from anybody: it meets any of them."""
+        """Whether it is a message to a rank that receives from any source."""
         names, _, ends = call.way.rpartition(" ")
         return ">" in ends and f"{names} >{ends.partition('>')[2]}" in self._open
 

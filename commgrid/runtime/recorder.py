@@ -59,7 +59,7 @@ class Recorder:
 
     @property
     def job(self) -> str:
-        """What all ranks of this job call it, and no other job; "": that is not known."""
+        """The name of this job, the same on all its ranks; "": unknown."""
         return self._job
 
     @job.setter
@@ -135,7 +135,7 @@ class Recorder:
             return
         path, file = self._termination
         self._termination = None
-        # What the program has put in its place since is its own.
+        # A handler that the program has set since is its own.
         if signal.getsignal(signal.SIGTERM) == self._sigterm:
             faulthandler.unregister(signal.SIGTERM)
         os.close(file)
@@ -228,10 +228,10 @@ class Recorder:
 
 
 class GroupNames:
-    """What groups are called: communicators of commgrid by their names, others as torch does.
+    """Names of groups: commgrid's for its communicators, torch's for others.
 
     Args:
-        met: is told of a new name and its ranks.
+        met: called with a new name and its ranks.
     """
 
     def __init__(self, met: Callable[[str, Sequence[int]], object] = lambda name, ranks: None):
@@ -244,7 +244,7 @@ class GroupNames:
         if name is None:
             ranks = list(dist.get_process_group_ranks(group))
             name = _called(group)
-            if self.members.get(name, ranks) != ranks:  # another's; nobody else's has its ranks
+            if self.members.get(name, ranks) != ranks:  # another group's
                 name = f"{name} of {describe_ranks(ranks)}"
             self.meet(name, ranks)
             self._names[group] = name
@@ -277,7 +277,7 @@ def _name_of(file: str) -> str:
 
 
 def caller() -> tuple[CodeType | None, int]:
-    """Return the innermost frame of the program; called by what torch's calls call.
+    """Return the innermost frame of the program; called by listeners.
 
     On threads without one, such as autograd's, it is the innermost frame of commgrid.
     """

@@ -68,9 +68,9 @@ def same_on_grids(
         timeout: seconds for each grid.
 
     Raises:
-        GridsDiffer: says on which grid, at which step and in what they differ first.
+        GridsDiffer: names the grid, the step and the first difference.
         RanksFailed: `train` failed on a grid, or took too long.
-        SpecError: fewer than two grids, or one that cannot be.
+        SpecError: fewer than two grids, or an impossible one.
 
     Example:
         >>> import torch, commgrid
@@ -114,7 +114,7 @@ def same_on_grids(
 
 
 def _name(train: Callable[..., Any]) -> str:
-    """What a function is called, also one with some arguments given."""
+    """The name of a function, also of a `functools.partial`."""
     return str(getattr(getattr(train, "func", train), "__name__", train))
 
 

@@ -44,7 +44,7 @@ class Outcome:
         rank: which.
         returned: whether the function returned.
         value: its result.
-        error: traceback of what it raised.
+        error: traceback of its exception.
         exitcode: of the process; negative: the signal that ended it.
         late: whether it had to be killed.
         stacks: of its threads when it was killed.

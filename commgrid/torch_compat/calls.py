@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
     @property
     def alike(self) -> Alike:
-        """What all ranks have to give alike."""
+        """The properties that must agree on all ranks."""
         return alike(self.operation, self.dtype, self.size, self.output, self.peer, self.reduction)
 
 

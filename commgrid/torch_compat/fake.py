@@ -108,7 +108,7 @@ class _Messages:
         return call
 
     def _read(self, tensor: torch.Tensor, source: int, path: Path) -> None:
-        """Fill a tensor with the numbers that a rank has sent, or leave it as it is."""
+        """Fill a tensor with the numbers that a rank has sent, if they come."""
         until = time.monotonic() + (self._patience if source in self._earlier else 0.0)
         while not path.exists() and time.monotonic() < until:
             time.sleep(10 * timeouts().poll)

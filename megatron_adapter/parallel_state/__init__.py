@@ -5,10 +5,10 @@
 Every public function of megatron-core's module is here under its name, with its result: those of
 every release in `releases`, and `get_model_parallel_rank` and `get_model_parallel_world_size` of
 older ones, which code that is handed an `mpu` object (as DeepSpeed's) asks for. Arguments stand
-where the megatron-core that is installed has them. Where none is, those that releases have in
-different places are taken by name alone.
+where the megatron-core that is installed has them. Without one, arguments that releases have
+in different places are taken by name alone.
 
-Functions answer for the one grid that is alive, also where nobody chose it; groups that Megatron
+Functions answer for the one grid that is alive, also if none was chosen; groups that Megatron
 has and that grid lacks (embedding groups, say) come with `megatron_adapter.active` or `install`.
 Where Megatron's getters fail an assertion these raise `MegatronStateError`, which is an
 AssertionError; with several grids alive, `AmbiguousGridError`.

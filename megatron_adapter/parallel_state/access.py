@@ -11,7 +11,7 @@ from megatron_adapter.state import STORE
 
 
 def peek(variable: str) -> Any:
-    """A variable, None where nobody set it."""
+    """A variable, None if it was not set."""
     return STORE.variables(variable).get(variable)
 
 

@@ -1,7 +1,7 @@
 """Megatron-core's getters as a table: a row for each group, from which its functions are made.
 
 A row `context_parallel` makes `get_context_parallel_group`, `_rank`, `_world_size` and
-`_global_ranks`. What has a rule of its own is in `oddities`.
+`_global_ranks`. Functions with a rule of their own are in `oddities`.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in placed]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Which axes of `order` are in `token`, both dash-joined."""
+        """The axes of `order` in `token`, both dash-joined."""
         wanted, placed = token.split("-"), order.split("-")
         for name in wanted:
             if name not in placed:
@@ -179,7 +179,7 @@ def create_hierarchical_groups(
 
     Args:
         rank: this rank.
-        ranks: those that are cut into levels; their number is the product of the sizes.
+        ranks: the ranks to cut into levels; their number is the product of the sizes.
         hierarchical_group_sizes: of the levels, innermost first.
         create_gloo_process_groups: whether there are twins; else these are None.
         pg_options: for all levels, or a list with those of each.
@@ -219,9 +219,8 @@ def create_all_gather_groups(
 ) -> tuple[Any, Any]:
     """Second communicators of `dp_cp` and `edp`, for gathers beside reduce-scatters.
 
-    Every rank of the grid that is asked calls it. They have that grid's ranks, whatever its order
-    and first rank are (Megatron's own function takes the default order from rank 0), and live as
-    long as its state.
+    Every rank of the grid that is asked calls it. They have that grid's ranks in its order
+    (Megatron's own function takes the default order from rank 0), and live as long as its state.
 
     Args:
         for_expert_parallelism: whether `edp` gets one, where ep is above 1.

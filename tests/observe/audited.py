@@ -17,7 +17,7 @@ from commgrid.testing import run_on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = EXAMPLES / "gpt_training" / "model.py"
-"""What train_gpt trains on in these tests."""
+"""The text for train_gpt in these tests."""
 TRAIN = "--layers 2 --hidden 16 --heads 4 --seq-len 16 --batch-size 4 --lr 1e-2 --dtype fp64 --data"
 MEGATRON = "--layers 2 --microbatches 4"
 
@@ -26,7 +26,7 @@ def seen_on(
     text: str, folder: Path, script: Path, flags: Sequence[str], *, steps: int = 2,
     beginning: Path | None = None,
 ) -> Seen:  # fmt: skip
-    """What an observer has written of a program on one grid, which ends by itself."""
+    """The records of a program on one grid, which ends by itself."""
     grid = AuditedGrid.parse(text)
     folder.mkdir(parents=True)
     argv = [str(folder), str(steps), str(beginning or ""), str(script), *flags]
@@ -39,7 +39,7 @@ def seen_on(
 
 
 def _rank(argv: list[str]) -> None:
-    warnings.simplefilter("ignore")  # megatron-core warns of what is not installed
+    warnings.simplefilter("ignore")  # megatron-core warns of missing packages
     for name in [*sys.modules]:  # as another test of this process may have imported them
         if name.startswith("gpt_"):
             del sys.modules[name]

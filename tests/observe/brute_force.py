@@ -34,7 +34,7 @@ class World:
         self.meetings = list(self._meetings())
 
     def _meetings(self) -> Iterator[frozenset[Id] | None]:
-        """What ends together; None for what never can."""
+        """Calls that end together; None if they never can."""
         counted: dict[tuple[object, ...], int] = {}
         met: dict[tuple[object, ...], list[Id]] = {}
         for (rank, at, i), call in sorted(self.calls.items()):

@@ -23,7 +23,7 @@ def schedules(
     stages: Iterable[int] = STAGES, microbatches: Iterable[int] = MICROBATCHES,
     chunks: Iterable[int] = CHUNKS,
 ) -> Iterator[Schedule]:  # fmt: skip
-    """All that exist, of all sizes that they take."""
+    """Every schedule in every size that it takes."""
     sizes = [(p, m, v) for p in stages for m in microbatches for v in chunks]
     for p, m, v in sizes:
         yield forward_only(p, m, v)

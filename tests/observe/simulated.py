@@ -1,6 +1,6 @@
 """Traces of ranks that never ran: their calls are listed, and then matched in a virtual time.
 
-A program is taken to issue the same calls whatever it receives, so each rank's list is made by
+A program is taken to issue the same calls for all data, so each rank's list is made by
 calling it once with a `Calls` in place of `torch.distributed`. `traces` then plays all lists side
 by side: the n-th collective of a group ends when all members have issued it, the n-th send when
 its receive is issued, and a wait that takes longer than `timeout` fails and ends its program, as
@@ -146,7 +146,7 @@ class Work:
 
 
 def traces(ranks: Sequence[Calls], groups: Sequence[Group], timeout: float) -> list[dict[str, Any]]:
-    """What each rank would have recorded when its program had ended, or a wait of it had failed.
+    """The record of each rank after its program has ended, or a wait has failed.
 
     Args:
         timeout: seconds that a wait may last; 0: nothing is sent, and every wait is over at once.

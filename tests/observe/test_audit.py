@@ -1,4 +1,4 @@
-"""`commgrid audit`: what it is told, what it compares, and how it ends."""
+"""`commgrid audit`: arguments, comparisons, and how it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.observe.audited import EXAMPLES, TEXT, TRAIN, part, seen_on, with_bug
 from tests.observe.test_audit_bugs import TRAIN_GPT, audited
 from tests.waiting import until
 
-# -- what it is told ---------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------
 
 
 def test_a_grid_is_sizes_and_then_flags() -> None:

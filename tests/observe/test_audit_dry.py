@@ -31,7 +31,7 @@ def dry(folder: Path, grid: str, world_size: int, *more: str, flags: str = FLAGS
 
 
 def issued(folder: Path) -> dict[int, list[tuple[str, str, tuple[int, ...], str, int | None]]]:
-    """What each rank did on groups of several, until the update."""
+    """The calls of each rank on groups of several ranks, until the update."""
     found = {}
     for trace in trace_files.read(folder):
         found[trace.rank] = [

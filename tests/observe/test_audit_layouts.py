@@ -1,4 +1,4 @@
-"""Programs without bugs part nowhere, on whatever grid."""
+"""Programs without bugs differ nowhere, on any grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose ranks are killed: their records tell which one went first, and who waits for it."""
+"""Jobs whose ranks are killed: their records tell which one went first, and who waits."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def in_it(folder: Path, rank: int, function: Callable[..., Any], *given: Any) ->
 
 
 def reduced(name: str) -> dict[str, torch.Tensor]:
-    """What each function makes of 1, 2, … on all ranks."""
+    """The results of each function for 1, 2, … on all ranks."""
     operation = getattr(dist.ReduceOp, name)
     found = {}
     for called, function in (

@@ -72,7 +72,7 @@ LINES = [
 @pytest.mark.parametrize("blocking", [False, True], ids=["async", "blocking"])
 @pytest.mark.parametrize("share", ["aliases", "all"])
 def test_two_names_in_opposite_order(share: str, blocking: bool) -> None:
-    """Right on communicators of their own where nobody waits, and an error where both do.
+    """Right on communicators of their own if calls are asynchronous, else an error.
 
     On one communicator the calls go together as they are, whose sums are then of one another's
     numbers: only their lines differ, as they may in a correct program.
@@ -145,7 +145,7 @@ def test_every_member_is_told_at_the_first_difference(index: int) -> None:
 
 
 def allowed() -> list[float]:
-    """What need not be alike, and what comes from different lines."""
+    """Calls that may differ, and calls from different lines."""
     grid = commgrid.initialize(tp=2, verify="order")
     group, rank = grid.get_group("dp_tp"), grid.rank
     counts = [[(i + j) % 3 + 1 for j in range(4)] for i in range(4)]
@@ -181,7 +181,7 @@ def test_what_need_not_be_alike_is_not_compared() -> None:
 
 
 def half_asked() -> str:
-    """Rank 0 alone compares, and rank 1 is told of nothing."""
+    """Rank 0 alone compares, and rank 1 gets no message."""
     verify = "order" if int(os.environ["RANK"]) == 0 else None
     grid = commgrid.initialize(verify=verify)
     text = ""

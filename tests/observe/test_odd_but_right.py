@@ -241,7 +241,7 @@ def receives_from_anybody(grid: Any) -> None:
 
 @program
 def receives_in_another_order_than_sends(grid: Any) -> None:
-    """Between different pairs: rank 0 takes rank 2's first, whoever came first."""
+    """Between different pairs: rank 0 takes rank 2's first."""
     if grid.rank == 0:
         for source in (2, 1, 3):
             dist.recv(torch.empty(2), source, everyone(grid))
@@ -322,7 +322,7 @@ def a_group_of_one(grid: Any) -> None:
 
 @program
 def groups_of_the_programs_own(grid: Any) -> None:
-    """Two with the same ranks, and one that only three ranks are in."""
+    """Two with the same ranks, and one with only three."""
     first, second = dist.new_group(), dist.new_group()
     three = dist.new_group([0, 1, 3])
     dist.all_reduce(torch.ones(2), group=second)
@@ -350,7 +350,7 @@ def an_agreed_early_stop(grid: Any) -> None:
 
 @program
 def a_rank_that_evaluates(grid: Any) -> None:
-    """What it does by itself takes no part in others' calls."""
+    """Its own work takes no part in others' calls."""
     if grid.rank == 0:
         nn.Linear(64, 64)(torch.ones(8, 64)).sum().backward()
     dist.barrier(group=everyone(grid))

@@ -35,7 +35,7 @@ TIMEOUT = 1.0  # of collectives
 
 @dataclass
 class Here:
-    """What a rank of a cause has at hand.
+    """The arguments of a cause on one rank.
 
     Args:
         dist: `torch.distributed`, or what lists calls in its place; with a `sleep`.
@@ -427,7 +427,7 @@ def one_that_is_always_late(here: Here) -> None:
 
 @cause("not entered", (0,), "tp")
 def the_end_of_a_chain(here: Here) -> None:
-    """3 waits for 2, which waits for 0, which waits for nobody; 1 waits for 0 as well."""
+    """3 waits for 2, which waits for 0, which does not wait; 1 waits for 0 as well."""
     if here.rank == 0:
         here.dist.all_reduce(torch.ones(1), group=here.tp)  # <-
         here.dist.sleep(2 * TIMEOUT)
@@ -477,7 +477,7 @@ class Sleeping:
 
 
 def run_causes(names: list[str], rank: int) -> list[dict[str, Any]]:
-    """What a rank has recorded of causes; what hangs in the last one ends with the process."""
+    """The records of one rank; a call that hangs in the last cause ends with the process."""
     warnings.simplefilter("ignore", FutureWarning)  # torch renames some of its functions
     grid = commgrid.initialize(tp=2, timeout=TIMEOUT)
     here = Here(Sleeping(), rank, *(grid.get_group(each) for each in ("tp", "dp", "dp_tp")))

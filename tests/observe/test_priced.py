@@ -1,4 +1,4 @@
-"""What recorded calls cost on a cluster, beside what the model says of the same grid by itself."""
+"""The cost of recorded calls on a cluster, compared with the model's own for the same grid."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_sizes_are_those_of_nccl_tests() -> None:
 
 
 def test_a_dry_step_costs_what_the_model_says(tmp_path: Path) -> None:
-    """train_gpt in bf16 on tp 2, dp 2 and pp 2, whose calls nobody has told the model of.
+    """train_gpt in bf16 on tp 2, dp 2 and pp 2, whose calls the model does not know.
 
     Of tp the model has four all-reduces a layer and microbatch; the program has one more of the
     embedding on the first stage, and one more backward of the output layer on the last.

@@ -66,7 +66,7 @@ def test_the_last_calls_stay(tmp_path: Path, moved: bool) -> None:
         made = made.moved(tmp_path / "rank_00000.ring")
     for number in range(8, 10):
         add(made, number)
-    made.ended(6, 9999)  # not kept any more, so nobody else's record is changed
+    made.ended(6, 9999)  # not kept any more: no other record changes
     held = made.as_dict()
     assert [call[1] for call in held["calls"]] == [7, 8, 9]
     assert [call[10] for call in held["calls"]] == [None] * 3

@@ -1,4 +1,4 @@
-"""Every collective under its name, with its place and its time, whoever issues it."""
+"""Every collective under its name, with its place and its time, in all code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def methods() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def all_calls(folder: str) -> list[tuple[Any, ...]]:
-    """One of each of torch's collectives, with what is expected of its record."""
+    """One of each of torch's collectives, with its expected record."""
     warnings.simplefilter("ignore", FutureWarning)  # torch renames some of them
     before = methods()
     grid = commgrid.initialize(tp=2, trace=True)
@@ -103,7 +103,7 @@ def late(folder: str) -> tuple[Any, ...]:
 
 
 def test_a_call_that_never_returns_is_the_last_and_has_no_end(tmp_path: Path) -> None:
-    """A failed wait has an end too: nobody waits any more. What counts is that it is there."""
+    """A failed wait has an end too. Only its record matters here."""
     # The ranks still record.
     first, other = run_on_ranks(
         late, 2, str(tmp_path), backend=None, launcher="torchrun", check=False

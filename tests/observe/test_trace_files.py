@@ -1,4 +1,4 @@
-"""What is in a folder that is no trace, or another job's, is said; nobody is blamed for it."""
+"""Files that are no traces, or of another job, are named, and no rank is blamed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Published:
         what: goes wrong, in a line.
         command: that finds it; "": none does.
         grids: which the program is run on, for `audit`; the one of `verify` alone.
-        said: is in what is said of it.
+        said: texts of its message.
         program: takes whether it is mended.
     """
 

@@ -1,4 +1,4 @@
-"""An audit from its start to what it says: a program on several grids, compared with the first."""
+"""Run a program on several grids, and compare each with the first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit has found.
+    """The result of an audit.
 
     Args:
         script: the program.
@@ -101,7 +101,7 @@ def audit(
     """Runs a program on several grids, one after the other, and compares what it computes.
 
     Args:
-        script: the program, which stays as it is.
+        script: the program, unchanged.
         grids: the first is what the others are compared with.
         flags: of the program, on every grid.
         steps: of the optimizer.
@@ -109,8 +109,8 @@ def audit(
         timeout: seconds for each grid.
         same_weights: all begin with the weights of the first, as programs need that draw others
             on other grids.
-        keep: a folder that is left with all that was seen; None: nothing is.
-        tell: is told which grid runs.
+        keep: a folder for all records; None: they are removed.
+        tell: called with a line for each grid.
 
     Raises:
         SpecError: there is no such program, or the folder holds something.

@@ -1,4 +1,4 @@
-"""Compares what one grid has computed with what a reference has, step by step."""
+"""Compare the records of one grid with those of a reference, step by step."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _ROUGH_FLOOR = 1e-2
 
 @dataclass
 class Seen:
-    """What was written of one grid.
+    """The records of one grid.
 
     Args:
-        grid: as it was typed.
+        grid: the text that the user gave.
         folder: where.
     """
 
@@ -52,7 +52,7 @@ class Seen:
 
     @property
     def steps(self) -> int:
-        """That all ranks that took part have finished."""
+        """Check that every rank has finished."""
         return min(each.steps for each in self.about)
 
     @property
@@ -101,7 +101,7 @@ class _Work:
         yield from self._buffers(0, theirs, mine)
 
     def step(self, step: int) -> Iterator[Finding]:
-        """All of one step: what parts first is told with what it looks like."""
+        """Return the findings of one step, the first difference with its likely cause."""
         theirs, mine = read_step(self.reference.folder, step), read_step(self.other.folder, step)
         losses = [*self._losses(step, theirs, mine)]
         hard = [*losses, *self._gradients(step, theirs, mine)]
@@ -257,7 +257,7 @@ class _Work:
     def _losses(
         self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
     ) -> Iterator[Finding]:
-        """The sum of what backward began with; means over parts add up to as many as there are."""
+        """The sum of the losses; means over parts add up to as many as there are."""
         wanted, _ = _losses_of(theirs, self.reference.ranks)
         found, apart = _losses_of(mine, self.other.ranks)
         if not wanted or not found:

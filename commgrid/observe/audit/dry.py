@@ -1,9 +1,8 @@
 """The collectives of one step of a large job, recorded without the job: a rank after the other.
 
 Each rank is a process forked from this one, in a fake world of as many ranks as are asked for, in
-which every other is taken to have what it has. What depends on data that others have is therefore
-not seen as it would be: how many tokens a rank's experts get, and whatever a program decides from
-what it received.
+which every other is taken to have the same data. So calls that depend on other ranks' data differ
+from those of the job: how many tokens a rank's experts get, and decisions from received data.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _LINES = 12
 
 @dataclass(frozen=True)
 class Dry:
-    """What was recorded.
+    """A summary of the records.
 
     Args:
         script: the program.
@@ -203,7 +202,7 @@ def _rank(
 def _after_updates(note: Callable[[], object]) -> None:
     """Calls it after each update of the first step, and ends the process when the next begins.
 
-    That is where all ranks are alike: what begins the next step, such as the receives of a stage,
+    Up to there all ranks are alike: the start of the next step, such as the receives of a stage,
     would be without the sends of the stage before it.
     """
     depth = [0, 0]  # of optimizers within each other, and updates

@@ -1,4 +1,4 @@
-"""What an audit says: where a grid parts from another, or a rank from its copies."""
+"""Findings of an audit: where a grid differs from another, or a rank from its copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
     "buffer": "a buffer holds other numbers",
     "unknown": "other numbers",
 }
-"""What a difference may look like."""
+"""Likely causes of a difference."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Finding:
         axes: along which.
         difference: relative.
         words: what it looks like.
-        collectives: those that have a part in it, as operation, group and place.
+        collectives: that may be its cause, as operation, group and place.
     """
 
     grid: str
@@ -74,14 +74,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one grid is, beside the reference.
+    """One grid compared with the reference.
 
     Args:
-        grid: as it was typed.
-        steps: that were compared.
+        grid: the text that the user gave.
+        steps: number of steps compared.
         parameters, gradients, modules, losses: how many comparisons were made.
         findings: the first place at which it parts, and what parts beside it.
-        largest: the largest relative difference of what counts as equal.
+        largest: the largest relative difference that counts as equal.
         notes: what was not compared.
         tolerance: relative.
     """

@@ -26,7 +26,7 @@ class Forward:
     """One step's forward on a grid, beside the reference's.
 
     Args:
-        grid: as it was typed.
+        grid: the text that the user gave.
         step: which.
         ranks: of the grid.
         theirs, mine: the reference's records, and the grid's.
@@ -70,7 +70,7 @@ class Forward:
         return None
 
     def inputs(self) -> Iterator[Finding]:
-        """What the model is given, where it is not the same data."""
+        """Inputs of the model that are not the same data."""
         wanted, found = _total(self.theirs, _inputs), _total(self.mine, _inputs)
         for name in found:
             if name not in wanted or _distance(found[name], wanted[name]) <= self.tolerance:

@@ -1,4 +1,4 @@
-"""What a gradient that parts looks like, from what ranks had before and after it was reduced."""
+"""The likely cause of a different gradient, from its values before and after the reduction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from commgrid.observe.audit.records import Chunks
 
 @dataclass(frozen=True)
 class Verdict:
-    """What it looks like.
+    """The likely cause.
 
     Args:
         kind: one of `findings.KINDS`.
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def _loose(self) -> float:
-        """What a classification needs to agree to; more than rounding, less than chance."""
+        """Tolerance of a classification: above rounding, below chance."""
         return max(10 * self.tolerance, 1e-6)
 
     def _copies(self) -> Verdict:
@@ -120,7 +120,7 @@ class Case:
         return Verdict("scaled", (), said)
 
     def _reduction(self) -> Verdict:
-        """Which ranks' gradients it is the sum of, and of which it should be."""
+        """The ranks over which the gradient was summed, and those over which it should be."""
         is_sum = self._is_sum()
         should_be = self._should_be()
         if should_be is None:
@@ -130,7 +130,7 @@ class Case:
         if is_sum is None:
             return Verdict(
                 "unknown", should_be,
-                f"the reference's is {wanted}; this is no sum of what the ranks have found",
+                f"the reference's is {wanted}; this is no sum of the ranks' gradients",
             )  # fmt: skip
         found = f"the sum over {', '.join(is_sum)}" if is_sum else "each rank's own"
         other = tuple(
@@ -140,7 +140,7 @@ class Case:
         return Verdict(kind, other, f"it is {found}; the reference's is {wanted}")
 
     def _is_sum(self) -> Axes | None:
-        """The axes over which what ranks have found adds up to what the optimizer is given."""
+        """The axes over which the ranks' gradients add up to the optimizer's."""
         for region in dict.fromkeys(("dense", self.region)):
             for axes in self.ranks.subsets(region):
                 if self._is_like(summed({**self.beside, **self.before}, self.ranks, axes, region)):

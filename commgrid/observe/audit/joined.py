@@ -1,4 +1,4 @@
-"""Full tensors, put together from what ranks have of them."""
+"""Full tensors, assembled from the ranks' parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Joined:
 def join(
     held: Mapping[int, Chunks], shape: Sequence[int], tolerance: float, floor: float = 0.0
 ) -> Joined:
-    """Puts a tensor together; of what several ranks have the first one's is taken.
+    """Assemble a tensor; of a part that several ranks have, the first one's is taken.
 
     Args:
         held: by rank.
@@ -136,7 +136,7 @@ class Ranks:
         return [each for count in range(len(axes) + 1) for each in combinations(axes, count)]
 
     def axes_between(self, pairs: Iterable[tuple[int, int]], region: str = "dense") -> Axes:
-        """The axes along which pairs of ranks differ, by those that differ along fewest."""
+        """The axes along which pairs of ranks differ, from pairs that differ along fewest."""
         found: list[Axes] = []
         for one, other in pairs:
             mine, theirs = self.coordinate(one, region), self.coordinate(other, region)
@@ -168,5 +168,5 @@ def summed(
 
 
 def shape_of(parameters: Mapping[str, tuple[list[int], str, str]], name: str) -> tuple[int, ...]:
-    """Of what is kept of a full parameter."""
+    """Shape of the kept part of a full parameter."""
     return thin_shape(tuple(parameters[name][0]))

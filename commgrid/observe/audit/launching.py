@@ -1,4 +1,4 @@
-"""Starts a program on one grid, under torchrun, and ends it whatever happens."""
+"""Starts a program on one grid, under torchrun, and ends it in every case."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _last_lines(path: Path) -> str:
-    """What the program printed last, up to where the launcher begins to report."""
+    """The last lines of the program's output, without the launcher's report."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     end = next((i for i, line in enumerate(lines) if _LAUNCHERS.match(line)), len(lines))
     said = [each for each in lines[:end] if each.strip() and not _STARTING.match(each)]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """What one process sees.
+    """Records the steps of one process.
 
     Args:
         folder: where it is written.
@@ -140,7 +140,7 @@ class Observer:
                 _add(self.record.modules, f"{name}#{index}", each)
 
     def _seeing_drops(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What dropout is given, and the state of the generator that it draws from."""
+        """Record dropout's input, and the state of the generator that it draws from."""
 
         def draws(given: Tensor, *args: Any, **options: Any) -> Any:
             before = _random_state()
@@ -378,7 +378,7 @@ class Observer:
         self._reductions.forget()
 
     def _leave(self) -> None:
-        """Every rank that got here needs nobody for the step before; all end together."""
+        """A rank that has come here has finished the step before; all end together."""
         mark_done(self.folder, self.about.rank)
         while not all_done(self.folder, self.about.world_size):
             time.sleep(0.01)
@@ -388,7 +388,7 @@ class Observer:
 
 
 def _tensors(given: Any) -> list[Any]:
-    """The tensors of what a module takes or returns, also within lists and dicts."""
+    """Tensors among a module's arguments or results, also within lists and dicts."""
     if isinstance(given, Tensor):
         return [given]
     within = given.values() if isinstance(given, dict) else given
@@ -423,7 +423,7 @@ def _random_state() -> int:
 
 
 def _add(table: dict[str, list[float]], key: str, tensor: Tensor) -> None:
-    """Adds a tensor to what is known of all of that name: calls, elements, sum, squares."""
+    """Add a tensor to the totals of its name: calls, elements, sum, squares."""
     local = _whole(tensor).double()
     found = table.setdefault(key, [0, 0, 0.0, 0.0])
     found[0] += 1

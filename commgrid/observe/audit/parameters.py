@@ -27,7 +27,7 @@ _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*|$)")
 
 @dataclass(frozen=True)
 class AuditedParameter(HeldBoxes):
-    """A parameter, and the boxes of the full one that this rank has.
+    """A parameter, and this rank's boxes of the full one.
 
     Args:
         shape, held, boxes: as HeldBoxes'.

@@ -1,4 +1,4 @@
-"""What ranks write while an audit runs, and how it is read: a file a step and rank."""
+"""Records of an audit, a file for each step and rank, and their reading."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGEST = 1 << 20
 
 @dataclass
 class StepRecord:
-    """What one rank has seen of one step.
+    """The record of one step on one rank.
 
     Args:
         weights, buffers: after it; of step 0, as the program began.
@@ -32,12 +32,12 @@ class StepRecord:
         arrived: names of parameters in the order in which backward has reached them.
         backward: what backward has come to, in order: for a gradient "", its name and "", for a
             collective of a module operation, group and place.
-        loss: the sum of what backward began with.
+        loss: the sum of all losses.
         backwards: how often it began.
         modules: by name and output: calls, elements, sum, sum of squares.
         inputs: likewise, of the model's integer inputs.
         within: collectives by the module whose forward has run them.
-        drawn: of each dropout digests of the generator's state and of what it was given.
+        drawn: digests of each dropout's generator state and input.
     """
 
     weights: dict[str, Chunks] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class StepRecord:
 
 @dataclass
 class About:
-    """What a rank says of itself and of the model.
+    """A rank's description of itself and of the model.
 
     Args:
         rank, world_size: of the process.
@@ -92,7 +92,7 @@ def thinned(chunks: list[Any], shape: tuple[int, ...]) -> Chunks:
         if every == 1 or not shape:
             found.append((offset, part.detach().to("cpu", copy=True)))
             continue
-        first = -(-offset[0] // every)  # the first row kept, as they are counted in what is kept
+        first = -(-offset[0] // every)  # the first row kept, counted among the kept rows
         rows = range(first * every - offset[0], part.shape[0], every)
         if len(rows):
             kept = part.detach()[rows.start :: every].to("cpu", copy=True)
@@ -101,7 +101,7 @@ def thinned(chunks: list[Any], shape: tuple[int, ...]) -> Chunks:
 
 
 def thin_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of what `thinned` keeps of a full tensor."""
+    """Shape of the part that `thinned` keeps of a full tensor."""
     every = -(-torch.Size(shape).numel() // LARGEST)
     return shape if every == 1 or not shape else (-(-shape[0] // every), *shape[1:])
 
@@ -121,7 +121,7 @@ def write_about(folder: Path, about: About) -> None:
 
 
 def read_about(folder: Path) -> list[About]:
-    """What all ranks say of themselves, by rank.
+    """The descriptions of all ranks, by rank.
 
     Raises:
         CommGridError: none has said anything.

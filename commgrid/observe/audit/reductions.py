@@ -1,4 +1,4 @@
-"""Which collectives a step has run, over whose memory and within which module."""
+"""The collectives of a step, with the memory they reduced and the module they ran in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reductions:
         self._names = GroupNames()
         self._seen: list[_Seen] = []
         self.events: list[list[str]] = []
-        """What backward has come to: gradients by id, and collectives of modules."""
+        """Events of backward, in order: gradients by id, and collectives of modules."""
 
     def begins(self, group: dist.ProcessGroup, made: Call) -> object:
         if group.size() == 1 or made.operation in (*TRANSFERS, "barrier"):
@@ -76,7 +76,7 @@ class Reductions:
         ]  # fmt: skip
 
     def by_module(self) -> dict[str, list[list[str]]]:
-        """Those that forward has run, by the innermost module, each once."""
+        """Collectives of forward by the innermost module, each once."""
         found: dict[str, list[list[str]]] = {}
         for seen in self._seen:
             if seen.module and seen.said not in found.setdefault(seen.module, []):
