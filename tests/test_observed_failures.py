@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import os
 import resource
 import signal
@@ -17,7 +16,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid import CommGridError
 from commgrid.failures import named_failures
-from commgrid.runtime import inquiry
+from commgrid.observe import processes
 from commgrid.runtime.whereabouts import whereabouts
 from commgrid.testing import run_on_ranks
 from tests.killing import KILLED, kill_me, run_killable
@@ -67,10 +66,10 @@ def test_order_is_not_compared_with_a_dead_rank_for_ever(grid_has: dict[str, Any
 def test_a_programs_own_dump_of_stacks_is_kept() -> None:
     """`signal.getsignal` does not know of handlers in C."""
     faulthandler.unregister(signal.SIGUSR1)
-    assert not inquiry._is_caught(signal.SIGUSR1)
+    assert not processes.is_caught(os.getpid())
     faulthandler.register(signal.SIGUSR1)
     try:
-        assert inquiry._is_caught(signal.SIGUSR1)
+        assert processes.is_caught(os.getpid())
     finally:
         faulthandler.unregister(signal.SIGUSR1)
 
@@ -81,21 +80,13 @@ def many_files(folder: str) -> list[str]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     faulthandler.unregister(signal.SIGUSR1)
     os.environ["COMMGRID_TRACE"] = folder
-    pipe = os.pipe
-
-    def high() -> tuple[int, int]:
-        low = pipe()
-        found = tuple(fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 1500) for each in low)
-        for each in low:
-            os.close(each)
-        return found[0], found[1]
-
-    os.pipe = high
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1500)]
     commgrid.initialize(trace=True)
-    os.pipe = pipe
     os.kill(os.getpid(), signal.SIGUSR1)
-    until(lambda: len(os.listdir(folder)) >= 2, "the stacks")
+    until(Path(folder, "rank_00000.stacks").exists, "the stacks")
     commgrid.shutdown()
+    for each in files:
+        os.close(each)
     return sorted(Path(each).suffix for each in os.listdir(folder))
 
 

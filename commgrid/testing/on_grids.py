@@ -201,7 +201,14 @@ def finishes(
         SpecError: a grid that cannot be, or another backend.
 
     Example:
-        >>> finishes(train, "tp=4 pp=2", world_size=64)
+        >>> import torch, commgrid
+        >>> from commgrid.collectives import all_reduce
+        >>> from commgrid.testing import finishes
+        >>> def train():
+        ...     grid = commgrid.initialize()
+        ...     all_reduce(torch.ones(4), "tp")
+        ...     all_reduce(torch.ones(4), "dp")
+        >>> finishes(train, "tp=2", world_size=8)
     """
     if torch_world.is_initialized():
         raise CommGridError(

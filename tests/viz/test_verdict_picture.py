@@ -83,7 +83,8 @@ def test_the_command(
 ) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "why.svg"
-    monkeypatch.setattr(command, "programs", lambda folder: in_a_ring(3))
+    monkeypatch.setattr(command.trace_files, "read", lambda folder: [])
+    monkeypatch.setattr(command, "from_traces", lambda found: in_a_ring(3))
     assert main(["verify", "runs", "-o", str(path)]) == 1
     assert capsys.readouterr().out == f"wrote {path}\n"
     assert "r0 all_reduce 0" in path.read_text()
@@ -93,7 +94,7 @@ def test_the_command(
         assert main(["verify", "runs", "-o", str(tmp_path / other)]) == 2
         assert "expected a file that ends in .svg, .png, .pdf\n" in capsys.readouterr().err
     path.unlink()
-    monkeypatch.setattr(command, "programs", lambda folder: {0: [], 1: []})
+    monkeypatch.setattr(command, "from_traces", lambda found: {0: [], 1: []})
     assert main(["verify", "runs", "-o", str(path)]) == 0
     assert f"{path} was not written: there is nothing to draw" in capsys.readouterr().out
     assert not path.exists()
