@@ -16,7 +16,7 @@ class Finding:
     Args:
         kind: `skipped call`, `other order`, `deadlock`, …; docs/debugging.md lists all.
         ranks: whose doing it is.
-        group: names of the communicator with commas.
+        group: the communicator's names, comma-separated.
         members: its ranks.
         operation, turn: of the call, and its place among those of the communicator.
         where: file, line and function of the calls that matter, the culprit's first.
@@ -45,7 +45,7 @@ class Diagnosis:
 
     Args:
         ranks: of which there are records.
-        causes: the first is the one to look at.
+        causes: findings that follow from no other; the first is the one to look at.
         consequences: who waits for them.
         missing: ranks of which there are none.
         waiting: of each rank that waits, for whom.

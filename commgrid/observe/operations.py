@@ -117,7 +117,7 @@ def alike(
     """Return the properties of a call that must agree on all ranks.
 
     Args:
-        name: of the operation; an unknown one is compared in full.
+        name: of the operation; of an unknown one, all of these must agree.
         dtype: of its first tensor.
         size: bytes that this rank hands in.
         output: bytes that it gets; None: not recorded.

@@ -34,7 +34,7 @@ class Process:
     """A process with a grid.
 
     Args:
-        pid, started: which; the kernel gives a number again.
+        pid, started: process id, which may be used again, and start time.
         rank, world_size: in its job.
         job: what all ranks of a job on this host have in common.
         program: its arguments.
@@ -70,8 +70,7 @@ _own = _Own()
 
 def announce(grid: str, rank: int, world_size: int, records: Path | None) -> None:
     """Say that this process has a grid; without a place to write to, nothing is said."""
-    if _own.pid != os.getpid():  # a forked process has its parent's file
-        _own.grids, _own.pid, _own.stacks = set(), os.getpid(), -1
+    _own.pid = os.getpid()
     _own.grids.add(grid)
     folder = folder_of_user()
     with suppress(OSError):
@@ -79,7 +78,7 @@ def announce(grid: str, rank: int, world_size: int, records: Path | None) -> Non
         if folder.stat().st_uid != os.getuid():
             return
         if _own.stacks < 0 and not is_caught(os.getpid()):
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             _own.stacks = os.open(folder / f"{_own.pid}.stacks", flags, 0o600)
             faulthandler.register(signal.SIGUSR1, file=_own.stacks, all_threads=True)
         said = Process(
@@ -89,6 +88,16 @@ def announce(grid: str, rank: int, world_size: int, records: Path | None) -> Non
         half = folder / f"{_own.pid}.half"
         half.write_text(json.dumps(asdict(said)), encoding="utf-8")
         half.rename(folder / f"{_own.pid}.json")
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: the handler writes into the parent's file."""
+    if _own.stacks >= 0 and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        faulthandler.unregister(signal.SIGUSR1)
+    _own.grids, _own.pid, _own.stacks = set(), 0, -1
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def withdraw(grid: str) -> None:
@@ -105,9 +114,17 @@ def withdraw(grid: str) -> None:
     _remove(os.getpid())
 
 
+def stacks_size() -> int:
+    """Bytes of this process's stacks so far."""
+    with suppress(OSError):  # the file may be closed meanwhile
+        if _own.stacks >= 0:
+            return os.fstat(_own.stacks).st_size
+    return 0
+
+
 def stacks_since(size: int) -> bytes:
     """Return this process's stacks beyond so many bytes, once they are complete."""
-    if _own.stacks < 0 or os.fstat(_own.stacks).st_size <= size:
+    if stacks_size() <= size:
         return b""
     return _whole(folder_of_user() / f"{_own.pid}.stacks", size, time.monotonic() + 10 * _QUIET)
 
@@ -117,14 +134,16 @@ def is_caught(pid: int) -> bool:
     if pid == os.getpid() and signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
         return True
     status = Path(f"/proc/{pid}/status")
-    masks = re.findall(r"^SigCgt:\s*(\w+)", status.read_text(), re.M) if status.exists() else []
+    text = status.read_text(errors="replace") if status.exists() else ""
+    masks = re.findall(r"^SigCgt:\s*(\w+)", text, re.M)
     return any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
 
 
 def _started(pid: int) -> str:
     """When a process was started, in ticks of the kernel's."""
     stat = Path(f"/proc/{pid}/stat")
-    return stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    # A name that was cut within a letter is no text.
+    return stat.read_text(errors="replace").rpartition(")")[2].split()[19] if stat.exists() else ""
 
 
 def _job(world_size: int) -> str:
@@ -143,7 +162,9 @@ def _remove(pid: int) -> None:
 
 def running() -> list[Process]:
     """The processes of this host with grids, by job and rank; notes of ended ones are removed."""
-    found = []
+    found: list[Process] = []
+    if folder_of_user().exists() and folder_of_user().stat().st_uid != os.getuid():
+        return found
     for path in sorted(folder_of_user().glob("*.json")):
         try:
             each = Process(**json.loads(path.read_text(encoding="utf-8")))
@@ -200,7 +221,7 @@ class Dumped:
     Args:
         rank, pid: whose.
         stacks, records: whether there are any.
-        why: there are no stacks.
+        why: reason that there are no stacks; "": there are.
     """
 
     rank: int

@@ -5,9 +5,9 @@
     └────────────────────────────────────────────────────────▲──────────────┘
                                                               the oldest
 
-A ring in a file is as current as its process: the kernel keeps what was written, however the
-process ends. Names, places and members of groups are texts that records refer to by number.
-`Ring.as_dict` and `read` give the same: what `trace_files` parses.
+A ring in a file holds every call at once, and keeps it if the process is killed. Names, places and
+members of groups are texts that records refer to by number. `Ring.as_dict` and `read` give the
+same: the contents that `trace_files` parses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = 1
 
 MAGIC = b"commgrid ring 1\n"
 
-# Capacity, total, bytes of texts, whether the process ended well, wall clock, monotonic clock, pid.
+# Magic, capacity, total, bytes of texts, whether the process ended well, two clocks, pid.
 _HEAD = struct.Struct("<16sQQQQdQQ")
 _TOTAL, _TEXTS, _OVER, _CLOCKS = 24, 32, 40, 48
 # Its number, began, issued, ended, bytes, bytes of outputs; group, operation, dtype, place, number
@@ -62,6 +62,7 @@ class Ring:
     def __init__(self, capacity: int, path: Path | None = None) -> None:
         self.capacity, self.path, self.total = capacity, path, 0
         self._texts: dict[str, int] = {}
+        self._lines = 0
         self._used = 0
         self._groups: dict[str, int] = {}
         self._file, self._reserved = -1, {0: 0, _TEXTS_AT: 0, _RECORDS_AT: 0}
@@ -70,26 +71,38 @@ class Ring:
             self.memory = mmap.mmap(-1, size)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            half = path.with_suffix(".half")
-            self._file = os.open(half, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.truncate(self._file, size)
-            if not self._reserve(0, _TEXTS_AT):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(half))
-            self.memory = mmap.mmap(self._file, size)
-            os.rename(half, path)
+            self._make_file(path, size)
         _HEAD.pack_into(self.memory, 0, MAGIC, capacity, 0, 0, 0, 0.0, 0, os.getpid())
         self.touch()
         self.text("?")  # number 0: what there was no room for
+
+    def _make_file(self, path: Path, size: int) -> None:
+        """Map a new file, which takes the place of an earlier one once it is whole."""
+        half = path.with_suffix(".half")
+        self._file = os.open(half, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            os.truncate(self._file, size)
+            if not self._reserve(0, _TEXTS_AT):
+                raise _full(path)
+            self.memory = mmap.mmap(self._file, size)
+            os.rename(half, path)
+        except BaseException:
+            self.close()
+            half.unlink(missing_ok=True)
+            raise
 
     def moved(self, path: Path) -> Ring:
         """Return a ring in a file with this one's records."""
         found = Ring(self.capacity, path)
         rows = min(self.total, self.capacity) * _RECORD.size
         for at, used in ((_TEXTS_AT, self._used), (_RECORDS_AT, rows)):
-            found._reserve(at, used)
+            if not found._reserve(at, used):
+                found.close()
+                path.unlink(missing_ok=True)
+                raise _full(path)
             found.memory[at : at + used] = self.memory[at : at + used]
         found.memory[_TOTAL:_TEXTS_AT] = self.memory[_TOTAL:_TEXTS_AT]
-        found.total, found._used = self.total, self._used
+        found.total, found._used, found._lines = self.total, self._used, self._lines
         found._texts, found._groups = self._texts, self._groups
         return found
 
@@ -119,7 +132,10 @@ class Ring:
         """The number of a text, which is written down once; 0 where there is no room left."""
         number = self._texts.get(value)
         if number is None:
-            number = self._texts[value] = len(self._texts) if self._wrote(value) else 0
+            number = self._lines
+            if not self._wrote(value):
+                return 0
+            self._texts[value] = number
         return number
 
     def note(self, what: str, *values: Any) -> None:
@@ -129,8 +145,7 @@ class Ring:
             what: `rank` or `job` and its value; `members` or `since`, a group and its value.
             values: what JSON can hold.
         """
-        if self._wrote([what, *values]):
-            self._texts[f"note {len(self._texts)}"] = len(self._texts)  # takes a number as well
+        self._wrote([what, *values])
 
     def _wrote(self, value: Any) -> bool:
         line = json.dumps(value).encode() + b"\n"
@@ -139,6 +154,7 @@ class Ring:
             return False
         self.memory[_TEXTS_AT + self._used : _TEXTS_AT + used] = line
         self._used = used
+        self._lines += 1
         _COUNT.pack_into(self.memory, _TEXTS, used)
         return True
 
@@ -147,7 +163,8 @@ class Ring:
         number = self._groups.get(name)
         if number is None:
             number = self._groups[name] = min(len(self._groups), _GROUPS - 1)
-            self.note("group", name, number)
+            # All further groups have one number, and no name.
+            self.note("group", "?" if number == _GROUPS - 1 else name, number)
         return number
 
     def entered(self, group: int, count: int) -> None:
@@ -159,11 +176,11 @@ class Ring:
         size: int, output: int | None, peer: int | None, where: int, began: int, turn: int,
         batch: int, reduction: str = "",
     ) -> int:  # fmt: skip
-        """Write a call down, and return its number."""
+        """Write a call down; return its number, -1 if there is no room."""
         at = self.total
         offset = at % self.capacity * _RECORD.size
         if not self._reserve(_RECORDS_AT, offset + _RECORD.size):
-            return at
+            return -1
         kept = shape
         if len(shape) > _MOST_DIMENSIONS:
             rest = 1
@@ -188,7 +205,7 @@ class Ring:
         self._stamp(call, _ENDED, when)
 
     def waits(self, call: int, on: bool) -> None:
-        """Note that a thread waits for a call, or that it waits for another one now."""
+        """Set or clear the mark that a thread waits in this call."""
         if self._has(call):
             at = _RECORDS_AT + call % self.capacity * _RECORD.size + _STATE
             self.memory[at] = self.memory[at] & ~_WAITED | on
@@ -203,7 +220,10 @@ class Ring:
         return max(self.total - self.capacity, 0) <= call < self.total
 
     def _reserve(self, part: int, size: int) -> bool:
-        """Have room for so much of a part. A full disk would end the process at a later write."""
+        """Allocate disk blocks for the first bytes of a part; return False if the disk is full.
+
+        A write to a mapped page without blocks ends the process on a full disk.
+        """
         reserved = self._reserved[part]
         if size <= reserved:
             return True
@@ -232,6 +252,10 @@ class Ring:
 _PADDING = tuple((0,) * (_MOST_DIMENSIONS - n) for n in range(_MOST_DIMENSIONS + 1))
 
 
+def _full(path: Path) -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def load(path: Path) -> dict[str, Any]:
     """Read the file of a process, however it ended.
 
@@ -239,7 +263,10 @@ def load(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is no ring, or was cut off.
     """
-    return read(path.read_bytes(), None)
+    try:
+        return read(path.read_bytes(), None)
+    except (IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"its contents do not fit together: {error!r}") from error
 
 
 def read(memory: bytes | mmap.mmap, last: int | None) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _load(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no text"
         raise SpecError(f"{path}: cannot be read: {why or error}") from error
-    except (ValueError, IndexError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise _no_trace(path, error) from error
     try:
         return json.loads(text)

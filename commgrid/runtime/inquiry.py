@@ -130,7 +130,7 @@ class Answering:
         self.own, self.store = own, store
         self._world = range(torch_world.world_size())
         self._questions = Questions(own.rank, self._world)
-        self._seen = 0  # bytes of its stacks
+        self._seen = processes.stacks_size()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commgrid answers", daemon=True)
         self._thread.start()
@@ -167,6 +167,7 @@ class Answering:
 
     def _write_down(self) -> None:
         """After a signal: the records, and where each thread is."""
+        self._seen = min(self._seen, processes.stacks_size())  # a new grid has a new file
         stacks = processes.stacks_since(self._seen)
         if not stacks:
             return

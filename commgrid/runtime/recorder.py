@@ -1,6 +1,6 @@
 """The last collectives of this process, in a ring, each with its group and its line of code.
 
-A record is made before the call: a call that never returns is the last of its communicator.
+A record is made before the call, so a call that hangs is in the ring, its communicator's last.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ class Recorder:
         self._sigterm: Any = None
         self._numbers: dict[str, int] = {}
         self._turns: dict[tuple[str, str, int | None], int] = {}
-        self._places: dict[tuple[CodeType | None, int], int] = {}
+        # By file too: code objects of two files may be equal.
+        self._places: dict[tuple[str, CodeType | None, int], int] = {}
         self._waits: dict[int, int] = {}
+        self._batched: dict[int, list[int]] = {}  # of batches that are being started
+        self._together: dict[int, list[int]] = {}  # by the last call of a batch, the others
         self._pending: ByIdentity[int] = ByIdentity()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may issue calls, or save
 
     @property
     def job(self) -> str:
@@ -113,7 +116,8 @@ class Recorder:
             if path == self.ring.path:
                 return
             try:
-                self.ring = self.ring.moved(path)
+                before, self.ring = self.ring, self.ring.moved(path)
+                before.close()
                 path.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run
                 self._note_termination(path.with_suffix(".sigterm"))
             except OSError as error:
@@ -122,8 +126,9 @@ class Recorder:
                 ) from error
 
     def _note_termination(self, path: Path) -> None:
-        """Have SIGTERM write where all threads are, before it does what it did: it is how launchers
-        end the ranks that are left, and not what has ended the first one.
+        """Have SIGTERM write where all threads are, and then run the earlier handler.
+
+        Launchers send it to the survivors, so this tells them from the rank that failed first.
         """
         self._forget_termination()
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
@@ -146,7 +151,8 @@ class Recorder:
     def leave_to_parent(self) -> None:
         """In a forked process: SIGTERM is not the parent's."""
         if self._termination is not None:
-            faulthandler.unregister(signal.SIGTERM)
+            if signal.getsignal(signal.SIGTERM) == self._sigterm:
+                faulthandler.unregister(signal.SIGTERM)
             self._termination = None
 
     def close(self) -> None:
@@ -180,9 +186,11 @@ class Recorder:
             name, ring = self._called(its_group), self.ring
             is_transfer = made.operation in TRANSFERS
             of = (name, made.operation, made.peer) if is_transfer else (name, "", None)
-            where = self._places.get(place)
+            code, line = place
+            at = "" if code is None else code.co_filename, code, line
+            where = self._places.get(at)
             if where is None:
-                where = self._places[place] = ring.text(place_of(*place))
+                where = self._places[at] = ring.text(place_of(code, line))
             number, turn = self._numbers.get(name, 0), self._turns.get(of, 0)
             self._numbers[name], self._turns[of] = number + 1, turn + 1
             group = ring.group(name)
@@ -199,10 +207,16 @@ class Recorder:
         if call < 0:
             return
         now = time.perf_counter_ns()
-        self.ring.issued(call, now)
-        if work is None:
-            self.ring.ended(call, now)
-        else:
+        with self._lock:
+            self.ring.issued(call, now)
+            batch = torch_calls.batch()
+            if work is None and batch:  # NCCL has one work for all, which the last call gets
+                self._batched.setdefault(batch, []).append(call)
+            elif work is None:
+                self.ring.ended(call, now)
+            elif batch:
+                self._together[call] = self._batched.pop(batch, [])
+        if work is not None:
             self._pending[work] = call
 
     def failed(self, call: object) -> None:
@@ -212,19 +226,23 @@ class Recorder:
         call = self._pending.get(work)
         if call is not None and not self.paused:
             thread = threading.get_ident()
-            before = self._waits.get(thread)
-            if before is not None:  # a wait that has failed, and is not what it waits for any more
-                self.ring.waits(before, False)
-            self._waits[thread] = call
-            self.ring.waits(call, True)
+            with self._lock:
+                before = self._waits.get(thread)
+                if before is not None:  # a wait that has failed, and is over
+                    self.ring.waits(before, False)
+                self._waits[thread] = call
+                self.ring.waits(call, True)
 
     def waited(self, work: dist.Work, failed: bool) -> None:
         if failed:
             return  # the call has no end, and is what this thread was waiting for
         call = self._pending.pop(work)
         if call is not None:
-            self.ring.ended(call, time.perf_counter_ns())
-            self._waits.pop(threading.get_ident(), None)
+            with self._lock:
+                now = time.perf_counter_ns()
+                for each in (call, *self._together.pop(call, ())):
+                    self.ring.ended(each, now)
+                self._waits.pop(threading.get_ident(), None)
 
 
 class GroupNames:
@@ -383,6 +401,7 @@ def _leave_to_parent() -> None:
         each.paused = True
         each.leave_to_parent()
     _current.clear()
+    atexit.unregister(_save_at_exit)
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -22,6 +22,7 @@ from commgrid.observe.audit.dry import record
 from commgrid.observe.audit.findings import Comparison
 from commgrid.observe.audit.observer import Observer
 from commgrid.observe.audit.records import all_done
+from commgrid.observe.order import RULES
 from commgrid.observe.recorded import crossed_names, from_traces, told_of_names, whole
 from commgrid.observe.verify import check
 from commgrid.planning.audited import VARIABLE, AuditedGrid
@@ -91,7 +92,7 @@ def same_on_grids(
         raise SpecError(f"grids={list(grids)}: expected two or more, the first of which is right")
     if steps < 1:
         raise SpecError(f"steps={steps}: expected 1 or more")
-    parsed = [AuditedGrid.parse(text) for text in grids]
+    parsed = [_parsed(text) for text in grids]
     found: list[Comparison] = []
     with tempfile.TemporaryDirectory(prefix="commgrid-same-") as folder:
         first: Seen | None = None
@@ -111,6 +112,15 @@ def same_on_grids(
         audit = Audit(_name(train), first.dtype, tuple(found))
     if audit.parts:
         raise GridsDiffer(audit.text)
+
+
+def _parsed(text: str, world_size: int | None = None) -> AuditedGrid:
+    grid = AuditedGrid.parse(text, world_size)
+    if grid.flags:
+        raise SpecError(
+            f"grid {text!r}: a function has no flags; expected sizes alone, and args= for the rest"
+        )
+    return grid
 
 
 def _name(train: Callable[..., Any]) -> str:
@@ -191,7 +201,7 @@ def finishes(
         world_size: ranks; dp is what the sizes leave. None: as many as the sizes make.
         backend: whose rules, "nccl" or "gloo"; or "strict", as if each call were waited for.
         args: of `train`.
-        ranks: which are looked at; None: all. Calls with other ranks are then left out.
+        ranks: which are looked at; None: all. Calls that involve another rank are ignored.
         timeout: seconds for all of them.
 
     Raises:
@@ -215,7 +225,9 @@ def finishes(
             "finishes() starts ranks in a fake world, and torch.distributed is up in this process; "
             "call it before initialize, or after shutdown"
         )
-    made = AuditedGrid.parse(grid, world_size)
+    made = _parsed(grid, world_size)
+    if backend not in RULES:
+        raise SpecError(f"backend={backend!r}: expected one of {', '.join(RULES)}")
     with tempfile.TemporaryDirectory(prefix="commgrid-finishes-") as folder:
         record(
             lambda: train(*args), _name(train), made, Path(folder),

@@ -12,10 +12,10 @@ _NOTE = "commgrid module"
 
 
 def note_new(tensors: Iterable[Any], text: str) -> None:
-    """Note a text on the nodes that lead to some tensors, up to those that have one.
+    """Walk back from the nodes of some tensors, and label each; stop at labelled ones.
 
     Args:
-        tensors: those that are none are left out.
+        tensors: anything else among them is skipped.
         text: such as the module that has made them.
     """
     nodes: list[Any] = [each.grad_fn for each in tensors if isinstance(each, Tensor)]

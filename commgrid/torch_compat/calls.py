@@ -109,8 +109,8 @@ Value = TypeVar("Value")
 class ByIdentity(Generic[Value]):
     """Values by objects that can be referred to weakly, found while the object lives.
 
-    A WeakKeyDictionary does the same in five times the time, and every call looks here. The entry
-    of an object that is gone stays until another one has its address.
+    A WeakKeyDictionary does the same in five times the time, and every call looks here. Dead
+    entries are not removed, only overwritten when an address is used again.
     """
 
     def __init__(self) -> None:
@@ -126,13 +126,13 @@ class ByIdentity(Generic[Value]):
     def pop(self, key: object) -> Value | None:
         """Return a value, and forget it."""
         found = self.get(key)
-        if found is not None:
-            del self._held[id(key)]
+        if found is not None:  # another thread may have done it meanwhile
+            self._held.pop(id(key), None)
         return found
 
 
 class _None:
-    """What has no reduction."""
+    """Stands for a missing reduction."""
 
     name = ""
 
@@ -210,8 +210,9 @@ def _put_in_place() -> None:
     for kind in kinds:
         if "wait" in vars(kind):  # that of the fake world has its own
             _replace(kind, "wait", _telling_wait(kind.wait))
+    batched = _as_batch(dist.batch_isend_irecv)
     for module in (dist, dist.distributed_c10d):
-        _replace(module, "batch_isend_irecv", _as_batch(dist.batch_isend_irecv))
+        _replace(module, "batch_isend_irecv", batched)
 
 
 def _replace(kind: Any, name: str, ours: Callable[..., Any]) -> None:
@@ -229,7 +230,7 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
     def call(its_group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
         # Not `group`: errors name the caller's function (`commgrid.runtime.whereabouts`).
         given = args[at] if at is not None and len(args) > at else ()
-        options_given = args[-1] if args else None
+        options_given = args[-1] if args else options.get("opts")
         peer = output = None
         if peer_at is not None and len(args) > peer_at:
             held = args[peer_at]
@@ -241,7 +242,7 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
             reduction = getattr(getattr(options_given, "reduceOp", None), "op", _NONE).name
         made = Call(operation.name, _flat(given), peer, output, reduction)
         listeners = _listeners
-        _now.blocking = bool(args) and not getattr(options_given, "asyncOp", True)
+        _now.blocking = options_given is not None and not getattr(options_given, "asyncOp", True)
         began = [(each, each.begins(its_group, made)) for each in listeners]
         try:
             work = method(its_group, *args, **options)
@@ -263,7 +264,7 @@ def _as_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     def batch_isend_irecv(ops: list[dist.P2POp], *args: Any, **options: Any) -> Any:
         with batched():
             works = function(ops, *args, **options)
-            if len(works) == 1 < len(ops):  # one for all, which the last call stands for
+            if len(works) == 1:  # NCCL's for all of them: the last call gets it
                 for listener, call in _batching.last:
                     listener.issued(call, works[0])
         return works

@@ -54,6 +54,7 @@ def _reducing(method: Callable[..., Any]) -> Callable[..., Any]:
         given = [each for each in (*args, *options.values()) if hasattr(each, "reduceOp")]
         operation = given[0].reduceOp if given else dist.ReduceOp.SUM
         for tensor in found if isinstance(found, list | tuple) else [found]:
+            tensor = tensor.detach()  # torch's own take parameters too
             if operation == dist.ReduceOp.SUM:
                 tensor.mul_(group.size())
             elif operation == dist.ReduceOp.PRODUCT:

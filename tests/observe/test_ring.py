@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -117,6 +118,67 @@ def test_a_full_disk_ends_the_recording_and_not_the_process(
         Ring(10, tmp_path / "rank_00001.ring")
 
 
+def test_room_that_comes_back_names_no_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Ring(4)
+    add(made, 0)
+    room = ring._MOST_TEXT
+    monkeypatch.setattr(ring, "_MOST_TEXT", made._used)
+    add(made, 1, where=made.text("lost.py:1 f"))
+    monkeypatch.setattr(ring, "_MOST_TEXT", room)
+    add(made, 2, where=made.text("b.py:9 g"))
+    assert [call[7] for call in made.as_dict()["calls"]] == ["a.py:1 f", "?", "b.py:9 g"]
+
+
+def test_a_call_without_room_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Ring(4)
+    monkeypatch.setattr(made, "_reserve", lambda part, size: part != ring._RECORDS_AT)
+    lost = add(made, 0)
+    monkeypatch.undo()
+    add(made, 1)
+    made.ended(lost, 777)
+    assert [call[10] for call in made.as_dict()["calls"]] == [None]
+
+
+def test_records_that_do_not_fit_on_the_disk_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Ring(10)
+    add(made, 0)
+
+    def small(file: int, at: int, size: int) -> None:
+        if at > 0:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ring, "_allocate", small)
+    with pytest.raises(OSError, match="No space left"):
+        made.moved(tmp_path / "rank_00000.ring")
+    assert list(tmp_path.iterdir()) == []
+    assert len(made.as_dict()["calls"]) == 1
+
+
+def test_the_exit_handlers_of_a_child_leave_the_ring_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copies of its parent's. torch's destructors would wait for threads of the parent."""
+    monkeypatch.setenv("COMMGRID_TRACE", str(tmp_path))
+    commgrid.initialize()
+    try:
+        saved = recorder._save_at_exit
+        atexit.unregister(saved)  # as it stands in a child, where only this is looked at
+        atexit.register(saved, recorder.current(), tmp_path)
+        child = os.fork()
+        if child == 0:
+            before = atexit._ncallbacks()
+            atexit.unregister(saved)
+            os._exit(before - atexit._ncallbacks())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".ring", ".sigterm"]
+    finally:
+        atexit.unregister(saved)
+        commgrid.trace.stop()
+        commgrid.shutdown()
+
+
 @pytest.mark.parametrize("cut", [0, 100, 5000, 4_000_000])
 def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "rank_00000.ring"
@@ -219,6 +281,35 @@ def test_a_forked_process_leaves_its_parents_records_alone(tmp_path: Path) -> No
     finally:
         commgrid.trace.stop()
         commgrid.shutdown()
+
+
+def test_a_batch_with_one_work_ends_with_it(grid_of_one: Any) -> None:
+    """As NCCL's: its messages have no work of their own."""
+    own = recorder.current()
+    assert own is not None
+    group = grid_of_one.get_group("dp")
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    first = len(own.as_dict()["calls"])
+    with torch_calls.batched():
+        calls = [
+            own.begins(group, torch_calls.Call(name, [torch.ones(1)], 0, None, ""))
+            for name in ("send", "recv")
+        ]
+        for call in calls:
+            own.issued(call, None)
+        own.issued(calls[-1], work)
+    own.waits(work)
+    assert [row[10] for row in own.as_dict()["calls"][first:]] == [None, None]
+    assert own.as_dict()["waits"]
+    own.waited(work, False)
+    assert all(row[10] for row in own.as_dict()["calls"][first:])
+
+
+@pytest.fixture
+def grid_of_one() -> Any:
+    yield commgrid.initialize(trace=True)
+    commgrid.trace.stop()
+    commgrid.shutdown()
 
 
 def test_a_saved_file_and_the_ring_of_the_same_process_are_one_trace(tmp_path: Path) -> None:

@@ -92,6 +92,10 @@ def test_wrong_arguments() -> None:
         same_on_grids(train, ["dp=1"])
     with pytest.raises(SpecError, match="steps=0: expected 1 or more"):
         same_on_grids(train, ["dp=1", "tp=2"], steps=0)
+    with pytest.raises(SpecError, match="grid 'tp=2 --flag': a function has no flags"):
+        same_on_grids(train, ["dp=1", "tp=2 --flag"])
+    with pytest.raises(SpecError, match="backend='mpi': expected one of nccl, gloo, strict"):
+        finishes(train, "tp=2", backend="mpi")
     with pytest.raises(SpecError, match="its sizes make 6 ranks, not 8"):
         finishes(train, "tp=3", world_size=8)
     with pytest.raises(SpecError, match="expected numbers of 1 or more, and an axis"):

@@ -142,9 +142,10 @@ class Observer:
     def _seeing_drops(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Record dropout's input, and the state of the generator that it draws from."""
 
-        def draws(given: Tensor, *args: Any, **options: Any) -> Any:
+        def draws(*args: Any, **options: Any) -> Any:
             before = _random_state()
-            found = function(given, *args, **options)
+            found = function(*args, **options)
+            given = next(iter((*args, *options.values())))
             if before != _random_state() and self.step <= self.steps:
                 number = len(self.record.drawn)
                 key = f"{number} {self._inside()}"
