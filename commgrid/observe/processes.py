@@ -36,6 +36,7 @@ class Process:
     Args:
         pid, started: process id, which may be used again, and start time.
         rank, world_size: in its job.
+        space: of process ids: containers may share a folder, and not their processes.
         job: what all ranks of a job on this host have in common.
         program: its arguments.
         ring: the file of its records; "": it has none.
@@ -44,6 +45,7 @@ class Process:
 
     pid: int
     started: str
+    space: str
     rank: int
     world_size: int
     job: str
@@ -82,7 +84,7 @@ def announce(grid: str, rank: int, world_size: int, records: Path | None) -> Non
             _own.stacks = os.open(folder / f"{_own.pid}.stacks", flags, 0o600)
             faulthandler.register(signal.SIGUSR1, file=_own.stacks, all_threads=True)
         said = Process(
-            _own.pid, _started(_own.pid), rank, world_size, _job(world_size),
+            _own.pid, _started(_own.pid), _space(), rank, world_size, _job(world_size),
             " ".join(sys.argv), "" if records is None else str(records), _own.stacks >= 0,
         )  # fmt: skip
         half = folder / f"{_own.pid}.half"
@@ -146,9 +148,19 @@ def _started(pid: int) -> str:
     return stat.read_text(errors="replace").rpartition(")")[2].split()[19] if stat.exists() else ""
 
 
+def _space() -> str:
+    """The kernel's name of this process's space of process ids; "": there is none."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
 def _job(world_size: int) -> str:
     names = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    return " ".join([str(world_size), *(os.environ.get(name, "-") for name in names)])
+    said = [os.environ.get(name, "-") for name in names]
+    # Ranks that a launcher has told nothing are told apart by what has started them.
+    own = str(os.getppid()) if said == ["-"] * len(names) else ""
+    return " ".join([str(world_size), *said, own])
 
 
 def _remove(pid: int) -> None:
@@ -168,10 +180,14 @@ def running() -> list[Process]:
     for path in sorted(folder_of_user().glob("*.json")):
         try:
             each = Process(**json.loads(path.read_text(encoding="utf-8")))
+            if each.space != _space():
+                continue
             alive = _started(each.pid) == each.started
             if alive:
                 os.kill(each.pid, 0)
-        except (OSError, ValueError, TypeError):
+        except TypeError:  # of another version of commgrid
+            continue
+        except (OSError, ValueError):
             alive = False
         if alive:
             found.append(each)

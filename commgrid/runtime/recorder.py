@@ -119,7 +119,8 @@ class Recorder:
                 before, self.ring = self.ring, self.ring.moved(path)
                 before.close()
                 path.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run
-                self._note_termination(path.with_suffix(".sigterm"))
+                with suppress(OSError):
+                    self._note_termination(path.with_suffix(".sigterm"))
             except OSError as error:
                 raise CommGridError(
                     f"{path}: cannot be written: {error.strerror or error}"

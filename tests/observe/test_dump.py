@@ -66,7 +66,7 @@ def test_ranks_write_where_they_are_and_go_on(
 
 def of(rank: int, job: str = "2", **given: Any) -> Process:
     values = {
-        "pid": 100 + rank, "started": "1", "rank": rank, "world_size": 2, "job": job,
+        "pid": 100 + rank, "started": "1", "space": processes._space(), "rank": rank, "world_size": 2, "job": job,
         "program": f"train_{job}.py", "ring": "", "answers": True, **given,
     }  # fmt: skip
     return Process(**values)
@@ -109,8 +109,12 @@ def test_what_ended_processes_have_left_is_removed(
     (tmp_path / "77.json").write_text(json.dumps(vars_of(of(0, pid=77))))
     (tmp_path / "77.stacks").write_text("")
     (tmp_path / "78.json").write_text("no JSON")
+    others = [of(0, pid=79, space="a container"), {"pid": 80, "of": "another version"}]
+    for pid, each in zip((79, 80), others, strict=True):
+        said = each if isinstance(each, dict) else vars_of(each)
+        (tmp_path / f"{pid}.json").write_text(json.dumps(said))
     assert processes.running() == []
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["79.json", "80.json"]
 
 
 def vars_of(process: Process) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def record(
                     if process.exitcode is not None:
                         del running[rank]
                         _check(rank, process.exitcode, folder, Path(beside))
-                if time.monotonic() > until:
+                if running and time.monotonic() > until:
                     raise CommGridError(
                         f"rank {min(running)} of {grid.text!r} has not done a step in {timeout:g} "
                         "s, and was killed; give it a smaller one, fewer ranks, or a longer "
