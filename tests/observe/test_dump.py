@@ -66,7 +66,8 @@ def test_ranks_write_where_they_are_and_go_on(
 
 def of(rank: int, job: str = "2", **given: Any) -> Process:
     values = {
-        "pid": 100 + rank, "started": "1", "space": processes._space(), "rank": rank, "world_size": 2, "job": job,
+        "pid": 100 + rank, "started": "1", "space": processes._space(), "rank": rank,
+        "world_size": 2, "job": job,
         "program": f"train_{job}.py", "ring": "", "answers": True, **given,
     }  # fmt: skip
     return Process(**values)
