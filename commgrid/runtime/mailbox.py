@@ -1,21 +1,18 @@
 """Short messages between two ranks beside torch: sent without waiting, read by a thread.
 
-A rank connects to another when it first has something for it: by TCP, or on its own host by a
-socket of the kernel's that needs no network. Messages of one rank arrive in their order.
+A rank connects to another when it first has something for it. Messages of one rank arrive in the
+order in which it sent them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -57,9 +54,8 @@ class Mailbox:
         self._secret = uuid4().hex
         self._server = listening(address, "initialize without verify='order'")
         self._bell, self._ringer = socket.socketpair()
-        self._local = _local_server(self._secret)
         host, port = self._server.getsockname()[:2]
-        mine = json.dumps([host, port, self._secret, _space() if self._local is not None else ""])
+        mine = json.dumps([host, port, self._secret])
         self._driver.run(addresses.publish(self._at, rank, mine))
         self._thread = threading.Thread(target=self._run, name="commgrid mailbox", daemon=True)
         self._thread.start()
@@ -86,13 +82,9 @@ class Mailbox:
         found = self._driver.run(addresses.awaited(self._at, rank, until))
         if found is None:
             raise NoMailboxError
-        host, port, secret, space = json.loads(found)
-        if space and space == _space():
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.connect(_local_name(secret))
-        else:
-            connection = socket.create_connection((host, port), timeouts().connect)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        host, port, secret = json.loads(found)
+        connection = socket.create_connection((host, port), timeouts().connect)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(json.dumps([secret, self._rank]).encode() + b"\n")
         return connection
 
@@ -112,22 +104,20 @@ class Mailbox:
 
     def _run(self) -> None:
         senders: dict[socket.socket, tuple[bytearray, list[int]]] = {}
-        servers = [each for each in (self._server, self._local) if each is not None]
         with selectors.DefaultSelector() as selector:
-            for server in servers:
-                selector.register(server, selectors.EVENT_READ)
+            selector.register(self._server, selectors.EVENT_READ)
             selector.register(self._bell, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
                     connection = key.fileobj
                     assert isinstance(connection, socket.socket)
                     if connection is self._bell:
-                        for each in (*senders, *servers, self._bell):
+                        for each in (*senders, self._server, self._bell):
                             each.close()
                         return
-                    if connection in servers:
+                    if connection is self._server:
                         with suppress(OSError):
-                            made, _ = connection.accept()
+                            made, _ = self._server.accept()
                             selector.register(made, selectors.EVENT_READ)
                             senders[made] = (bytearray(), [])
                     elif not self._read(connection, *senders[connection]):
@@ -159,30 +149,3 @@ class Mailbox:
                 return False  # not from a process of commgrid
             self._heard(who[0], message)
         return bool(data) and len(inbox) < _LONGEST
-
-
-def _space() -> str:
-    """The kernel and the network namespace of this process, within which local names are known."""
-    with suppress(OSError):
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{kernel} {os.readlink('/proc/self/ns/net')}"
-    return ""
-
-
-def _local_name(secret: str) -> str:
-    # Every user of the host can see names; the secret is for the ranks alone.
-    return f"\0commgrid-{sha256(secret.encode()).hexdigest()[:32]}"
-
-
-def _local_server(secret: str) -> socket.socket | None:
-    """Listens for processes of this host; None where the kernel has no such names."""
-    if not _space():
-        return None
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        server.bind(_local_name(secret))
-        server.listen(socket.SOMAXCONN)
-    except OSError:
-        server.close()
-        return None
-    return server
