@@ -13,7 +13,7 @@ from commgrid.observe import diagnosis
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py
-  pkill -USR1 -f train.py                       (while it hangs; each rank writes its records)
+  commgrid dump                                 (while it hangs: stacks and records of its ranks)
   commgrid diagnose runs/trace
 
 The first line is the cause; `also:` are further ones, `then:` who waits for them. Exit status: 0
