@@ -18,7 +18,7 @@ from commgrid.observe.circles import CIRCLES, circles, deadlock
 from commgrid.observe.findings import Diagnosis, Finding, lasted, said
 from commgrid.observe.ledger import Channel, Ledger, Wait
 from commgrid.observe.mismatches import KINDS_OF_CALLS, mismatches
-from commgrid.observe.recorded import crossed_names, told_of_names
+from commgrid.observe.recorded import crossed_group
 from commgrid.observe.slowness import slow_ranks
 from commgrid.observe.traces import Call, Trace
 from commgrid.observe.waiting import finding, is_held, skipped, waited
@@ -84,13 +84,12 @@ def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
 
 def _crossed_groups(found: list[Trace]) -> Iterator[Finding]:
     """Groups that ranks have made in different orders, so that each means another one."""
-    crossed = crossed_names(found)
+    crossed = crossed_group(found)
     if crossed is not None:
-        name, one, other = crossed
+        name, ranks, text = crossed
         since = min((call.began for trace in found for call in trace.calls), default=0.0)
         yield Finding(
-            "other members", (one, other), name, (), "new_group", 0, (), (), since, None,
-            told_of_names(found, *crossed),
+            "other members", ranks, name, (), "new_group", 0, (), (), since, None, text
         )  # fmt: skip
 
 

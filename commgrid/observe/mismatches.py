@@ -146,7 +146,7 @@ def _transfers(ledger: Ledger) -> Iterator[Finding]:
         taken = ledger.transfers.get((channel, "recv", source, target), {})
         for turn in sorted(sent.keys() & taken.keys()):
             one, other = sent[turn], taken[turn]
-            if (one.dtype, one.bytes) == (other.dtype, other.bytes):
+            if one.alike == other.alike:
                 continue
             kind = "other dtype" if one.dtype != other.dtype else "other size"
             text = (

@@ -124,6 +124,8 @@ def alike(
         root: of a collective with one.
         reduction: such as `SUM`.
     """
+    if name in TRANSFERS:  # both sides are one message, and each names the other
+        return Alike("message", dtype, size, None, "")
     known = OPERATIONS.get(name)
     if name == "barrier":
         return Alike(name, "", 0, None, "")

@@ -63,8 +63,6 @@ class Call:
     def about(self) -> Alike:
         """The properties that must agree on all sides."""
         size = self.bytes or math.prod(self.shape)
-        if self.operation in TRANSFERS:
-            return Alike("message", self.dtype, size, None, "")
         return alike(self.operation, self.dtype, size, self.output, self.root, self.reduction)
 
     def said(self) -> str:

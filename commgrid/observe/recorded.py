@@ -23,7 +23,8 @@ def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
         SpecError: a trace whose first calls were not kept, a communicator that is no grid's, a
             rank without a trace, or groups that ranks have made in different orders.
     """
-    check_names(found)
+    if (crossed := crossed_group(found)) is not None:
+        raise SpecError(crossed[2])
     traced = {trace.rank for trace in found}
     same: dict[tuple[str, tuple[int, ...]], Group] = {}
     programs: dict[int, list[Step]] = {}
@@ -48,44 +49,25 @@ def missing(found: Sequence[Trace]) -> tuple[int, ...]:
     return tuple(sorted(ranks - {trace.rank for trace in found}))
 
 
-def crossed_names(found: Sequence[Trace]) -> tuple[str, int, int] | None:
-    """A group that torch has numbered, whose ranks differ from one rank to another.
+def crossed_group(found: Sequence[Trace]) -> tuple[str, tuple[int, int], str] | None:
+    """Find a group that torch has numbered, and whose members differ between ranks.
 
     torch counts the groups that `new_group` makes: every rank makes all of them, in one order.
 
     Returns:
-        Its name, and two ranks that mean another group by it.
+        Its name, two ranks that mean different groups by it, and that in words.
     """
-    first: dict[str, int] = {}
-    traces = {trace.rank: trace for trace in found}
+    first: dict[str, Trace] = {}
     for trace in found:
         for name, members in trace.members.items():
-            if name.isdigit():
-                other = first.setdefault(name, trace.rank)
-                if traces[other].members[name] != members:
-                    return name, other, trace.rank
+            one = first.setdefault(name, trace) if name.isdigit() else trace
+            if one.members[name] != members:
+                return name, (one.rank, trace.rank), (
+                    f"group {name} has ranks {list(one.members[name])} on rank {one.rank} and "
+                    f"{list(members)} on rank {trace.rank}: they call torch.distributed.new_group "
+                    "in different orders. Have every rank make all groups, in one order"
+                )  # fmt: skip
     return None
-
-
-def check_names(found: Sequence[Trace]) -> None:
-    """Refuse groups that ranks have made in different orders.
-
-    Raises:
-        SpecError: names one, and how to mend it.
-    """
-    crossed = crossed_names(found)
-    if crossed is not None:
-        raise SpecError(told_of_names(found, *crossed))
-
-
-def told_of_names(found: Sequence[Trace], name: str, one: int, other: int) -> str:
-    """Say which ranks mean different groups by a name."""
-    members = {trace.rank: list(trace.members.get(name, ())) for trace in found}
-    return (
-        f"group {name} has ranks {members[one]} on rank {one} and {members[other]} on rank {other}"
-        ": they call torch.distributed.new_group in different orders. Have every rank make all "
-        "groups, in one order"
-    )
 
 
 def whole(found: Sequence[Trace]) -> list[Trace]:

@@ -112,11 +112,6 @@ class Ring:
             os.close(self._file)
             self._file = -1
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the process ends well."""
-        return bool(self.memory[_OVER])
-
     def touch(self) -> None:
         """Note that the process runs: what its clocks say."""
         struct.pack_into("<dQ", self.memory, _CLOCKS, time.time(), time.perf_counter_ns())

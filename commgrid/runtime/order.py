@@ -198,14 +198,14 @@ class OrderCheck:
             assert peer is not None
             other = channel.ranks[peer]
             ends = (self._rank, other) if operation == "send" else (other, self._rank)
-            way, kind = f"{channel.names} {ends[0]}>{ends[1]}", ["transfer", dtype, made.size, None]
+            way = f"{channel.names} {ends[0]}>{ends[1]}"
             source = target = other
             counted = f"{way} {operation}"
         else:
             way = counted = channel.names
-            kind = [*made.alike]
             ranks, place = channel.ranks, channel.place
             source, target = ranks[place - 1], ranks[(place + 1) % len(ranks)]
+        kind = [*made.alike]
         words = f"{operation} of {dtype} {list(made.shape)}" if dtype else operation
         if made.reduction not in ("", "SUM"):
             words += f" ({made.reduction})"

@@ -173,8 +173,6 @@ class Recorder:
             folder.mkdir(parents=True, exist_ok=True)
             half.write_text(json.dumps(self.as_dict()), encoding="utf-8")
             half.rename(path)
-            if self.ring.path == path.with_suffix(".ring") and self.ring.is_over:
-                self.ring.path.unlink(missing_ok=True)
         except OSError as error:
             raise CommGridError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path
@@ -215,8 +213,8 @@ class Recorder:
                 self._batched.setdefault(batch, []).append(call)
             elif work is None:
                 self.ring.ended(call, now)
-            elif batch:
-                self._together[call] = self._batched.pop(batch, [])
+            elif others := self._batched.pop(batch, None):
+                self._together[call] = others
         if work is not None:
             self._pending[work] = call
 
@@ -367,7 +365,9 @@ def _save_at_exit(recorder: Recorder, folder: Path) -> None:
     recorder.ring.end()
     recorder.close()
     try:
-        recorder.save(folder)
+        saved = recorder.save(folder)
+        if recorder.ring.path is not None:
+            saved.with_suffix(".ring").unlink(missing_ok=True)  # which it holds whole
     except CommGridError as error:
         print(f"commgrid: the trace is lost: {error}", file=sys.stderr)
 

@@ -23,7 +23,7 @@ from commgrid.observe.audit.findings import Comparison
 from commgrid.observe.audit.observer import Observer
 from commgrid.observe.audit.records import all_done
 from commgrid.observe.order import RULES
-from commgrid.observe.recorded import crossed_names, from_traces, told_of_names, whole
+from commgrid.observe.recorded import crossed_group, from_traces, whole
 from commgrid.observe.verify import check
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.testing.ranks import run_on_ranks
@@ -234,9 +234,9 @@ def finishes(
             ranks=ranks, timeout=timeout,
         )  # fmt: skip
         traces = trace_files.read(Path(folder))
-    crossed = crossed_names(traces)
+    crossed = crossed_group(traces)
     if crossed is not None:
-        raise RanksWait(told_of_names(traces, *crossed))
+        raise RanksWait(crossed[2])
     verdict = check(from_traces(traces if ranks is None else whole(traces)), backend)
     if not verdict.finishes:
         raise RanksWait(f"{made.text!r} of {made.world_size} ranks: {verdict}\n\n{verdict.draw()}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -119,12 +120,8 @@ def get_data_parallel_world_size(
     partial_data_parallel: bool = False,
 ) -> int:
     """The size of `get_data_parallel_group`; 0 without torch.distributed."""
-    size = peek("_MPU_DATA_PARALLEL_WORLD_SIZE")
-    if size is not None or not is_up():
-        return size or 0
-    return get_data_parallel_group(
-        with_context_parallel, with_gtp_remat, partial_data_parallel
-    ).size()
+    given = with_context_parallel, with_gtp_remat, partial_data_parallel
+    return _asked("_MPU_DATA_PARALLEL_WORLD_SIZE", lambda: get_data_parallel_group(*given).size())
 
 
 def get_data_parallel_rank(
@@ -133,12 +130,16 @@ def get_data_parallel_rank(
     partial_data_parallel: bool = False,
 ) -> int:
     """This rank's position in `get_data_parallel_group`; 0 without torch.distributed."""
-    rank = peek("_MPU_DATA_PARALLEL_RANK")
-    if rank is not None or not is_up():
-        return rank or 0
-    return get_data_parallel_group(
-        with_context_parallel, with_gtp_remat, partial_data_parallel
-    ).rank()
+    given = with_context_parallel, with_gtp_remat, partial_data_parallel
+    return _asked("_MPU_DATA_PARALLEL_RANK", lambda: get_data_parallel_group(*given).rank())
+
+
+def _asked(override: str, ask: Callable[[], int]) -> int:
+    """What a program has set; else the group's answer, 0 without torch.distributed."""
+    said: int | None = peek(override)
+    if said is not None:
+        return said
+    return ask() if is_up() else 0
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
