@@ -20,8 +20,8 @@ _EXAMPLES = """examples:
   commgrid diagnose commgrid_dump
 
 Writes where all threads of each rank are, rank_00003.stacks, and copies the calls that it has
-recorded, rank_00003.json. Ranks that do not record write their stacks too. The job goes on. Exits
-with 1 where a rank has written nothing.
+recorded, rank_00003.json. Ranks that do not record write their stacks too. The job continues. Exit
+status 1: a rank has written nothing.
 """
 
 

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     absent = missing(traces)
     made = from_traces(whole(traces) if absent else traces)
     rules = [args.backend] if args.backend else ["nccl", "gloo"]
-    # What finishes under strict does so under the others: by traces, which have no tags, they only
-    # take away some of what a call begins after.
+    # Programs that finish under strict rules do so under the others, which only let calls begin
+    # earlier. (Traces have no tags.)
     strict = check(made, "strict")
     found = [replace(strict, rules=r) if strict.finishes else check(made, r) for r in rules]
     judged = [*found, strict] if args.strict else found
@@ -93,7 +93,7 @@ def _status(finishes: bool, absent: tuple[int, ...]) -> int:
 
 
 def _as_text(found: list[Verdict], strict: Verdict) -> str:
-    """What is fine on one line, each that is not with its reason, then what to be careful with."""
+    """Rules under which all finish on one line, then each other with its reason, then warnings."""
     fine = [each for each in found if each.finishes]
     parts = []
     if fine:

@@ -12,7 +12,7 @@ from commgrid.observe.waiting import finding, waited
 
 
 def on_another_group(ledger: Ledger, rank: int, wait: Wait, waits: list[Wait]) -> Finding | None:
-    """Find whether a rank, or one that waits for it, has made the call on another group.
+    """Find a rank that has made the call on another group: the missing one, or the waiting one.
 
     Args:
         ledger: of all ranks.

@@ -158,7 +158,7 @@ def _space() -> str:
 def _job(world_size: int) -> str:
     names = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
     said = [os.environ.get(name, "-") for name in names]
-    # Ranks that a launcher has told nothing are told apart by what has started them.
+    # Without a launcher's variables the parent process names the job.
     own = str(os.getppid()) if said == ["-"] * len(names) else ""
     return " ".join([str(world_size), *said, own])
 

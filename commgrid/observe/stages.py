@@ -216,7 +216,7 @@ def _tag(message: Message) -> int:
 def prove(schedule: Schedule) -> Verdict:
     """Check a schedule with every other call that a step can have, under the strictest rules.
 
-    Where it finishes it does so under nccl's and gloo's too, and without what is around it: both
-    only take away some of what a call begins after.
+    If it finishes, it does so under the rules of nccl and gloo, and without these calls: both only
+    let calls begin earlier.
     """
     return check(programs_of(schedule, Around(copies=2, shared=True, norm=True)), "strict")
