@@ -112,13 +112,19 @@ def _order(finding: Finding) -> tuple[int, float]:
 
 def _counts(ledger: Ledger, wait: Wait, patience: float) -> bool:
     """Whether a wait is more than a moment's; what a rank that is gone leaves open always is."""
-    gone = any(r not in ledger.traces or _is_gone(ledger.traces[r], wait) for r in wait.absent)
+    gone = any(r not in ledger.traces or _is_gone(ledger, r, wait) for r in wait.absent)
     return wait.seconds is None or wait.seconds >= patience or gone
 
 
-def _is_gone(trace: Trace, wait: Wait) -> bool:
-    """Whether a rank's process was over, or was killed about when a wait for it began."""
-    return trace.over or (trace.cut and (trace.at or 0.0) < wait.call.began + _NOTED)
+def _is_gone(ledger: Ledger, rank: int, wait: Wait) -> bool:
+    """Whether a rank's process was over, or was killed about when a wait for it began.
+
+    If all were killed at once, as by Ctrl-C, none of them was first.
+    """
+    trace = ledger.traces[rank]
+    last = trace.at or 0.0
+    was_first = last < ledger.now - _NOTED or not all(t.cut for t in ledger.traces.values())
+    return trace.over or (trace.cut and was_first and last < wait.call.began + _NOTED)
 
 
 # -- where waiting ends ----------------------------------------------------------------
@@ -191,7 +197,7 @@ def _why_absent(
     if skipped(ledger, rank, wait):
         text = f"rank {rank} skipped {what}, {for_whom}; {did}"
         kind = "skipped call"
-    elif _is_gone(trace, wait) and not trace.over:
+    elif _is_gone(ledger, rank, wait) and not trace.over:
         text = (
             f"rank {rank}'s record stops without an end (killed?) before {what}, {for_whom}; {did}"
         )

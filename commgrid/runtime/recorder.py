@@ -362,7 +362,9 @@ def folder_of_environment() -> Path | None:
 
 
 def _save_at_exit(recorder: Recorder, folder: Path) -> None:
-    recorder.ring.end()
+    error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    if not isinstance(error, KeyboardInterrupt):  # after Ctrl-C no rank has ended too early
+        recorder.ring.end()
     recorder.close()
     try:
         saved = recorder.save(folder)

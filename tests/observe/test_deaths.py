@@ -99,6 +99,31 @@ def test_the_rank_that_was_killed_is_named(tmp_path: Path, when: str) -> None:
     assert "train.py:" in said.splitlines()[0]
 
 
+INTERRUPTED = """
+import os, signal
+import torch, torch.distributed as dist
+import commgrid
+
+grid = commgrid.initialize(tp=2, timeout=100)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # as programs with a handler of their own
+while True:
+    dist.all_reduce(torch.ones(4), group=grid.get_group("tp"))
+    dist.all_reduce(torch.ones(4), group=grid.get_group("dp"))
+"""
+
+
+@pytest.mark.full
+def test_no_rank_of_an_interrupted_job_is_blamed(tmp_path: Path) -> None:
+    with job(tmp_path, INTERRUPTED) as running:
+        rings = [tmp_path / "trace" / f"rank_0000{rank}.ring" for rank in range(4)]
+        until(lambda: all(path.exists() for path in rings), "the records")
+        time.sleep(2)  # in which the ranks are at work
+        running.send_signal(signal.SIGINT)
+        running.wait(timeout=100)
+    status, said = diagnosed(tmp_path)
+    assert (status, said[:16]) == (0, "nothing is wrong"), said
+
+
 @pytest.mark.full
 def test_what_a_job_hung_in_is_told_after_sigterm(tmp_path: Path) -> None:
     """As from a scheduler: no rank comes to its end, and each has its record."""
