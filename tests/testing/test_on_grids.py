@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,36 @@ def test_every_grid() -> None:
 def test_every_rank_finishes() -> None:
     finishes(train, "tp=2", world_size=8)
     finishes(train, "tp=2", world_size=64, ranks=[0, 63])
+
+
+def collects() -> None:
+    commgrid.initialize(tp=2)
+    gc.collect()
+    all_reduce(torch.ones(2), "tp")
+
+
+def test_garbage_of_this_process_is_not_collected_in_the_ranks() -> None:
+    """A store that was dropped here would wait there for its thread, which fork does not copy."""
+    gc.disable()
+    try:
+        store = dist.TCPStore("localhost", 0, 1, is_master=True)
+        cycle: list[object] = [store]
+        cycle.append(cycle)
+        del store, cycle
+        finishes(collects, "tp=2", timeout=60)
+    finally:
+        gc.enable()
+
+
+def waits_for_ever() -> None:
+    commgrid.initialize(tp=2)
+    threading.Event().wait()
+
+
+def test_where_a_rank_that_takes_too_long_is() -> None:
+    with pytest.raises(CommGridError, match="has not done a step in 4 s, and was killed") as raised:
+        finishes(waits_for_ever, "tp=2", timeout=4)
+    assert "in waits_for_ever" in str(raised.value)
 
 
 def crossed() -> None:

@@ -7,6 +7,8 @@ from those of the job: how many tokens a rank's experts get, and decisions from 
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -132,10 +134,13 @@ def record(
                         del running[rank]
                         _check(rank, process.exitcode, folder, Path(beside))
                 if running and time.monotonic() > until:
+                    late = min(running)
+                    os.kill(running[late].pid, signal.SIGABRT)  # faulthandler writes its stack
+                    running[late].join(5)
                     raise CommGridError(
-                        f"rank {min(running)} of {grid.text!r} has not done a step in {timeout:g} "
-                        "s, and was killed; give it a smaller one, fewer ranks, or a longer "
-                        "--timeout"
+                        f"rank {late} of {grid.text!r} has not done a step in {timeout:g} s, and "
+                        "was killed; give it a smaller one, fewer ranks, or a longer --timeout; it "
+                        f"printed{_printed(late, Path(beside))}"
                     )
                 time.sleep(0.005)
         finally:
@@ -150,11 +155,18 @@ def _check(rank: int, code: int, folder: Path, beside: Path) -> None:
     """Refuses a rank that has left no record."""
     if (beside / f"calls_{rank}").exists():
         return
-    lines = (beside / f"output_{rank}.txt").read_text(errors="replace").splitlines()
-    said = "".join(f"\n    {line}" for line in lines[-_LINES:])
     raise CommGridError(
-        f"rank {rank} ended with exit code {code} before its first step was over; it printed{said}"
+        f"rank {rank} ended with exit code {code} before its first step was over; it "
+        f"printed{_printed(rank, beside)}"
     )
+
+
+def _printed(rank: int, beside: Path) -> str:
+    """The last lines of a rank's output; or the inmost of the stack that it wrote at a signal."""
+    lines = (beside / f"output_{rank}.txt").read_text(errors="replace").splitlines()
+    stacks = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    shown = lines[stacks[-1] :][:_LINES] if stacks else lines[-_LINES:]
+    return "".join(f"\n    {line}" for line in shown)
 
 
 def _rank(
@@ -166,6 +178,7 @@ def _rank(
     beside: Path,
 ) -> None:
     """One rank's process: the program, until it begins a second step or ends."""
+    gc.freeze()  # what the parent has dropped, such as a store, cannot be destroyed without threads
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the command's own handler is not the program's
     torch.set_num_threads(1)  # a forked child hangs in its parent's OpenMP threads otherwise
     output = os.open(beside / f"output_{rank}.txt", os.O_WRONLY | os.O_CREAT)
@@ -179,6 +192,7 @@ def _rank(
             "MASTER_PORT": "1",
         }
     )  # fmt: skip
+    faulthandler.enable(sys.stderr, all_threads=False)
     torch_world.start_fake_world(rank, grid.world_size)
     torch_fake.pretend(beside, earlier)
     records = recorder.start()
