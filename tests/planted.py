@@ -483,8 +483,8 @@ MUTANTS = (
     Mutant(
         "a rank one call behind counts as there",
         "commgrid/observe/ledger.py",
-        "if self.entered(channel, m) <= turn)",
-        "if self.entered(channel, m) < turn)",
+        "if self.entered(group, m) <= turn)",
+        "if self.entered(group, m) < turn)",
         (
             "tests/observe/test_planted_causes.py",
             "tests/observe/test_diagnosis.py",

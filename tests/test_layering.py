@@ -35,7 +35,7 @@ PURE_HALVES = {
     "resharding": "traffic layouts shares pools plan",
     "bridge": "plan pipelines",
     "observe": (
-        "operations cycles ring processes traces programs findings order trace_files recorded "
+        "operations call cycles ring processes traces programs findings order trace_files recorded "
         "flight_recorder ledger mismatches slowness waiting astray circles diagnosis verify "
         "stages priced"
     ),

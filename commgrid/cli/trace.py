@@ -14,6 +14,7 @@ from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.observe import diagnosis, priced, trace_files, traces
+from commgrid.observe.call import Call
 from commgrid.planning.cluster import Cluster, find_cluster
 from commgrid.viz.page import write_page
 from commgrid.viz.trace_page import draw_trace_page
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _without_price(
-    found: list[traces.Trace], price: Callable[[traces.Trace, traces.Call], float] | None
+    found: list[traces.Trace], price: Callable[[traces.Trace, Call], float] | None
 ) -> list[str]:
     """The operations of which the model has no cost."""
     if price is None:

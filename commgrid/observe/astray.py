@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from commgrid.observe import traces
+from commgrid.observe.call import Call, Group
 from commgrid.observe.findings import Finding, said
 from commgrid.observe.ledger import Ledger, Wait
-from commgrid.observe.traces import Call
 from commgrid.observe.waiting import finding, waited
 
 
@@ -24,18 +23,20 @@ def on_another_group(ledger: Ledger, rank: int, wait: Wait, waits: list[Wait]) -
     if found is None:
         return None
     culprit, call, right, others = found
-    turn = ledger.turn(wait.rank, wait.call)
     text = (
         f"rank {culprit} alone issued {call.operation} at {call.where} on "
-        f"{traces.short(call.group)}, where {said(others)} issue it on {traces.short(right)}; "
-        f"rank {rank} has not entered {wait.channel.name} {wait.call.operation} {turn}, for which "
+        f"{call.group.short}, where {said(others)} issue it on {right.short}; "
+        f"rank {rank} has not entered {wait}, for which "
         f"rank {wait.rank} {waited(wait)}"
     )
     places = (call.where, wait.call.where)
-    return replace(finding("other group", (culprit,), waits, turn, places, text), group=right)
+    found_here = finding("other group", (culprit,), waits, places, text)
+    return replace(found_here, group=right.name)
 
 
-def _alone(ledger: Ledger, rank: int, wait: Wait) -> tuple[int, Call, str, tuple[int, ...]] | None:
+def _alone(
+    ledger: Ledger, rank: int, wait: Wait
+) -> tuple[int, Call, Group, tuple[int, ...]] | None:
     """Whether a rank alone makes a call on a communicator that no other joins in.
 
     A line may issue calls on several communicators: what others have made there on this one too
@@ -46,16 +47,16 @@ def _alone(ledger: Ledger, rank: int, wait: Wait) -> tuple[int, Call, str, tuple
     """
     if wait.call.where == "?":
         return None
-    sites: dict[str, dict[int, Call]] = {}  # by group and rank, the last call
+    sites: dict[str, dict[int, Call]] = {}  # by group's name and rank, the last call
     for who, trace in ledger.traces.items():
         for call in trace.calls:
             if (call.where, call.operation) == (wait.call.where, wait.call.operation):
-                sites.setdefault(call.group, {})[who] = call
+                sites.setdefault(call.group.name, {})[who] = call
     for group, held in sites.items():
         if held.keys() != {rank} or ledger.partners(rank, held[rank]):
             continue
         for right, others in sites.items():
             members = tuple(sorted(others.keys() - {rank}))
-            if right != group and len(members) > 1 and wait.call.group in (group, right):
-                return rank, held[rank], right, members
+            if right != group and len(members) > 1 and wait.call.group.name in (group, right):
+                return rank, held[rank], others[members[0]].group, members
     return None

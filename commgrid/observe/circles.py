@@ -38,15 +38,10 @@ def deadlock(ledger: Ledger, circle: list[Wait]) -> Finding:
             return astray
     ranks = tuple(wait.rank for wait in circle)
     first = min(circle, key=lambda each: each.call.began)
-    turn = ledger.turn(first.rank, first.call)
     steps = []
     for i, wait in enumerate(circle):
         after = circle[(i + 1) % len(circle)].rank
-        own = ledger.turn(wait.rank, wait.call)
-        steps.append(
-            f"rank {wait.rank} waits in {wait.channel.name} {wait.call.operation} {own} at "
-            f"{wait.call.where} for rank {after}"
-        )
+        steps.append(f"rank {wait.rank} waits in {wait} at {wait.call.where} for rank {after}")
     operations = {wait.call.operation for wait in circle}
     kind = "deadlock"
     if operations <= {"send", "recv"}:
@@ -59,17 +54,15 @@ def deadlock(ledger: Ledger, circle: list[Wait]) -> Finding:
         if len(past) == 1:
             (skipper,) = past
             before = circle[circle.index(skipper) - 1]
-            missed = ledger.turn(before.rank, before.call)
             text = (
-                f"rank {skipper.rank} skipped {before.channel.name} {before.call.operation} "
-                f"{missed} of {before.call.where}, for which rank {before.rank} "
-                f"{waited(before)}: it went on to {skipper.channel.name} "
+                f"rank {skipper.rank} skipped {before} of {before.call.where}, for which rank "
+                f"{before.rank} {waited(before)}: it went on to {skipper.call.group.first} "
                 f"{skipper.call.operation} at {skipper.call.where}"
             )
             places = (skipper.call.where, before.call.where)
-            return finding("skipped call", (skipper.rank,), [before], missed, places, text)
+            return finding("skipped call", (skipper.rank,), [before], places, text)
     text = f"{said(ranks)} wait for each other: {'; '.join(steps)}"
-    return finding(kind, ranks, [first], turn, tuple(w.call.where for w in circle), text)
+    return finding(kind, ranks, [first], tuple(w.call.where for w in circle), text)
 
 
 def _went_past(ledger: Ledger, wait: Wait, circle: list[Wait]) -> bool:

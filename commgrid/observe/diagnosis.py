@@ -14,13 +14,14 @@ from pathlib import Path
 from commgrid.errors import SpecError
 from commgrid.observe import flight_recorder, trace_files
 from commgrid.observe.astray import on_another_group
+from commgrid.observe.call import Call, Group
 from commgrid.observe.circles import CIRCLES, circles, deadlock
 from commgrid.observe.findings import Diagnosis, Finding, lasted, said
-from commgrid.observe.ledger import Channel, Ledger, Wait
+from commgrid.observe.ledger import Ledger, Wait
 from commgrid.observe.mismatches import KINDS_OF_CALLS, mismatches
 from commgrid.observe.recorded import crossed_group
 from commgrid.observe.slowness import slow_ranks
-from commgrid.observe.traces import Call, Trace
+from commgrid.observe.traces import Trace
 from commgrid.observe.waiting import finding, is_held, skipped, waited
 
 PATIENCE = 1.0
@@ -58,8 +59,7 @@ def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
     """
     found = list(found)
     ledger = Ledger.of(found)
-    members = {rank for channel in ledger.channels() for rank in channel.members}
-    missing = tuple(sorted(members - ledger.traces.keys()))
+    missing = tuple(sorted(ledger.ranks() - ledger.traces.keys()))
     graph = {
         rank: [wait for wait in ledger.waits(rank) if _counts(ledger, wait, patience)]
         for rank in ledger.traces
@@ -132,11 +132,11 @@ def _is_gone(ledger: Ledger, rank: int, wait: Wait) -> bool:
 
 def _ends(ledger: Ledger, graph: dict[int, list[Wait]]) -> Iterator[Finding]:
     """Where the waiting ends: at ranks that do not wait, and in circles."""
-    wanted: dict[tuple[int, Channel, str, int], list[Wait]] = {}
-    unknown: dict[tuple[Channel, str, int], list[Wait]] = {}
+    wanted: dict[tuple[int, Group, str, int], list[Wait]] = {}
+    unknown: dict[tuple[Group, str, int], list[Wait]] = {}
     for waits in graph.values():
         for wait in waits:
-            call = wait.channel, wait.call.operation, ledger.turn(wait.rank, wait.call)
+            call = wait.call.group, wait.call.operation, wait.turn
             if any(rank not in ledger.traces for rank in wait.absent):
                 unknown.setdefault(call, []).append(wait)
             for rank in wait.absent:
@@ -156,19 +156,19 @@ def _ends(ledger: Ledger, graph: dict[int, list[Wait]]) -> Iterator[Finding]:
 
 def _stuck(ledger: Ledger, wait: Wait) -> Finding | None:
     """A rank that has not come out of a call which all have entered, and others have ended."""
-    turn = ledger.turn(wait.rank, wait.call)
+    group = wait.call.group
     done = [
-        m for m in wait.channel.members
-        if m != wait.rank and not wait.call.is_transfer and ledger.has_ended(wait.channel, m, turn)
+        m for m in group.ranks
+        if m != wait.rank and not wait.call.is_transfer and ledger.has_ended(group, m, wait.turn)
     ]  # fmt: skip
     if not done:
         return None
     text = (
-        f"rank {wait.rank} has not come out of {wait.channel.name} {wait.call.operation} {turn} at "
+        f"rank {wait.rank} has not come out of {wait} at "
         f"{wait.call.where}, which all have entered and {said(done)} ended: its device or its "
         "network has stopped"
     )
-    return finding("stopped", (wait.rank,), [wait], turn, (wait.call.where,), text)
+    return finding("stopped", (wait.rank,), [wait], (wait.call.where,), text)
 
 
 def _why_absent(
@@ -176,12 +176,11 @@ def _why_absent(
 ) -> Finding:
     """Explain why a rank that does not wait has not entered a call."""
     wait = min(waits, key=lambda each: each.call.began)
-    turn = ledger.turn(wait.rank, wait.call)
     others = sorted({each.rank for each in waits})
-    what = f"{wait.channel.name} {wait.call.operation} {turn}"
+    what = str(wait)
     if wait.call.is_transfer:
         other, way = ("recv", "from") if wait.call.operation == "send" else ("send", "to")
-        what = f"{wait.channel.name} {other} {turn} {way} rank {wait.rank}"
+        what = f"{wait.call.group.first} {other} {wait.turn} {way} rank {wait.rank}"
     for_whom = f"for which {said(others)} {waited(wait, len(others))} at {wait.call.where}"
     trace = ledger.traces[rank]
     last = trace.calls[-1] if trace.calls else None
@@ -209,7 +208,7 @@ def _why_absent(
         text = f"rank {rank} has not entered {what}, {for_whom}; {did}"
         kind = "not entered"
     places = (last.where if last is not None else "?", wait.call.where)
-    return finding(kind, (rank,), waits, turn, places, text)
+    return finding(kind, (rank,), waits, places, text)
 
 
 def _cannot_tell(ledger: Ledger, waits: list[Wait]) -> Finding:
@@ -217,18 +216,16 @@ def _cannot_tell(ledger: Ledger, waits: list[Wait]) -> Finding:
     wait = min(waits, key=lambda each: each.call.began)
     others = sorted({each.rank for each in waits})
     gone = sorted({r for each in waits for r in each.absent if r not in ledger.traces})
-    turn = ledger.turn(wait.rank, wait.call)
     text = (
         f"cannot tell: {said(gone)} left no record (killed before it was written?); {said(others)} "
-        f"{waited(wait, len(others))} in {wait.channel.name} {wait.call.operation} {turn} at "
+        f"{waited(wait, len(others))} in {wait} at "
         f"{wait.call.where}"
     )
-    return finding("missing rank", tuple(gone), waits, turn, (wait.call.where,), text)
+    return finding("missing rank", tuple(gone), waits, (wait.call.where,), text)
 
 
 def _last(ledger: Ledger, rank: int, call: Call) -> str:
-    turn = ledger.turn(rank, call)
-    return f"{call.group.split(',')[0]} {call.operation} {turn} at {call.where}"
+    return f"{call.group.first} {call.operation} {ledger.turn(rank, call)} at {call.where}"
 
 
 def _other_peer(
@@ -245,7 +242,7 @@ def _other_peer(
             if other.call.operation == wanted and other.absent == (wait.rank,):
                 return _swapped(ledger, wait.rank, wait.call, rank, other)
     for call in reversed(ledger.traces[rank].calls):
-        if call.operation == wanted and ledger.channel(rank, call) == wait.channel:
+        if call.operation == wanted and call.group == wait.call.group:
             absent = ledger.absent(rank, call)
             if absent and absent != (wait.rank,):
                 return _swapped(ledger, rank, call, absent[0], wait)
@@ -254,7 +251,7 @@ def _other_peer(
 
 def _swapped(ledger: Ledger, rank: int, call: Call, peer: int, wait: Wait) -> Finding:
     """A rank's transfer with a peer that has none with it, for which another one waits."""
-    name = wait.channel.name
+    name = wait.call.group.first
     way, back = ("to", "from") if call.operation == "send" else ("from", "to")
     text = (
         f"rank {rank} has issued {name} {call.operation} {way} rank {peer} at {call.where}, to "
@@ -262,8 +259,7 @@ def _swapped(ledger: Ledger, rank: int, call: Call, peer: int, wait: Wait) -> Fi
         f"{name} {wait.call.operation} {back} rank {rank}"
     )
     places = (call.where, wait.call.where)
-    turn = ledger.turn(wait.rank, wait.call)
-    return finding("other peer", (rank,), [wait], turn, places, text)
+    return finding("other peer", (rank,), [wait], places, text)
 
 
 # -- what follows from it --------------------------------------------------------------
@@ -277,21 +273,19 @@ def _consequences(
         (each.group, each.turn, rank) for each in causes for rank in (*each.ranks, *each.waiting)
     }
     circular = {r for each in causes if each.kind in CIRCLES for r in each.ranks}
-    groups: dict[tuple[Channel, str, int, tuple[int, ...]], list[Wait]] = {}
+    groups: dict[tuple[Group, str, int, tuple[int, ...]], list[Wait]] = {}
     for rank, waits in graph.items():
         for wait in waits if rank not in circular else ():
             on = wait.absent or wait.behind
-            turn = ledger.turn(wait.rank, wait.call)
-            if on and (wait.channel.group, turn, wait.rank) not in told:
-                groups.setdefault((wait.channel, wait.call.operation, turn, on), []).append(wait)
-    for (channel, operation, turn, on), waits in sorted(
-        groups.items(), key=lambda each: each[1][0].call.began
-    ):
+            if on and (wait.call.group.name, wait.turn, wait.rank) not in told:
+                key = wait.call.group, wait.call.operation, wait.turn, on
+                groups.setdefault(key, []).append(wait)
+    for (*_, on), waits in sorted(groups.items(), key=lambda each: each[1][0].call.began):
         ranks = tuple(sorted(wait.rank for wait in waits))
         first = min(waits, key=lambda each: each.call.began)
         text = (
-            f"{said(ranks)} wait{'s' if len(ranks) == 1 else ''} in {channel.name} {operation} "
-            f"{turn} at {first.call.where} for {said(on)}"
+            f"{said(ranks)} wait{'s' if len(ranks) == 1 else ''} in {first} "
+            f"at {first.call.where} for {said(on)}"
             + ("" if first.seconds is None else f", for {lasted(first.seconds)}")
         )
-        yield finding("waits", on, waits, turn, (first.call.where,), text)
+        yield finding("waits", on, waits, (first.call.where,), text)

@@ -15,12 +15,14 @@ import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from commgrid.errors import SpecError
+from commgrid.observe.call import Call, Group, on_group
 from commgrid.observe.operations import named
-from commgrid.observe.traces import Call, Trace
+from commgrid.observe.traces import Trace
 
 _RANK = re.compile(r"(\d+)(\.\w+)?$")
 _TRANSFER = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
@@ -96,14 +98,14 @@ def _trace(rank: int, held: Mapping[str, Any], ids: Mapping[str, str]) -> Trace:
         if call.is_transfer:
             if call.ended is not None:
                 continue  # torch does not count between two ranks; what is under way is matched
-            of = (call.group, call.operation, call.peer)
+            of = (call.group.name, call.operation, call.peer)
             turn = pairs[of] = pairs.get(of, -1) + 1
         else:
             turn = int(entry["collective_seq_id"])
             last = int(at["last_enqueued_collective"]) if at else turn
-            entered[call.group] = max(entered.get(call.group, 0), turn + 1, last + 1)
-        number = numbers[call.group] = numbers.get(call.group, -1) + 1
-        calls.append(Call(**{**vars(call), "number": number, "turn": turn}))
+            entered[call.group.name] = max(entered.get(call.group.name, 0), turn + 1, last + 1)
+        number = numbers[call.group.name] = numbers.get(call.group.name, -1) + 1
+        calls.append(replace(call, number=number, turn=turn))
     labels = {name: _label(name, desc, groups) for name, (desc, _) in groups.items()}
     for name, (desc, _) in groups.items():
         at = status.get(ids.get(desc, ""))
@@ -154,15 +156,15 @@ def _call(entry: Mapping[str, Any], groups: Mapping[str, tuple[str, Any]]) -> Ca
     began = entry["time_created_ns"] / 1e9
     ended = entry.get("time_discovered_completed_ns")
     over = entry["state"] == "completed" or (backend == "gloo" and entry.get("retired"))
+    label, (_, ranks) = _label(name, desc, groups), groups.get(name, ("", ()))
     return Call(
-        group=_label(name, desc, groups),
-        number=0,
+        group=Group(label, ranks),
         operation=transfer[1] if transfer is not None else named(what),
         shape=tuple(shapes[0]) if shapes else (),
         dtype=dtype,
         bytes=sum(math.prod(each) for each in shapes) * size,
         output=sum(math.prod(each) for each in entry["output_sizes"]) * size,
-        peer=int(transfer[3]) if transfer is not None else None,
+        peer=on_group(label, ranks, int(transfer[3])) if transfer is not None else None,
         where=_where(entry.get("frames", [])),
         began=began,
         issued=began,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from commgrid.observe.call import Call, Group
 from commgrid.observe.findings import Finding, said
-from commgrid.observe.ledger import Channel, Ledger
+from commgrid.observe.ledger import Ledger
 from commgrid.observe.operations import Alike
-from commgrid.observe.traces import Call
 
 KINDS_OF_CALLS = (
     "skipped call", "extra call", "other order", "other operation", "other root",
@@ -30,27 +30,25 @@ _AHEAD = 8  # calls within which two that were swapped are found
 
 def mismatches(ledger: Ledger) -> Iterator[Finding]:
     """The first of each communicator, and of each pair of ranks that send to each other."""
-    for channel, held in ledger.turns.items():
-        found = _first_of(ledger, channel, held)
+    for group, held in ledger.turns.items():
+        found = _first_of(group, held)
         if found is not None:
             yield found
     yield from _transfers(ledger)
 
 
-def _first_of(
-    ledger: Ledger, channel: Channel, held: Mapping[int, Mapping[int, Call]]
-) -> Finding | None:
+def _first_of(group: Group, held: Mapping[int, Mapping[int, Call]]) -> Finding | None:
     """The first turn of a communicator at which members' collectives differ."""
     for turn in sorted({turn for calls in held.values() for turn in calls}):
         calls = {rank: each[turn] for rank, each in held.items() if turn in each}
         kinds = {rank: call.alike for rank, call in calls.items()}
         if len(set(kinds.values())) > 1:
-            return _explain(channel, held, turn, calls, kinds)
+            return _explain(group, held, turn, calls, kinds)
     return None
 
 
 def _explain(
-    channel: Channel,
+    group: Group,
     held: Mapping[int, Mapping[int, Call]],
     turn: int,
     calls: Mapping[int, Call],
@@ -69,26 +67,25 @@ def _explain(
     elif who in same and kind == "skipped call":
         kind = "extra call"
     mine, theirs = calls[odd[0]], calls[same[0]]
-    here, there = _words(channel, mine), _words(channel, theirs)
     began = min(call.began for call in calls.values())
     if kind == "skipped call":
         text = (
-            f"{said(odd)} skipped {channel.name} {theirs.operation} {turn} of {theirs.where}, "
-            f"which {said(same)} issued: went on with {here} at {mine.where}"
+            f"{said(odd)} skipped {group.first} {theirs.operation} {turn} of {theirs.where}, "
+            f"which {said(same)} issued: went on with {mine.said()} at {mine.where}"
         )
     elif kind == "extra call":
         text = (
-            f"{said(odd)} issued {channel.name} {here} {turn} at {mine.where}, which "
-            f"{said(same)} did not: there it is {there} at {theirs.where}"
+            f"{said(odd)} issued {group.first} {mine.said()} {turn} at {mine.where}, which "
+            f"{said(same)} did not: there it is {theirs.said()} at {theirs.where}"
         )
     else:
         text = (
-            f"{said(odd)} and {said(same)} issued different calls as {channel.name} {turn} "
-            f"({kind}): {here} at {mine.where} on {said(odd)}, {there} at "
+            f"{said(odd)} and {said(same)} issued different calls as {group.first} {turn} "
+            f"({kind}): {mine.said()} at {mine.where} on {said(odd)}, {theirs.said()} at "
             f"{theirs.where} on {said(same)}"
         )
     return Finding(
-        kind, tuple(odd), channel.group, channel.members, mine.operation, turn,
+        kind, tuple(odd), group.name, group.ranks, mine.operation, turn,
         (mine.where, theirs.where), tuple(same), began, None, text,
     )  # fmt: skip
 
@@ -140,33 +137,22 @@ def _left_out(calls: Mapping[int, Call], turn: int, missing: Call) -> bool:
 
 def _transfers(ledger: Ledger) -> Iterator[Finding]:
     """Sends and receives of two ranks that belong together, and are of different size or type."""
-    for (channel, operation, source, target), sent in ledger.transfers.items():
+    for (group, operation, source, target), sent in ledger.transfers.items():
         if operation != "send":
             continue
-        taken = ledger.transfers.get((channel, "recv", source, target), {})
+        taken = ledger.transfers.get((group, "recv", source, target), {})
         for turn in sorted(sent.keys() & taken.keys()):
             one, other = sent[turn], taken[turn]
             if one.alike == other.alike:
                 continue
             kind = "other dtype" if one.dtype != other.dtype else "other size"
             text = (
-                f"rank {source} sends what rank {target} does not expect ({kind}): {channel.name} "
-                f"send {turn} is {_words(channel, one)} at {one.where}, the recv is "
-                f"{_words(channel, other)} at {other.where}"
+                f"rank {source} sends what rank {target} does not expect ({kind}): {group.first} "
+                f"send {turn} is {one.said()} at {one.where}, the recv is "
+                f"{other.said()} at {other.where}"
             )
             yield Finding(
-                kind, (source, target), channel.group, channel.members, "send", turn,
+                kind, (source, target), group.name, group.ranks, "send", turn,
                 (one.where, other.where), (), min(one.began, other.began), None, text,
             )  # fmt: skip
             break
-
-
-def _words(channel: Channel, call: Call) -> str:
-    """A call with its shape and type: `all_reduce of float32 [2, 3]`."""
-    if not call.dtype:
-        return call.operation
-    root = ""
-    if call.peer is not None and not call.is_transfer:
-        root = f" with root {channel.members[call.peer] if channel.members else call.peer}"
-    kind = "" if call.reduction in ("", "SUM") else f" ({call.reduction})"
-    return f"{call.operation} of {call.dtype} {list(call.shape)}{kind}{root}"

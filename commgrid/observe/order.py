@@ -39,18 +39,9 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+from commgrid.observe.call import Call, Group, Handle
 from commgrid.observe.cycles import circle_through
-from commgrid.observe.operations import TRANSFERS
-from commgrid.observe.programs import (
-    Batch,
-    Call,
-    Group,
-    Handle,
-    Programs,
-    Step,
-    Wait,
-    calls_of,
-)
+from commgrid.observe.programs import Batch, Programs, Step, Wait, calls_of
 
 RULES = ("nccl", "gloo", "strict")
 
@@ -111,8 +102,8 @@ class Event:
     @property
     def is_alike(self) -> bool:
         """Whether all sides give the same."""
-        first = self.sides[0].call.about
-        return all(side.call.about == first for side in self.sides)
+        first = self.sides[0].call.alike
+        return all(side.call.alike == first for side in self.sides)
 
 
 @dataclass(slots=True)
@@ -160,7 +151,7 @@ def lay_out(programs: Programs, rules: str) -> Laid:
                 key, needs = _meeting(rules, rank, call, group)
                 nth = counts[key] = counts.get(key, -1) + 1
                 # Sends and receives are counted apart, and meet afterwards.
-                met = (key[1:] if call.operation in TRANSFERS else key, nth)
+                met = (key[1:] if call.is_transfer else key, nth)
                 event = events.get(met)
                 if event is None:
                     event = events[met] = Event(needs)
@@ -206,7 +197,7 @@ def _queue(rules: str, rank: int, call: Call, group: int, is_batch: bool) -> Has
         return None
     if rules == "strict":
         return "rank"
-    if call.operation in TRANSFERS and not is_batch:
+    if call.is_transfer and not is_batch:
         return group, call.peer
     return group
 
@@ -215,7 +206,7 @@ def _meeting(
     rules: str, rank: int, call: Call, group: int
 ) -> tuple[tuple[Hashable, ...], tuple[int, ...]]:
     """The key that all sides of a call share, and their ranks."""
-    if call.operation not in TRANSFERS:
+    if not call.is_transfer:
         return ("all", group), call.group.ranks
     assert call.peer is not None
     pair = (rank, call.peer) if call.operation == "send" else (call.peer, rank)

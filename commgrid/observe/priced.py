@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from commgrid.observe.traces import Call, Trace
+from commgrid.observe.call import Call
+from commgrid.observe.traces import Trace
 from commgrid.planning.calibration import CALIBRATION, Calibration
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.layer_cost import Machine
@@ -36,22 +37,22 @@ def pricer(
 
     Example:
         >>> from commgrid.planning.cluster import CLUSTERS
-        >>> trace = Trace(0, (), 0, {"tp": tuple(range(8))})
-        >>> call = Call("tp", 0, "all_reduce", (), "", 10**9, None, "a.py:1 f", 0.0, None, None)
-        >>> f"{1e3 * pricer(CLUSTERS['h100'])(trace, call):.1f} ms"
+        >>> from commgrid.observe.call import Group
+        >>> call = Call(Group("tp", tuple(range(8))), "all_reduce", bytes=10**9)
+        >>> f"{1e3 * pricer(CLUSTERS['h100'])(Trace(0, (), 0, {}), call):.1f} ms"
         '4.9 ms'
     """
     machine = Machine(cluster, calibration)
 
     def price(trace: Trace, call: Call) -> float:
-        ranks = trace.members.get(call.group)
-        if ranks is None or call.operation not in _PRICED:
+        ranks = call.group.ranks
+        if not ranks or call.operation not in _PRICED:
             return math.nan
         size = float(call.bytes)
         if call.is_transfer:
             if call.peer is None:  # from anybody
                 return math.nan
-            ranks = (trace.rank, ranks[call.peer])
+            ranks = (trace.rank, call.peer)
         elif call.operation == "all_gather":
             size *= len(ranks)
         elif call.operation in ("gather", "scatter"):

@@ -9,68 +9,11 @@ backend starts as one are a `Batch`. `order` decides whether such programs come 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from commgrid.errors import SpecError
-from commgrid.observe.operations import TRANSFERS, Alike, alike
-
-Handle = int | str
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A communicator: what it is called, and its ranks in group order."""
-
-    name: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A collective, or one half of a message.
-
-    Args:
-        group: on which communicator.
-        operation: `send` or `recv`, or a collective such as `all_reduce`.
-        peer: the global rank of a message's other side.
-        shape, dtype, bytes: of the input, if known.
-        root: the global rank that a broadcast, reduce, gather or scatter is about, where known.
-        tag: which of gloo's messages meet.
-        handle: what a `Wait` names; None: the call is waited for where it stands.
-        number: how many the rank had issued on the communicator before; None: as counted here.
-        where: the place in the program.
-        output: bytes of the output, if known and equal on all ranks.
-        reduction: such as `SUM`, where known.
-    """
-
-    group: Group
-    operation: str
-    peer: int | None = None
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    bytes: int = 0
-    root: int | None = None
-    tag: int = 0
-    handle: Handle | None = None
-    number: int | None = None
-    where: str = ""
-    output: int | None = None
-    reduction: str = ""
-
-    @property
-    def about(self) -> Alike:
-        """The properties that must agree on all sides."""
-        size = self.bytes or math.prod(self.shape)
-        return alike(self.operation, self.dtype, size, self.output, self.root, self.reduction)
-
-    def said(self) -> str:
-        """Operation, shape and dtype, for messages."""
-        size = f" of {list(self.shape)}" if self.shape or self.dtype else ""
-        root = "" if self.root is None else f" root {self.root}"
-        kind = "" if self.reduction in ("", "SUM") else f" ({self.reduction})"
-        return f"{self.operation}{size}{' ' * bool(self.dtype)}{self.dtype}{root}{kind}"
+from commgrid.observe.call import Call, Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +93,7 @@ def _check_call(rank: int, call: Call) -> None:
             f"rank {rank} issues {call.operation} on {call.group.name} of ranks {list(ranks[:8])}, "
             "which it is not one of"
         )
-    if call.operation not in TRANSFERS:
+    if not call.is_transfer:
         return
     if call.peer is None:
         raise SpecError(

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from commgrid.errors import SpecError
-from commgrid.observe import traces
-from commgrid.observe.operations import TRANSFERS
-from commgrid.observe.programs import Batch, Call, Group, Step, Wait
+from commgrid.observe.call import Call
+from commgrid.observe.programs import Batch, Step, Wait
 from commgrid.observe.traces import Trace
 
 
@@ -26,7 +25,6 @@ def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
     if (crossed := crossed_group(found)) is not None:
         raise SpecError(crossed[2])
     traced = {trace.rank for trace in found}
-    same: dict[tuple[str, tuple[int, ...]], Group] = {}
     programs: dict[int, list[Step]] = {}
     for trace in found:
         if trace.dropped:
@@ -34,12 +32,12 @@ def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
                 f"rank {trace.rank}: its first {trace.dropped:,} calls were not kept, and what "
                 "they met cannot be told; trace fewer steps, or commgrid.trace.start(capacity=…)"
             )
-        groups: dict[str, Group] = {}
+        checked = set()
         for call in trace.calls:
-            if call.group not in groups:
-                ranks = _members(trace, call, traced)
-                groups[call.group] = same.setdefault((call.group, ranks), Group(call.group, ranks))
-        programs[trace.rank] = _steps(trace, groups)
+            if id(call.group) not in checked:
+                checked.add(id(call.group))
+                _check_members(trace, call, traced)
+        programs[trace.rank] = _steps(trace)
     return programs
 
 
@@ -78,46 +76,35 @@ def whole(found: Sequence[Trace]) -> list[Trace]:
             trace,
             calls=tuple(
                 call for call in trace.calls
-                if traced.issuperset(trace.members.get(call.group, ()))
+                if traced.issuperset(call.group.ranks)
             ),
         )
         for trace in found
     ]  # fmt: skip
 
 
-def _members(trace: Trace, call: traces.Call, traced: set[int]) -> tuple[int, ...]:
-    """The ranks of a call's communicator, all of which have a trace."""
-    ranks = trace.members.get(call.group)
-    if ranks is None:
+def _check_members(trace: Trace, call: Call, traced: set[int]) -> None:
+    """Refuse a call on a communicator of which not all ranks have a trace."""
+    if not call.group.ranks:
         raise SpecError(
-            f"rank {trace.rank}: {call.operation} at {call.where} is on {call.group!r}, "
+            f"rank {trace.rank}: {call.operation} at {call.where} is on {call.group.name!r}, "
             "which is no communicator of a commgrid grid; whose ranks it has is not known"
         )
-    if missing := [rank for rank in ranks if rank not in traced]:
+    if missing := [rank for rank in call.group.ranks if rank not in traced]:
         raise SpecError(
-            f"rank {missing[0]} of {traces.short(call.group)} has no trace beside rank "
+            f"rank {missing[0]} of {call.group.short} has no trace beside rank "
             f"{trace.rank}'s; give the folder with those of all ranks"
         )
-    return ranks
 
 
-def _steps(trace: Trace, groups: dict[str, Group]) -> list[Step]:
+def _steps(trace: Trace) -> list[Step]:
     """A rank's calls and waits, by time; a call that was over at its return has waited."""
     timed: list[tuple[float, int, Step | int]] = []
     batches: dict[int, list[Call]] = {}
     for at, made in enumerate(trace.calls):
-        group = groups[made.group]
-        is_message = made.operation in TRANSFERS
-        batch = trace.batches.get((made.group, made.number))
+        batch = trace.batches.get((made.group.name, made.number or 0))
         waited_here = batch is None and (made.issued is None or made.ended == made.issued)
-        call = Call(
-            group, made.operation,
-            group.ranks[made.peer] if is_message and made.peer is not None else None,
-            made.shape, made.dtype, made.bytes,
-            root=None if is_message or made.peer is None else group.ranks[made.peer],
-            handle=None if waited_here else at, number=made.number, where=made.where,
-            output=made.output, reduction=made.reduction,
-        )  # fmt: skip
+        call = replace(made, handle=None if waited_here else at)
         if batch is None:
             timed.append((made.began, 2 * at, call))
         else:

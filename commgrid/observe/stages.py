@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from commgrid.errors import SpecError
-from commgrid.observe.programs import Batch, Call, Group, Step, Wait
+from commgrid.observe.call import Call, Group
+from commgrid.observe.programs import Batch, Step, Wait
 from commgrid.observe.verify import Verdict, check
 from commgrid.pipeline.exchange import Exchange, Program, message_of, programs
 from commgrid.pipeline.schedule import (

@@ -14,8 +14,10 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.observe import ring
+from commgrid.observe.call import Call, Group, on_group
+from commgrid.observe.operations import TRANSFERS
 from commgrid.observe.ring import FORMAT
-from commgrid.observe.traces import Call, Trace
+from commgrid.observe.traces import Trace
 from commgrid.planning.rank_lists import describe_ranks
 
 _OPTIONAL = (int, type(None))
@@ -184,9 +186,10 @@ def parse(found: Mapping[str, Any]) -> Trace:
     offset = found["wall"] - found["monotonic"] / 1e9
     waits = found.get("waits")
     members = {str(name): _whole(ranks) for name, ranks in found["members"].items()}
+    groups: dict[str, Group] = {}
     return Trace(
         rank=_whole([found["rank"]])[0],
-        calls=tuple(_call(each, offset, members) for each in found["calls"]),
+        calls=tuple(_call(each, offset, members, groups) for each in found["calls"]),
         dropped=int(found["dropped"]),
         members=members,
         batches={
@@ -211,16 +214,21 @@ def _whole(numbers: Sequence[Any]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _call(row: Sequence[Any], offset: float, members: Mapping[str, Sequence[int]]) -> Call:
+def _call(
+    row: Sequence[Any],
+    offset: float,
+    members: Mapping[str, tuple[int, ...]],
+    groups: dict[str, Group],
+) -> Call:
     held = dict(zip(KEYS, row, strict=not len(KEYS) - _LATER <= len(row) <= len(KEYS)))
     for key, kind in KEYS.items():
         if key in held and not isinstance(held[key], kind):
             raise TypeError(f"{key} of a call is {held[key]!r}")
-    peer, ranks = held["peer"], members.get(held["group"])
-    if peer is not None and ranks is not None and not 0 <= peer < len(ranks):
-        raise ValueError(f"{held['operation']} with member {peer} of the {len(ranks)} of a group")
-    times = {
-        key: None if held[key] is None else held[key] / 1e9 + offset
-        for key in ("began", "issued", "ended")
-    }
-    return Call(**{**held, **times, "shape": _whole(held["shape"])})
+    for key in ("began", "issued", "ended"):
+        if held[key] is not None:
+            held[key] = held[key] / 1e9 + offset
+    name = held["group"]
+    group = groups.setdefault(name, Group(name, members.get(name, ())))
+    side = "peer" if held["operation"] in TRANSFERS else "root"
+    rank = on_group(name, group.ranks, held.pop("peer"))
+    return Call(**{**held, "group": group, "shape": _whole(held["shape"]), side: rank})

@@ -10,52 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from commgrid.observe.operations import TRANSFERS, Alike, alike
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective of one rank, or one half of a transfer.
-
-    Args:
-        group: its communicator's names with commas.
-        number: how many the rank had issued on it before.
-        operation: such as `all_reduce`.
-        shape, dtype, bytes: of the input; of `recv` the output.
-        peer: the group rank of a transfer's other side, or of the root of a collective with one.
-        where: file, line and function of the program.
-        began, issued, ended: seconds of the wall clock; None where it had not come to that.
-        turn: by which members' calls are matched: of a collective, how many collectives the rank
-            had issued on the communicator before; of a transfer, how many in this direction
-            between the two. None in files of before 0.1.
-        output: bytes that the rank got, where all ranks have to get as many; None: not recorded.
-        reduction: such as `SUM`; "": nothing is reduced, or it was not recorded.
-    """
-
-    group: str
-    number: int
-    operation: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    peer: int | None
-    where: str
-    began: float
-    issued: float | None
-    ended: float | None
-    turn: int | None = None
-    output: int | None = None
-    reduction: str = ""
-
-    @property
-    def alike(self) -> Alike:
-        """The properties that must agree on all ranks."""
-        return alike(self.operation, self.dtype, self.bytes, self.output, self.peer, self.reduction)
-
-    @property
-    def is_transfer(self) -> bool:
-        """Whether it is between two ranks alone."""
-        return self.operation in TRANSFERS
+from commgrid.observe.call import Call, Group
 
 
 @dataclass(frozen=True)
@@ -130,7 +85,7 @@ def summed(
     for trace in traces:
         own: dict[tuple[str, str, str], list[Call]] = {}
         for call in trace.calls:
-            own.setdefault((call.group, call.operation, call.where), []).append(call)
+            own.setdefault((call.group.name, call.operation, call.where), []).append(call)
         each = {key: _seconds(trace, calls, price) for key, calls in own.items()}
         whole = _length(trace.calls) if price is None else sum(each.values())
         for key, calls in own.items():
@@ -169,8 +124,8 @@ def as_table(sums: Sequence[Sum], most: int = 30) -> str:
     rows = [("group", "operation", "calls", "bytes", "seconds", "share", "where")]
     digits = 4 if max(s.seconds for s in sums) >= 1e-3 else 6
     rows += [
-        (short(s.group), s.operation, f"{s.calls:,}", f"{s.bytes:,}", f"{s.seconds:.{digits}f}",
-         f"{s.share:.1%}", s.where)
+        (Group(s.group, ()).short, s.operation, f"{s.calls:,}", f"{s.bytes:,}",
+         f"{s.seconds:.{digits}f}", f"{s.share:.1%}", s.where)
         for s in sums[:most]
     ]  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
@@ -182,16 +137,6 @@ def as_table(sums: Sequence[Sum], most: int = 30) -> str:
     if len(sums) > most:
         lines.append(f"and {len(sums) - most} more")
     return "\n".join(lines)
-
-
-def short(group: str) -> str:
-    """The first name of a communicator, and how many more it has.
-
-    >>> short("dp"), short("tp,cp,ep")
-    ('dp', 'tp +2')
-    """
-    first, *more = group.split(",")
-    return f"{first} +{len(more)}" if more else first
 
 
 def as_events(traces: Sequence[Trace]) -> dict[str, Any]:
@@ -207,7 +152,9 @@ def as_events(traces: Sequence[Trace]) -> dict[str, Any]:
             {"ph": "M", "pid": trace.rank, "name": "process_name",
              "args": {"name": f"rank {trace.rank}"}}
         )  # fmt: skip
-        rows = {group: i for i, group in enumerate(dict.fromkeys(c.group for c in trace.calls))}
+        rows = {
+            group: i for i, group in enumerate(dict.fromkeys(c.group.name for c in trace.calls))
+        }
         for group, row in rows.items():
             events.append(
                 {"ph": "M", "pid": trace.rank, "tid": row, "name": "thread_name",
@@ -219,14 +166,15 @@ def as_events(traces: Sequence[Trace]) -> dict[str, Any]:
             unfinished = {} if ended is not None else {"unfinished": True}
             events.append(
                 {
-                    "ph": "X", "pid": trace.rank, "tid": rows[call.group],
+                    "ph": "X", "pid": trace.rank, "tid": rows[call.group.name],
                     "name": f"{call.operation} {call.number}", "cat": call.operation,
                     "ts": round((call.began - start) * 1e6, 3),
                     "dur": round(((last if ended is None else ended) - call.began) * 1e6, 3),
                     "args": {
-                        "group": call.group, "shape": list(call.shape), "dtype": call.dtype,
+                        "group": call.group.name, "shape": list(call.shape), "dtype": call.dtype,
                         "bytes": call.bytes, "where": call.where,
-                        **({} if call.peer is None else {"peer": call.peer}), **unfinished,
+                        **{key: rank for key, rank in (("peer", call.peer), ("root", call.root))
+                           if rank is not None}, **unfinished,
                     },
                 }
             )  # fmt: skip

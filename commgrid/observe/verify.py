@@ -29,20 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.observe import trace_files, traces
-from commgrid.observe.operations import TRANSFERS
+from commgrid.observe import trace_files
+from commgrid.observe.call import Call, Group, Handle
 from commgrid.observe.order import RULES, Event, Laid, Side, circle, lay_out, run
-from commgrid.observe.programs import (
-    Batch,
-    Call,
-    Group,
-    Handle,
-    Programs,
-    Step,
-    Wait,
-    calls_of,
-    check_sides,
-)
+from commgrid.observe.programs import Batch, Programs, Step, Wait, calls_of, check_sides
 from commgrid.observe.recorded import from_traces
 from commgrid.planning.names import nearest
 
@@ -227,10 +217,10 @@ def said(side: Side, *, with_place: bool = False) -> str:
     """A call by names, such as `tp all_reduce 3 (a.py:12)`."""
     call = side.call
     peer = ""
-    if call.operation in TRANSFERS:
+    if call.is_transfer:
         peer = f" {'to' if call.operation == 'send' else 'from'} rank {call.peer}"
     where = f" ({call.where})" if with_place and call.where else ""
-    return f"{traces.short(call.group.name)} {call.operation} {side.number}{peer}{where}"
+    return f"{call.group.short} {call.operation} {side.number}{peer}{where}"
 
 
 def _waiting(found: list[tuple[Event, Side]]) -> tuple[Place, ...]:
@@ -264,7 +254,7 @@ def _differing(event: Event) -> tuple[Place, ...]:
     """The arguments of each rank; of equal ones the first rank's."""
     kinds: dict[object, list[Side]] = {}
     for side in sorted(event.sides, key=lambda side: side.rank):
-        kinds.setdefault(side.call.about, []).append(side)
+        kinds.setdefault(side.call.alike, []).append(side)
     return tuple(
         Place(
             sides[0].rank, said(sides[0]), sides[0].call.where,
@@ -289,7 +279,7 @@ def _missing(event: Event, laid: Laid) -> Place:
     here = {each.rank for each in event.sides}
     absent = [rank for rank in event.needs if rank not in here]
     issues = f"rank {side.rank} issues {said(side, with_place=True)}"
-    if side.call.operation in TRANSFERS:
+    if side.call.is_transfer:
         other = "receives" if side.call.operation == "send" else "sends"
         why = f"{issues}, which that rank never {other}"
     else:
@@ -306,7 +296,7 @@ def _parting(event: Event, side: Side, absent: int, laid: Laid) -> str:
     """The first collective of two ranks that comes from other places of the program."""
     ours, theirs = (
         [s for sides in laid.sides[rank].values() for s in sides
-         if s.call.group == side.call.group and s.call.operation not in TRANSFERS]
+         if s.call.group == side.call.group and not s.call.is_transfer]
         for rank in (side.rank, absent)
     )  # fmt: skip
     for one, other in zip(ours, theirs, strict=False):

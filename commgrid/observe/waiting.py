@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from commgrid.observe.call import Call
 from commgrid.observe.findings import Finding, lasted
 from commgrid.observe.ledger import Ledger, Wait
-from commgrid.observe.traces import Call
 
 
 def waited(wait: Wait, ranks: int = 1) -> str:
@@ -17,13 +17,13 @@ def finding(
     kind: str,
     ranks: tuple[int, ...],
     waits: list[Wait],
-    turn: int,
     where: tuple[str, ...],
     text: str,
 ) -> Finding:
     first = min(waits, key=lambda each: each.call.began)
     return Finding(
-        kind, ranks, first.channel.group, first.channel.members, first.call.operation, turn, where,
+        kind, ranks, first.call.group.name, first.call.group.ranks, first.call.operation,
+        first.turn, where,
         tuple(sorted({each.rank for each in waits} - set(ranks))), first.call.began,
         max((each.seconds for each in waits if each.seconds is not None), default=None), text,
     )  # fmt: skip
@@ -36,18 +36,25 @@ def skipped(ledger: Ledger, rank: int, wait: Wait) -> bool:
     calls = ledger.traces[rank].calls
     if not calls or calls[-1].where == "?":
         return False
-    last, group = calls[-1], wait.call.group
+    last, group = calls[-1], wait.call.group.name
     for i in range(len(calls) - 2, 0, -1):
         if _same_place(calls[i], last):
             # The step after the call before, then and now.
-            return calls[i - 1].group == group and calls[i - 1].where == wait.call.where and not (
-                _same_place(calls[-2], calls[i - 1])
-            )  # fmt: skip
+            before = calls[i - 1]
+            return (
+                before.group.name == group
+                and before.where == wait.call.where
+                and not _same_place(calls[-2], before)
+            )
     return False
 
 
 def _same_place(one: Call, other: Call) -> bool:
-    return (one.where, one.group, one.operation) == (other.where, other.group, other.operation)
+    return (one.where, one.group.name, one.operation) == (
+        other.where,
+        other.group.name,
+        other.operation,
+    )
 
 
 def is_held(graph: dict[int, list[Wait]], rank: int) -> bool:

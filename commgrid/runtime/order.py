@@ -26,7 +26,7 @@ import torch.distributed as dist
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.observe import processes
 from commgrid.observe.cycles import circle_through
-from commgrid.observe.operations import TRANSFERS
+from commgrid.observe.operations import TRANSFERS, described
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
 from commgrid.runtime.recorder import caller, place_of
@@ -137,7 +137,7 @@ class OrderCheck:
 
     # -- a call, from its beginning to its end -------------------------------------------
 
-    def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Call) -> Issued | None:
+    def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Arguments) -> Issued | None:
         channel = self._channels.get(its_group)
         if channel is None:
             if its_group.size() == 1 or not its_group.group_name.startswith("commgrid/"):
@@ -191,9 +191,11 @@ class OrderCheck:
                 "initialize(verify='order') on every rank"
             ) from None
 
-    def _made(self, channel: Channel, made: torch_calls.Call, where: str) -> tuple[Issued, int]:
+    def _made(
+        self, channel: Channel, made: torch_calls.Arguments, where: str
+    ) -> tuple[Issued, int]:
         """Return the call that is to be issued, and the rank that learns of it."""
-        operation, peer, dtype = made.operation, made.peer, made.dtype
+        operation, peer = made.operation, made.peer
         if operation in TRANSFERS:
             assert peer is not None
             other = channel.ranks[peer]
@@ -206,9 +208,7 @@ class OrderCheck:
             ranks, place = channel.ranks, channel.place
             source, target = ranks[place - 1], ranks[(place + 1) % len(ranks)]
         kind = [*made.alike]
-        words = f"{operation} of {dtype} {list(made.shape)}" if dtype else operation
-        if made.reduction not in ("", "SUM"):
-            words += f" ({made.reduction})"
+        words = described(operation, made.dtype, made.shape, made.reduction)
         with self._news:
             turn = self._turns.get(counted, 0)
             self._turns[counted] = turn + 1

@@ -177,7 +177,7 @@ class Recorder:
             raise CommGridError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path
 
-    def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Call) -> int:
+    def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Arguments) -> int:
         if self.paused:
             return -1
         place = caller()

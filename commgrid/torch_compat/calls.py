@@ -26,8 +26,8 @@ from torch import Tensor
 from commgrid.observe.operations import Alike, Operation, alike, methods
 
 
-class Call(NamedTuple):
-    """A call as this rank issues it.
+class Arguments(NamedTuple):
+    """What this rank hands to torch in a call (`commgrid.observe.call` is its record).
 
     Args:
         operation: such as `all_reduce` (`commgrid.observe.operations`).
@@ -79,7 +79,7 @@ DTYPES = {
 class Listener(Protocol):
     """Whom calls are told."""
 
-    def begins(self, its_group: dist.ProcessGroup, made: Call) -> object:
+    def begins(self, its_group: dist.ProcessGroup, made: Arguments) -> object:
         """A call that is about to be made; what is returned comes back with its end.
 
         Where it raises, the call is not made.
@@ -240,7 +240,7 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
         reduction = ""
         if reduces:
             reduction = getattr(getattr(options_given, "reduceOp", None), "op", _NONE).name
-        made = Call(operation.name, _flat(given), peer, output, reduction)
+        made = Arguments(operation.name, _flat(given), peer, output, reduction)
         listeners = _listeners
         _now.blocking = options_given is not None and not getattr(options_given, "asyncOp", True)
         began = [(each, each.begins(its_group, made)) for each in listeners]

@@ -10,7 +10,8 @@ import pytest
 
 from commgrid import SpecError
 from commgrid.cli import main
-from commgrid.observe.programs import Batch, Call, Wait
+from commgrid.observe.call import Call
+from commgrid.observe.programs import Batch, Wait
 from commgrid.observe.verify import programs
 
 

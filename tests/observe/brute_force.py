@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from commgrid.observe.programs import Batch, Call, Programs, Step, Wait
+from commgrid.observe.call import Call
+from commgrid.observe.programs import Batch, Programs, Step, Wait
 
 Id = tuple[int, int, int]
 """Rank, step, and place in the step."""

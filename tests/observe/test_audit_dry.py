@@ -30,14 +30,16 @@ def dry(folder: Path, grid: str, world_size: int, *more: str, flags: str = FLAGS
     return int(status)
 
 
-def issued(folder: Path) -> dict[int, list[tuple[str, str, tuple[int, ...], str, int | None]]]:
+def issued(
+    folder: Path,
+) -> dict[int, list[tuple[str, str, tuple[int, ...], str, *tuple[int | None, ...]]]]:
     """The calls of each rank on groups of several ranks, until the update."""
     found = {}
     for trace in trace_files.read(folder):
         found[trace.rank] = [
-            (call.group, call.operation, call.shape, call.dtype, call.peer)
+            (call.group.name, call.operation, call.shape, call.dtype, call.peer, call.root)
             for call in trace.calls
-            if len(trace.members.get(call.group, ())) > 1 and call.operation != "barrier"
+            if len(call.group.ranks) > 1 and call.operation != "barrier"
         ]
     return found
 

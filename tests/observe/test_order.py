@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 
 from commgrid import SpecError
+from commgrid.observe.call import Call, Group
 from commgrid.observe.order import RULES
-from commgrid.observe.programs import Batch, Call, Group, Programs, Step, Wait, calls_of
+from commgrid.observe.programs import Batch, Programs, Step, Wait, calls_of
 from commgrid.observe.verify import check
 from tests.observe.brute_force import World, fewest
 from tests.sizes import full

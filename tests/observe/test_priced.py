@@ -10,8 +10,9 @@ import pytest
 
 from commgrid import cli
 from commgrid.observe import trace_files, traces
+from commgrid.observe.call import Call, Group
 from commgrid.observe.priced import pricer
-from commgrid.observe.traces import Call, Trace
+from commgrid.observe.traces import Trace
 from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.cost import collective_time
@@ -26,16 +27,18 @@ LAYERS, HIDDEN, SEQUENCE, BATCH, MICROBATCHES = 3, 64, 32, 8, 2
 H100 = replace(CLUSTERS["h100"], source="measured")  # no share of a datasheet's
 
 
+TP = Group("tp", tuple(range(0, 32, 2)))
+
+
 def call(operation: str, size: int, peer: int | None = None) -> Call:
-    return Call("tp", 0, operation, (), "float32", size, peer, "a.py:1 f", 0.0, None, None)
+    return Call(TP, operation, peer, bytes=size)
 
 
 def test_sizes_are_those_of_nccl_tests() -> None:
     """A rank hands in its part of an all-gather, and all of a reduce-scatter."""
-    ranks = tuple(range(0, 32, 2))
-    spread = H100.spread(ranks)
+    spread = H100.spread(TP.ranks)
     assert spread == (4, 4)
-    trace, price = Trace(2, (), 0, {"tp": ranks}), pricer(H100)
+    trace, price = Trace(2, (), 0, {}), pricer(H100)
     for operation, like, factor in (
         ("all_reduce", "all_reduce", 1), ("all_gather", "all_gather", 16),
         ("reduce_scatter", "reduce_scatter", 1), ("all_to_all", "all_to_all", 1),
@@ -46,13 +49,13 @@ def test_sizes_are_those_of_nccl_tests() -> None:
         assert price(trace, call(operation, 10**7)) == pytest.approx(seconds, rel=1e-12)
     barrier = collective_time("all_reduce", 4, spread, H100)
     assert price(trace, call("barrier", 0)) == pytest.approx(barrier, rel=1e-12)
-    for peer, crossed in ((2, (2, 1)), (4, (1, 2))):  # ranks 4 and 8: within a node, and beyond
+    for peer, crossed in ((4, (2, 1)), (8, (1, 2))):  # ranks 4 and 8: within a node, and beyond
         for operation in ("send", "recv"):
             seconds = collective_time("send_recv", 10**7, crossed, H100)
             assert price(trace, call(operation, 10**7, peer)) == pytest.approx(seconds, rel=1e-12)
     assert math.isnan(price(trace, call("recv", 8)))  # from anybody
     assert math.isnan(price(trace, call("something else", 8)))
-    assert math.isnan(price(replace(trace, members={}), call("all_reduce", 8)))
+    assert math.isnan(price(trace, replace(call("all_reduce", 8), group=Group("tp", ()))))
 
 
 def test_a_dry_step_costs_what_the_model_says(tmp_path: Path) -> None:
@@ -79,9 +82,7 @@ def test_a_dry_step_costs_what_the_model_says(tmp_path: Path) -> None:
     choice = Choice(tp=2, dp=2, pp=2, microbatch=micro, sequence_parallel=False)
     model_says = step_cost(model, choice, H100)
     whole = micro * SEQUENCE * HIDDEN * 2
-    mine = [
-        each for each in trace.calls if each.group.split(",")[0] == "tp" and each.bytes == whole
-    ]
+    mine = [each for each in trace.calls if each.group.first == "tp" and each.bytes == whole]
     assert {each.operation for each in mine} == {"all_reduce"}
     assert len(mine) == MICROBATCHES * (4 * LAYERS + 1)
     sums = traces.summed([replace(trace, calls=tuple(mine))], pricer(H100))

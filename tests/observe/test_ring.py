@@ -271,7 +271,7 @@ def test_a_forked_process_leaves_its_parents_records_alone(tmp_path: Path) -> No
         before = own.ring.total
         child = os.fork()
         if child == 0:
-            made = torch_calls.Call("all_reduce", [torch.ones(4)], None, None, "SUM")
+            made = torch_calls.Arguments("all_reduce", [torch.ones(4)], None, None, "SUM")
             own.begins(grid.get_group("dp"), made)
             os._exit(0 if recorder.current() is None else 1)
         assert os.waitpid(child, 0)[1] == 0
@@ -292,7 +292,7 @@ def test_a_batch_with_one_work_ends_with_it(grid_of_one: Any) -> None:
     first = len(own.as_dict()["calls"])
     with torch_calls.batched():
         calls = [
-            own.begins(group, torch_calls.Call(name, [torch.ones(1)], 0, None, ""))
+            own.begins(group, torch_calls.Arguments(name, [torch.ones(1)], 0, None, ""))
             for name in ("send", "recv")
         ]
         for call in calls:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from commgrid.observe.call import Call, Group
 from commgrid.observe.ledger import Ledger
 from commgrid.observe.slowness import slow_ranks
-from commgrid.observe.traces import Call, Trace
+from commgrid.observe.traces import Trace
 
 RANKS = (0, 1, 2)
 
@@ -15,8 +16,8 @@ def ledger(*calls: tuple[float, float, float]) -> Ledger:
     """Of all-reduces, when each rank came to them; they end when the last rank has come."""
     held = {
         rank: tuple(
-            Call("dp", turn, "all_reduce", (1,), "float32", 4, None, "a.py:1 step",
-                 began[rank], began[rank], max(began), turn)
+            Call(Group("dp", RANKS), "all_reduce", shape=(1,), bytes=4, where="a.py:1 step",
+                 began=began[rank], issued=began[rank], ended=max(began), number=turn, turn=turn)
             for turn, began in enumerate(calls)
         )
         for rank in RANKS

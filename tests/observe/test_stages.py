@@ -14,8 +14,9 @@ import torch.distributed as dist
 import commgrid
 from commgrid import SpecError
 from commgrid.observe import verify
+from commgrid.observe.call import Call
 from commgrid.observe.order import RULES
-from commgrid.observe.programs import Batch, Call, Wait, calls_of
+from commgrid.observe.programs import Batch, Wait, calls_of
 from commgrid.observe.stages import Around, check_schedule, programs_of
 from commgrid.observe.verify import check
 from commgrid.pipeline import (

@@ -71,16 +71,16 @@ def all_calls(folder: str) -> list[tuple[Any, ...]]:
     calls = [call for call in found.calls if call.bytes or call.operation == "barrier"]
     assert [(call.operation, call.shape, call.bytes) for call in calls] == expected
     assert {call.dtype for call in calls} == {"float32", ""}
-    assert [call.group for call in calls] == ["tp"] * (len(calls) - 1) + ["dp"]
+    assert [call.group.name for call in calls] == ["tp"] * (len(calls) - 1) + ["dp"]
     assert all("test_trace.py:" in call.where and "all_calls" in call.where for call in calls)
-    own = [call for call in calls if call.group == "tp"]
+    own = [call for call in calls if call.group.name == "tp"]
     assert [call.number - own[0].number for call in own] == list(range(len(own)))
     assert all(call.ended is not None and call.began <= call.issued <= call.ended for call in calls)
-    assert {call.peer for call in calls if call.operation in ("send", "recv")} == {other}
+    assert {call.peer for call in calls if call.operation in ("send", "recv")} == {peer}
     assert found.members["tp"] == grid.get_ranks("tp")
     commgrid.shutdown()
     assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == before
-    return [(c.group, c.number, c.operation, c.where) for c in found.calls]
+    return [(c.group.name, c.number, c.operation, c.where) for c in found.calls]
 
 
 def test_each_of_torchs_collectives_is_seen_by_name(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_each_of_torchs_collectives_is_seen_by_name(tmp_path: Path) -> None:
     read = trace_files.read(tmp_path)
     assert [trace.rank for trace in read] == [0, 1, 2, 3]
     for held, trace in zip(ranks, read, strict=True):
-        assert [(c.group, c.number, c.operation, c.where) for c in trace.calls] == held
+        assert [(c.group.name, c.number, c.operation, c.where) for c in trace.calls] == held
 
 
 def late(folder: str) -> tuple[Any, ...]:

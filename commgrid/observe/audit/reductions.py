@@ -11,7 +11,7 @@ from torch import Tensor
 from commgrid.observe.operations import TRANSFERS
 from commgrid.runtime.recorder import GroupNames, caller, place_of
 from commgrid.torch_compat import autograd_nodes
-from commgrid.torch_compat.calls import Call
+from commgrid.torch_compat.calls import Arguments
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Reductions:
         self.events: list[list[str]] = []
         """Events of backward, in order: gradients by id, and collectives of modules."""
 
-    def begins(self, group: dist.ProcessGroup, made: Call) -> object:
+    def begins(self, group: dist.ProcessGroup, made: Arguments) -> object:
         if group.size() == 1 or made.operation in (*TRANSFERS, "barrier"):
             return None
         memory: tuple[tuple[int, int], ...] = ()

@@ -1,0 +1,114 @@
+"""A call: a collective that one rank issues, or one half of a message.
+
+The same for calls that ranks have recorded, for those of a dry record, and for programs that are
+written by hand. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commgrid.observe.operations import TRANSFERS, Alike, alike, described
+
+Handle = int | str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Group:
+    """A communicator: what it is called, and its ranks in group order.
+
+    Args:
+        name: all its names with commas.
+        ranks: global ones; none: not recorded.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def first(self) -> str:
+        """Its first name."""
+        return self.name.split(",")[0]
+
+    @property
+    def short(self) -> str:
+        """The first name, and how many more it has.
+
+        >>> Group("dp", (0, 1)).short, Group("tp,cp,ep", (0, 1)).short
+        ('dp', 'tp +2')
+        """
+        more = self.name.count(",")
+        return f"{self.first} +{more}" if more else self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective, or one half of a message.
+
+    Args:
+        group: on which communicator.
+        operation: `send` or `recv`, or a collective such as `all_reduce`.
+        peer: the global rank of a message's other side; None: any.
+        shape, dtype, bytes: of the input, if known; of `recv` the output.
+        root: the global rank that a broadcast, reduce, gather or scatter is about, where known.
+        tag: which of gloo's messages meet.
+        handle: what a `Wait` names; None: the call is waited for where it stands.
+        number: how many the rank had issued on the communicator before; None: as counted.
+        where: file, line and function of the program.
+        output: bytes of the output, if known and equal on all ranks.
+        reduction: such as `SUM`, where known.
+        turn: by which members' calls are matched: of a collective, how many collectives the rank
+            had issued on the communicator before; of a message, how many in this direction between
+            the two. None: as counted.
+        began, issued, ended: seconds of the wall clock, of a recorded call; None where it had not
+            come to that.
+    """
+
+    group: Group
+    operation: str
+    peer: int | None = None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    bytes: int = 0
+    root: int | None = None
+    tag: int = 0
+    handle: Handle | None = None
+    number: int | None = None
+    where: str = ""
+    output: int | None = None
+    reduction: str = ""
+    turn: int | None = None
+    began: float = 0.0
+    issued: float | None = None
+    ended: float | None = None
+
+    @property
+    def alike(self) -> Alike:
+        """The properties that must agree on all ranks."""
+        size = self.bytes or math.prod(self.shape)
+        return alike(self.operation, self.dtype, size, self.output, self.root, self.reduction)
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it is between two ranks alone."""
+        return self.operation in TRANSFERS
+
+    def said(self) -> str:
+        """Operation, dtype and shape: `all_reduce of float32 [2, 3]`."""
+        root = "" if self.root is None else f" with root {self.root}"
+        return f"{described(self.operation, self.dtype, self.shape, self.reduction)}{root}"
+
+
+def on_group(name: str, ranks: Sequence[int], rank: int | None) -> int | None:
+    """The global rank of a member, by its place in the group.
+
+    Raises:
+        ValueError: the group has no such member.
+    """
+    if rank is not None and ranks:
+        if not 0 <= rank < len(ranks):
+            raise ValueError(f"member {rank} of the {len(ranks)} of {name}")
+        return ranks[rank]
+    return rank
