@@ -1,7 +1,9 @@
-"""Short messages between two ranks beside torch: sent without waiting, read by a thread.
+"""Short messages between two ranks beside torch, sent without waiting.
 
 A rank connects to another when it first has something for it. Messages of one rank arrive in the
-order in which it sent them.
+order in which it sent them. The caller reads them, when it has use for them: a thread that woke up
+for each would take the interpreter from the program. A thread only empties the sockets now and
+then, so that no sender ever waits.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from commgrid.torch_compat.addresses import listening
 from commgrid.torch_compat.store import StoreDriver
 
 _LONGEST = 1 << 20
+_EMPTIED = 0.2  # seconds between two times that the thread empties the sockets
 
 
 class NoMailboxError(Exception):
@@ -36,7 +39,7 @@ class Mailbox:
         store: where ranks find each other's addresses.
         prefix: what their keys begin with.
         address: of this host, at which the others reach it.
-        heard: is called by the thread with a rank and its message, and None when it has gone.
+        heard: is called by `read` with a rank and its message, and None when it has gone.
     """
 
     def __init__(
@@ -53,7 +56,10 @@ class Mailbox:
         self._lock = threading.Lock()
         self._secret = uuid4().hex
         self._server = listening(address, "initialize without verify='order'")
-        self._bell, self._ringer = socket.socketpair()
+        self._senders: dict[socket.socket, tuple[bytearray, list[int]]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._reading, self._closed = threading.RLock(), threading.Event()
         host, port = self._server.getsockname()[:2]
         mine = json.dumps([host, port, self._secret])
         self._driver.run(addresses.publish(self._at, rank, mine))
@@ -90,10 +96,14 @@ class Mailbox:
 
     def close(self) -> None:
         """Closes all connections, and ends the thread."""
-        with suppress(OSError):
-            self._ringer.close()
+        self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeouts().answer)
+        with self._reading:
+            self._selector.close()
+            for each in (*self._senders, self._server):
+                each.close()
+            self._senders.clear()
         with self._lock:
             for connection in self._out.values():
                 connection.close()
@@ -103,29 +113,28 @@ class Mailbox:
             self._driver.close()
 
     def _run(self) -> None:
-        senders: dict[socket.socket, tuple[bytearray, list[int]]] = {}
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
-            selector.register(self._bell, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    connection = key.fileobj
-                    assert isinstance(connection, socket.socket)
-                    if connection is self._bell:
-                        for each in (*senders, self._server, self._bell):
-                            each.close()
-                        return
-                    if connection is self._server:
-                        with suppress(OSError):
-                            made, _ = self._server.accept()
-                            selector.register(made, selectors.EVENT_READ)
-                            senders[made] = (bytearray(), [])
-                    elif not self._read(connection, *senders[connection]):
-                        selector.unregister(connection)
-                        connection.close()
-                        _, who = senders.pop(connection)
-                        if who:
-                            self._heard(who[0], None)
+        while not self._closed.wait(_EMPTIED):
+            self.read(0.0)
+
+    def read(self, seconds: float) -> None:
+        """Hear what has come; or the first that comes, within so many seconds."""
+        with self._reading:
+            if self._closed.is_set():
+                return
+            for key, _ in self._selector.select(seconds):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is self._server:
+                    with suppress(OSError):
+                        made, _ = self._server.accept()
+                        self._selector.register(made, selectors.EVENT_READ)
+                        self._senders[made] = (bytearray(), [])
+                elif not self._read(connection, *self._senders[connection]):
+                    self._selector.unregister(connection)
+                    connection.close()
+                    _, who = self._senders.pop(connection)
+                    if who:
+                        self._heard(who[0], None)
 
     def _read(self, connection: socket.socket, inbox: bytearray, who: list[int]) -> bool:
         """Read new messages; return whether the connection stays open."""

@@ -111,7 +111,7 @@ class OrderCheck:
         self._gone: set[int] = set()
         self._open: set[str] = set()  # communicators, and ranks that receive from any source there
         self._circle: list[Any] = []  # as the last look has found it
-        self._news = threading.Condition()
+        self._lock = threading.RLock()
         self._mail = Mailbox(
             self._rank, PatientStore(connection_of(self._store)),
             self._base, torch_world.own_address(), self._heard,
@@ -153,7 +153,7 @@ class OrderCheck:
         call, target = self._made(channel, made, where)
         there = self._tell(target, [call.way, call.turn, call.kind, call.words, call.where])
         if not there:
-            with self._news:
+            with self._lock:
                 self._gone.add(target)
         if torch_calls.is_blocking():  # it will wait for the others anyway
             until = time.monotonic() + torch_world.group_timeout(self._grid.timeout)
@@ -161,8 +161,7 @@ class OrderCheck:
                 self._take_back()
         elif channel.polls:
             # gloo ends a process that gets more than it expects.
-            with self._news:
-                self._news.wait_for(lambda: self._answered(call), _GLOO_SECONDS)
+            self._hear(call, _GLOO_SECONDS)
         self._compare(call)
         return call
 
@@ -209,7 +208,7 @@ class OrderCheck:
             source, target = ranks[place - 1], ranks[(place + 1) % len(ranks)]
         kind = [*made.alike]
         words = described(operation, made.dtype, made.shape, made.reduction)
-        with self._news:
+        with self._lock:
             turn = self._turns.get(counted, 0)
             self._turns[counted] = turn + 1
             call = Issued(channel, way, turn, kind, words, where, source)
@@ -248,9 +247,7 @@ class OrderCheck:
         """
         told = False
         while not self._compare(call) and call.source not in self._gone:
-            with self._news:
-                self._news.wait_for(lambda: self._answered(call), MOMENT)
-            if not self._answered(call):
+            if not self._hear(call, MOMENT):
                 if is_over():  # with an error, which the wait raises
                     break
                 told = True
@@ -290,8 +287,8 @@ class OrderCheck:
     # -- comparing ----------------------------------------------------------------------
 
     def _heard(self, rank: int, message: Any) -> None:
-        """The mailbox's thread: what the previous member, or a transfer's other side, issues."""
-        with self._news:
+        """What the previous member, or a transfer's other side, issues."""
+        with self._lock:
             if message is None:
                 self._gone.add(rank)
             else:
@@ -302,7 +299,16 @@ class OrderCheck:
                 held[int(turn)] = [rank, kind, words, where]
                 if len(held) > 4 * _KEPT:
                     held.popitem(last=False)
-            self._news.notify_all()
+
+    def _hear(self, call: Issued, seconds: float) -> bool:
+        """Read messages until a call can be compared; return whether it can."""
+        until = time.monotonic() + seconds
+        while not self._answered(call):
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self._mail.read(left)
+        return True
 
     def _answered(self, call: Issued) -> bool:
         return (
@@ -386,7 +392,7 @@ class OrderCheck:
         self._circle = found
 
     def _state(self, call: Issued) -> dict[str, Any]:
-        with self._news:
+        with self._lock:
             return {
                 "rank": self._rank, "names": call.channel.names, "ranks": call.channel.ranks,
                 "way": call.way, "turn": call.turn, "words": call.words, "where": call.where,
