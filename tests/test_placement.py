@@ -1,314 +1,196 @@
-"""`within` and `place`: kept or refused, against a cluster and against the hosts of real ranks."""
+"""A step's numbers follow where ranks lie: any order, any ranks, compared with counting."""
 
 from __future__ import annotations
 
-import logging
-import os
+import math
 import random
-import socket
-from typing import Any
+import re
+from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
-import commgrid
-from commgrid import GridSpec, PeerFailedError, SpecError
-from commgrid.planning.cluster import CLUSTERS, nodes_of
-from commgrid.planning.constraints import order_by_host
-from commgrid.planning.crossing import check_within
-from commgrid.planning.rank_lists import pack_order, unpack_order
-from commgrid.runtime.hosts import conclude
-from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from commgrid.testing import run_on_ranks
-from commgrid.torch_compat.world import world_store
-from tests.process_groups import group_count
+from commgrid.planning.calibration import CALIBRATION
+from commgrid.planning.choice import ORDERS, RECOMPUTE, SHARD, Choice
+from commgrid.planning.cluster import CLUSTERS, Cluster
+from commgrid.planning.cost import bus_factor, collective_time
+from commgrid.planning.fitted import Fit
+from commgrid.planning.layer_cost import Machine
+from commgrid.planning.model_zoo import MODELS
+from commgrid.planning.placement import Placement, of_choice, of_spec, spread_of
+from commgrid.planning.spec import GridSpec
+from commgrid.planning.step_cost import PARTS, StepCost, step_cost
+from commgrid.planning.step_traffic import traffic
+from commgrid.planning.step_why import why
 
-IN_ORDER, SCATTERED = "aaaabbbb", "abababab"
-"""The host of each of eight ranks: two hosts of four."""
-CUT: dict[str, Any] = {"tp": 4, "create": ["tp", "dp"]}
+H100 = CLUSTERS["h100"]
 
 
-def live_on(hosts: str) -> None:
-    os.environ["COMMGRID_HOST"] = f"host-{hosts[dist.get_rank()]}"
-
-
-# -- as it is written -------------------------------------------------------------------
-
-
-def test_a_spec_keeps_its_constraints() -> None:
-    rows = {"fsdp": {"of": "dp_cp", "within": "rack"}, "halves": {
-        "of": "dp", "split": {"outer": -1, "inner": 2}, "within": "node"}}  # fmt: skip
-    spec = GridSpec.build(tp=2, within={"tp": "node", "pp_tp": "rack"}, place="by_host",
-                          groups=rows)  # fmt: skip
-    for each in (spec, spec.resolve(8)):
-        assert GridSpec.from_dict(each.to_dict()) == each
-        assert each.constraints == {
-            "tp": "node", "pp_tp": "rack", "fsdp": "rack", "outer": "node", "inner": "node",
-        }  # fmt: skip
-        assert each.place == "by_host"
-    plain = GridSpec.build(tp=2)
-    assert "within" not in plain.to_dict()
-    assert "place" not in plain.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"within": {"tpp": "node"}}, "within.tpp='node': no group is named 'tpp'; did you mean"),
-        ({"within": {"tp": 8}}, "within.tp=8: expected the name of a level, such as node"),
-        ({"within": "node"}, "within='node': expected a mapping of groups to levels"),
-        ({"within": {"tp": "node"}, "groups": {"tp": {"within": "rack"}}},
-         "groups.tp.within='rack': group 'tp' is to stay within a node too; give one of them"),
-        ({"within": {"cp_dp": "node", "dp_cp": "rack"}},
-         "within.dp_cp='rack': group 'dp_cp' is to stay within a node too"),
-        ({"place": "by_hosts"}, "place='by_hosts': expected by_rank or by_host; did you mean"),
-        ({"place": "by_host", "ranks": [1, 0]}, "place='by_host' beside ranks that do not rise"),
-    ],
-)  # fmt: skip
-def test_what_contradicts_is_an_error(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError) as raised:
-        GridSpec.build(**given)
-    assert str(raised.value).startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("given", "cluster", "said"),
-    [
-        ({"tp": 8, "within": {"tp": "node"}}, "h100", None),
-        ({"tp": 8, "within": {"tp": "rack"}}, "gb200", None),
-        ({"tp": 16, "within": {"tp": "node"}}, "h100",
-         "within.tp='node': ranks 0-15, a group of tp, lie on 2 nodes of 8 devices; a node has 8 "
-         "devices, so that tp=8 stays within one"),
-        ({"tp": 8, "within": {"tp": "node"}}, "gb200",
-         "within.tp='node': ranks 0-7, a group of tp, lie on 2 nodes of 4 devices; a node has 4 "
-         "devices, so that tp=4 stays within one"),
-        ({"dp": 4, "tp": 36, "order": "dp-tp-pp", "within": {"dp": "node", "tp": "cluster"}},
-         "gb200", None),
-        ({"tp": 4, "order": "dp-tp-pp", "within": {"tp": "node"}}, "h100",
-         "within.tp='node': ranks 0, 36, 72, 108, a group of tp, lie on 4 nodes of 8 devices; 4 "
-         "ranks fit a node of 8 devices: put tp earlier in order"),
-        ({"tp": 8, "within": {"tp": "rack"}}, "h100",
-         "within.tp='rack': level 'rack': cluster 'h100' has node, cluster"),
-    ],
-)  # fmt: skip
-def test_planning_checks_them_on_a_cluster(
-    given: dict[str, Any], cluster: str, said: str | None
-) -> None:
-    spec = GridSpec.build(**given).resolve(144)
-    if said is None:
-        check_within(spec, CLUSTERS[cluster])
-        return
-    with pytest.raises(SpecError) as raised:
-        check_within(spec, CLUSTERS[cluster])
-    assert str(raised.value) == said
-
-
-def test_every_group_of_a_name_is_looked_at() -> None:
-    """Of 3 on nodes of 8 the first two groups fit, the third does not."""
-    spec = GridSpec.build(tp=3, within={"tp": "node"}).resolve(24)
-    with pytest.raises(SpecError, match=r"ranks 6-8, a group of tp, .* tp=2 or 4 does"):
-        check_within(spec, nodes_of(8))
-
-
-# -- against hosts ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("hosts", "order"),
-    [
-        ("aaabbb", []), ("ababab", [0, 2, 4, 1, 3, 5]), ("babbaa", [0, 2, 3, 1, 4, 5]),
-        ("abcabc", [0, 3, 1, 4, 2, 5]), ("aaaaaa", []),
-    ],
-)  # fmt: skip
-def test_ranks_of_a_host_come_together_in_their_order(hosts: str, order: list[int]) -> None:
-    named = dict(enumerate(hosts))
-    assert order_by_host(range(6), named) == (order or list(range(6)))
-    spec = GridSpec.build(tp=2, place="by_host").resolve(6)
-    found = conclude(spec, named)
-    assert found["refused"] == ""
-    assert (unpack_order(found["order"]) if order else []) == order
-    assert ("have another place" in found["said"]) == bool(order)
-
-
-@pytest.mark.parametrize(
-    ("given", "hosts", "said"),
-    [
-        ({"tp": 8}, "aaaabbbb", "no host has more than 4 of the grid's ranks, and tp 8"),
-        ({"tp": 2}, "abababab", "place='by_host' would order the ranks by host"),
-        ({"tp": 2}, "abbbbbbb", "put tp earlier in order, or take equally many ranks of each host"),
-        ({"tp": 2, "place": "by_host"}, "abbbbbbb", "ranks 0, 1, a group of tp, run on hosts a"),
-        ({"tp": 2, "within": {"tp": "rack"}}, "abababab", "initialize knows hosts, not which rack"),
-        ({"tp": 2, "place": "by_host"}, "abababab", ""),
-        ({"tp": 2, "within": {"tp": "rack"}}, "aaaabbbb", ""),  # a host is in one rack
-        ({"tp": 8}, "abcdefgh", "hosts a (rank 0), b (rank 1), c (rank 2), d (rank 3) and 4 more"),
-    ],
-)  # fmt: skip
-def test_a_refusal_names_group_hosts_and_fix(given: dict[str, Any], hosts: str, said: str) -> None:
-    spec = GridSpec.build(**{"within": {"tp": "node"}, **given}).resolve(8)
-    refused = conclude(spec, dict(enumerate(hosts)))["refused"]
-    assert said in refused
-    assert bool(said) == bool(refused)
-    assert refused.startswith("within.tp=") or not refused
-
-
-def test_the_order_of_16384_ranks_is_a_short_text() -> None:
-    """All of them read it: dealt out to 2,048 hosts one by one, and in any order at all."""
-    dealt = {rank: f"host-{rank % 2048}" for rank in range(16384)}
-    found = conclude(GridSpec.build(place="by_host").resolve(16384), dealt)
-    assert unpack_order(found["order"]) == sorted(range(16384), key=lambda rank: rank % 2048)
-    assert len(found["order"]) < 200
-    assert len(found["said"]) < 250
-    for seed in range(20):
-        order = random.Random(seed).sample(range(seed * 7 + 1), seed * 7 + 1)
-        assert unpack_order(pack_order(order)) == order
-
-
-def kept_and_broken() -> None:
-    live_on(IN_ORDER)
-    commgrid.initialize(**CUT)
-    commgrid.destroy()
-    dist.barrier()
-    before = world_store().num_keys()
-    dist.barrier()
-    grid = commgrid.initialize(**CUT, within={"tp": "node"})
-    assert grid.get_ranks("tp") in ((0, 1, 2, 3), (4, 5, 6, 7))
-    grid.check()
-    commgrid.destroy()
-    live_on(SCATTERED)
-    told = (
-        r"^grid 'default': within\.tp='node': ranks 0-3, a group of tp, run on hosts "
-        r"host-a \(ranks 0, 2\), host-b \(ranks 1, 3\); place='by_host' would order"
+def on(*sizes: int | None) -> Cluster:
+    """A cluster with units of these sizes."""
+    levels = tuple(
+        replace(H100.levels[0], name=f"level {place}", size=size, bandwidth=4e11 / 8**place)
+        for place, size in enumerate(sizes)
     )
-    with pytest.raises(SpecError, match=told):
-        commgrid.initialize(**CUT, within={"tp": "node"}, startup_timeout=60)
-    assert group_count() == 1
-    rows = {"pair": {"of": "tp", "pick": ["first", "last"], "within": "node"}}
-    with pytest.raises(SpecError, match=r"within\.pair='node': ranks 0, 3, a group of pair"):
-        commgrid.initialize(**CUT, groups=rows, startup_timeout=60)
-    dist.barrier()
-    commgrid.initialize(**CUT)  # what the failures have left goes with the next good start
-    commgrid.destroy()
-    dist.barrier()
-    assert world_store().num_keys() == before
-    dist.barrier()
+    return replace(H100, levels=levels)
 
 
-def test_within_is_kept_or_refused_on_every_rank() -> None:
-    # The ranks set variables of the environment.
-    run_on_ranks(kept_and_broken, 8, check=False)
+def random_choice(draw: random.Random, world: int = 0) -> tuple[Choice, str]:
+    """A choice that its model can run."""
+    while True:
+        name = draw.choice(list(MODELS))
+        pick = draw.choice
+        experts = MODELS[name].experts
+        choice = Choice(
+            tp=pick([1, 2, 4, 8, 16]), cp=pick([1, 1, 2, 4]), pp=pick([1, 2, 4, 8]),
+            dp=pick([1, 2, 4, 8, 16]), ep=pick([1, 2, 4, 8]) if experts else 1,
+            etp=pick([None, 1, 2]) if experts else None, order=pick(ORDERS),
+            microbatch=pick([1, 2, 4]), chunks=pick([1, 1, 2]), recompute=pick(RECOMPUTE),
+            sequence_parallel=pick([True, False]), shard=pick(SHARD), overlap=pick([True, False]),
+        )  # fmt: skip
+        if choice.refusal(MODELS[name]) is None and world in (0, choice.world_size):
+            return choice, name
 
 
-def losses_of(grid: commgrid.HyperCommGrid | None) -> list[float]:
-    """Of a few steps of a small model; cut over a grid, or whole in this process."""
-    torch.manual_seed(5)
-    up, down = (nn.Linear(*shape, bias=False).double() for shape in ((6, 16), (16, 6)))
-    layers: tuple[nn.Module, nn.Module] = (up, down)
-    inputs, targets = torch.randn(2, 8, 6, dtype=torch.float64)
-    if grid is not None:
-        layers = (
-            ColumnParallelLinear(6, 16, bias=False, dtype=torch.float64, grid=grid),
-            RowParallelLinear(16, 6, bias=False, dtype=torch.float64, grid=grid),
-        )
-        cut, size = grid.get_local_rank("tp"), grid.size("tp")
-        for layer, whole, dim in zip(layers, (up, down), (0, 1), strict=True):
-            with torch.no_grad():
-                layer.get_parameter("weight").copy_(whole.weight.chunk(size, dim)[cut])
-        part, parts = grid.get_local_rank("dp"), grid.size("dp")
-        inputs, targets = inputs.chunk(parts)[part], targets.chunk(parts)[part]
-    model = nn.Sequential(layers[0], nn.GELU(), layers[1])
-    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
-    found = []
-    for _ in range(4):
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        mean = loss.detach().clone()
-        if grid is not None:
-            for tensor in (mean, *(p.grad for p in model.parameters())):
-                assert tensor is not None
-                dist.all_reduce(tensor, group=grid.get_group("dp"))
-                tensor /= grid.size("dp")
-        optimizer.step()
-        found.append(mean.item())
-    return found
+def counted(cluster: Cluster, groups: list[list[int]]) -> tuple[int, ...]:
+    """The spread of the worst group, rank by rank."""
+    return max((cluster.spread(ranks) for ranks in groups), key=lambda spread: spread[::-1])
 
 
-def placed() -> list[str]:
-    live_on(SCATTERED)
-    said: list[str] = []
-    logger = logging.getLogger("commgrid")
-    logger.addFilter(lambda record: said.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
-    expected = losses_of(None)
-    as_listed = losses_of(commgrid.initialize(**CUT, name="listed"))
-    assert not said
-    grid = commgrid.initialize(**CUT, within={"tp": "node"}, place="by_host", name="placed")
-    assert grid.get_all_ranks("tp") == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert grid.get_ranks("dp") in ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert grid.spec.place == "by_rank"
-    assert list(grid.spec.grid_ranks) == [0, 2, 4, 6, 1, 3, 5, 7]
-    by_host = losses_of(grid)
-    # Sums in another order differ by some ulps, which four steps do not amplify.
-    assert as_listed == pytest.approx(expected, rel=1e-12)
-    assert by_host == pytest.approx(expected, rel=1e-12)
-    assert expected[-1] < expected[0]
-    live_on(IN_ORDER)
-    commgrid.initialize(**CUT, place="by_host", name="nothing to do")
-    return said
+@pytest.mark.parametrize("seed", range(4))
+def test_every_group_lies_as_counted(seed: int) -> None:
+    """Closed form against all groups of a spec, on units that sizes do and do not fill."""
+    draw = random.Random(seed)
+    for _ in range(60):
+        axes = {axis: draw.choice([1, 2, 3, 4, 6]) for axis in ("tp", "cp", "dp", "pp")}
+        order = draw.sample(list(axes), 4)
+        world = math.prod(axes.values())
+        node = draw.choice([n for n in (1, 2, 3, 4, 6, 8, 12) if world % n == 0 or n >= world])
+        cluster = on(node, draw.choice([2, 3, 9]), None)
+        spec = GridSpec.build(**axes, order="-".join([*order, "ep"])).resolve(world)
+        layout = spec.layouts["dense"]
+        found = of_spec(spec, cluster)
+        for name, along in {
+            "tp": ["tp"],
+            "cp": ["cp"],
+            "pp": ["pp"],
+            "dp_cp": ["dp", "cp"],
+        }.items():
+            groups = [list(ranks) for ranks in layout.groups(*along)]
+            assert found.spreads[name] == counted(cluster, groups), (axes, order, node, name)
 
 
-def test_place_by_host_puts_groups_inside_hosts_with_the_same_curve() -> None:
-    # The ranks set variables of the environment.
-    said = run_on_ranks(placed, 8, check=False)
-    assert said == [
-        ["grid 'placed': place='by_host' has ordered the ranks by their 2 hosts: ranks 0, 2, 4, "
-         "6, 1, 3, 5, 7; 6 of 8 have another place"],
-        *([] for _ in range(7)),
-    ]  # fmt: skip
+def test_every_start_of_a_group_counts() -> None:
+    """Nodes of 400: of tp 6 ranks 0 to 5 share one, and 396 to 401 do not."""
+    assert spread_of(on(400, None), ((6, 1),), 2400) == (4, 2)
+    assert spread_of(on(400, None), ((6, 1),), 396) == (6, 1)
 
 
-def by_name() -> None:
-    os.environ.pop("COMMGRID_HOST", None)
-    grid = commgrid.initialize(config={"axes": {"tp": 2}, "within": {"tp": "node"}})
-    assert grid.get_ranks("tp") == (0, 1)
-    commgrid.destroy()
-    os.environ["COMMGRID_HOST"] = f"another-{dist.get_rank()}" if dist.get_rank() else ""
-    with pytest.raises(SpecError, match=rf"hosts {socket.gethostname()} \(rank 0\), another-1"):
-        commgrid.initialize(config={"axes": {"tp": 2}, "within": {"tp": "node"}})
+def test_order_and_ranks_change_the_step() -> None:
+    model, plain = MODELS["llama3-8b"], GridSpec.build(tp=8, dp=8).resolve(64)
+    choice = Choice(tp=8, dp=8, microbatch=8)
+
+    def seconds(spec: GridSpec) -> float:
+        return step_cost(model, choice, H100, placement=of_spec(spec, H100)).seconds
+
+    inside = seconds(plain)
+    assert inside == step_cost(model, choice, H100).seconds
+    across = seconds(GridSpec.build(tp=8, dp=8, order="dp-tp-cp-ep-pp").resolve(64))
+    ranks = [node * 8 + place for place in range(8) for node in range(8)]
+    assert seconds(replace(plain, ranks=tuple(ranks))) == across
+    expected = collective_time("all_gather", 1e9, (1, 8), H100) / collective_time(
+        "all_gather", 1e9, (8, 1), H100
+    )
+    tp = [
+        sum(t.seconds for t in step_cost(model, choice, H100, placement=p).terms if t.part == "tp")
+        for p in (Placement({**of_choice(choice, H100).spreads, "tp": (1, 8)}, (8, 64)), None)
+    ]
+    assert across > 3 * inside
+    assert tp[0] / tp[1] == pytest.approx(expected, rel=0.01)  # latencies are the rest
 
 
-def test_without_the_variable_the_host_has_its_own_name() -> None:
-    # The ranks set variables of the environment.
-    run_on_ranks(by_name, 2, check=False)
+def test_nodes_can_be_exchanged() -> None:
+    """Which number a node has changes nothing: of ranks, traffic and time."""
+    draw, model, choice = random.Random(1), MODELS["llama3-8b"], Choice(tp=4, pp=2, dp=8)
+    spec = GridSpec.build(tp=4, pp=2, dp=8).resolve(64)
+    expected = step_cost(model, choice, H100, placement=of_spec(spec, H100))
+    for _ in range(5):
+        nodes = draw.sample(range(8), 8)
+        moved = replace(spec, ranks=tuple(8 * node + place for node in nodes for place in range(8)))
+        cost = step_cost(model, choice, H100, placement=of_spec(moved, H100))
+        assert cost.seconds == expected.seconds
+        assert traffic(cost) == traffic(expected)
 
 
-def one_has_no_name() -> None:
-    def nameless() -> str:
-        raise OSError("the name of this host cannot be found")
-
-    os.environ.pop("COMMGRID_HOST", None)
-    if dist.get_rank() == 1:
-        socket.gethostname = nameless
-        with pytest.raises(OSError, match="cannot be found"):
-            commgrid.initialize(tp=2, within={"tp": "node"}, startup_timeout=60)
-    else:
-        with pytest.raises(PeerFailedError, match=r"rank 1 failed: OSError: the name of this host"):
-            commgrid.initialize(tp=2, within={"tp": "node"}, startup_timeout=60)
+def test_ranks_of_a_node_that_the_grid_has_not_send_nothing() -> None:
+    spec = GridSpec.build(tp=8, ranks="0-56/8").resolve()
+    cost = step_cost(
+        MODELS["llama3-8b"], Choice(tp=8, microbatch=8), H100, placement=of_spec(spec, H100)
+    )
+    (tp,) = [each for each in traffic(cost) if each.name == "tp"]
+    assert tp.link == tp.sent  # one group alone, which has one rank on each node
 
 
-def test_a_rank_that_cannot_say_its_host_is_named_by_the_others() -> None:
-    run_on_ranks(one_has_no_name, 4)
+def products(cost: StepCost) -> float:
+    """The sum of what `--why` multiplies."""
+    total = 0.0
+    for each in why(cost):
+        found = re.search(r": ([\d,.e+]+) · ([\d.e+-]+) ms", each.formula)
+        if found is not None:
+            total += float(found[1].replace(",", "")) * float(found[2]) / 1e3
+    return total
 
 
-def without() -> int:
-    """How often a plain start asks for this host's name."""
-    asked: list[str] = []
-    real = socket.gethostname
-    socket.gethostname = lambda: asked.append("host") or real()  # type: ignore[func-returns-value]
-    commgrid.initialize(tp=2)
-    return len(asked)
+@pytest.mark.parametrize("seed", range(4))
+def test_time_traffic_and_reasons_are_of_the_same_terms(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(500):
+        choice, name = random_choice(draw)
+        cluster = draw.choice([*CLUSTERS.values(), on(6, 7, None), on(400, None)])
+        cost = step_cost(MODELS[name], choice, cluster)
+        assert sum(cost.parts[part] for part in PARTS) == cost.seconds
+        assert products(cost) == pytest.approx(cost.seconds, rel=2e-5)  # six digits are shown
+        sent: dict[str, float] = {}
+        for term in cost.terms:
+            if term.group:
+                factor = bus_factor(term.collective, term.ranks)
+                sent[term.group] = sent.get(term.group, 0) + term.sends * term.bytes * factor
+        assert {t.name: t.sent for t in traffic(cost)} == {k: v for k, v in sent.items() if v}
 
 
-def test_a_grid_without_constraints_asks_nobody_where_it_runs() -> None:
-    assert run_on_ranks(without, 2) == [0, 0]
+@pytest.mark.parametrize("seed", range(2))
+def test_tp_out_of_a_node_is_never_faster(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(200):
+        choice, name = random_choice(draw)
+        inside = of_choice(choice, H100)
+        count, nodes = inside.spreads["tp"]
+        apart = replace(inside, spreads={**inside.spreads, "tp": (1, count * nodes)})
+        times = [
+            step_cost(MODELS[name], choice, H100, placement=each).seconds
+            for each in (inside, apart)
+        ]
+        assert times[1] >= times[0] * (1 - 1e-12)  # the last digit, of sums in another order
+
+
+def test_experts_links_carry_what_the_time_says() -> None:
+    """Each rank of a node sends a token's copies to the other nodes itself."""
+    model, choice = MODELS["qwen3-235b-a22b"], Choice(tp=4, pp=8, dp=32, ep=32, etp=1)
+    assert choice.refusal(model) is None
+    cost = step_cost(model, choice, H100)
+    assert cost.placement.spreads["ep"] == (8, 4)
+    across = [each for each in cost.terms if each.group == "ep" and each.spread == (1, 4)]
+    (ep,) = [each for each in traffic(cost) if each.name == "ep"]
+    assert ep.link == 8 * sum(each.sent for each in across)
+    bandwidth = H100.levels[1].bandwidth * CALIBRATION.network
+    least = sum(each.seconds for each in across) - sum(each.times for each in across) * 1e-4
+    assert ep.link / (8 * bandwidth) >= 0.8 * least
+
+
+def test_measured_collectives_are_not_discounted() -> None:
+    fit = Fit("all_reduce", "node", "ring", latency=1e-5, bandwidth=3e11)
+    measured = replace(H100, fits=(fit,))
+    for size in (1e6, 1e9):
+        direct = collective_time("all_reduce", size, (8, 1), measured)
+        assert Machine(measured, CALIBRATION).collective("all_reduce", size, (8, 1)) == direct
+        stated = collective_time("all_reduce", size, (8, 1), H100)
+        assert Machine(H100, CALIBRATION).collective("all_reduce", size, (8, 1)) > stated

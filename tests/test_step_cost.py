@@ -13,8 +13,8 @@ from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.layer_cost import Machine, layer_cost
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import MODELS
+from commgrid.planning.placement import of_choice
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.spreads import groups
 from commgrid.planning.step_cost import PARTS, step_cost
 from commgrid.planning.step_memory import MEMORY_PARTS, layer_activations, memory_of
 from commgrid.planning.step_why import why
@@ -80,11 +80,13 @@ def test_bubble_and_live_microbatches_are_the_simulators(pp: int, chunks: int, c
     choice = Choice(pp=pp, chunks=chunks)
     cost = step_cost(model, choice, H100)
     machine = Machine(H100, CALIBRATION)
-    layer = layer_cost(model, choice, machine, groups(choice, H100))
-    forward, backward = 2 * layer.forward.total, 2 * layer.backward.total
+    layer = layer_cost(model, choice, machine, of_choice(choice, H100).spreads)
+    forward, backward = 2 * layer.forward_total, 2 * layer.backward_total
     schedule = one_f_one_b(pp, count) if chunks == 1 else interleaved(pp, count, num_chunks=chunks)
     ran = simulate(schedule, Times(forward, backward / 2, backward / 2))
-    assert cost.compute + cost.bubble == pytest.approx(ran.makespan, rel=2e-3)  # 8 words of output
+    assert cost.parts["compute"] + cost.parts["bubble"] == pytest.approx(
+        ran.makespan, rel=2e-3
+    )  # 8 words of output
     assert choice.in_flight(model) * chunks == pytest.approx(max(ran.peak_live), abs=chunks)
 
 
@@ -97,7 +99,7 @@ def test_the_fullest_stage_sets_the_pace() -> None:
     even = step_cost(model, Choice(tp=8, pp=14, dp=8), H100)
     assert even.choice.stage_layers(model) == (9, 9, 9)
     heavy = replace(model, vocabulary=8 * model.vocabulary)
-    assert step_cost(heavy, even.choice, H100).compute > 1.2 * even.compute
+    assert step_cost(heavy, even.choice, H100).parts["compute"] > 1.2 * even.parts["compute"]
 
 
 @pytest.mark.full
@@ -112,7 +114,7 @@ def test_groups_lie_as_a_real_grids_do() -> None:
                 .resolve(choice.world_size)
                 .layout("dense")
             )
-            found = groups(choice, cluster)
+            found = of_choice(choice, cluster).spreads
             for name in ("tp", "cp", "pp", "dp_cp"):
                 every = [cluster.spread(ranks) for ranks in layout.groups(*name.split("_"))]
                 worst = max(every, key=lambda spread: spread[::-1])
@@ -125,7 +127,7 @@ def test_expert_groups_lie_as_a_real_grids_do() -> None:
             continue
         choice = Choice(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
         spec = GridSpec.build(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp).resolve(choice.world_size)
-        found = groups(choice, H100)
+        found = of_choice(choice, H100).spreads
         for name, axis in (("ep", "ep"), ("etp", "etp"), ("edp", "edp")):
             ranks = spec.layout("expert").group(0, axis)
             assert found[name] == H100.spread(ranks), (choice, name)
@@ -145,10 +147,10 @@ def test_less_is_never_slower() -> None:
     assert step_cost(model, choice, H100, slow).seconds > base
     links = replace(H100, levels=tuple(replace(e, bandwidth=e.bandwidth / 4) for e in H100.levels))
     slower = step_cost(model, choice, links)
-    assert slower.tp > 3 * none.tp
+    assert slower.parts["tp"] > 3 * none.parts["tp"]
     assert slower.seconds > base
     plain = step_cost(model, replace(choice, overlap=False), H100)
-    assert plain.dp > none.dp
+    assert plain.parts["dp"] > none.parts["dp"]
 
 
 def test_a_measured_cluster_is_taken_as_it_is() -> None:
@@ -158,17 +160,19 @@ def test_a_measured_cluster_is_taken_as_it_is() -> None:
     measured = step_cost(model, choice, own)
     links = {each.value for each in why(measured) if each.name == "share of links"}
     assert links == {"1"}
-    assert measured.tp == pytest.approx(0.8 * told.tp, rel=0.05)
+    assert measured.parts["tp"] == pytest.approx(0.8 * told.parts["tp"], rel=0.05)
 
 
 def test_every_number_says_where_it_is_from() -> None:
     model = replace(MODELS["mixtral-8x22b"], batch=64)
     cost = step_cost(model, Choice(tp=2, cp=2, pp=4, dp=4, ep=8, etp=1), H100)
     found = {each.name: each for each in why(cost)}
+    shown = [(each.name, float(each.value.removesuffix(" s"))) for each in why(cost)
+             if each.value.endswith(" s")]  # fmt: skip
     times = ("kernels", "bubble", "tp", "cp", "ep", "sends", "dp", "optimizer")
     for part, name in zip(PARTS, times, strict=True):
-        seconds = float(found[name].value.removesuffix(" s"))
-        assert seconds == pytest.approx(cost.parts[part], abs=5.1e-3), name
+        seconds = sum(value for each, value in shown if each == name)
+        assert seconds == pytest.approx(cost.parts[part], abs=1.6e-2), name
         assert found[name].formula
         assert found[name].source
     for part, name in zip(MEMORY_PARTS, (

@@ -12,7 +12,7 @@ from commgrid.planning.cluster import CLUSTERS, Cluster
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import MODELS
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.step_cost import StepCost, step_cost
+from commgrid.planning.step_cost import StepCost, Term, step_cost
 from commgrid.planning.tune import FAR, Pins, describe, tune
 from commgrid.planning.tune_words import limits, why_worse
 
@@ -125,7 +125,7 @@ def test_why_the_next_is_worse_is_told_by_its_parts() -> None:
     assert told is not None
     assert told[3] == "tp 32 leaves the node: 50 GB/s"
     assert float(told[1]) == pytest.approx(100 * (wide.seconds / best.seconds - 1), abs=0.06)
-    assert float(told[2]) == pytest.approx(100 * (wide.tp - best.tp) / best.seconds, abs=0.06)
+    assert float(told[2]) == pytest.approx(100 * (wide.parts["tp"] - best.parts["tp"]) / best.seconds, abs=0.06)
     assert limits(best).startswith("tp's collectives")
     assert FAR > 1
 
@@ -135,7 +135,7 @@ def test_why_names_the_axes_that_share_gradients() -> None:
     model = replace(MODELS["llama3-8b"], batch=7)
     costs = tune(model, 64, H100).best
     wide = next(cost for cost in costs if (cost.choice.dp, cost.choice.cp) == (1, 8))
-    told = why_worse(replace(wide, dp=wide.dp + 1), costs[0])
+    told = why_worse(replace(wide, terms=(*wide.terms, Term("dp", "a second more", 1, 1.0))), costs[0])
     assert "gradients and weights of dp +" in told
     assert told.endswith("(cp 8 leaves the node: 50 GB/s)")
 

@@ -16,6 +16,7 @@ from commgrid.planning.choice import ORDERS, RECOMPUTE, SHARD, Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import find_model
+from commgrid.planning.placement import of_spec
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.step_cost import StepCost
 from commgrid.planning.step_memory import MEMORY_PARTS
@@ -160,8 +161,9 @@ def given_step(
     shard = shard or ("weights" if spec.shape.get("dp_shard", 1) > 1 else pins.base.shard)
     pins = replace(pins, base=replace(pins.base, shard=shard), **_sizes(spec, model))
     world_size = len(spec.grid_ranks)
+    placement = of_spec(spec, cluster)
     try:
-        return tune(model, world_size, cluster, pins).best[0]
+        return tune(model, world_size, cluster, pins, placement=placement).best[0]
     except SpecError as error:
         if "no grid fits" not in str(error):
             raise
@@ -169,7 +171,7 @@ def given_step(
         pins, max_memory=math.inf, recompute=pins.recompute or RECOMPUTE[-1],
         microbatch=pins.microbatch or 1, chunks=pins.chunks or 1,
     )  # fmt: skip
-    return tune(model, world_size, cluster, least).best[0]
+    return tune(model, world_size, cluster, least, placement=placement).best[0]
 
 
 def _sizes(spec: GridSpec, model: Model) -> dict[str, Any]:

@@ -104,6 +104,28 @@ def find_crossings(
     return found
 
 
+def worst_spread(
+    layout: RankLayout, axes: Sequence[str], cluster: Cluster, spec: GridSpec, hosts: Hosts | None
+) -> tuple[int, ...]:
+    """The spread of the group along axes that crosses most, of all ranks one by one."""
+    units = _Units(cluster, spec, hosts)
+    return units.crossing(GroupDef("", "", tuple(axes)), layout).spread
+
+
+def held(spec: GridSpec, cluster: Cluster, hosts: Hosts | None) -> tuple[int, ...]:
+    """For each level, the most of a spec's ranks that a unit has."""
+    units = _Units(cluster, spec, hosts)
+    counts, found = Counter(units.node.values()), []
+    for level in range(len(cluster.levels)):
+        found.append(max(counts.values()))
+        if level + 1 < len(cluster.levels):
+            above: Counter[int] = Counter()
+            for unit, count in counts.items():
+                above[units.above([unit], level + 1)[0]] += count
+            counts = above
+    return tuple(found)
+
+
 class _Units:
     """The unit of every level that each rank is in, looked up once."""
 

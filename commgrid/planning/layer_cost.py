@@ -3,40 +3,68 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from commgrid.planning.calibration import Calibration
 from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.cost import collective_time
 from commgrid.planning.model import Model
-from commgrid.planning.spreads import Spread
+from commgrid.planning.placement import Spread
 
 LINEAR_BYTES = 2
 """Of a number in 16 bits, as activations and weights are sent."""
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of forward and backward, what is computed again included in the backward."""
+class Message:
+    """A collective of a layer.
 
-    compute: float
-    tp: float
-    cp: float
-    ep: float
+    Args:
+        part: of the step, such as `tp`.
+        group: whose, by name.
+        collective, bytes: as `cost.collective_time` takes them.
+        ranks: that take part.
+        spread: of the group over the cluster's levels.
+        times: how often in forward and backward of one microbatch.
+        forward, backward: seconds of all of them that nothing hides.
+    """
 
-    @property
-    def total(self) -> float:
-        return self.compute + self.tp + self.cp + self.ep
+    part: str
+    group: str
+    collective: str
+    bytes: float
+    ranks: int
+    spread: Spread
+    times: float
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds of one layer and one microbatch."""
+    """One layer and one microbatch.
 
-    forward: Times
-    backward: Times
+    Args:
+        forward, backward: seconds of its kernels, what is computed again included in the backward.
+        messages: its collectives.
+    """
+
+    forward: float
+    backward: float
+    messages: tuple[Message, ...]
+
+    @cached_property
+    def forward_total(self) -> float:
+        """Seconds with communication."""
+        return self.forward + sum(each.forward for each in self.messages)
+
+    @cached_property
+    def backward_total(self) -> float:
+        """Seconds with communication."""
+        return self.backward + sum(each.backward for each in self.messages)
 
 
 @dataclass(frozen=True)
@@ -52,6 +80,14 @@ class Machine:
     def links(self) -> float:
         """Share of a link's bandwidth that is reached: all of what was measured."""
         return self.calibration.network if "datasheet" in self.cluster.source else 1.0
+
+    @cached_property
+    def reached(self) -> Cluster:
+        """The cluster with the bandwidth that is reached; fits are measured, and stay."""
+        levels = (
+            replace(level, bandwidth=level.bandwidth * self.links) for level in self.cluster.levels
+        )
+        return replace(self.cluster, levels=tuple(levels))
 
     def gemm(self, m: float, n: float, k: float) -> float:
         """Forward seconds of the product of (m, k) and (k, n) in 16 bits."""
@@ -79,18 +115,18 @@ class Machine:
         """Seconds of a collective at the share of its links that is reached."""
         known = self.times.get((name, size, spread))
         if known is None:
-            known = collective_time(name, size / self.links, spread, self.cluster)
+            known = collective_time(name, size, spread, self.reached)
             self.times[name, size, spread] = known
         return known
 
 
 def layer_cost(
-    model: Model, choice: Choice, machine: Machine, spreads: dict[str, Spread]
+    model: Model, choice: Choice, machine: Machine, spreads: Mapping[str, Spread]
 ) -> LayerCost:
     """One layer and one microbatch of it on one rank.
 
     Args:
-        spreads: of the groups, by name, from `spreads.groups`.
+        spreads: of the groups, by name, from `placement.of_choice`.
     """
     # Grids that differ in pp and dp alone have the same layers, and a search goes through many.
     key = (
@@ -105,7 +141,7 @@ def layer_cost(
 
 
 def _layer_cost(
-    model: Model, choice: Choice, machine: Machine, spreads: dict[str, Spread]
+    model: Model, choice: Choice, machine: Machine, spreads: Mapping[str, Spread]
 ) -> LayerCost:
     tokens = choice.microbatch * model.sequence / choice.cp
     products = _products(model, choice, tokens)
@@ -117,18 +153,17 @@ def _layer_cost(
     light, lighter = _elementwise(model, choice, tokens)
     forward += attention + machine.bytes(light)
     backward += attention_back + 2 * machine.bytes(light)
-    tp = _tp(model, choice, machine, tokens, spreads)
-    ep = _ep(model, choice, machine, tokens, spreads)
-    cp, cp_back = _cp(model, choice, machine, tokens, spreads, attention, attention_back)
     again, times = 0.0, 1
     if choice.recompute == "full":
         again, times = forward, 2
     elif choice.recompute == "selective":
         again = attention if model.attention == "plain" else machine.bytes(lighter)
-    return LayerCost(
-        Times(forward, tp, cp, ep),
-        Times(backward + again, times * tp, cp_back + (times - 1) * cp, times * ep),
+    messages = (
+        *_tp(model, choice, machine, tokens, spreads, times),
+        *_ep(model, choice, machine, tokens, spreads, times),
+        *_cp(model, choice, machine, tokens, spreads, times, attention, attention_back),
     )
+    return LayerCost(forward, backward + again, messages)
 
 
 def _products(
@@ -196,50 +231,67 @@ def _elementwise(model: Model, choice: Choice, tokens: float) -> tuple[float, fl
 
 
 def _tp(
-    model: Model, choice: Choice, machine: Machine, tokens: float, spreads: dict[str, Spread]
-) -> float:
-    """Of tp's layers, forward or backward: an all-reduce after attention and after the MLP, or with
-    sequence parallelism an all-gather before and a reduce-scatter after each (Korthikanti et al.
-    2022, section 4.2.2). Experts gather over their own group."""
-    if choice.tp == 1 and choice.expert_tp == 1:
-        return 0.0
-    size = tokens * model.hidden * 2
+    model: Model,
+    choice: Choice,
+    machine: Machine,
+    tokens: float,
+    spreads: Mapping[str, Spread],
+    backwards: int,
+) -> Iterator[Message]:
+    """Of tp's layers: an all-reduce after attention and after the MLP, or with sequence parallelism
+    an all-gather before and a reduce-scatter after each (Korthikanti et al. 2022, section 4.2.2).
+    Experts gather over their own group.
 
-    def around(size: float, spread: Spread) -> float:
-        if not choice.sequence_parallel:
-            return machine.collective("all_reduce", size, spread)
-        return machine.collective("all_gather", size, spread) + machine.collective(
-            "reduce_scatter", size, spread
-        )
-
-    found = around(size, spreads["tp"])
-    if not model.experts or model.shared_ffn:
-        found += around(size, spreads["tp"])
-    if model.experts and choice.expert_tp > 1:
-        found += around(
-            size / choice.split * model.top_k * choice.expert_tp, spreads.get("etp", spreads["tp"])
-        )
-    return found
+    Args:
+        backwards: as often in the backward as in the forward, or twice if all is computed again.
+    """
+    around = ("all_gather", "reduce_scatter") if choice.sequence_parallel else ("all_reduce",)
+    size = tokens * model.hidden * LINEAR_BYTES
+    wide = size / choice.split * model.top_k * choice.expert_tp if model.experts else 0.0
+    pairs = 2 if not model.experts or model.shared_ffn else 1
+    for group, ranks, count, each in (
+        ("tp", choice.tp, pairs, size),
+        ("etp", choice.expert_tp if model.experts else 1, 1, wide),
+    ):
+        for collective in around if ranks > 1 else ():
+            spread = spreads.get(group, spreads["tp"])
+            seconds = count * machine.collective(collective, each, spread)
+            yield Message(
+                "tp", group, collective, each, ranks, spread, count * (1 + backwards), seconds,
+                backwards * seconds,
+            )  # fmt: skip
 
 
 def _ep(
-    model: Model, choice: Choice, machine: Machine, tokens: float, spreads: dict[str, Spread]
-) -> float:
-    """Of experts, forward or backward: an all-to-all to them and one back.
+    model: Model,
+    choice: Choice,
+    machine: Machine,
+    tokens: float,
+    spreads: Mapping[str, Spread],
+    backwards: int,
+) -> Iterator[Message]:
+    """Of experts: an all-to-all to them and one back.
 
     A token goes to a node once, however many of its experts are there, and inside to each of them,
     as DeepEP does it: of k choices among u nodes u · (1 - (1 - 1/u)^k) differ.
     """
     if choice.ep == 1:
-        return 0.0
-    size = tokens / choice.split * model.hidden * 2
+        return
+    size = tokens / choice.split * model.hidden * LINEAR_BYTES
     inside, *above = spreads["ep"]
-    found = machine.collective("all_to_all", size * model.top_k, (inside, *[1] * len(above)))
     units = math.prod(above)
-    if units > 1:
-        copies = units * (1 - (1 - 1 / units) ** model.top_k)
-        found += machine.collective("all_to_all", size * copies, (1, *above))
-    return 2 * found
+    copies = units * (1 - (1 - 1 / units) ** model.top_k)
+    for spread, each in (
+        ((inside, *[1] * len(above)), size * model.top_k),
+        ((1, *above), size * copies),
+    ):
+        ranks = math.prod(spread)
+        if ranks > 1:
+            seconds = 2 * machine.collective("all_to_all", each, spread)
+            yield Message(
+                "ep", "ep", "all_to_all", each, ranks, spread, 2 * (1 + backwards), seconds,
+                backwards * seconds,
+            )  # fmt: skip
 
 
 def _cp(
@@ -247,14 +299,19 @@ def _cp(
     choice: Choice,
     machine: Machine,
     tokens: float,
-    spreads: dict[str, Spread],
+    spreads: Mapping[str, Spread],
+    backwards: int,
     attention: float,
     attention_back: float,
-) -> tuple[float, float]:
-    """Of a ring of keys and values, forward and backward: what attention on them does not hide
-    (Liu et al. 2023, arXiv 2310.01889). Backward their gradients go round as well."""
+) -> Iterator[Message]:
+    """Of a ring of keys and values: what attention on them does not hide (Liu et al. 2023, arXiv
+    2310.01889). Backward their gradients go round as well."""
     if choice.cp == 1:
-        return 0.0, 0.0
+        return
     size = choice.cp * tokens * 4 * model.head * max(model.groups / choice.tp, 1)
     ring = machine.collective("all_gather", size, spreads["cp"])
-    return max(ring - attention, 0.0), max(2 * ring - attention_back, 0.0)
+    forward, back = max(ring - attention, 0.0), max(2 * ring - attention_back, 0.0)
+    yield Message(
+        "cp", "cp", "all_gather", size, choice.cp, spreads["cp"], 2 + backwards, forward,
+        back + (backwards - 1) * forward,
+    )  # fmt: skip

@@ -1,25 +1,69 @@
-"""The time of a training step, in parts, from formulas and a few calibrated numbers.
+"""A training step as a list of terms, from formulas and a few calibrated numbers.
 
     step = m · (forward + backward of the slowest stage) + (p - 1) / v · (forward + backward)
          + what of data-parallel communication nothing hides + the optimizer
 
 with m microbatches, p stages of v chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+Time, traffic and the reasons for both are sums and views of the same terms.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from commgrid.planning.calibration import CALIBRATION, Calibration
 from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import Cluster
-from commgrid.planning.layer_cost import LayerCost, Machine, layer_cost
+from commgrid.planning.cost import bus_factor
+from commgrid.planning.layer_cost import LINEAR_BYTES, LayerCost, Machine, Message, layer_cost
 from commgrid.planning.model import Model
-from commgrid.planning.spreads import Spread, groups
+from commgrid.planning.placement import Placement, Spread, of_choice
 from commgrid.planning.step_memory import Memory, memory_of, parameters_of_rank
 
 PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")
 """What a step's time is made of."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One thing that a rank of the slowest stage does in a step.
+
+    Args:
+        part: one of `PARTS`.
+        what: in words.
+        times: how often.
+        each: seconds of one that nothing hides.
+        group: that communicates, by name; "": none does.
+        collective, bytes: of one, as `cost.collective_time` takes them.
+        ranks: of the group.
+        spread: of the group over the cluster's levels.
+        sends: how many of them a rank sends.
+    """
+
+    part: str
+    what: str
+    times: float
+    each: float
+    group: str = ""
+    collective: str = ""
+    bytes: float = 0.0
+    ranks: int = 1
+    spread: Spread = ()
+    sends: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.times * self.each
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in the step."""
+        if not self.group:
+            return 0.0
+        return self.sends * self.bytes * bus_factor(self.collective, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -28,35 +72,30 @@ class StepCost:
 
     Args:
         model, choice, cluster: of what.
-        compute: seconds of the slowest stage's kernels.
-        bubble: seconds that it waits for the pipeline to fill and drain.
-        tp, cp, ep, pp, dp: seconds of communication that nothing hides.
-        optimizer: seconds of its update.
+        placement: of the grid's ranks on the cluster.
+        terms: what the slowest stage does.
         memory: of the rank that needs most.
     """
 
     model: Model
     choice: Choice
     cluster: Cluster
-    compute: float
-    bubble: float
-    tp: float
-    cp: float
-    ep: float
-    pp: float
-    dp: float
-    optimizer: float
+    placement: Placement
+    terms: tuple[Term, ...]
     memory: Memory
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Of the step."""
         return sum(self.parts.values())
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
-        return {part: getattr(self, part) for part in PARTS}
+        found = dict.fromkeys(PARTS, 0.0)
+        for term in self.terms:
+            found[term.part] += term.seconds
+        return found
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,44 +122,60 @@ def step_cost(
     *,
     machine: Machine | None = None,
     memory: Memory | None = None,
+    placement: Placement | None = None,
 ) -> StepCost:
     """Time and memory of a step.
 
     Args:
         machine: of cluster and calibration, kept by who reckons many steps; None: a new one.
         memory: where it is known.
+        placement: of a grid, from `placement.of_spec`; None: of ranks that are numbered as the
+            choice's order says.
     """
     machine = machine or Machine(cluster, calibration)
-    spreads = groups(choice, cluster)
-    layer = layer_cost(model, choice, machine, spreads)
+    placement = placement or of_choice(choice, cluster)
+    layer = layer_cost(model, choice, machine, placement.spreads)
+    terms = tuple(_terms(model, choice, machine, placement.spreads, layer))
+    return StepCost(model, choice, cluster, placement, terms, memory or memory_of(model, choice))
+
+
+def _terms(
+    model: Model,
+    choice: Choice,
+    machine: Machine,
+    spreads: Mapping[str, Spread],
+    layer: LayerCost,
+) -> Iterator[Term]:
     _, most, last = choice.stage_layers(model)
     output = output_time(model, choice, machine)
-    forward, backward = layer.forward, layer.backward
     count = choice.microbatches(model)
-    per_layer = forward.total + backward.total
+    per_layer = layer.forward_total + layer.backward_total
     # The slowest stage: the last has the output layer, others perhaps a layer more.
-    if choice.pp == 1 or last * per_layer + output >= most * per_layer:
-        layers, extra = last, output
-    else:
-        layers, extra = most, 0.0
-    stage = layers * per_layer + extra
-    mean = (model.layers * per_layer + output) / choice.pp
-    send = _send(model, choice, machine, spreads)
-    dp = _data_parallel(model, choice, machine, spreads, stage, layer)
-    return StepCost(
-        model,
-        choice,
-        cluster,
-        compute=count * (layers * (forward.compute + backward.compute) + extra),
-        bubble=(choice.pp - 1) / choice.chunks * mean,
-        tp=count * layers * (forward.tp + backward.tp),
-        cp=count * layers * (forward.cp + backward.cp),
-        ep=count * layers * (forward.ep + backward.ep),
-        pp=(count * choice.chunks + choice.pp - 1) * 2 * send,
-        dp=dp,
-        optimizer=_optimizer(model, choice, machine),
-        memory=memory or memory_of(model, choice),
-    )
+    is_last = choice.pp == 1 or last * per_layer + output >= most * per_layer
+    layers = last if is_last else most
+    all_layers = f"{count:,} microbatches · {layers} layers"
+    yield Term(
+        "compute", f"{all_layers}, forward and backward", count * layers,
+        layer.forward + layer.backward,
+    )  # fmt: skip
+    if is_last:
+        yield Term("compute", f"{count:,} microbatches · output layer and loss", count, output)
+    if choice.pp > 1:
+        mean = (model.layers * per_layer + output) / choice.pp
+        yield Term(
+            "bubble", f"({choice.pp} stages - 1) / {choice.chunks} chunks · a stage's mean",
+            (choice.pp - 1) / choice.chunks, mean,
+        )  # fmt: skip
+    for each in layer.messages:
+        # A stage with most layers sends most; the slowest one may have fewer.
+        yield Term(
+            each.part, all_layers, count * layers, each.forward + each.backward, each.group,
+            each.collective, each.bytes, each.ranks, each.spread, count * most * each.times,
+        )  # fmt: skip
+    if choice.pp > 1:
+        yield _send(model, choice, machine, spreads, count)
+    yield from _data_parallel(model, choice, machine, spreads, layer)
+    yield Term("optimizer", "one update", 1, _optimizer(model, choice, machine))
 
 
 def output_time(model: Model, choice: Choice, machine: Machine) -> float:
@@ -131,52 +186,92 @@ def output_time(model: Model, choice: Choice, machine: Machine) -> float:
     return products + machine.bytes(tokens * model.vocabulary / choice.tp * 16)
 
 
-def _send(model: Model, choice: Choice, machine: Machine, spreads: dict[str, Spread]) -> float:
-    """Of one activation to the next stage; with tp each rank sends its part (Narayanan et al.
-    2021, section 4.1)."""
-    if choice.pp == 1:
-        return 0.0
+def _send(
+    model: Model, choice: Choice, machine: Machine, spreads: Mapping[str, Spread], count: int
+) -> Term:
+    """Of activations to the next stage and gradients back; with tp each rank sends its part
+    (Narayanan et al. 2021, section 4.1)."""
     tokens = choice.microbatch * model.sequence / choice.cp
-    return machine.collective("send_recv", tokens * model.hidden * 2 / choice.tp, spreads["pp"])
+    size = tokens * model.hidden * LINEAR_BYTES / choice.tp
+    return Term(
+        "pp",
+        f"there and back, ({count:,} microbatches · {choice.chunks} chunks + {choice.pp} stages "
+        "- 1)",
+        2 * (count * choice.chunks + choice.pp - 1),
+        machine.collective("send_recv", size, spreads["pp"]),
+        "pp", "send_recv", size, choice.pp, spreads["pp"], 2 * count * choice.chunks,
+    )  # fmt: skip
 
 
 def _data_parallel(
     model: Model,
     choice: Choice,
     machine: Machine,
-    spreads: dict[str, Spread],
-    stage: float,
+    spreads: Mapping[str, Spread],
     layer: LayerCost,
-) -> float:
+) -> Iterator[Term]:
     """Of gradients and weights: what the backward of the last microbatch and the forward of the
-    first do not hide."""
+    first do not hide; with `shard="weights"`, of every microbatch."""
     most = choice.stage_layers(model).most
     experts, rest = parameters_of_rank(model, choice, most, 1 if choice.pp > 1 else 2 - model.tied)
-    total_out, total_in = 0.0, 0.0
-    for count, group in ((rest, "dp_cp"), (experts, "edp")):
+    out = "all_reduce" if choice.shard == "none" else "reduce_scatter"
+    found: list[tuple[Message, bool]] = []  # and whether it is of gradients
+    for group, ranks, count in (
+        ("dp_cp", choice.dp * choice.cp, rest), ("edp", choice.edp, experts),
+    ):  # fmt: skip
         spread = spreads.get(group, spreads["dp_cp"])
-        if choice.shard == "none":
-            total_out += machine.collective("all_reduce", count * choice.gradient_bytes, spread)
-            continue
-        total_out += machine.collective("reduce_scatter", count * choice.gradient_bytes, spread)
-        total_in += machine.collective("all_gather", count * 2, spread)
-    if (
-        choice.shard == "weights"
-    ):  # gathered for every forward and backward, behind the layer before
-        times = choice.microbatches(model)
-        forward, backward = most * layer.forward.total, most * layer.backward.total
-        if not choice.overlap:
-            return times * (2 * total_in + total_out)
-        return times * (
-            max(total_in - forward, total_in / most)
-            + max(total_in + total_out - backward, total_out / most)
-        )
+        if count and ranks > 1:
+            found.append((_whole(group, out, count * choice.gradient_bytes, ranks, spread), True))
+            if choice.shard != "none":
+                size = count * LINEAR_BYTES
+                found.append((_whole(group, "all_gather", size, ranks, spread), False))
+    seconds = [machine.collective(each.collective, each.bytes, each.spread) for each, _ in found]
+    total = {
+        is_out: sum(s for s, (_, kind) in zip(seconds, found, strict=True) if kind is is_out)
+        for is_out in (True, False)
+    }
+    forward, backward = most * layer.forward_total, most * layer.backward_total
+    times = choice.microbatches(model) if choice.shard == "weights" else 1
+    for (each, is_out), one in zip(found, seconds, strict=True):
+        share = one / total[is_out] if total[is_out] else 0.0
+        visible = _visible(choice, total, forward, backward, most, is_out)
+        # Gathered for the forward and again for the backward, where weights are shared out.
+        twice = choice.shard == "weights" and not is_out
+        what = "gradients" if is_out else "weights"
+        often = f"{times:,} microbatches · " if choice.shard == "weights" else ""
+        hidden = "what is not hidden of " if choice.overlap else ""
+        yield Term(
+            "dp", f"{often}{hidden}{what}", times, share * visible, each.group, each.collective,
+            each.bytes, each.ranks, each.spread, times * (1 + twice),
+        )  # fmt: skip
+
+
+def _whole(group: str, collective: str, size: float, ranks: int, spread: Spread) -> Message:
+    return Message("dp", group, collective, size, ranks, spread, 1, 0.0, 0.0)
+
+
+def _visible(
+    choice: Choice,
+    total: Mapping[bool, float],
+    forward: float,
+    backward: float,
+    most: int,
+    is_out: bool,
+) -> float:
+    """Seconds of all gradients' collectives, or of all weights', that computation does not hide."""
+    out, into = total[True], total[False]
+    if choice.shard != "weights":
+        behind = backward if is_out else forward
+        return total[is_out] if not choice.overlap else max(
+            total[is_out] - behind, total[is_out] / most
+        )  # fmt: skip
     if not choice.overlap:
-        return total_out + total_in
-    behind_out, behind_in = most * layer.backward.total, most * layer.forward.total
-    return max(total_out - behind_out, total_out / most) + max(
-        total_in - behind_in, total_in / most
-    )
+        return out if is_out else 2 * into
+    # Behind a backward go the gradients and the second gathering; what shows is of both.
+    shows = max(into + out - backward, out / most)
+    both = into + out
+    part = shows * total[is_out] / both if both else 0.0
+    return part if is_out else part + max(into - forward, into / most)
 
 
 def _optimizer(model: Model, choice: Choice, machine: Machine) -> float:

@@ -6,15 +6,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from commgrid.planning.calibration import CALIBRATION, NCCL_GB, SOURCES, Calibration
-from commgrid.planning.layer_cost import Machine, layer_cost
-from commgrid.planning.spreads import groups
-from commgrid.planning.step_cost import StepCost, output_time
+from commgrid.planning.layer_cost import Machine
+from commgrid.planning.step_cost import StepCost
 from commgrid.planning.step_memory import communicators_of, layer_activations, parameters_of_rank
 
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198"
 _ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
 _FORMS = "ring, tree and hierarchical forms of commgrid/planning/cost.py, which names their sources"
+_NAMES = {"compute": "kernels", "pp": "sends"} | {
+    part: part for part in ("bubble", "tp", "cp", "ep", "dp", "optimizer")
+}
+_SOURCES = {
+    "compute": "Williams et al. 2009 (roofline): a matrix product takes the root of the squares of "
+    "arithmetic and memory; the shares of the peak: see constants",
+    "bubble": f"{_NARAYANAN}, section 2.2; the pipeline simulator agrees",
+    "pp": f"{_NARAYANAN}, section 4.1; none is hidden",
+    "tp": f"{_KORTHIKANTI}, section 4.2.2; none is hidden",
+    "cp": "Liu et al. 2023, arXiv 2310.01889: what attention does not hide of a ring",
+    "ep": "DeepEP's dispatch: copies of a token in a node, and one for each further node; all "
+    "experts get as many tokens, none is hidden",
+    "dp": f"{_ZERO}, section 7",
+    "optimizer": "Adam in mixed precision: gradient and 12 bytes of a parameter read, 14 written; "
+    "the share of memory's bandwidth: see constants",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,7 @@ def why(cost: StepCost, calibration: Calibration = CALIBRATION) -> tuple[Why, ..
     """All numbers of a step's time and memory, in the order in which they are printed."""
     return (
         *_of_step(cost),
-        *_of_time(cost, calibration),
+        *_of_time(cost),
         *_of_memory(cost),
         *_constants(cost, calibration),
     )
@@ -61,82 +76,19 @@ def _of_step(cost: StepCost) -> Iterator[Why]:
     )
 
 
-def _of_time(cost: StepCost, calibration: Calibration) -> Iterator[Why]:
-    model, choice, cluster = cost.model, cost.choice, cost.cluster
-    machine, spreads = Machine(cluster, calibration), groups(choice, cluster)
-    layer = layer_cost(model, choice, machine, spreads)
-    count, layers = choice.microbatches(model), choice.stage_layers(model).most
-    each = f"{count:,} microbatches · {layers} layers"
-    yield Why(
-        "kernels",
-        _seconds(cost.compute),
-        f"{each} · ({layer.forward.compute * 1e3:.2f} ms forward + "
-        f"{layer.backward.compute * 1e3:.2f} ms backward, recompute={choice.recompute}), and on "
-        f"the last stage {output_time(model, choice, machine) * 1e3:.2f} ms of output layer and "
-        f"loss; a matrix product takes the root of the squares of arithmetic at "
-        f"{calibration.gemm_share(cluster.device.name):.3f} and memory at {calibration.memory} of "
-        "the peak",
-        "Williams et al. 2009 (roofline); the shares: see constants",
-    )
-    if choice.pp > 1:
-        yield Why(
-            "bubble",
-            _seconds(cost.bubble),
-            f"({choice.pp} stages - 1) / {choice.chunks} chunks · a stage's forward and backward",
-            f"{_NARAYANAN}, section 2.2; the pipeline simulator agrees",
-        )
-        yield Why(
-            "sends",
-            _seconds(cost.pp),
-            f"there and back, for {count:,} microbatches · {choice.chunks} chunks, of "
-            f"{choice.microbatch} · {model.sequence:,} / cp {choice.cp} tokens · {model.hidden:,} "
-            f"· 2 bytes / tp {choice.tp}{_over(cost, 'pp', spreads)}",
-            f"{_NARAYANAN}, section 4.1; none is hidden",
-        )
-    if cost.tp:
-        form = "an all-gather and a reduce-scatter" if choice.sequence_parallel else "an all-reduce"
-        yield Why(
-            "tp",
-            _seconds(cost.tp),
-            f"{each} · ({layer.forward.tp * 1e3:.2f} ms forward + {layer.backward.tp * 1e3:.2f} "
-            f"backward): {form} around attention and around the MLP"
-            f"{_over(cost, 'tp', spreads)}; none is hidden",
-            f"{_KORTHIKANTI}, section 4.2.2; {_FORMS}",
-        )
-    if choice.cp > 1:
-        yield Why(
-            "cp",
-            _seconds(cost.cp),
-            f"{each} · what attention does not hide of a ring of keys and values"
-            f"{_over(cost, 'cp', spreads)}",
-            f"Liu et al. 2023, arXiv 2310.01889; {_FORMS}",
-        )
-    if choice.ep > 1:
-        yield Why(
-            "ep",
-            _seconds(cost.ep),
-            f"{each} · ({layer.forward.ep * 1e3:.2f} ms forward + {layer.backward.ep * 1e3:.2f} "
-            f"backward): an all-to-all there and one back, of {model.top_k} copies of a token in "
-            f"a node and one for each further node{_over(cost, 'ep', spreads)}; all experts get "
-            "as many tokens, none is hidden",
-            f"DeepEP's dispatch; {_FORMS}",
-        )
-    if choice.dp * choice.cp > 1:
-        hidden = "what a backward and a forward of a stage do not hide" if choice.overlap else "all"
-        yield Why(
-            "dp",
-            _seconds(cost.dp),
-            f"{hidden} of summing {choice.gradient_bytes} bytes of gradients and gathering 2 of "
-            f"weights a parameter, shard={choice.shard}{_over(cost, 'dp_cp', spreads)}",
-            f"{_ZERO}, section 7; {_FORMS}",
-        )
-    yield Why(
-        "optimizer",
-        _seconds(cost.optimizer),
-        f"{choice.gradient_bytes} + 12 bytes of a parameter read and 14 written"
-        + (f", a share of 1 in {choice.dp * choice.cp}" if choice.shard != "none" else ""),
-        "Adam in mixed precision; the share of memory's bandwidth: see constants",
-    )
+def _of_time(cost: StepCost) -> Iterator[Why]:
+    """A line for each term: how often, and what each takes."""
+    for term in cost.terms:
+        formula = f"{term.what}: {term.times:,g} · {term.each * 1e3:.6g} ms"
+        source = _SOURCES[term.part]
+        if term.group:
+            level = cost.cluster.levels[cost.cluster.highest(term.spread)]
+            formula += (
+                f", {term.collective} of {term.bytes / 1e6:.4g} MB on {term.group}, over "
+                f"{level.bandwidth / 1e9:.0f} GB/s of a {level.name}"
+            )
+            source = f"{source}; {_FORMS}"
+        yield Why(_NAMES[term.part], _seconds(term.seconds), formula, source)
 
 
 def _of_memory(cost: StepCost) -> Iterator[Why]:
@@ -197,12 +149,6 @@ def _constants(cost: StepCost, calibration: Calibration) -> Iterator[Why]:
     yield Why("share of links", f"{links:g}", "of collectives", SOURCES["network"])
     yield Why("cluster", cluster.name, "devices, bandwidths, latencies", cluster.source)
     yield Why("model", cost.model.name, "sizes", cost.model.source or "as given")
-
-
-def _over(cost: StepCost, group: str, spreads: dict[str, tuple[int, ...]]) -> str:
-    """The slowest links that a group crosses."""
-    level = cost.cluster.levels[cost.cluster.highest(spreads[group])]
-    return f", over {level.bandwidth / 1e9:.0f} GB/s of a {level.name}"
 
 
 def _seconds(seconds: float) -> str:

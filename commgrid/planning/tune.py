@@ -14,7 +14,7 @@ from commgrid.planning.choice import ORDERS, RECOMPUTE, Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.layer_cost import Machine, layer_cost
 from commgrid.planning.model import Model
-from commgrid.planning.spreads import groups
+from commgrid.planning.placement import Placement, of_choice
 from commgrid.planning.step_cost import StepCost, step_cost
 from commgrid.planning.step_memory import MEMORY_PARTS, Memory, memory_of
 
@@ -90,19 +90,26 @@ def tune(
     cluster: Cluster,
     pins: Pins | None = None,
     calibration: Calibration = CALIBRATION,
+    *,
+    placement: Placement | None = None,
 ) -> Tuning:
     """The best grids of a model on so many devices, by the time of a step.
 
     Of each grid the best order, microbatch and number of chunks, with as little computed again as
     fits in memory. Grids whose layers alone take `FAR` times the best step are left out.
 
+    Args:
+        placement: of the one grid that pins leave, from `placement.of_spec`; None: by the order
+            of each.
+
     Raises:
         SpecError: the cluster has no so many devices, no grid is valid, or none fits; says what
             would.
     """
     pins = pins or Pins()
-    cluster.check_world(world_size)
-    search = _Search(model, cluster, pins, Machine(cluster, calibration))
+    if placement is None:
+        cluster.check_world(world_size)
+    search = _Search(model, cluster, pins, Machine(cluster, calibration), placement)
     for grid in _grids(model, world_size, pins):
         search.try_grid(grid)
     if not search.found:
@@ -122,6 +129,7 @@ class _Search:
     cluster: Cluster
     pins: Pins
     machine: Machine
+    placement: Placement | None = None
     found: list[StepCost] = field(default_factory=list)
     best: float = math.inf
     grids: int = 0
@@ -182,13 +190,17 @@ class _Search:
 
     def _least(self, choice: Choice) -> float:
         """Seconds that a step takes at the least: those of the fullest stage's layers."""
-        layer = layer_cost(self.model, choice, self.machine, groups(choice, self.cluster))
-        each = layer.forward.total + layer.backward.total
+        placement = self.placement or of_choice(choice, self.cluster)
+        layer = layer_cost(self.model, choice, self.machine, placement.spreads)
+        each = layer.forward_total + layer.backward_total
         return choice.microbatches(self.model) * choice.stage_layers(self.model).last * each
 
     def _cost(self, choice: Choice, memory: Memory | None) -> StepCost:
         self.evaluated += 1
-        return step_cost(self.model, choice, self.cluster, machine=self.machine, memory=memory)
+        return step_cost(
+            self.model, choice, self.cluster, machine=self.machine, memory=memory,
+            placement=self.placement,
+        )  # fmt: skip
 
     def _best_chunks(self, fitting: list[_Fitting]) -> StepCost:
         """The best of choices that differ in chunks, and perhaps in what is computed again.
@@ -204,11 +216,13 @@ class _Search:
             base = cost.choice
             more = choice.chunks / base.chunks
             sends = (
-                cost.pp
+                cost.parts["pp"]
                 * (choice.microbatches(self.model) * choice.chunks + choice.pp - 1)
                 / (choice.microbatches(self.model) * base.chunks + choice.pp - 1)
             )
-            seconds = cost.seconds - cost.bubble * (1 - 1 / more) + sends - cost.pp
+            seconds = (
+                cost.seconds - cost.parts["bubble"] * (1 - 1 / more) + sends - cost.parts["pp"]
+            )
             if best is None or seconds < best[0]:
                 best = (seconds, choice, memory)
         assert best is not None

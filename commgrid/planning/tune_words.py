@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from commgrid.planning.choice import RECOMPUTE
-from commgrid.planning.spreads import groups
 from commgrid.planning.step_cost import PARTS, StepCost
 
 NAMES: Mapping[str, str] = MappingProxyType(
@@ -63,7 +62,7 @@ def _of_bubble(cost: StepCost, best: StepCost) -> str:
 
 def _crossing(group: str, *axes: str) -> _Reason:
     def reason(cost: StepCost, best: StepCost) -> str:
-        spread = groups(cost.choice, cost.cluster).get(group)
+        spread = cost.placement.spreads.get(group)
         if spread is None:
             return ""
         level = cost.cluster.levels[cost.cluster.highest(spread)]

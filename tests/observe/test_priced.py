@@ -87,7 +87,7 @@ def test_a_dry_step_costs_what_the_model_says(tmp_path: Path) -> None:
     assert len(mine) == MICROBATCHES * (4 * LAYERS + 1)
     sums = traces.summed([replace(trace, calls=tuple(mine))], pricer(H100))
     seconds = sum(each.seconds for each in sums)
-    assert seconds * 4 * LAYERS / (4 * LAYERS + 1) == pytest.approx(model_says.tp, rel=1e-9)
+    assert seconds * 4 * LAYERS / (4 * LAYERS + 1) == pytest.approx(model_says.parts["tp"], rel=1e-9)
     assert sum(each.share for each in sums) == pytest.approx(1.0)
     sent = next(each.sent for each in traffic(model_says) if each.name == "tp")
     handed = sum(each.bytes for each in mine) * 4 * LAYERS / (4 * LAYERS + 1)
