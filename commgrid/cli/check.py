@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         config=read_spec(args), backend=args.backend, startup_timeout=args.timeout, name="check"
     )
     try:
-        report = grid.check(timeout=args.timeout)
-        if grid.rank == grid.get_ranks()[0]:
+        report = None if grid is None else grid.check(timeout=args.timeout)
+        if report is not None and grid.rank == grid.get_ranks()[0]:
             rows = [
                 {"names": list(names), "size": size, "seconds": seconds}
                 for names, size, seconds in report.rows

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.cli import plan_model
-from commgrid.cli.grid_options import add_cluster_options, new_command, resolve
+from commgrid.cli.grid_options import add_cluster_options, new_command, refuse_unused, resolve
 from commgrid.cli.output import MARKS, give
 from commgrid.errors import SpecError
 from commgrid.planning.diff import compare
@@ -65,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     before = resolve(_read(args.before, {}), args.world_size)
     after = resolve(_read(args.after or args.before, changes), args.world_size)
     found = compare(before, after)
-    if args.model is None and args.cluster is None:
+    if args.model is None:
+        why = "of a step's time and memory; give --model NAME as well"
+        refuse_unused(args, ["cluster", "gpus_per_node"], why)
         give(args, found.to_dict, lambda: str(found), MARKS)
         return 0
     model, cluster = plan_model.read_job(args)
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(given: str, changes: dict[str, Any]) -> GridSpec:
-    if given in PRESETS and not Path(given).exists():
+    if given in PRESETS:  # a file of this name is ./NAME
         return GridSpec.from_preset(given, changes=changes)
     if not Path(given).exists():
         raise SpecError(

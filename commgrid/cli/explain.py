@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     spec, cluster = resolve(read_spec(args), args.world_size), read_cluster(args)
-    if not args.rank.isdigit():
+    if not args.rank.isdecimal():
         raise SpecError(f"--rank {args.rank}: expected a rank from 0 on")
     plan = GroupPlan.for_rank(spec, int(args.rank))
     if cluster is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +222,23 @@ def resolve(spec: GridSpec, world_size: str | None) -> GridSpec:
     if not spec.regions[0].is_resolved:
         raise SpecError("--world-size: needed, since the grid has a size to fill (dp is -1)")
     return spec.resolve(spec.world_size)
+
+
+def refuse_unused(args: argparse.Namespace, flags: Iterable[str], why: str) -> None:
+    """Refuse flags that would change nothing.
+
+    Args:
+        flags: their names, as `max_memory`.
+        why: what they go with.
+
+    Raises:
+        SpecError: one of them is given.
+    """
+    for flag in flags:
+        given = getattr(args, flag, None)
+        if given not in (None, False, []):
+            value = "" if given is True else f" {given[0] if isinstance(given, list) else given}"
+            raise SpecError(f"--{flag.replace('_', '-')}{value}: {why}")
 
 
 def _level_of(given: str) -> tuple[str, str]:

@@ -11,10 +11,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 from commgrid.cli.terminal import BOLD, CYAN, Marks, columns, fit, has_colour, paint
-from commgrid.errors import CommGridError
+from commgrid.errors import CommGridError, SpecError
+from commgrid.planning.spec import GridSpec
 
 JSON_VERSION = 1
 """Of the JSON of all commands; it rises when a key goes or comes to mean something else."""
@@ -34,6 +36,22 @@ def give(
 ) -> None:
     """Prints what a command has found: as JSON where `--json` asks for it, else as text."""
     _write(as_json(found()) if args.json else as_shown(text(), marks, sys.stdout))
+
+
+def write_grid(path: Path | None, spec: GridSpec, source: str) -> None:
+    """Write a grid as YAML, with a comment that says where it is from; None: do not.
+
+    Raises:
+        SpecError: it cannot be written.
+    """
+    if path is None:
+        return
+    if path.suffix not in (".yaml", ".yml"):
+        raise SpecError(f"-o {path}: expected a name that ends in .yaml")
+    try:
+        path.write_text(f"# {source}\n{spec.to_yaml()}", encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"-o {path}: cannot be written: {error.strerror or error}") from error
 
 
 def as_json(found: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from commgrid.cli import plan_cluster, plan_model
@@ -13,9 +14,10 @@ from commgrid.cli.grid_options import (
     add_command,
     read_cluster,
     read_spec,
+    refuse_unused,
     resolve,
 )
-from commgrid.cli.output import MARKS, give
+from commgrid.cli.output import MARKS, give, write_grid
 from commgrid.cli.terminal import DIM, GREEN, YELLOW, columns
 from commgrid.errors import SpecError
 from commgrid.planning import sockets
@@ -44,6 +46,7 @@ _EXAMPLES = """examples:
   commgrid plan --tp 16 --world-size 64 --cluster h100
   commgrid plan --tp 8 --world-size 64 --gpus-per-node 4
   commgrid plan --auto --model gpt-175b --batch 1536 --cluster h100 --world-size 1024
+  commgrid plan --auto --model llama3-70b --cluster h100 --world-size 256 -o grid.yaml
   commgrid plan --model gpt-175b --cluster h100 --tp 8 --pp 8 --world-size 128 --why
 
 Nothing is started and torch is not needed: any number of ranks plans in milliseconds.
@@ -61,10 +64,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--backend",
-        default="nccl",
         help="what open files and threads are counted for: nccl (default), gloo, "
         "cpu:gloo,cuda:nccl",
     )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="GRID.yaml",
+        help="write the grid, or the best of --auto, for initialize(config=...)",
+    )  # fmt: skip
     add_cluster_options(parser)
     plan_model.add_options(parser)
 
@@ -72,10 +78,12 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.auto or args.model is not None:
         return plan_model.run(args)
+    refuse_unused(args, plan_model.FLAGS, "says how a step of a model is run; give --model NAME")
     spec = resolve(read_spec(args), args.world_size)
-    backend, cluster = _checked(args.backend), read_cluster(args)
+    backend, cluster = _checked(args.backend or "nccl"), read_cluster(args)
     if cluster is not None:
         check_within(spec, cluster)
+    write_grid(args.output, spec, "of `commgrid plan`")
     give(
         args,
         lambda: as_json(spec, backend, cluster, why=args.why),

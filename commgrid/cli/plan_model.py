@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from commgrid.cli.grid_options import read_cluster, read_spec, resolve
-from commgrid.cli.output import MARKS, give
+from commgrid.cli.grid_options import read_cluster, read_spec, refuse_unused, resolve
+from commgrid.cli.output import MARKS, give, write_grid
 from commgrid.cli.terminal import DIM, GREEN
 from commgrid.errors import SpecError
 from commgrid.planning.choice import ORDERS, RECOMPUTE, SHARD, Choice
@@ -22,13 +22,15 @@ from commgrid.planning.step_cost import StepCost
 from commgrid.planning.step_memory import MEMORY_PARTS
 from commgrid.planning.step_traffic import traffic
 from commgrid.planning.step_why import Why, why
-from commgrid.planning.tune import AXES, Pins, Tuning, describe, memory_limit, tune
+from commgrid.planning.tune import AXES, HEADROOM, Pins, Tuning, describe, memory_limit, tune
 from commgrid.planning.tune_words import NAMES, limits, why_worse
 
 _NOT_WITH_AUTO = (
     "yaml", "preset", "changes", "axis", "create", "connect", "ranks", "share", "dp_replicate",
     "dp_shard", "within", "place",
 )  # fmt: skip
+FLAGS = ("batch", "sequence", "microbatch", "chunks", "recompute", "shard", "max_memory", "top")
+"""Flags of a step, which need a model."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +50,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shard",
         help=f"what dp shares out: {', '.join(SHARD)} (default optimizer; with dp_shard weights)",
     )
-    step.add_argument("--max-memory", metavar="GB", help="of a device (default: all it has)")
-    step.add_argument("--top", metavar="N", default="5", help="grids that --auto shows (default 5)")
+    step.add_argument(
+        "--max-memory", metavar="GB",
+        help=f"of a device (default: {HEADROOM:.0%} of it; the rest is for fragments)",
+    )  # fmt: skip
+    step.add_argument("--top", metavar="N", help="grids that --auto shows (default 5)")
     parser.add_argument(
         "--why", action="store_true", help="where each number of time or memory is from"
     )
@@ -57,12 +62,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Of `commgrid plan` with `--model` or `--auto`."""
+    refuse_unused(args, ["backend"], "counts open files of a grid alone; leave out --model")
     model, cluster = read_job(args)
     if not args.auto:
+        refuse_unused(args, ["top"], "goes with --auto")
         pins = _run_pins(args)
         spec = resolve(read_spec(args), args.world_size)
+        write_grid(args.output, spec, _way_comment(args, None))
         cost = given_step(spec, model, cluster, pins, args.shard)
-        limit = memory_limit(cluster, pins)
+        limit = pins.max_memory or cluster.device.memory
         give(
             args,
             lambda: {**_about(model, cluster, cost.choice.world_size, limit),
@@ -71,17 +79,22 @@ def run(args: argparse.Namespace) -> int:
             {r"does not fit.*$": DIM, **MARKS},
         )  # fmt: skip
         return 0
-    pins, top = _pins(args), _whole("top", args.top)
+    pins, top = _pins(args), _whole("top", args.top or "5")
     if args.world_size is None:
         raise SpecError("--world-size: needed; --auto fills so many devices")
     world_size = _whole("world-size", args.world_size)
     tuning = tune(model, world_size, cluster, pins)
     limit = memory_limit(cluster, pins)
+    best = tuning.best[0].choice
+    write_grid(args.output, spec_of(best, model), _way_comment(args, best))
     give(
         args,
         lambda: {**_about(model, cluster, world_size, limit), **_tuning_json(tuning, top),
                  **_why_json(args, tuning.best[0])},
-        lambda: "\n".join([*tuning_text(tuning, limit, top), *_why_text(args, tuning.best[0])]),
+        lambda: "\n".join([
+            *tuning_text(tuning, limit, top), "", *start_lines(best, job_flags(args)),
+            *_why_text(args, tuning.best[0]),
+        ]),
         {r"^commgrid .*$": GREEN, **MARKS},
     )  # fmt: skip
     return 0
@@ -162,11 +175,14 @@ def given_step(
     pins = replace(pins, base=replace(pins.base, shard=shard), **_sizes(spec, model))
     world_size = len(spec.grid_ranks)
     placement = of_spec(spec, cluster)
-    try:
-        return tune(model, world_size, cluster, pins, placement=placement).best[0]
-    except SpecError as error:
-        if "no grid fits" not in str(error):
-            raise
+    all_of_it = pins.max_memory or cluster.device.memory
+    for limit in dict.fromkeys((pins.max_memory, all_of_it)):
+        try:
+            asked = replace(pins, max_memory=limit)
+            return tune(model, world_size, cluster, asked, placement=placement).best[0]
+        except SpecError as error:
+            if "no grid fits" not in str(error):
+                raise
     least = replace(
         pins, max_memory=math.inf, recompute=pins.recompute or RECOMPUTE[-1],
         microbatch=pins.microbatch or 1, chunks=pins.chunks or 1,
@@ -225,22 +241,55 @@ def tuning_text(tuning: Tuning, limit: float, top: int) -> list[str]:
             f"{cost.memory.total / 1e9:4.0f} GB  {describe(cost.choice)}; {_way(cost)}",
             f"  {'':>8} {'':>12} {'':>6} {'':>7}  {told}",
         ]
-    return [*lines, "", *start_lines(best.choice)]
+    return lines
 
 
-def start_lines(choice: Choice) -> list[str]:
-    """How to start a grid, on the command line and in Python."""
+def spec_of(choice: Choice, model: Model) -> GridSpec:
+    """The grid of a choice, resolved."""
+    sizes: dict[str, Any] = {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
+    if model.experts and (choice.ep > 1 or choice.expert_tp != choice.tp):
+        sizes["etp"] = choice.expert_tp
+    return GridSpec.build(**sizes, order=choice.order).resolve(choice.world_size)
+
+
+def job_flags(args: argparse.Namespace) -> str:
+    """The flags that say of which job a choice was made."""
+    keys = ("model", "batch", "sequence", "cluster", "gpus_per_node", "shard", "max_memory")
+    given = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+    return "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
+
+
+def _way_comment(args: argparse.Namespace, choice: Choice | None) -> str:
+    """What the file of a grid says of where it is from."""
+    if choice is None:
+        return f"of `commgrid plan{job_flags(args)}`"
+    return (
+        f"of `commgrid plan --auto{job_flags(args)} --world-size {choice.world_size}`; train with "
+        f"microbatch {choice.microbatch}, chunks {choice.chunks}, recompute {choice.recompute}, "
+        f"shard {choice.shard}"
+    )
+
+
+def start_lines(choice: Choice, job: str = "") -> list[str]:
+    """How to start a grid, on the command line and in Python.
+
+    Args:
+        job: flags of the model and the cluster, from `job_flags`; then how a step is run follows.
+    """
     sizes = {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "ep")}
     given = {axis: str(size) for axis, size in sizes.items() if size > 1}
-    if choice.expert_tp != choice.tp:
+    if choice.expert_tp != choice.tp or choice.ep > 1:
         given["etp"] = str(choice.expert_tp)
     order = choice.order != Choice().order and choice.pp > 1
     flags = "".join(f" --{axis} {size}" for axis, size in given.items())
     code = "".join(f"{axis}={size}, " for axis, size in given.items()) + f"dp={choice.dp}"
     if order:
         flags, code = f"{flags} --order {choice.order}", f"{code}, order={choice.order!r}"
+    way = f" --microbatch {choice.microbatch} --recompute {choice.recompute}" if job else ""
+    if job and choice.pp > 1:
+        way += f" --chunks {choice.chunks}"
     return [
-        f"commgrid plan{flags} --world-size {choice.world_size}",
+        f"commgrid plan{flags} --world-size {choice.world_size}{job}{way}",
         f"commgrid.initialize({code})",
     ]
 

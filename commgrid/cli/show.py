@@ -237,7 +237,7 @@ def _check_beside_grid(args: argparse.Namespace) -> None:
 
 def _view(args: argparse.Namespace) -> GridView:
     names = args.names.split(",") if args.names else []
-    if args.rank is not None and not args.rank.isdigit():
+    if args.rank is not None and not args.rank.isdecimal():
         raise SpecError(f"--rank {args.rank}: expected a rank from 0 on")
     rank = None if args.rank is None else int(args.rank)
     cluster = read_cluster(args)

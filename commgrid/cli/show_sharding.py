@@ -42,7 +42,7 @@ class ShownSharding:
             raise SpecError(f"--sharding {args.sharding}: needs --cp N, the number of ranks")
         self.lengths = _lengths(args.sharding)
         self.mask = _mask(args.mask)
-        if not args.cp.isdigit():
+        if not args.cp.isdecimal():
             raise SpecError(f"--cp {args.cp}: expected a whole number")
         self.held = balance(self.lengths, int(args.cp), self.mask)
 
@@ -85,6 +85,6 @@ def _lengths(text: str) -> list[int]:
 def _mask(text: str | None) -> Mask:
     if text in (None, "causal", "full"):
         return Mask(causal=text != "full")
-    if not text.isdigit():
+    if not text.isdecimal():
         raise SpecError(f"--mask {text}: expected causal, full, or how many keys of a window")
     return Mask(window=int(text))

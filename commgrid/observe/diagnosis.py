@@ -40,7 +40,7 @@ def read(folder: Path) -> list[Trace]:
         return trace_files.read(folder)  # which says what is wrong with it
     paths = sorted(
         path for path in folder.iterdir()
-        if path.is_file() and path.stem[-1:].isdigit() and path.suffix in ("", ".json", ".pickle")
+        if path.is_file() and path.stem[-1:].isdecimal() and path.suffix in ("", ".json", ".pickle")
     )  # fmt: skip
     if not paths:
         raise SpecError(

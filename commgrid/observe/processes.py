@@ -192,7 +192,7 @@ def running() -> list[Process]:
         if alive:
             found.append(each)
         else:
-            _remove(int(path.stem) if path.stem.isdigit() else 0)
+            _remove(int(path.stem) if path.stem.isdecimal() else 0)
     return sorted(found, key=lambda each: (each.job, each.rank))
 
 

@@ -58,7 +58,7 @@ def crossed_group(found: Sequence[Trace]) -> tuple[str, tuple[int, int], str] | 
     first: dict[str, Trace] = {}
     for trace in found:
         for name, members in trace.members.items():
-            one = first.setdefault(name, trace) if name.isdigit() else trace
+            one = first.setdefault(name, trace) if name.isdecimal() else trace
             if one.members[name] != members:
                 return name, (one.rank, trace.rank), (
                     f"group {name} has ranks {list(one.members[name])} on rank {one.rank} and "

@@ -123,7 +123,7 @@ def check_size(key: str, value: object, names: Iterable[str] = ()) -> Size:
     hint = ""
     if isinstance(value, float | str) and not isinstance(value, bool):
         digits = str(value).removesuffix(".0")
-        hint = f"; write {digits}" if digits.isdigit() and int(digits) > 0 else ""
+        hint = f"; write {digits}" if digits.isdecimal() and int(digits) > 0 else ""
     raise SpecError(f"{key}={value!r}: expected a positive integer, or -1 to fill it{also}{hint}")
 
 

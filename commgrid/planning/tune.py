@@ -22,6 +22,8 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 MICROBATCHES = (1, 2, 4, 8, 16)
 LARGEST_TP = 64
 FAR = 1.5
+HEADROOM = 0.9
+"""Share of a device's memory that a choice may fill; fragments and peaks need the rest."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Pins:
     Args:
         tp, cp, pp, dp, ep, etp: sizes of axes.
         order, microbatch, chunks, recompute: as of `Choice`.
-        max_memory: bytes that a rank may need; None: the device's.
+        max_memory: bytes that a rank may need; None: `HEADROOM` of the device's.
         base: what the rest is taken from: sequence parallelism, sharding, bytes of gradients.
     """
 
@@ -257,7 +259,7 @@ class _Search:
 
 def memory_limit(cluster: Cluster, pins: Pins) -> float:
     """Bytes that a rank may need."""
-    return cluster.device.memory if pins.max_memory is None else pins.max_memory
+    return HEADROOM * cluster.device.memory if pins.max_memory is None else pins.max_memory
 
 
 def _grids(model: Model, world_size: int, pins: Pins) -> Iterator[Choice]:
@@ -392,6 +394,11 @@ def _what_would(search: _Search, world_size: int) -> list[str]:
         found = first_fit(model, world_size, cluster, pins.without(key))
         if found is not None:
             told.append(f"without {key}={getattr(pins, key)} {describe(found)} fits")
+    if pins.max_memory is None:
+        whole = cluster.device.memory
+        found = first_fit(model, world_size, cluster, replace(pins, max_memory=whole))
+        if found is not None:
+            told.append(f"with --max-memory {whole / 1e9:g}, all of it, {describe(found)} fits")
     if pins.base.shard != "weights":
         shared = replace(pins, base=replace(pins.base, shard="weights"))
         found = first_fit(model, world_size, cluster, shared)
@@ -414,6 +421,6 @@ def describe(choice: Choice) -> str:
     """
     sizes = {axis: getattr(choice, axis) for axis in AXES if axis != "etp"}
     told = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    if choice.expert_tp != choice.tp:
+    if choice.expert_tp != choice.tp or choice.ep > 1:
         told.append(f"etp {choice.expert_tp}")
     return " · ".join(told) or "dp 1"

@@ -315,7 +315,7 @@ def _whole_hosts(gone: set[int], missing: set[int]) -> set[int]:
     torchrun numbers the ranks of one host one after the other.
     """
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not count.isdigit() or int(count) < 1:
+    if not count.isdecimal() or int(count) < 1:
         return set()
     size = int(count)
     hosts = [set(range(first, first + size)) for first in {rank // size * size for rank in gone}]

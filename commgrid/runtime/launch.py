@@ -125,7 +125,7 @@ def _number(environ: Mapping[str, str], key: str, default: int | None = None) ->
     value = environ.get(key)
     if value is None and default is not None:
         return default
-    if value is None or not value.isdigit():
+    if value is None or not value.isdecimal():
         raise SpecError(f"environment: {key}={value!r}: expected a number")
     return int(value)
 

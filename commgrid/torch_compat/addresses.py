@@ -25,7 +25,7 @@ def ranks_here(rank: int) -> range:
         rank: this process's.
     """
     local, count = (os.environ.get(key, "") for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if not (local.isdigit() and count.isdigit()):
+    if not (local.isdecimal() and count.isdecimal()):
         return range(0)
     first = rank - int(local)
     return range(first, first + int(count))

@@ -44,4 +44,4 @@ def show(
 def _of_launcher() -> int:
     """The ranks of a node as torchrun tells them."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdigit() and int(told) else DEFAULT_GPUS_PER_NODE
+    return int(told) if told.isdecimal() and int(told) else DEFAULT_GPUS_PER_NODE

@@ -50,7 +50,7 @@ def names_of(root: nn.Module, grid: HyperCommGrid | None) -> dict[nn.Module, str
     for path, module in root.named_modules(remove_duplicate=False):
         parent, _, last = path.rpartition(".")
         number = getattr(module, "layer_number", None)
-        if last.isdigit() and isinstance(number, int):
+        if last.isdecimal() and isinstance(number, int):
             last = str(number - 1)
         own[path] = name = ".".join(each for each in (own[parent], last) if each)
         if last in _WRAPPERS:
