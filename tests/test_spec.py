@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import commgrid
 from commgrid import GridSpec, SpecError, UnknownGroupError
 from commgrid.planning.names import ambiguity
+from commgrid.planning.ranks import divisors
 
 DESIGN_YAML = """
 axes: {tp: 4, cp: 2, dp: -1, pp: 2}
@@ -93,12 +94,35 @@ def test_regions_need_not_factor_into_each_other() -> None:
     assert dict(spec.regions[1].numbers) == {"etp": 2, "ep": 3, "edp": 2}
 
 
-def test_ep_as_one_more_dense_axis() -> None:
-    spec = GridSpec.from_dict({"axes": {"tp": 2, "ep": 4, "dp": -1}}).resolve(16)
-    assert [r.name for r in spec.regions] == ["dense"]
-    assert spec.order == "tp-cp-ep-dp-pp"
-    assert spec.shape == {"tp": 2, "cp": 1, "ep": 4, "dp": 2, "pp": 1}
-    assert spec.resolve_name("ep", "dp") == "dp_ep"
+@pytest.mark.parametrize("order", [None, "tp-cp-ep-dp-pp", "tp-dp-pp", "tp-cp-ep-pp-dp"])
+@pytest.mark.parametrize("experts", [{"ep": 4}, {"ep": 2, "etp": 1}, {"etp": 1}, {"ep": 1}])
+def test_ep_under_axes_means_what_the_flag_means(
+    experts: dict[str, int], order: str | None
+) -> None:
+    given = {} if order is None else {"order": order}
+    spec = GridSpec.from_dict({"axes": {"tp": 2, "dp": -1, **experts}, **given}).resolve(16)
+    flags = GridSpec.build(tp=2, **experts, **({"order": order} if order and "ep" in order else {}))
+    assert spec == flags.resolve(16)
+
+
+def test_ep_is_given_once() -> None:
+    expert = {"expert": {"axes": {"ep": 2, "edp": -1}, "order": "ep-edp"}}
+    with pytest.raises(SpecError, match=r"axes\.ep=2: the region expert is given as well; give ep"):
+        GridSpec.from_dict({"axes": {"dp": -1, "ep": 2}, "regions": expert})
+
+
+def test_a_size_that_is_given_is_known_before_the_ranks_are() -> None:
+    assert GridSpec.build(tp=2, pp=2, ep=2).shape == {
+        "tp": 2, "cp": 1, "dp": -1, "pp": 2, "etp": 2, "ep": 2, "edp": -1,
+    }  # fmt: skip
+
+
+def test_what_does_not_fit_is_said_at_once() -> None:
+    """It took time in proportion to the ranks: here 13 s, and for 2 billion minutes."""
+    with pytest.raises(SpecError, match="nearest that fit: tp=2, or tp=4, or 199999998"):
+        GridSpec.build(tp=3).resolve(200_000_000)
+    assert divisors(2**31 - 1) == [1, 2**31 - 1]
+    assert all(divisors(n) == [d for d in range(1, n + 1) if n % d == 0] for n in range(1, 400))
 
 
 def test_hsdp_parts_stand_in_for_dp() -> None:

@@ -76,7 +76,7 @@ def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
         nodes = cluster.unit(0, max(plan.spec.grid_ranks)) + 1
         lines.append(f"on node {cluster.unit(0, plan.rank)} of {nodes:,}; *: on another node")
     lines.append("")
-    width = min(44, max(len(", ".join(c.names)) for c in plan.communicators))
+    width = min(44, max((len(", ".join(c.names)) for c in plan.communicators), default=0))
     levels = 0 if cluster is None else max(len(level.name) for level in cluster.levels)
     for communicator in plan.communicators:
         names, members = ", ".join(communicator.names), communicator.members

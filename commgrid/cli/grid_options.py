@@ -143,24 +143,16 @@ def read_cluster(args: argparse.Namespace) -> Cluster | None:
     return nodes_of(devices) if base is None else base.with_node(devices)
 
 
+GRID_FLAGS = (
+    *_SIZES, "yaml", "preset", "changes", "axis", "order", "create", "connect", "ranks", "share",
+    "within", "place", "world_size",
+)  # fmt: skip
+"""What says something of a grid."""
+
+
 def grid_flags_given(args: argparse.Namespace) -> bool:
     """Whether a file or any flag says something of a grid."""
-    keys = (
-        *_SIZES,
-        "yaml",
-        "preset",
-        "changes",
-        "axis",
-        "order",
-        "create",
-        "connect",
-        "ranks",
-        "share",
-        "within",
-        "place",
-        "world_size",
-    )
-    return any(getattr(args, key, None) not in (None, []) for key in keys)
+    return any(getattr(args, key, None) not in (None, []) for key in GRID_FLAGS)
 
 
 def read_spec(args: argparse.Namespace) -> GridSpec:

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     step.add_argument(
         "--max-memory", metavar="GB",
-        help=f"of a device (default: {HEADROOM:.0%} of it; the rest is for fragments)",
+        help=f"of a device (default: {HEADROOM:.0%}% of it; the rest is for fragments)",
     )  # fmt: skip
     step.add_argument("--top", metavar="N", help="grids that --auto shows (default 5)")
     parser.add_argument(

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from commgrid.cli import plan_model
 from commgrid.cli.grid_options import (
+    GRID_FLAGS,
     add_cluster_options,
     add_command,
     grid_flags_given,
     read_cluster,
     read_spec,
+    refuse_unused,
     resolve,
 )
 from commgrid.cli.output import MARKS, give
@@ -66,6 +68,13 @@ _KINDS: Mapping[str, Callable[[argparse.Namespace], ShownSharding | ShownSteps |
     "sharding": ShownSharding, "steps": ShownSteps, "bench": ShownBench,
 }  # fmt: skip
 _SIZES = ("stages", "microbatches", "chunks")
+_OF_A_GRID = ("names", "rank", "model", "beside_presets", "cluster", "gpus_per_node")
+_ALONE: Mapping[str, tuple[str, ...]] = {
+    "benchmark": ("rows",), "transfer": (), "metrics": (), "steps": (),
+    "sharding": ("cp", "mask"), "bench": ("cluster", "gpus_per_node"),
+}  # fmt: skip
+"""Pictures that are of one file or list, and the flags that they take."""
+_FLAGS = (*_OF_A_GRID, *_SIZES, "spans", "schedule", "rows", "mask", *_ALONE, *GRID_FLAGS)
 _PARTS = 4  # of a staircase that is folded to the terminal's width
 
 
@@ -220,6 +229,12 @@ def _check(args: argparse.Namespace) -> None:
     beside = [size for size in (*_SIZES, "spans") if getattr(args, size)]
     if beside and not args.schedule:
         raise SpecError(f"--{beside[0]}: goes with --schedule, as --schedule 1f1b")
+    for picture, own in _ALONE.items():
+        if getattr(args, picture):
+            others = [flag for flag in _FLAGS if flag not in (picture, *own)]
+            refuse_unused(args, others, f"does not go with --{picture}; leave it out")
+    if args.schedule and not grid_flags_given(args):
+        refuse_unused(args, _OF_A_GRID, "goes with a grid, and there is none; give its sizes")
 
 
 def _check_beside_grid(args: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from commgrid.errors import SpecError
 from commgrid.planning.cost import collective_time
 from commgrid.planning.fitting import Measured
 from commgrid.viz.costs_picture import draw_costs
-from commgrid.viz.json_lines import read_json
+from commgrid.viz.json_lines import filled, read_json
 from commgrid.viz.steps_picture import as_text, draw_steps, read_steps
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ShownBench:
         self._rows = read_json(
             args.bench,
             "the object that `commgrid bench --json` prints",
-            lambda found: [_measured(row) for row in found["rows"]],
+            lambda found: [_measured(row) for row in filled(found["rows"])],
         )
 
     def _predicted(self, row: Measured) -> float:

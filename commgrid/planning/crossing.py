@@ -16,7 +16,7 @@ from commgrid.errors import SpecError
 from commgrid.planning.cluster import Cluster, Hosts, Level
 from commgrid.planning.groups import GroupDef
 from commgrid.planning.layout import RankLayout
-from commgrid.planning.ranks import RankSet, RankTuple
+from commgrid.planning.ranks import RankSet, RankTuple, divisors
 from commgrid.planning.spec import GridSpec
 
 
@@ -278,19 +278,15 @@ def _fix(
     """How a group comes to fit a unit of so many devices, inside which `inner` varies faster."""
     before = math.prod(inner.values())
     if size * before > unit:
-        most = max(n for n in _divisors(unit) if size % n == 0)
+        most = max(n for n in divisors(unit) if size % n == 0)
         return f"a {what} has {unit} devices, so that {axis}={most} stays within one"
     if unit % (size * before):
         known = "".join(f"{name}={n} · " for name, n in inner.items() if n > 1)
-        near = [n for n in _divisors(unit // before) if unit % (n * before) == 0]
+        near = [n for n in divisors(unit // before) if unit % (n * before) == 0]
         fits = [n for n in near if n < size][-1:] + [n for n in near if n > size][:1]
         instead = f"; {axis}={' or '.join(map(str, fits))} does" if fits else ""
         return f"{known}{axis}={size} does not divide a {what}'s {unit} devices{instead}"
     return f"{size} ranks fit a {what} of {unit} devices: put {axis} earlier in order"
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 # -- what must not cross ----------------------------------------------------------------

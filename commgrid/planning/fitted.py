@@ -83,23 +83,21 @@ class Fit:
         rest = config["rest"]
         if not isinstance(rest, Mapping) or not all(isinstance(c, Mapping) for c in rest.values()):
             raise SpecError(f"{key}.rest={rest!r}: expected ranks: {{bytes: factor}}")
+        curves = {
+            int(_number(f"{key}.rest", n)): {
+                _number(f"{key}.rest.{n}", size): _number(f"{key}.rest.{n}.{size}", factor)
+                for size, factor in curve.items()
+            }
+            for n, curve in rest.items()
+            if curve
+        }
         return cls(
             collective,
             str(config["level"]),
             algorithm,
             _number(f"{key}.latency_us", config["latency_us"]) / 1e6,
             _number(f"{key}.gb_per_s", config["gb_per_s"]) * 1e9,
-            tuple(
-                (
-                    int(_number(f"{key}.rest", n)),
-                    tuple(
-                        (_number(f"{key}.rest.{n}", size), _number(f"{key}.rest.{n}.{size}", each))
-                        for size, each in sorted(curve.items())
-                    ),
-                )
-                for n, curve in sorted(rest.items())
-                if curve
-            ),
+            tuple((n, tuple(sorted(curves[n].items()))) for n in sorted(curves)),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
+from commgrid.planning.yaml_io import changed
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,14 @@ class Preset:
             found += [name for name in region["axes"] if name not in found]
         return tuple(found)
 
-    def with_sizes(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    def with_sizes(
+        self, sizes: Mapping[str, Any], changes: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The mapping for `GridSpec.from_dict`, some of its sizes others.
+
+        Args:
+            sizes: by axis.
+            changes: other values by key, as `{"axes.tp": 2}`.
 
         Raises:
             SpecError: a size of an axis that it does not have.
@@ -69,7 +76,8 @@ class Preset:
                     f"from its YAML: commgrid presets {self.name}"
                 )
             region["axes"][name] = size
-        if self.drops_ones is not None:
+        made = changed(made, changes or {})
+        if self.drops_ones is not None and "create" not in (changes or {}):
             made["create"] = [
                 name for name, n in made["axes"].items() if n != 1 or name in self.drops_ones
             ]

@@ -192,6 +192,16 @@ _MOST_LISTED = 2**24
 """How many ranks may be listed one by one, other than as a range."""
 
 
+def divisors(number: int) -> list[int]:
+    """All of them, ascending, in as many steps as the root of the number.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return low + [number // size for size in reversed(low) if size * size != number]
+
+
 def as_index(value: object) -> int | None:
     """The int that anything with `__index__` is (NumPy's, torch's); None: it is none, or a bool."""
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):

@@ -9,7 +9,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
-from commgrid.planning.ranks import as_index
+from commgrid.planning.ranks import as_index, divisors
 
 STANDARD = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "dp", "pp")
 """Megatron's default order, with the parts that may stand in for dp."""
@@ -98,7 +98,7 @@ def _misfit(
     for axis, size in fixed.items():
         rest = known // size
         if filled:
-            good = [s for s in range(1, count // rest + 1) if count % (rest * s) == 0]
+            good = divisors(count // rest) if count % rest == 0 else []
         else:
             good = [count // rest] if count % rest == 0 else []
         below = [s for s in good if s < size][-1:]
@@ -257,6 +257,27 @@ def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) 
     return Region(made.name, made.sizes, (("etp", "tp"),) if etp is None else ())
 
 
+def without_experts(
+    sizes: object, regions: Mapping[Any, Any]
+) -> tuple[object, tuple[object, object] | None]:
+    """The dense axes, and ep and etp, which mean there what the flags --ep and --etp mean.
+
+    Raises:
+        SpecError: they stand beside a region that has them too.
+    """
+    if not isinstance(sizes, Mapping) or not {"ep", "etp"} & set(sizes):
+        return sizes, None
+    key = "ep" if "ep" in sizes else "etp"
+    if "expert" in regions:
+        raise SpecError(
+            f"axes.{key}={sizes[key]!r}: the region expert is given as well; give {key} there"
+        )
+    rest = {axis: size for axis, size in sizes.items() if axis not in ("ep", "etp")}
+    if sizes.get("ep", 1) == 1 and sizes.get("etp") is None:
+        return rest, None
+    return rest, (sizes.get("ep", 1), sizes.get("etp"))
+
+
 def dense_from(sizes: object, order: object) -> Region:
     """The dense region of a dict; one that has any of Megatron's axes has all of them."""
     if not isinstance(sizes, Mapping) or not sizes:
@@ -268,8 +289,11 @@ def dense_from(sizes: object, order: object) -> Region:
             given["dp"] = -1 if "dp" in listed else 1
         given = {"tp": 1, "cp": 1, **given, **({} if "pp" in given else {"pp": 1})}
     axes = (
-        None if order is None else parse_order("order", order, list(dict.fromkeys([*given, "dp"])))
-    )
+        None if order is None
+        else parse_order("order", order, list(dict.fromkeys([*given, "dp", "ep"])))
+    )  # fmt: skip
+    if axes is not None and "ep" not in given:
+        axes = [axis for axis in axes if axis != "ep"]  # its place is that of the expert region
     return make_region("dense", given, axes, prefix="axes.")
 
 

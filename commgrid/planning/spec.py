@@ -31,6 +31,7 @@ from commgrid.planning.region import (
     make_region,
     parse_order,
     region_from,
+    without_experts,
 )
 from commgrid.planning.yaml_io import changed, load_yaml
 
@@ -195,8 +196,13 @@ class GridSpec:
                 raise SpecError(f"{key}: unknown key, expected some of {', '.join(_KEYS)}{hint}")
         if "axes" not in config:
             raise SpecError("axes: missing; expected a mapping of axis names to sizes")
-        regions = [dense_from(config["axes"], config.get("order"))]
         given = {} if config.get("regions") is None else config["regions"]
+        axes, experts = without_experts(config["axes"], given)
+        order = config.get("order")
+        regions = [dense_from(axes, order)]
+        if experts is not None:
+            placed = DEFAULT_ORDER if order is None else order
+            regions.append(expert_region(regions[0], str(placed).split("-"), *experts))
         if not isinstance(given, Mapping):
             raise SpecError(f"regions={given!r}: expected a mapping of region names")
         for name, entry in given.items():
@@ -245,7 +251,7 @@ class GridSpec:
             {'tp': 1, 'cp': 1, 'dp_shard': 4, 'dp_replicate': 8, 'pp': 1}
         """
         preset = find_preset(name)
-        config = changed(preset.with_sizes(sizes), changes or {})
+        config = preset.with_sizes(sizes, changes)
         try:
             spec = cls.from_dict(config)
         except SpecError as error:
@@ -296,7 +302,12 @@ class GridSpec:
     @property
     def shape(self) -> dict[str, int]:
         """Axis to size, fastest-varying first, of every region; -1 where open."""
-        return {axis: size for region in self.regions for axis, size in region.numbers}
+        dense = dict(self.regions[0].numbers)
+        found = dict(dense)
+        for region in self.regions[1:]:
+            for axis, size in region.sizes:
+                found.setdefault(axis, dense.get(size, -1) if isinstance(size, str) else size)
+        return found
 
     @property
     def order(self) -> str:

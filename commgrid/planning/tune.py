@@ -15,6 +15,7 @@ from commgrid.planning.cluster import Cluster
 from commgrid.planning.layer_cost import Machine, layer_cost
 from commgrid.planning.model import Model
 from commgrid.planning.placement import Placement, of_choice
+from commgrid.planning.ranks import divisors
 from commgrid.planning.step_cost import StepCost, step_cost
 from commgrid.planning.step_memory import MEMORY_PARTS, Memory, memory_of
 
@@ -307,15 +308,12 @@ def _sizes(whole: int, pinned: int | None, most: int) -> list[int]:
 
 @lru_cache(maxsize=10_000)
 def _divisors(number: int, most: int) -> tuple[int, ...]:
-    """Of a number those up to `most`, in as many steps as its root: a typing error of some zeros
-    is answered as fast as any other.
+    """Of a number those up to `most`.
 
     >>> _divisors(12, 4)
     (1, 2, 3, 4)
     """
-    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    found = sorted({*low, *(number // size for size in low)})
-    return tuple(size for size in found if size <= most)
+    return tuple(size for size in divisors(number) if size <= most)
 
 
 def _ways(model: Model, grid: Choice, pins: Pins) -> Iterator[list[Choice]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError
 from commgrid.viz.figure import INK, colour, new_figure
-from commgrid.viz.json_lines import read_json
+from commgrid.viz.json_lines import filled, read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ def read_benchmark(path: Path, wanted: Sequence[str] = ()) -> list[Measured]:
         path,
         "the object that a benchmark prints with --json, "
         '{"machine": …, "versions": …, "rows": […]}',
-        lambda found: [_row(row) for row in found["rows"]],
+        lambda found: [_row(row) for row in filled(found["rows"])],
     )
     kept = [r for r in rows if not wanted or any(w in r.metric or w in r.case for w in wanted)]
     if not kept:

@@ -24,11 +24,28 @@ def read_json(path: Path, expected: str, read: Callable[[Mapping[str, Any]], T])
         SpecError: a file that is not there, or is not as expected.
     """
     try:
-        return read(json.loads(path.read_text(encoding="utf-8")))
+        return read(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise SpecError(f"{path}: expected {expected}: {type(error).__name__}: {error}") from error
+
+
+def filled(rows: Any) -> list[Any]:
+    """The rows of a file.
+
+    Raises:
+        TypeError, ValueError: they are no list, or none.
+    """
+    if not isinstance(rows, list):
+        raise TypeError(f"{rows!r} is no list")
+    if not rows:
+        raise ValueError("it has no rows")
+    return rows
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON's")
 
 
 def read_json_lines(path: Path, expected: str, read: Callable[[Mapping[str, Any]], T]) -> list[T]:

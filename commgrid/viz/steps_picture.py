@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from commgrid.planning.step_cost import PARTS
 from commgrid.planning.tune_words import NAMES
 from commgrid.viz.figure import INK, colour, new_figure
-from commgrid.viz.json_lines import read_json
+from commgrid.viz.json_lines import filled, read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ def read_steps(path: Path) -> Steps:
 
 
 def _steps(found: Mapping[str, Any]) -> Steps:
-    rows = found["best"] if "best" in found else [found["step"]]
+    rows = filled(found["best"]) if "best" in found else [found["step"]]
     devices, cluster = int(found["world_size"]), found["cluster"]["name"]
     title = f"{found['model']['name']} on {devices:,} devices of {cluster}"
     return Steps(title, tuple(_step(row) for row in rows))

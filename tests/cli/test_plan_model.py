@@ -36,7 +36,12 @@ def test_the_last_lines_start_the_best_grid(capsys: pytest.CaptureFixture[str]) 
     best = re.search(r"GB  (.+?); microbatch", "\n".join(lines))
     assert best is not None
     command, code = lines[-2:]
-    assert said(capsys, *command.split()[2:]).startswith("256 ranks")
+    grid_alone = command.partition(" --model")[0]
+    assert said(capsys, *grid_alone.split()[2:]).startswith("256 ranks")
+    chosen = found(capsys, "--auto", *GPT)["best"]
+    again = found(capsys, *command.split()[2:])["step"]
+    assert isinstance(chosen, list)
+    assert again == {key: chosen[0][key] for key in again}  # type: ignore[union-attr]
     sizes = eval(code.replace("commgrid.initialize", "dict"))
     spec = GridSpec.build(**sizes).resolve(256)
     told = dict(pair.split(" ") for pair in best[1].split(" · "))

@@ -1,0 +1,129 @@
+"""Flags that would change nothing, and files that hold nothing, are refused on every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from commgrid.cli import main
+from commgrid.planning.cluster import CLUSTERS
+from commgrid.planning.spec import GridSpec
+
+STEP = "says how a step of a model is run; give --model NAME"
+JOB = ["--model", "llama3-8b", "--cluster", "h100"]
+SHARDING = ["show", "--sharding", "900,90", "--cp", "2"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main([*argv]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        *((["plan", "--tp", "8", "--world-size", "64", flag, value], f"{flag} {value}: {STEP}")
+          for flag, value in (
+              ("--recompute", "nonsense"), ("--batch", "zz"), ("--sequence", "1"), ("--top", "3"),
+              ("--microbatch", "1"), ("--chunks", "1"), ("--shard", "none"), ("--max-memory", "1"),
+          )),
+        (["plan", "--tp", "8", "--world-size", "64", *JOB, "--backend", "nonsense"],
+         "--backend nonsense: counts open files of a grid alone"),
+        (["plan", "--tp", "8", "--world-size", "64", *JOB, "--top", "3"],
+         "--top 3: goes with --auto"),
+        (["plan", "--tp", "8", "--world-size", "64", "--backend", "nonsense"],
+         "what 'nonsense' opens is not known"),
+        (["diff", "megatron", "torchtitan", "--world-size", "8", "--gpus-per-node", "nonsense"],
+         "--gpus-per-node nonsense: of a step's time and memory; give --model NAME as well"),
+        (["diff", "megatron", "torchtitan", "--world-size", "8", "--cluster", "h100"],
+         "--cluster h100: of a step's time and memory; give --model NAME as well"),
+        ([*SHARDING, "--names", "tp"], "--names tp: does not go with --sharding"),
+        ([*SHARDING, "--tp", "2"], "--tp 2: does not go with --sharding"),
+        ([*SHARDING, "--model", "llama3-8b"], "--model llama3-8b: does not go with --sharding"),
+        (["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4", "--rank", "1"],
+         "--rank 1: goes with a grid, and there is none"),
+        (["explain", "--tp", "2", "--world-size", "4", "--rank", "²"], "--rank ²: expected a rank"),
+        (["show", "--sharding", "9", "--cp", "²"], "--cp ²: expected a whole number"),
+    ],
+)  # fmt: skip
+def test_what_would_change_nothing_is_an_error(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, *argv)
+
+
+def test_a_preset_is_not_a_folder_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "megatron").mkdir()
+    assert main(["diff", "megatron", "torchtitan", "--world-size", "8"]) == 0
+    assert "dp_shard" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "held", "said"),
+    [
+        ("--bench", {"rows": []}, "it has no rows"),
+        ("--bench", {"rows": None}, "None is no list"),
+        ("--steps", {"best": [], "world_size": 8}, "it has no rows"),
+        ("--benchmark", {"rows": []}, "it has no rows"),
+        ("--benchmark", {"rows": [{"ours": float("inf")}]}, "Infinity is no number of JSON's"),
+    ],
+)
+@pytest.mark.parametrize("picture", [False, True])
+def test_a_file_without_numbers_is_refused(
+    flag: str, held: dict[str, object], said: str, picture: bool, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "held.json"
+    path.write_text(json.dumps(held))
+    cluster = ["--cluster", "h100"] if flag == "--bench" else []
+    drawn = ["-o", str(tmp_path / "picture.svg")] if picture else []
+    assert said in refused(capsys, "show", flag, str(path), *cluster, *drawn)
+
+
+def test_a_grid_without_groups_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("axes: {tp: 2, dp: -1}\ncreate: []\n")
+    assert main(["explain", str(path), "--rank", "0", "--world-size", "4"]) == 0
+    assert "0 communicators" in capsys.readouterr().out
+
+
+def test_fits_of_mixed_keys_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit = {"collective": "all_reduce", "level": "node", "algorithm": "ring", "latency_us": 1.0,
+           "gb_per_s": 1.0, "rest": {2: {1: 1.0}, "x": {1: 1.0}}}  # fmt: skip
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump({**CLUSTERS["h100"].to_dict(), "fits": [fit]}))
+    said = refused(capsys, "plan", "--tp", "2", "--world-size", "8", "--cluster", str(path))
+    assert "fits[0].rest='x': expected a number above 0" in said
+
+
+def test_a_plan_is_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What --auto chose is the grid of the file, and the first of what it printed."""
+    path = tmp_path / "grid.yaml"
+    argv = ["plan", "--auto", "--model", "mixtral-8x22b", "--cluster", "h100", "--world-size"]
+    assert main([*argv, "256", "-o", str(path), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    spec = GridSpec.from_yaml(path).resolve(256)
+    chosen = {**best["axes"], "etp": best["etp"]}
+    assert {axis: spec.shape.get(axis, 1) for axis in chosen} == chosen
+    assert best["total_gb"] <= 0.9 * 80
+    assert f"microbatch {best['microbatch']}, " in path.read_text().splitlines()[0]
+    assert main(["plan", "--tp", "2", "--world-size", "4", "-o", str(tmp_path / "x.json")]) == 2
+    assert "expected a name that ends in .yaml" in capsys.readouterr().err
+
+
+def test_an_axis_of_a_preset_that_is_changed_is_created() -> None:
+    for changed in (
+        GridSpec.from_preset("kempnerforge", changes={"axes.tp": 2}),
+        GridSpec.from_preset("kempnerforge", tp=2),
+    ):
+        assert {"tp", "dp_shard"} <= set(changed.resolve(16).created_names)
+    own = GridSpec.from_preset("kempnerforge", changes={"axes.tp": 2, "create": ["dp_shard"]})
+    assert "tp" not in own.resolve(16).created_names
