@@ -64,7 +64,7 @@ def as_json(plan: GroupPlan, cluster: Cluster | None = None) -> dict[str, Any]:
         "communicators": len(plan.communicators),
     }
     if cluster is not None:
-        found["node"] = cluster.unit(0, plan.rank)
+        found["node"] = cluster.node(plan.rank)
         found["within"] = {name: _level(cluster, ranks) for name, ranks in plan.members.items()}
     return found
 
@@ -73,8 +73,8 @@ def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
     """The rank as a table: one line a communicator, this rank in brackets."""
     lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {where(plan)}"]
     if cluster is not None:
-        nodes = cluster.unit(0, max(plan.spec.grid_ranks)) + 1
-        lines.append(f"on node {cluster.unit(0, plan.rank)} of {nodes:,}; *: on another node")
+        nodes = cluster.node(max(plan.spec.grid_ranks)) + 1
+        lines.append(f"on node {cluster.node(plan.rank)} of {nodes:,}; *: on another node")
     lines.append("")
     width = min(44, max((len(", ".join(c.names)) for c in plan.communicators), default=0))
     levels = 0 if cluster is None else max(len(level.name) for level in cluster.levels)
@@ -99,9 +99,9 @@ def _level(cluster: Cluster, ranks: Ranks) -> str:
 
 def _around(cluster: Cluster, members: Ranks, rank: int) -> str:
     """The members, those on other nodes marked; of many, how many are on this one."""
-    node = cluster.unit(0, rank)
-    text = around(members, rank, lambda other: cluster.unit(0, other) != node)
+    node = cluster.node(rank)
+    text = around(members, rank, lambda other: cluster.node(other) != node)
     if not text.endswith(" ranks)"):
         return text
-    here = sum(cluster.unit(0, other) == node for other in members)
+    here = sum(cluster.node(other) == node for other in members)
     return f"{text[:-1]}, {here} on this node)"

@@ -13,6 +13,7 @@ from commgrid.errors import SpecError
 from commgrid.planning.cluster import CLUSTERS, Cluster, find_cluster, nodes_of
 from commgrid.planning.constraints import BY_RANK, PLACE_CHOICES
 from commgrid.planning.ranks import as_ranks
+from commgrid.planning.region import AXES, SIZED
 from commgrid.planning.spec import (
     CONNECT_CHOICES,
     DEFAULT_ORDER,
@@ -21,17 +22,6 @@ from commgrid.planning.spec import (
     GridSpec,
 )
 from commgrid.planning.yaml_io import read_change
-
-_SIZES = {
-    "dp": "data parallel; what the others leave, unless given",
-    "tp": "tensor parallel",
-    "pp": "pipeline parallel",
-    "cp": "context parallel",
-    "ep": "expert parallel; above 1 it makes the expert region",
-    "etp": "expert tensor parallel (default: tp)",
-    "dp_replicate": "HSDP's replicas; stands in for dp together with --dp-shard",
-    "dp_shard": "HSDP's shards",
-}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -85,7 +75,7 @@ def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
         help="another value of a key of the file or preset, such as axes.tp=2; may be repeated",
     )  # fmt: skip
-    for name, meaning in _SIZES.items():
+    for name, meaning in ((axis, AXES[axis]) for axis in SIZED):
         flag = f"--{name.replace('_', '-')}"
         grid.add_argument(flag, dest=name, metavar="N", help=meaning)
     grid.add_argument(
@@ -144,7 +134,7 @@ def read_cluster(args: argparse.Namespace) -> Cluster | None:
 
 
 GRID_FLAGS = (
-    *_SIZES, "yaml", "preset", "changes", "axis", "order", "create", "connect", "ranks", "share",
+    *SIZED, "yaml", "preset", "changes", "axis", "order", "create", "connect", "ranks", "share",
     "within", "place", "world_size",
 )  # fmt: skip
 """What says something of a grid."""
@@ -162,7 +152,7 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         SpecError: naming the flag or the file's key.
     """
     sizes: dict[str, Any] = {
-        name: _number(name, getattr(args, name)) for name in _SIZES if getattr(args, name)
+        name: _number(name, getattr(args, name)) for name in SIZED if getattr(args, name)
     }
     for given in args.axis:
         name, _, size = given.partition("=")

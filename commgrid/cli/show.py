@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -34,7 +35,7 @@ from commgrid.planning.spec import GridSpec
 from commgrid.planning.tune import Pins
 from commgrid.resharding.traffic import as_table
 from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
-from commgrid.viz.curves_picture import draw_curves, read_curve
+from commgrid.viz.curves_picture import draw_curves, read_curves
 from commgrid.viz.figure import check_suffix, drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, page_data, write_page
@@ -161,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_runs(args: argparse.Namespace) -> int:
-    curves = [read_curve(path) for path in args.metrics]
+    curves = read_curves(args.metrics)
     rows = [{"run": c.name, "steps": list(c.steps), "losses": list(c.losses)} for c in curves]
     text = "\n".join(
         f"{c.name}: steps {c.steps[0]} to {c.steps[-1]}, loss {c.losses[0]:.6g} to "
@@ -262,7 +263,8 @@ def _view(args: argparse.Namespace) -> GridView:
             raise SpecError(f"--model {args.model}: goes with --cluster, as --cluster h100")
         return GridView(spec, DEFAULT_GPUS_PER_NODE, names, rank)
     check_within(spec, cluster)
-    per_node = cluster.levels[0].size or spec.world_size
+    node = cluster.unit_size(cluster.node_level)
+    per_node = spec.world_size if math.isinf(node) else int(node)
     notes: dict[str, str] = {}
     if args.model is not None:
         model, cluster = plan_model.read_job(args)

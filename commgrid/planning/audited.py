@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.region import OF_EXPERTS, SIZED
 from commgrid.planning.spec import GridSpec
 
 VARIABLE = "COMMGRID_AUDIT"
 """The environment's, which holds a grid's sizes while an audit runs."""
-
-_STANDARD = ("dp", "tp", "pp", "cp", "ep", "etp")
-_WITHIN_OTHERS = ("ep", "etp", "edp")  # axes of the expert region, which has the dense one's ranks
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,14 @@ class AuditedGrid:
             raise SpecError(f"grid {text!r}: {error}") from error
         first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
         sizes = parse_sizes(",".join(words[:first_flag]), f"grid {text!r}")
-        known = math.prod(n for axis, n in sizes.items() if axis not in _WITHIN_OTHERS)
+        known = math.prod(n for axis, n in sizes.items() if axis not in OF_EXPERTS)
         if world_size is not None and not sizes.keys() & {"dp", "dp_shard"}:
             sizes["dp"] = max(world_size // known, 1)
             known *= sizes["dp"]
         if world_size not in (None, known):
             raise SpecError(f"grid {text!r}: its sizes make {known} ranks, not {world_size}")
         world_size = known
-        standard: dict[str, Any] = {k: v for k, v in sizes.items() if k in _STANDARD}
+        standard: dict[str, Any] = {k: v for k, v in sizes.items() if k in SIZED}
         if len(standard) == len(sizes):  # an axis of the program's own is its program's to know
             try:
                 GridSpec.build(**standard).resolve(world_size)

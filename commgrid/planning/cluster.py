@@ -93,9 +93,20 @@ class Cluster:
     fits: tuple[Fit, ...] = ()
 
     @property
+    def node_level(self) -> int:
+        """The place of the level `node`; of the lowest, if none is called so."""
+        names = [level.name for level in self.levels]
+        return names.index("node") if "node" in names else 0
+
+    @property
     def per_node(self) -> int:
-        """Devices of a unit of the lowest level; 1 where the level has no size."""
-        return self.levels[0].size or 1
+        """Devices of a node; 1 where the level has no size."""
+        size = self.unit_size(self.node_level)
+        return 1 if math.isinf(size) else int(size)
+
+    def node(self, rank: int) -> int:
+        """The number of the node that a rank is on."""
+        return self.unit(self.node_level, rank)
 
     def unit_size(self, level: int) -> float:
         """Devices of a unit of a level; infinite for a level without a size."""
@@ -131,11 +142,7 @@ class Cluster:
         Returns:
             A number for each level; their product is the group's size where it lies evenly.
         """
-        node = self.per_node if self.levels[0].size else None
-        if hosts is None:
-            units = [0 if node is None else rank // node for rank in ranks]
-        else:
-            units = [hosts[rank] for rank in ranks]
+        units = self.lowest_units(ranks, hosts)
         found = [max(Counter(units).values(), default=0)]
         distinct: Iterable[int] = set(units)
         for level in self.levels[1:]:
@@ -143,6 +150,26 @@ class Cluster:
             found.append(max(Counter(above).values(), default=0))
             distinct = set(above)
         return tuple(found)
+
+    def lowest_units(self, ranks: Iterable[int], hosts: Hosts | None = None) -> list[int]:
+        """The unit of the lowest level that each of the ranks is in.
+
+        Args:
+            ranks, hosts: as of `spread`. Below nodes, the ranks of a host fill one unit after
+                another.
+        """
+        size = self.levels[0].size
+        if hosts is None:
+            return [0 if size is None else rank // size for rank in ranks]
+        if self.node_level == 0 or size is None:
+            return [hosts[rank] for rank in ranks]
+        places: dict[int, int] = {}
+        counts: Counter[int] = Counter()
+        for rank in sorted(hosts) if isinstance(hosts, Mapping) else range(len(hosts)):
+            places[rank] = counts[hosts[rank]]
+            counts[hosts[rank]] += 1
+        units = self.per_node // size
+        return [hosts[rank] * units + places[rank] // size for rank in ranks]
 
     def highest(self, spread: Sequence[int]) -> int:
         """The place of the highest level that a group of this `spread` crosses; 0 for one rank."""
@@ -300,9 +327,13 @@ class Cluster:
         Raises:
             SpecError: the number is below 1.
         """
-        if devices < 1:
-            raise SpecError(f"gpus_per_node={devices}: expected a whole number from 1 on")
-        return replace(self, levels=(replace(self.levels[0], size=devices), *self.levels[1:]))
+        node = self.node_level
+        below = int(self.unit_size(node - 1)) if node else 1
+        if devices < 1 or devices % below:
+            inner = f", in whole {self.levels[node - 1].name}s of {below}" if node else ""
+            raise SpecError(f"gpus_per_node={devices}: expected a whole number from 1 on{inner}")
+        made = replace(self.levels[node], size=devices // below)
+        return replace(self, levels=(*self.levels[:node], made, *self.levels[node + 1 :]))
 
 
 def nodes_of(devices: int) -> Cluster:

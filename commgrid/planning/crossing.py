@@ -115,7 +115,7 @@ def worst_spread(
 def held(spec: GridSpec, cluster: Cluster, hosts: Hosts | None) -> tuple[int, ...]:
     """For each level, the most of a spec's ranks that a unit has."""
     units = _Units(cluster, spec, hosts)
-    counts, found = Counter(units.node.values()), []
+    counts, found = Counter(units.unit.values()), []
     for level in range(len(cluster.levels)):
         found.append(max(counts.values()))
         if level + 1 < len(cluster.levels):
@@ -131,11 +131,8 @@ class _Units:
 
     def __init__(self, cluster: Cluster, spec: GridSpec, hosts: Hosts | None) -> None:
         self.levels = cluster.levels
-        node = cluster.levels[0].size
-        self.node = {
-            rank: hosts[rank] if hosts is not None else 0 if node is None else rank // node
-            for rank in spec.grid_ranks
-        }
+        ranks = spec.grid_ranks
+        self.unit = dict(zip(ranks, cluster.lowest_units(ranks, hosts), strict=True))
 
     def above(self, units: Iterable[int], level: int) -> list[int]:
         """The unit of a level that each unit of the one below is in."""
@@ -144,16 +141,15 @@ class _Units:
 
     def held(self, ranks: Iterable[int], level: int) -> set[int]:
         """The units of a level that ranks are in."""
-        node = self.node
-        found = {node[rank] for rank in ranks}
+        found = {self.unit[rank] for rank in ranks}
         for each in range(1, level + 1):
             found = set(self.above(found, each))
         return found
 
     def spread(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """As `Cluster.spread`."""
-        node = self.node
-        units, found = [node[rank] for rank in ranks], []
+        unit = self.unit
+        units, found = [unit[rank] for rank in ranks], []
         for level in range(len(self.levels)):
             distinct = set(units)
             found.append(_most(units, len(distinct)))

@@ -216,7 +216,9 @@ def _written(ranks: tuple[int, ...]) -> str:
 
 
 def _arrow(one: object, other: object) -> str:
-    return f"{one}" if one == other else f"{one or '–'} → {other or '–'}"
+    if one == other:
+        return f"{one}"
+    return " → ".join("–" if each in (None, ()) else f"{each}" for each in (one, other))
 
 
 def _listed(names: tuple[str, ...]) -> str:

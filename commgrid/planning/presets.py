@@ -77,6 +77,9 @@ class Preset:
                 )
             region["axes"][name] = size
         made = changed(made, changes or {})
+        axes = {axis for region in regions for axis in region["axes"]} | made["axes"].keys()
+        if set(made.get("groups", {})) & axes:  # a group gives way to an axis of its name
+            made["groups"] = {n: row for n, row in made["groups"].items() if n not in axes}
         if self.drops_ones is not None and "create" not in (changes or {}):
             made["create"] = [
                 name for name, n in made["axes"].items() if n != 1 or name in self.drops_ones

@@ -11,8 +11,24 @@ from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
 from commgrid.planning.ranks import as_index, divisors
 
-STANDARD = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "dp", "pp")
+AXES = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel; above 1 it makes the expert region",
+    "dp_shard": "HSDP's shards",
+    "dp_replicate": "HSDP's replicas; stands in for dp together with dp_shard",
+    "dp": "data parallel; what the others leave, unless given",
+    "pp": "pipeline parallel",
+    "etp": "expert tensor parallel (default: tp)",
+    "edp": "copies of experts, which fill the expert region",
+}
+"""The axes that have a meaning, in Megatron's default order, and then those of experts alone."""
+OF_EXPERTS = ("ep", "etp", "edp")
+"""Axes of the expert region, which has the dense one's ranks."""
+STANDARD = tuple(axis for axis in AXES if axis not in OF_EXPERTS or axis == "ep")
 """Megatron's default order, with the parts that may stand in for dp."""
+SIZED = tuple(axis for axis in AXES if axis != "edp")
+"""Axes whose sizes a user gives."""
 HSDP = ("dp_replicate", "dp_shard")
 """The two parts of dp, slower one first, where it has two."""
 

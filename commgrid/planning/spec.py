@@ -23,8 +23,8 @@ from commgrid.planning.layout import RankLayout
 from commgrid.planning.presets import find_preset
 from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks
 from commgrid.planning.region import (
+    AXES,
     HSDP,
-    STANDARD,
     Region,
     dense_from,
     expert_region,
@@ -191,7 +191,7 @@ class GridSpec:
         for key in config:
             if key not in _KEYS:
                 hint = names.nearest(str(key), _KEYS)
-                if key in (*STANDARD, "etp", "edp"):
+                if key in AXES:
                     hint = f"; sizes go under axes, as axes: {{{key}: {config[key]}}}"
                 raise SpecError(f"{key}: unknown key, expected some of {', '.join(_KEYS)}{hint}")
         if "axes" not in config:

@@ -65,15 +65,15 @@ def _crossing(group: str, *axes: str) -> _Reason:
         spread = cost.placement.spreads.get(group)
         if spread is None:
             return ""
-        level = cost.cluster.levels[cost.cluster.highest(spread)]
+        levels, place = cost.cluster.levels, cost.cluster.highest(spread)
         sizes = {axis: getattr(cost.choice, axis) for axis in axes}
         large = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
         group_of = " · ".join(large) or f"{axes[0]} 1"
-        if level is cost.cluster.levels[0]:
+        if place == 0:
             return f" ({group_of})"
         return (
-            f" ({group_of} leaves the {cost.cluster.levels[0].name}: "
-            f"{level.bandwidth / 1e9:.0f} GB/s)"
+            f" ({group_of} leaves the {levels[place - 1].name}: "
+            f"{levels[place].bandwidth / 1e9:.0f} GB/s)"
         )
 
     return reason

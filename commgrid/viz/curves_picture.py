@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,26 @@ class Curve:
     name: str
     steps: tuple[int, ...]
     losses: tuple[float, ...]
+
+
+def read_curves(paths: Sequence[Path]) -> list[Curve]:
+    """The losses of metrics files, by the shortest ends of their paths that tell them apart.
+
+    Raises:
+        SpecError: a file that is not there, has no losses, or is given twice.
+    """
+    names = [path.stem for path in paths]
+    parents = [path.resolve().parent.parts for path in paths]
+    for depth in range(1, max(map(len, parents), default=0) + 1):
+        if len(set(names)) == len(names):
+            break
+        names = [
+            "/".join((*parts[-depth:], path.stem))
+            for parts, path in zip(parents, paths, strict=True)
+        ]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise SpecError(f"--metrics: {twice} is given twice; give each run once")
+    return [replace(read_curve(path), name=name) for path, name in zip(paths, names, strict=True)]
 
 
 def read_curve(path: Path) -> Curve:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import yaml
 
 from commgrid.cli import main
 from commgrid.planning.cluster import CLUSTERS
+from commgrid.planning.diff import compare
 from commgrid.planning.spec import GridSpec
 
 STEP = "says how a step of a model is run; give --model NAME"
@@ -117,6 +120,47 @@ def test_a_plan_is_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"microbatch {best['microbatch']}, " in path.read_text().splitlines()[0]
     assert main(["plan", "--tp", "2", "--world-size", "4", "-o", str(tmp_path / "x.json")]) == 2
     assert "expected a name that ends in .yaml" in capsys.readouterr().err
+
+
+def test_runs_of_one_name_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / part / "metrics.jsonl" for part in ("a/run", "b/run", "c")]
+    for place, path in enumerate(paths):
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"step": 1, "loss": place + 1.0}) + "\n")
+    assert main(["show", "--metrics", *map(str, paths)]) == 0
+    names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert len(set(names)) == 3
+    assert names[0].endswith("a/run/metrics")
+    said = refused(capsys, "show", "--metrics", str(paths[0]), str(paths[0]))
+    assert "is given twice; give each run once" in said
+
+
+def test_none_that_connect_is_zero() -> None:
+    before = GridSpec.build(tp=2).resolve(8)
+    text = str(compare(before, GridSpec.build(tp=2, connect="none").resolve(8)))
+    assert " → 0 of which connect" in text
+
+
+@pytest.mark.parametrize("preset", ["tp_sp", "ulysses"])
+def test_a_group_of_a_preset_gives_way_to_an_axis(preset: str) -> None:
+    first = "tp" if preset == "tp_sp" else "cp"
+    changes = {"axes.sp": 2, "order": f"{first}-sp-dp"}
+    spec = GridSpec.from_preset(preset, changes=changes).resolve(32)
+    assert spec.shape["sp"] == 2
+    assert "sp" in GridSpec.from_preset(preset).resolve(32).created_names
+
+
+def test_ranks_beyond_the_grid_are_checked_too() -> None:
+    """A rank that is not in the grid had no grid to check."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+         "-m", "commgrid", "check", "--tp", "2", "--ranks", "0-1"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: 9 communicators, all with the planned members" in done.stdout
 
 
 def test_an_axis_of_a_preset_that_is_changed_is_created() -> None:

@@ -1,0 +1,47 @@
+"""Clusters whose lowest level is not the node: domains of devices, nodes of domains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from commgrid.errors import SpecError
+from commgrid.planning.cluster import CLUSTERS, Cluster
+from commgrid.planning.crossing import find_crossings
+from commgrid.planning.spec import GridSpec
+
+NODE, ABOVE = CLUSTERS["h100"].levels
+
+
+def cluster(domain: int = 4, domains: int = 2) -> Cluster:
+    """Domains of devices, in nodes, in a cluster."""
+    levels = (replace(NODE, name="domain", size=domain), replace(NODE, size=domains), ABOVE)
+    return replace(CLUSTERS["h100"], levels=levels)
+
+
+def test_a_node_is_the_level_of_that_name() -> None:
+    assert cluster().per_node == 8
+    wide = cluster().with_node(16)
+    assert [level.size for level in wide.levels] == [4, 4, None]
+    assert wide.per_node == 16
+    assert CLUSTERS["gb200"].per_node == 4
+    with pytest.raises(SpecError, match=r"gpus_per_node=6: .*, in whole domains of 4"):
+        cluster().with_node(6)
+
+
+def test_hosts_are_nodes() -> None:
+    """Ranks of a host fill one domain after another, whatever the ranks' numbers."""
+    hosts = [rank % 2 for rank in range(16)]
+    assert cluster().spread([0, 2, 4, 6], hosts) == (4, 1, 1)
+    assert cluster().spread(range(0, 16, 2), hosts) == (4, 2, 1)
+    assert cluster().spread([0, 1], hosts) == (1, 1, 2)
+    spec = GridSpec.build(tp=4).resolve(16)
+    found = find_crossings(spec, cluster(), hosts)
+    assert found["tp"].spread == (2, 1, 2)
+    assert find_crossings(spec, cluster())["tp"].spread == (4, 1, 1)
+
+
+def test_what_a_group_leaves_is_named() -> None:
+    found = find_crossings(GridSpec.build(tp=8).resolve(16), cluster())["tp"]
+    assert found.describe() == "4 ranks of each of 2 domains; 1 group at once on a domain's link"
