@@ -26,16 +26,16 @@ from commgrid.errors import (
     UnknownGroupError,
 )
 from commgrid.on_demand import on_demand
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.layout import RankLayout
-from commgrid.planning.plan import GroupPlan
-from commgrid.planning.spec import GridSpec
-from commgrid.rendezvous.timeouts import Timeouts
 from commgrid.version import VERSION
 
 if TYPE_CHECKING:
     from commgrid.observe import trace, verify
+    from commgrid.planning.cluster import Cluster
+    from commgrid.planning.layout import RankLayout
+    from commgrid.planning.plan import GroupPlan
+    from commgrid.planning.spec import GridSpec
     from commgrid.recovery import rebuild, recover
+    from commgrid.rendezvous.timeouts import Timeouts
     from commgrid.runtime.audited import audit_sizes
     from commgrid.runtime.grid import HyperCommGrid
     from commgrid.runtime.inquiry import diagnose
@@ -95,8 +95,13 @@ __all__ = [
     "verify",
 ]
 
-# These import torch, which planning on a laptop does not need; they load when first asked for.
-_LIVE = {
+# They load when first asked for: many of them with torch, which planning does not need.
+_ON_DEMAND = {
+    "Cluster": "commgrid.planning.cluster",
+    "GridSpec": "commgrid.planning.spec",
+    "GroupPlan": "commgrid.planning.plan",
+    "RankLayout": "commgrid.planning.layout",
+    "Timeouts": "commgrid.rendezvous.timeouts",
     "HyperCommGrid": "commgrid.runtime.grid",
     "audit_sizes": "commgrid.runtime.audited",
     "destroy": "commgrid.runtime.registry",
@@ -117,4 +122,4 @@ _LIVE = {
     "verify": "commgrid.observe",
 }
 
-__getattr__, __dir__ = on_demand(globals(), _LIVE)
+__getattr__, __dir__ = on_demand(globals(), _ON_DEMAND)

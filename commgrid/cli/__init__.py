@@ -6,38 +6,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import io
+import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from commgrid.cli import (
-    audit,
-    bench,
-    check,
-    diagnose,
-    diff,
-    dump,
-    explain,
-    plan,
-    presets,
-    show,
-    trace,
-    verify,
-)
+from commgrid.cli.commands import COMMANDS
 from commgrid.cli.output import guarded
 from commgrid.cli.terminal import RED, has_colour, paint
 from commgrid.errors import CommGridError
 from commgrid.planning.names import nearest
 from commgrid.version import VERSION
-
-_COMMANDS = {
-    "plan": plan, "explain": explain, "check": check, "show": show, "presets": presets,
-    "diff": diff, "bench": bench, "trace": trace, "diagnose": diagnose,
-    "dump": dump, "verify": verify, "audit": audit,
-}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         word = message.partition("invalid choice: '")[2].partition("'")[0]
-        super().error(message + nearest(word, _COMMANDS) if word else message)
+        super().error(message + nearest(word, COMMANDS) if word else message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser, commands = _parsers()
-    _complete(parser)
     words = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parsers(words)
+    _complete(parser)
     if not words:
         parser.print_help(sys.stderr)
         return 2
@@ -97,31 +78,44 @@ def _write_what_it_can() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of everything, and that of each command."""
+def _parsers(
+    words: Sequence[str],
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of everything, and that of each command.
+
+    Only the command that is asked for is loaded, and all of them for completion in the shell.
+    """
+    wanted = COMMANDS if "_ARGCOMPLETE" in os.environ else [*words[:1]]
     parser = _Parser(
         prog="commgrid",
         description="Plan, explain, check, measure and draw the communicators of a training job.",
         epilog="`commgrid COMMAND --help` has examples.",
     )
-    parser.add_argument("--version", action="version", version=_version())
+    version = _version() if "--version" in words else VERSION
+    parser.add_argument("--version", action="version", version=version)
     commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in _COMMANDS.values():
-        module.add_parser(commands)
+    for name, summary in COMMANDS.items():
+        if name in wanted:
+            importlib.import_module(f"commgrid.cli.{name}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=summary, add_help=False)
     return parser, commands.choices
 
 
 def _version() -> str:
     """commgrid's version and torch's, which is not imported for it."""
+    metadata = importlib.import_module("importlib.metadata")
     try:
-        torch = f"torch {importlib.metadata.version('torch')}"
-    except importlib.metadata.PackageNotFoundError:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
         torch = "no torch"
     return f"commgrid {VERSION} ({torch}, Python {sys.version.partition(' ')[0]})"
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
     """Completion in the shell, where argcomplete is installed."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
     try:
         argcomplete = importlib.import_module("argcomplete")
     except ImportError:

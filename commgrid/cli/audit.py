@@ -30,7 +30,6 @@ def add_parser(commands: Any) -> None:
     parser = new_command(
         commands,
         "audit",
-        summary="run a training script on several grids, and say where they part",
         description="Runs a training script, unchanged, on several grids, and compares losses, "
         "weights, gradients and buffers step by step.",
         examples=_EXAMPLES,

@@ -42,7 +42,6 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "bench",
-        summary="under torchrun or srun: latency and bandwidth of every communicator",
         description="Measures collectives on the groups of each name, and fits a cluster to them.",
         examples=_EXAMPLES,
         run=run,

@@ -22,7 +22,6 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "check",
-        summary="under torchrun or srun: start the grid and try every communicator",
         description="Starts the grid on real ranks and runs a collective on every communicator.",
         examples=_EXAMPLES,
         run=run,

@@ -26,7 +26,6 @@ def add_parser(commands: Any) -> None:
     parser = new_command(
         commands,
         "diagnose",
-        summary="which rank a job waits for, and in which call",
         description="Says what is wrong among ranks, the first cause first.",
         examples=_EXAMPLES,
         run=run,

@@ -31,7 +31,6 @@ def add_parser(commands: Any) -> None:
     parser = new_command(
         commands,
         "diff",
-        summary="what changes between two grids: sizes, names, neighbours, communicators",
         description="Compares two grids: which names keep their ranks, and who gets other peers.",
         examples=_EXAMPLES,
         run=run,

@@ -29,7 +29,6 @@ def add_parser(commands: Any) -> None:
     parser = new_command(
         commands,
         "dump",
-        summary="where each rank of a job on this host is, and its last calls",
         description="Has the ranks of a job on this host write down stacks and recorded calls.",
         examples=_EXAMPLES,
         run=run,

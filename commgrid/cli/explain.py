@@ -32,7 +32,6 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "explain",
-        summary="one rank's coordinate, and its peers in every group",
         description="Shows one rank's coordinate and the ranks it shares each group with.",
         examples=_EXAMPLES,
         run=run,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from commgrid.cli.commands import COMMANDS
 from commgrid.cli.terminal import fit
 from commgrid.errors import SpecError
 from commgrid.planning.cluster import CLUSTERS, Cluster, find_cluster, nodes_of
@@ -39,7 +40,6 @@ def new_command(
     commands: Any,
     name: str,
     *,
-    summary: str,
     description: str,
     examples: str,
     run: Callable[[argparse.Namespace], int],
@@ -47,7 +47,7 @@ def new_command(
     """Adds a command: its help, and `--json`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
-        help=summary,
+        help=COMMANDS[name],
         description=description,
         epilog=examples,
         formatter_class=_Help,

@@ -12,11 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from commgrid.cli.terminal import BOLD, CYAN, Marks, columns, fit, has_colour, paint
 from commgrid.errors import CommGridError, SpecError
-from commgrid.planning.spec import GridSpec
+
+if TYPE_CHECKING:
+    from commgrid.planning.spec import GridSpec
 
 JSON_VERSION = 1
 """Of the JSON of all commands; it rises when a key goes or comes to mean something else."""

@@ -57,7 +57,6 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "plan",
-        summary="groups, sizes, communicators, and what start-up will cost",
         description="Shows the groups of a grid, the communicators one rank holds, and their cost.",
         examples=_EXAMPLES,
         run=run,

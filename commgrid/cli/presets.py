@@ -26,7 +26,6 @@ def add_parser(commands: Any) -> None:
     parser = new_command(
         commands,
         "presets",
-        summary="grids that others use, by name; any of them as YAML",
         description="Lists the presets, or prints one as YAML to start one's own from.",
         examples=_EXAMPLES,
         run=run,

@@ -83,7 +83,6 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "show",
-        summary="pictures of a grid, a pipeline's schedule, the losses of runs, or a benchmark",
         description="Draws a grid's groups on its nodes, a schedule, loss curves, or a benchmark.",
         examples=_EXAMPLES,
         run=run,

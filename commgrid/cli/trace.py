@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> None:
     parser = new_command(
         commands,
         "trace",
-        summary="what ranks have recorded: a table, a page, or a file for Perfetto",
         description="Sums up what ranks have recorded, or writes a page or a file for Perfetto.",
         examples=_EXAMPLES,
         run=run,

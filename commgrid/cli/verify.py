@@ -34,7 +34,6 @@ def add_parser(commands: Any) -> None:
     parser = new_command(
         commands,
         "verify",
-        summary="whether what ranks have recorded can finish, under NCCL's rules and gloo's",
         description="Decides from traces of a step whether every rank can finish it.",
         examples=_EXAMPLES,
         run=run,
