@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 
 from commgrid.cli.commands import COMMANDS
 from commgrid.cli.output import guarded
-from commgrid.cli.terminal import RED, has_colour, paint
+from commgrid.cli.terminal import RED, has_colour, is_completing, paint
 from commgrid.errors import CommGridError
 from commgrid.planning.names import nearest
 from commgrid.version import VERSION
@@ -79,19 +78,22 @@ def _write_what_it_can() -> None:
 
 
 def _parsers(
-    words: Sequence[str],
+    words: Sequence[str] | None = None,
 ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of everything, and that of each command.
 
-    Only the command that is asked for is loaded, and all of them for completion in the shell.
+    Args:
+        words: of the command line, of which only the command is loaded; None: all are, as for
+            completion in the shell.
     """
-    wanted = COMMANDS if "_ARGCOMPLETE" in os.environ else [*words[:1]]
+    every = words is None or is_completing()
+    wanted = COMMANDS if every else [*(words or ())][:1]
     parser = _Parser(
         prog="commgrid",
         description="Plan, explain, check, measure and draw the communicators of a training job.",
         epilog="`commgrid COMMAND --help` has examples.",
     )
-    version = _version() if "--version" in words else VERSION
+    version = _version() if "--version" in (words or ()) else VERSION
     parser.add_argument("--version", action="version", version=version)
     commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
@@ -114,7 +116,7 @@ def _version() -> str:
 
 def _complete(parser: argparse.ArgumentParser) -> None:
     """Completion in the shell, where argcomplete is installed."""
-    if "_ARGCOMPLETE" not in os.environ:
+    if not is_completing():
         return
     try:
         argcomplete = importlib.import_module("argcomplete")

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     after = resolve(_read(args.after or args.before, changes), args.world_size)
     found = compare(before, after)
     if args.model is None:
-        why = "of a step's time and memory; give --model NAME as well"
+        why = "is for a step's time and memory; give --model NAME as well"
         refuse_unused(args, ["cluster", "gpus_per_node"], why)
         give(args, found.to_dict, lambda: str(found), MARKS)
         return 0

@@ -211,7 +211,7 @@ def refuse_unused(args: argparse.Namespace, flags: Iterable[str], why: str) -> N
 
     Args:
         flags: their names, as `max_memory`.
-        why: what they go with.
+        why: what they go with, after `it`.
 
     Raises:
         SpecError: one of them is given.
@@ -220,7 +220,7 @@ def refuse_unused(args: argparse.Namespace, flags: Iterable[str], why: str) -> N
         given = getattr(args, flag, None)
         if given not in (None, False, []):
             value = "" if given is True else f" {given[0] if isinstance(given, list) else given}"
-            raise SpecError(f"--{flag.replace('_', '-')}{value}: {why}")
+            raise SpecError(f"--{flag.replace('_', '-')}{value}: would change nothing; it {why}")
 
 
 def _level_of(given: str) -> tuple[str, str]:

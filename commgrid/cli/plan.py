@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from commgrid.cli import plan_cluster, plan_model
+from commgrid.cli import plan_cluster, plan_options
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -25,8 +25,8 @@ from commgrid.planning.calibration import NCCL_GB, SOURCES
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.crossing import check_within, find_crossings
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
+from commgrid.planning.reasons import Why, as_lines
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.step_why import Why
 from commgrid.planning.summary import several
 
 ASKS = {
@@ -71,13 +71,15 @@ def add_parser(commands: Any) -> None:
         help="write the grid, or the best of --auto, for initialize(config=...)",
     )  # fmt: skip
     add_cluster_options(parser)
-    plan_model.add_options(parser)
+    plan_options.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.auto or args.model is not None:
+        from commgrid.cli import plan_model  # only a step needs it
+
         return plan_model.run(args)
-    refuse_unused(args, plan_model.FLAGS, "says how a step of a model is run; give --model NAME")
+    refuse_unused(args, plan_options.FLAGS, "says how a step of a model is run; give --model NAME")
     spec = resolve(read_spec(args), args.world_size)
     backend, cluster = _checked(args.backend or "nccl"), read_cluster(args)
     if cluster is not None:
@@ -171,7 +173,7 @@ def as_text(
         told = f"within {rules}: checked at start; here with --cluster or --gpus-per-node"
         lines += ["", told]
     lines += ["", *_sockets(spec, backend, width), "", *_cost(spec)]
-    return "\n".join([*lines, *(plan_model.why_text(_why(spec, backend)) if why else ())])
+    return "\n".join([*lines, *(as_lines(_why(spec, backend)) if why else ())])
 
 
 def _why(spec: GridSpec, backend: str) -> list[Why]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,52 +11,24 @@ from commgrid.cli.grid_options import read_cluster, read_spec, refuse_unused, re
 from commgrid.cli.output import MARKS, give, write_grid
 from commgrid.cli.terminal import DIM, GREEN
 from commgrid.errors import SpecError
-from commgrid.planning.choice import ORDERS, RECOMPUTE, SHARD, Choice
+from commgrid.planning.choice import ORDERS, RECOMPUTE, Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import find_model
 from commgrid.planning.placement import of_spec
+from commgrid.planning.reasons import as_lines
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.step_cost import StepCost
 from commgrid.planning.step_memory import MEMORY_PARTS
 from commgrid.planning.step_traffic import traffic
-from commgrid.planning.step_why import Why, why
-from commgrid.planning.tune import AXES, HEADROOM, Pins, Tuning, describe, memory_limit, tune
+from commgrid.planning.step_why import why
+from commgrid.planning.tune import AXES, Pins, Tuning, describe, memory_limit, tune
 from commgrid.planning.tune_words import NAMES, limits, why_worse
 
 _NOT_WITH_AUTO = (
     "yaml", "preset", "changes", "axis", "create", "connect", "ranks", "share", "dp_replicate",
     "dp_shard", "within", "place",
 )  # fmt: skip
-FLAGS = ("batch", "sequence", "microbatch", "chunks", "recompute", "shard", "max_memory", "top")
-"""Flags of a step, which need a model."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The flags of a model's step."""
-    step = parser.add_argument_group("training step", "what a step of a model takes on the grid")
-    step.add_argument("--model", metavar="NAME", help="such as gpt-175b, or a YAML file")
-    step.add_argument(
-        "--auto", action="store_true",
-        help="find the best grids; sizes, --order and the flags below are kept where given",
-    )  # fmt: skip
-    step.add_argument("--batch", metavar="N", help="sequences of a step (default: the model's)")
-    step.add_argument("--sequence", metavar="N", help="tokens of one (default: the model's)")
-    step.add_argument("--microbatch", metavar="N", help="sequences that go through a stage at once")
-    step.add_argument("--chunks", metavar="N", help="of a stage's layers, for interleaving")
-    step.add_argument("--recompute", help=", ".join(RECOMPUTE))
-    step.add_argument(
-        "--shard",
-        help=f"what dp shares out: {', '.join(SHARD)} (default optimizer; with dp_shard weights)",
-    )
-    step.add_argument(
-        "--max-memory", metavar="GB",
-        help=f"of a device (default: {HEADROOM:.0%}% of it; the rest is for fragments)",
-    )  # fmt: skip
-    step.add_argument("--top", metavar="N", help="grids that --auto shows (default 5)")
-    parser.add_argument(
-        "--why", action="store_true", help="where each number of time or memory is from"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -363,18 +334,8 @@ def change_text(before: StepCost, after: StepCost) -> list[str]:
     return lines
 
 
-def why_text(found: Sequence[Why]) -> list[str]:
-    """Where each number is from, as lines."""
-    lines = ["", "Where these numbers are from:"]
-    for each in found:
-        lines.append(f"  {each.name:18} {each.value:>11}  {each.formula}")
-        if each.source:
-            lines.append(f"  {'':18} {'':>11}  from: {each.source}")
-    return lines
-
-
 def _why_text(args: argparse.Namespace, cost: StepCost) -> list[str]:
-    return why_text(why(cost)) if args.why else []
+    return as_lines(why(cost)) if args.why else []
 
 
 def _title(cost: StepCost) -> str:

@@ -18,6 +18,11 @@ NARROWEST = 20
 """Columns below which nothing is wrapped any further."""
 
 
+def is_completing() -> bool:
+    """Whether a shell asks for completions of its command line, by argcomplete."""
+    return "_ARGCOMPLETE" in os.environ
+
+
 def columns(stream: TextIO) -> int | None:
     """How wide text on a stream may be: on a terminal COLUMNS or its own width; else None, any.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from commgrid.errors import SpecError
-from commgrid.planning.model import Model
 from commgrid.planning.names import nearest
+
+if TYPE_CHECKING:
+    from commgrid.planning.model import Model
 
 RECOMPUTE = ("none", "selective", "full")
 """What of a layer's forward is computed again in the backward.
@@ -19,6 +21,8 @@ and the MLP's activation function, which cost little; `full`: the whole layer.
 SHARD = ("none", "optimizer", "weights")
 """What the data-parallel ranks share out: nothing, the optimizer's state (ZeRO-1, Megatron's
 distributed optimizer), or that, gradients and weights too (ZeRO-3, FSDP)."""
+HEADROOM = 0.9
+"""Share of a device's memory that a choice may fill; fragments and peaks need the rest."""
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 """Orders that differ in what a job's links carry: dp or pp next to tp and cp."""
 

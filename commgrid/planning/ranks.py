@@ -6,7 +6,6 @@ strides describe, or whose order counts. Nothing here imports torch or touches a
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 import re
@@ -159,6 +158,8 @@ class RankTuple(tuple[int, ...]):
         text = ",".join(map(str, self))
         if len(text) <= _LONGEST:
             return text
+        import hashlib  # slow to load, and few lists are so long
+
         return f"{len(self)}ranks-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def describe(self) -> str:

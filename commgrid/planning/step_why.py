@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from commgrid.planning.calibration import CALIBRATION, NCCL_GB, SOURCES, Calibration
 from commgrid.planning.layer_cost import Machine
+from commgrid.planning.reasons import Why
 from commgrid.planning.step_cost import StepCost
 from commgrid.planning.step_memory import communicators_of, layer_activations, parameters_of_rank
 
@@ -30,20 +30,6 @@ _SOURCES = {
     "optimizer": "Adam in mixed precision: gradient and 12 bytes of a parameter read, 14 written; "
     "the share of memory's bandwidth: see constants",
 }
-
-
-@dataclass(frozen=True)
-class Why:
-    """One number: what it is of, its value as shown, how it is reckoned, and from what."""
-
-    name: str
-    value: str
-    formula: str
-    source: str
-
-    def to_dict(self) -> dict[str, str]:
-        return {"name": self.name, "value": self.value, "formula": self.formula,
-                "source": self.source}  # fmt: skip
 
 
 def why(cost: StepCost, calibration: Calibration = CALIBRATION) -> tuple[Why, ...]:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from commgrid.errors import SpecError
 from commgrid.planning.calibration import CALIBRATION, Calibration
-from commgrid.planning.choice import ORDERS, RECOMPUTE, Choice
+from commgrid.planning.choice import HEADROOM, ORDERS, RECOMPUTE, Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.layer_cost import Machine, layer_cost
 from commgrid.planning.model import Model
@@ -23,8 +23,6 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 MICROBATCHES = (1, 2, 4, 8, 16)
 LARGEST_TP = 64
 FAR = 1.5
-HEADROOM = 0.9
-"""Share of a device's memory that a choice may fill; fragments and peaks need the rest."""
 
 
 @dataclass(frozen=True)

@@ -6,62 +6,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from commgrid.errors import SpecError
 
-_DEEPEST = 50  # far more than anything has that means something
 
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but a key given twice is an error instead of a silent loss; and what is
-    nested very deep is, on which PyYAML would spend seconds, and then all of Python's stack."""
-
-    _depth = 0
-
-    def fetch_flow_collection_start(self, token: Any) -> None:
-        if self.flow_level >= _DEEPEST:
-            raise _too_deep(self.get_mark().line)
-        super().fetch_flow_collection_start(token)
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self._depth >= _DEEPEST:
-            raise _too_deep(self.get_mark().line)
-        self._depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise SpecError(f"line {key.start_mark.line + 1}: a key must be a name")
-            if key.value in seen:
-                line = key.start_mark.line + 1
-                raise SpecError(f"line {line}: key {key.value!r} is given twice; keep one")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _too_deep(line: int) -> SpecError:
-    return SpecError(f"line {line + 1}: nested more than {_DEEPEST} deep; a bracket is not closed")
+class NotYamlError(ValueError):
+    """A text is no YAML."""
 
 
 def _loaded(text: str) -> Any:
     """What a text says.
 
     Raises:
-        YAMLError: it is no YAML; also where PyYAML says so in other ways, as of a date of month 13,
-            or a number of more digits than Python reads.
+        NotYamlError: it is no YAML; also where PyYAML says so in other ways, as of a date of month
+            13, or a number of more digits than Python reads.
+        SpecError: a key is given twice, or it is nested very deep.
     """
+    from commgrid.planning.yaml_loader import Loader, yaml  # slow, and most commands read none
+
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=Loader)
     except SpecError:
         raise
+    except yaml.YAMLError as error:
+        raise NotYamlError(str(error)) from error
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
-        raise yaml.YAMLError(f"a value that is none: {error}") from error
+        raise NotYamlError(f"a value that is none: {error}") from error
 
 
 def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, Any]:
@@ -82,7 +51,7 @@ def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, A
         raise SpecError(f"cannot be read: {error}") from error
     try:
         loaded = _loaded(text)
-    except yaml.YAMLError as error:
+    except NotYamlError as error:
         what = " ".join(str(error).split())  # PyYAML's message has several lines
         raise SpecError(f"not plain YAML (no Python tags): {what}") from error
     if not isinstance(loaded, dict):
@@ -135,5 +104,5 @@ def read_change(text: str) -> tuple[str, Any]:
         raise SpecError(f"--set {text}: expected KEY=VALUE, such as --set axes.tp=2")
     try:
         return key, _loaded(value)
-    except yaml.YAMLError as error:
+    except NotYamlError as error:
         raise SpecError(f"--set {text}: the value is not plain YAML: {error}") from error

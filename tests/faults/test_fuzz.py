@@ -26,8 +26,8 @@ def test_nothing_but_plans_and_messages() -> None:
 def test_cases_are_of_all_commands_and_the_same_each_time(tmp_path: Path) -> None:
     parsers = _parsers()[1]
     once, again = (Mutator(parsers, tmp_path, 7) for _ in range(2))
-    cases = [once.case() for _ in range(150)]
-    assert cases == [again.case() for _ in range(150)]
+    cases = [once.case() for _ in range(250)]
+    assert cases == [again.case() for _ in range(250)]
     assert {case[0] for case in cases} >= set(parsers)
     assert len(list(tmp_path.glob("*.yaml"))) >= 15
 
