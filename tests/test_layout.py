@@ -212,3 +212,16 @@ def test_a_list_of_another_length_is_refused() -> None:
         RankLayout.from_sizes({"a": 2}, ranks=[4, 1, 0])
     with pytest.raises(SpecError, match="the axes reach place 3 of the 3 ranks listed"):
         RankLayout(RankLayout.from_sizes({"a": 4}).axes, 0, RankTuple((4, 1, 0)))
+
+
+def test_ranks_come_in_order_however_many_modes_there_are() -> None:
+    """By ranges, and not rank by rank: compared with adding up digits."""
+    for modes in ((), ((3, 1),), ((4, 2), (3, 16)), ((2, 1), (3, 4), (2, 100))):
+        ranks = RankSet(5, tuple(Mode(*mode) for mode in modes))
+        digits = itertools.product(*(range(size) for size, _ in reversed(modes)))
+        expected = [
+            5 + sum(d * stride for d, (_, stride) in zip(each, reversed(modes), strict=True))
+            for each in digits
+        ]
+        assert list(ranks) == expected
+        assert [ranks[place] for place in range(len(ranks))] == expected

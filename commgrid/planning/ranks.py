@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple, overload
 
 from commgrid.errors import SpecError
@@ -73,8 +73,13 @@ class RankSet(Sequence[int]):
         return rank
 
     def __iter__(self) -> Iterator[int]:
-        spans = [range(0, m.size * m.stride, m.stride) for m in reversed(self.modes)]
-        return (self.offset + sum(digits) for digits in product(*spans))
+        if not self.modes:
+            return iter((self.offset,))
+        (size, stride), *slower = self.modes
+        spans = [range(0, m.size * m.stride, m.stride) for m in reversed(slower)]
+        starts = (self.offset + sum(digits) for digits in product(*spans))
+        # Ranges are many times as fast as adding up each rank.
+        return chain.from_iterable(range(at, at + size * stride, stride) for at in starts)
 
     def __contains__(self, rank: object) -> bool:
         return isinstance(rank, int) and self._position(rank) is not None

@@ -328,7 +328,7 @@ def _kind(file: str) -> int:
 _current: list[Recorder] = []
 
 
-def follow(asked: bool, rank: int, members: Mapping[str, list[int]]) -> None:
+def follow(asked: bool, rank: int, members: Callable[[], Mapping[str, list[int]]]) -> None:
     """Start recording if asked to or COMMGRID_TRACE is set, and note a grid's communicators.
 
     `COMMGRID_TRACE=1` begins to record; `COMMGRID_TRACE=DIR` has the records in a file there, which
@@ -337,14 +337,14 @@ def follow(asked: bool, rank: int, members: Mapping[str, list[int]]) -> None:
     Args:
         asked: whether the program does.
         rank: of this process.
-        members: of the grid's communicators.
+        members: returns those of the grid's communicators.
     """
     folder = folder_of_environment()
     is_on = os.environ.get("COMMGRID_TRACE", "") not in ("", "0")
     recorder = start() if asked or is_on else current()
     if recorder is None:
         return
-    recorder.meet(rank, members)
+    recorder.meet(rank, members())
     if folder is not None:
         try:
             recorder.keep_in(folder.absolute())

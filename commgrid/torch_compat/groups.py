@@ -9,10 +9,11 @@ goes through the function beneath it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError
 from commgrid.planning.groups import GroupOptions
+from commgrid.planning.ranks import RankSet
 from commgrid.rendezvous.addresses import remove
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
@@ -118,10 +120,52 @@ def create_group(
             torch_gloo.adopt(group, parsed, config)
         if getattr(getattr(backend_options, "config", None), "blocking", 1) == 0:
             fill_in_sizes(group)
-        c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
+        places: Any = (
+            _Places(ranks)
+            if isinstance(ranks, RankSet)
+            else dict(zip(members, count(), strict=False))
+        )
+        c10d._world.pg_group_ranks[group] = places
         if (waits or lazy) and not connecting:
             set_timeout(group, limit)
     return group
+
+
+class _Places(Mapping[int, int]):
+    """Global ranks to group ranks, as torch looks them up; a dict of many ranks takes long to make.
+
+    Args:
+        ranks: of the group, in its order.
+    """
+
+    def __init__(self, ranks: RankSet) -> None:
+        self._ranks = ranks
+
+    def __getitem__(self, rank: int) -> int:
+        if rank not in self._ranks:
+            raise KeyError(rank)
+        return self._ranks.index(rank)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def items(self) -> _Items:
+        """Global ranks with group ranks."""
+        return _Items(self)
+
+
+class _Items(ItemsView[int, int]):
+    """In order, without a search for each."""
+
+    def __init__(self, places: _Places) -> None:
+        super().__init__(places)
+        self._places = places
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._places, count(), strict=False)
 
 
 @cache

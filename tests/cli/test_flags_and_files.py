@@ -15,7 +15,9 @@ from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.diff import compare
 from commgrid.planning.spec import GridSpec
 
-STEP = "would change nothing; it says how a step of a model is run; give --model NAME"
+NOTHING = "would change nothing; it"
+STEP = f"{NOTHING} says how a step of a model is run; give --model NAME"
+JOBS = f"{NOTHING} is for a step's time and memory; give --model NAME as well"
 JOB = ["--model", "llama3-8b", "--cluster", "h100"]
 SHARDING = ["show", "--sharding", "900,90", "--cp", "2"]
 
@@ -34,20 +36,20 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
               ("--microbatch", "1"), ("--chunks", "1"), ("--shard", "none"), ("--max-memory", "1"),
           )),
         (["plan", "--tp", "8", "--world-size", "64", *JOB, "--backend", "nonsense"],
-         "--backend nonsense: would change nothing; it counts open files of a grid alone"),
+         f"--backend nonsense: {NOTHING} counts open files of a grid alone"),
         (["plan", "--tp", "8", "--world-size", "64", *JOB, "--top", "3"],
-         "--top 3: would change nothing; it goes with --auto"),
+         f"--top 3: {NOTHING} goes with --auto"),
         (["plan", "--tp", "8", "--world-size", "64", "--backend", "nonsense"],
          "what 'nonsense' opens is not known"),
         (["diff", "megatron", "torchtitan", "--world-size", "8", "--gpus-per-node", "nonsense"],
-         "--gpus-per-node nonsense: would change nothing; it is for a step's time and memory; give --model NAME as well"),
+         f"--gpus-per-node nonsense: {JOBS}"),
         (["diff", "megatron", "torchtitan", "--world-size", "8", "--cluster", "h100"],
-         "--cluster h100: would change nothing; it is for a step's time and memory; give --model NAME as well"),
-        ([*SHARDING, "--names", "tp"], "--names tp: would change nothing; it does not go with --sharding"),
-        ([*SHARDING, "--tp", "2"], "--tp 2: would change nothing; it does not go with --sharding"),
-        ([*SHARDING, "--model", "llama3-8b"], "--model llama3-8b: would change nothing; it does not go with --sharding"),
+         f"--cluster h100: {JOBS}"),
+        ([*SHARDING, "--names", "tp"], f"--names tp: {NOTHING} does not go with --sharding"),
+        ([*SHARDING, "--tp", "2"], f"--tp 2: {NOTHING} does not go with --sharding"),
+        ([*SHARDING, "--model", "llama3-8b"], f"--model llama3-8b: {NOTHING} does not go with --sharding"),
         (["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4", "--rank", "1"],
-         "--rank 1: would change nothing; it goes with a grid, and there is none"),
+         f"--rank 1: {NOTHING} goes with a grid, and there is none"),
         (["explain", "--tp", "2", "--world-size", "4", "--rank", "²"], "--rank ²: expected a rank"),
         (["show", "--sharding", "9", "--cp", "²"], "--cp ²: expected a whole number"),
     ],
