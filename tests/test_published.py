@@ -10,14 +10,21 @@ from tests.docs.pages import DOCS
 
 
 def test_held_out_runs_are_predicted() -> None:
-    """Within 15 % in the median and 30 % at worst, with a third of the runs calibrated on."""
-    known = [run for run in runs() if not run.beyond]
+    """Within 15 % each and 5 % in the median, with a third of the runs calibrated on."""
+    known = [run for run in runs() if not run.beyond and not run.added]
     held = [run for run in known if not run.calibrates]
     assert len(known) >= 20
     assert 3 * (len(known) - len(held)) <= len(known)
     errors = [abs(predict(run).seconds / run.seconds - 1) for run in held]
-    assert statistics.median(errors) < 0.15
-    assert max(errors) < 0.30
+    assert statistics.median(errors) < 0.05
+    assert max(errors) < 0.15
+
+
+def test_added_runs_are_as_the_page_says() -> None:
+    """Not within 15 %: a pipeline of DeepSpeed's is slower than Megatron's."""
+    errors = [predict(run).seconds / run.seconds - 1 for run in runs() if run.added]
+    assert len(errors) == 5
+    assert errors == pytest.approx([-0.175, -0.185, -0.208, -0.092, -0.046], abs=1e-3)
 
 
 @pytest.mark.full

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.cli import plan_model
-from commgrid.cli.grid_options import add_cluster_options, new_command, refuse_unused, resolve
+from commgrid.cli.grid_options import (
+    add_cluster_options,
+    new_command,
+    read_nodes,
+    refuse_unused,
+    resolve,
+)
 from commgrid.cli.output import MARKS, give
 from commgrid.errors import SpecError
 from commgrid.planning.diff import compare
@@ -55,6 +61,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    read_nodes(args)
     changes = dict(map(read_change, args.changes))
     if args.after is None and not changes:
         raise SpecError(
@@ -66,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     found = compare(before, after)
     if args.model is None:
         why = "is for a step's time and memory; give --model NAME as well"
-        refuse_unused(args, ["cluster", "gpus_per_node"], why)
+        refuse_unused(args, [] if args.nodes else ["cluster", "gpus_per_node"], why)
         give(args, found.to_dict, lambda: str(found), MARKS)
         return 0
     model, cluster = plan_model.read_job(args)

@@ -9,6 +9,7 @@ from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
     read_cluster,
+    read_nodes,
     read_spec,
     resolve,
 )
@@ -41,6 +42,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    read_nodes(args)
     spec, cluster = resolve(read_spec(args), args.world_size), read_cluster(args)
     if not args.rank.isdecimal():
         raise SpecError(f"--rank {args.rank}: expected a rank from 0 on")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -114,6 +115,28 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-node", metavar="N",
         help="devices of a node; `launcher`: as torchrun's or SLURM's variables say",
     )  # fmt: skip
+    group.add_argument("--nodes", metavar="N", help="how many, in place of --world-size")
+
+
+def read_nodes(args: argparse.Namespace) -> None:
+    """Set the number of ranks by that of nodes, where it is given.
+
+    Raises:
+        SpecError: the number of ranks is given as well, or the size of a node is not known.
+    """
+    if args.nodes is None:
+        return
+    if args.world_size is not None:
+        raise SpecError(f"--nodes {args.nodes} beside --world-size: give one of them")
+    nodes, cluster = _number("nodes", args.nodes), read_cluster(args)
+    if nodes < 1:
+        raise SpecError(f"--nodes {nodes}: expected a whole number from 1 on")
+    if cluster is None or math.isinf(cluster.unit_size(cluster.node_level)):
+        raise SpecError(
+            f"--nodes {nodes}: how many devices a node has is not known; add --cluster NAME or "
+            "--gpus-per-node N, or give --world-size"
+        )
+    args.world_size = str(nodes * cluster.per_node)
 
 
 def read_cluster(args: argparse.Namespace) -> Cluster | None:
@@ -145,15 +168,18 @@ def grid_flags_given(args: argparse.Namespace) -> bool:
     return any(getattr(args, key, None) not in (None, []) for key in GRID_FLAGS)
 
 
+def read_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes that flags give, by axis."""
+    return {name: _number(name, getattr(args, name)) for name in SIZED if getattr(args, name)}
+
+
 def read_spec(args: argparse.Namespace) -> GridSpec:
     """The spec that the flags describe, its sizes perhaps still open.
 
     Raises:
         SpecError: naming the flag or the file's key.
     """
-    sizes: dict[str, Any] = {
-        name: _number(name, getattr(args, name)) for name in SIZED if getattr(args, name)
-    }
+    sizes: dict[str, Any] = {**read_sizes(args)}
     for given in args.axis:
         name, _, size = given.partition("=")
         if not size:

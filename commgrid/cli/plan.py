@@ -13,6 +13,7 @@ from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
     read_cluster,
+    read_nodes,
     read_spec,
     refuse_unused,
     resolve,
@@ -46,7 +47,7 @@ _EXAMPLES = """examples:
   commgrid plan --tp 16 --world-size 64 --cluster h100
   commgrid plan --tp 8 --world-size 64 --gpus-per-node 4
   commgrid plan --auto --model gpt-175b --batch 1536 --cluster h100 --world-size 1024
-  commgrid plan --auto --model llama3-70b --cluster h100 --world-size 256 -o grid.yaml
+  commgrid plan --auto --model llama3-70b --cluster h100 --nodes 32 -o grid.yaml
   commgrid plan --model gpt-175b --cluster h100 --tp 8 --pp 8 --world-size 128 --why
 
 Nothing is started and torch is not needed: any number of ranks plans in milliseconds.
@@ -75,6 +76,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    read_nodes(args)
     if args.auto or args.model is not None:
         from commgrid.cli import plan_model  # only a step needs it
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
-from commgrid.cli.grid_options import new_command
+from commgrid.cli.grid_options import new_command, read_sizes, refuse_unused
 from commgrid.cli.output import give
 from commgrid.cli.terminal import BOLD, CYAN, columns
 from commgrid.planning.presets import PRESETS, Preset, find_preset
+from commgrid.planning.region import AXES, SIZED
 from commgrid.planning.spec import GridSpec
 
 _EXAMPLES = """examples:
   commgrid presets
   commgrid presets hsdp > grid.yaml
+  commgrid presets megatron --tp 8 --pp 4 > grid.yaml
   commgrid plan --preset hsdp --dp-shard 4 --world-size 32
 
 Sizes are laid over a preset: --tp 8, or initialize(preset="megatron", tp=8).
@@ -31,21 +34,27 @@ def add_parser(commands: Any) -> None:
         run=run,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the one to print as YAML")
+    for axis in SIZED:
+        flag = f"--{axis.replace('_', '-')}"
+        parser.add_argument(flag, dest=axis, metavar="N", help=f"of the YAML: {AXES[axis]}")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.name is None:
+        refuse_unused(args, SIZED, "is a size of one preset; give its NAME")
     chosen = list(PRESETS.values()) if args.name is None else [find_preset(args.name)]
+    sizes = read_sizes(args)
     found = {
         "presets": [
             {"name": one.name, "summary": one.summary, "source": one.source,
-             "spec": one.with_sizes({})}
+             "spec": one.with_sizes(sizes)}
             for one in chosen
         ]
     }  # fmt: skip
     if args.name is None:
         give(args, lambda: found, lambda: as_table(columns(sys.stdout)), {r"^  \w+": CYAN})
     else:
-        give(args, lambda: found, lambda: as_yaml(chosen[0]), {r"^#.*": BOLD})
+        give(args, lambda: found, lambda: as_yaml(chosen[0], sizes), {r"^#.*": BOLD})
     return 0
 
 
@@ -65,11 +74,12 @@ def as_table(width: int | None) -> str:
     return "\n".join(lines)
 
 
-def as_yaml(preset: Preset) -> str:
-    """A file to start from."""
+def as_yaml(preset: Preset, sizes: Mapping[str, int]) -> str:
+    """A file to start from, some of its sizes others."""
     import yaml
 
-    config = preset.with_sizes({})
+    config = preset.with_sizes(sizes)
+    GridSpec.from_dict(config)  # refuses sizes that are none
     text = str(yaml.safe_dump(config, sort_keys=False, default_flow_style=None)).rstrip()
     return f"# {preset.name}: {preset.summary}\n# after {preset.source}\n{text}"
 

@@ -18,6 +18,7 @@ from commgrid.cli.grid_options import (
     add_command,
     grid_flags_given,
     read_cluster,
+    read_nodes,
     read_spec,
     refuse_unused,
     resolve,
@@ -69,7 +70,9 @@ _KINDS: Mapping[str, Callable[[argparse.Namespace], ShownSharding | ShownSteps |
     "sharding": ShownSharding, "steps": ShownSteps, "bench": ShownBench,
 }  # fmt: skip
 _SIZES = ("stages", "microbatches", "chunks")
-_OF_A_GRID = ("names", "rank", "model", "beside_presets", "cluster", "gpus_per_node")
+_OF_A_GRID = (
+    "names", "rank", "model", "beside_presets", "cluster", "gpus_per_node", "nodes",
+)  # fmt: skip
 _ALONE: Mapping[str, tuple[str, ...]] = {
     "benchmark": ("rows",), "transfer": (), "metrics": (), "steps": (),
     "sharding": ("cp", "mask"), "bench": ("cluster", "gpus_per_node"),
@@ -134,6 +137,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    read_nodes(args)
     if args.output is not None:
         check_suffix(args.output)
     if args.benchmark is not None:

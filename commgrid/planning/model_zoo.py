@@ -39,6 +39,11 @@ _ALL = (
         kv_heads=8, source="Nemotron-4 340B technical report 2024, arXiv 2406.11704, Table 1",
     ),
     Model(
+        "mixtral-8x7b", 32, 4096, 32, vocabulary=32000, sequence=4096, batch=256, ffn=14336,
+        kv_heads=8, head_size=128, gated=True, experts=8, top_k=2,
+        source="config.json of mistralai/Mixtral-8x7B-v0.1; Jiang et al. 2024, arXiv 2401.04088",
+    ),
+    Model(
         "mixtral-8x22b", 56, 6144, 48, vocabulary=32000, sequence=4096, batch=256, ffn=16384,
         kv_heads=8, head_size=128, gated=True, experts=8, top_k=2,
         source="config.json of mistralai/Mixtral-8x22B-v0.1",

@@ -36,7 +36,7 @@ from commgrid.planning.tune import Pins, describe, tune
 from commgrid.planning.tune_words import why_worse
 
 DATA = Path(__file__).parents[1] / "data" / "published_runs.yaml"
-KINDS = {"A100-80GB": "a100", "H100-80GB": "h100"}
+KINDS = {"A100-80GB": "a100", "H100-80GB": "h100", "GB200-186GB": "gb200"}
 EVERY = 3
 
 
@@ -52,6 +52,7 @@ class Run:
         seconds: of its step.
         beyond: why the model is not expected to hold; empty: it is.
         calibrates: whether constants are fitted to it.
+        added: whether it was predicted once, after all else was settled.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Run:
     seconds: float
     beyond: str
     calibrates: bool
+    added: bool = False
 
 
 def runs(first: int = 0) -> list[Run]:
@@ -78,12 +80,16 @@ def runs(first: int = 0) -> list[Run]:
             continue
         for values in section["rows"]:
             row = dict(zip(section["columns"], values, strict=True))
-            calibrates = len(found) % EVERY == first and not section.get("beyond")
+            is_apart = section.get("beyond") or section.get("added")
+            calibrates = len(found) % EVERY == first and not is_apart
             found.append(_run(section, row, calibrates))
     return found
 
 
 def _run(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
+    if "added" in section:
+        run = (_experts if "model" in section else _deepspeed)(section, row, calibrates)
+        return replace(run, name=section["added"], added=True)
     first = section["source"].split()[0]
     make = {"Narayanan": _gpt, "Korthikanti": _gpt, "Llama": _llama, "Nemotron-4": _nemotron}
     return make.get(first, _experts)(section, row, calibrates)
@@ -108,6 +114,13 @@ def _gpt(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
         f"{who}, GPT {row['params_b']:g}B", model, choice, (1, 2, 4, 8, 16),
         row.get("interleave"), choice.recompute, _cluster(section), seconds, "", calibrates,
     )  # fmt: skip
+
+
+def _deepspeed(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
+    """As Narayanan's, of a paper that says the seconds."""
+    run = _gpt(section, {**row, "tflops_per_gpu": 1.0}, calibrates)
+    microbatches = (row["microbatch"],) if "microbatch" in row else run.microbatches
+    return replace(run, microbatches=microbatches, seconds=row["step_s"])
 
 
 def _llama(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
@@ -139,7 +152,10 @@ def _experts(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> 
         microbatch=row["microbatch"], recompute=row["recompute"],
     )  # fmt: skip
     work = model.flops_per_token * model.tokens
-    seconds = row.get("step_s") or work / row["gpus"] / row["tflops_per_gpu"] / 1e12
+    if "tokens_s_per_gpu" in row:
+        seconds = model.tokens / row["gpus"] / row["tokens_s_per_gpu"]
+    else:
+        seconds = row.get("step_s") or work / row["gpus"] / row["tflops_per_gpu"] / 1e12
     return Run(
         model.name, model, choice, (row["microbatch"],), row["interleave"], row["recompute"],
         _cluster(section), seconds, section.get("beyond", ""), calibrates,
@@ -147,7 +163,14 @@ def _experts(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> 
 
 
 def _cluster(section: dict[str, Any]) -> Cluster:
-    return CLUSTERS[KINDS[section["device"]["name"]]]
+    device = section["device"]
+    cluster = CLUSTERS[KINDS[device["name"]]]
+    levels = list(cluster.levels)
+    if "network_gb_per_s" in device:
+        levels[-1] = replace(levels[-1], bandwidth=device["network_gb_per_s"] * 1e9)
+    if "per_rack" in device:
+        levels[1] = replace(levels[1], size=device["per_rack"] // cluster.per_node)
+    return cluster if tuple(levels) == cluster.levels else replace(cluster, levels=tuple(levels))
 
 
 def predict(run: Run, calibration: Calibration = CALIBRATION) -> StepCost:
@@ -179,6 +202,8 @@ def fit(first: int = 0) -> Calibration:
     """The constants that leave no mean error (of logarithms) where runs calibrate."""
     shares = []
     for device, kind in KINDS.items():
+        if device not in dict(CALIBRATION.gemm):
+            continue
         low, high = 0.3, 1.0
         chosen = [run for run in runs(first) if run.calibrates and run.cluster is CLUSTERS[kind]]
         for _ in range(20):
@@ -208,7 +233,7 @@ class Compared:
 
 def compare(run: Run) -> Compared:
     """A run's prediction, and the place of its grid among all that fit."""
-    old = run.cluster is CLUSTERS["a100"]
+    old = run.cluster.device.name == "A100-80GB"
     base = replace(run.choice, tp=1, pp=1, cp=1, dp=1, ep=1, etp=None, microbatch=1, chunks=1)
     pins = Pins(base=base, recompute=run.recompute if old else None)
     tuning = tune(run.model, run.choice.world_size, run.cluster, pins)
@@ -223,8 +248,12 @@ def compare(run: Run) -> Compared:
 
 
 def errors(compared: list[Compared]) -> list[float]:
-    """Of what was neither calibrated on nor beyond the model."""
-    return [abs(c.error) for c in compared if not c.run.calibrates and not c.run.beyond]
+    """Of what was neither calibrated on, nor beyond the model, nor added later."""
+    return [abs(c.error) for c in compared if _is_held(c.run)]
+
+
+def _is_held(run: Run) -> bool:
+    return not (run.calibrates or run.beyond or run.added)
 
 
 def markdown(compared: list[Compared]) -> str:
@@ -239,6 +268,7 @@ def markdown(compared: list[Compared]) -> str:
         if each.place is None or each.place > 3:
             place += f"; ours {describe(best.choice)}; {each.reason or 'far slower'}"
         mark = " (calibrated)" if run.calibrates else " (beyond)" if run.beyond else ""
+        mark = " (added)" if run.added else mark
         lines.append(
             f"| {run.name}{mark} | {run.choice.world_size:,} | {describe(run.choice)} | "
             f"{run.seconds:.2f} s | {each.cost.seconds:.2f} s | {each.error:+.1%} | "
@@ -258,7 +288,7 @@ def markdown(compared: list[Compared]) -> str:
 def _elsewhere(first: int) -> str:
     """How far off the others are where another third calibrates."""
     calibration = fit(first)
-    held = [run for run in runs(first) if not run.calibrates and not run.beyond]
+    held = [run for run in runs(first) if _is_held(run)]
     off = [abs(predict(run, calibration).seconds / run.seconds - 1) for run in held]
     return (
         f"Calibrated on the third from run {first + 1} on instead: {statistics.median(off):.1%}, "

@@ -125,6 +125,34 @@ def test_a_plan_is_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "expected a name that ends in .yaml" in capsys.readouterr().err
 
 
+def test_nodes_stand_for_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (
+        ["plan", "--tp", "8"], ["plan", "--tp", "8", "--model", "llama3-8b"],
+        ["explain", "--tp", "8", "--rank", "0"], ["show", "--tp", "8"],
+        ["diff", "megatron", "torchtitan"],
+    ):  # fmt: skip
+        texts = []
+        for count in (["--nodes", "4"], ["--world-size", "32"]):
+            cluster = ["--cluster", "h100"] if "diff" not in argv or "--nodes" in count else []
+            assert main([*argv, *count, *cluster, "--json"]) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1], argv
+    plan = ["plan", "--tp", "2", "--nodes"]
+    assert "--nodes 4: how many devices a node has" in refused(capsys, *plan, "4")
+    assert "--nodes 0: expected a whole number from 1 on" in refused(capsys, *plan, "0")
+    both = refused(capsys, *plan, "4", "--world-size", "8", "--cluster", "h100")
+    assert "--nodes 4 beside --world-size: give one of them" in both
+
+
+def test_a_preset_is_printed_with_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "megatron", "--tp", "8", "--ep", "4"]) == 0
+    (tmp_path / "grid.yaml").write_text(capsys.readouterr().out)
+    spec = GridSpec.from_yaml(tmp_path / "grid.yaml").resolve(64)
+    assert spec == GridSpec.from_preset("megatron", tp=8, ep=4).resolve(64)
+    assert "--tp 8: would change nothing" in refused(capsys, "presets", "--tp", "8")
+    assert "no such axis" in refused(capsys, "presets", "ddp", "--tp", "8")
+
+
 def test_runs_of_one_name_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
