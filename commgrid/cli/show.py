@@ -213,26 +213,13 @@ def _staircase(simulation: Simulation, room: int | None) -> str:
 
 def _check(args: argparse.Namespace) -> None:
     """What does not go together."""
-    others = args.schedule or args.metrics or args.benchmark or args.sharding
-    if args.transfer is not None and (others or grid_flags_given(args)):
-        raise SpecError("--transfer: draws a plan alone; leave the grid and other pictures out")
-    alone = "--metrics" if args.metrics else "--benchmark" if args.benchmark else None
-    if alone and (args.schedule or grid_flags_given(args)):
-        raise SpecError(f"{alone}: draws runs alone; leave the grid and --schedule out")
-    if (args.steps or args.bench) and (others or grid_flags_given(args)):
-        flag = "--steps" if args.steps else "--bench"
-        raise SpecError(f"{flag}: draws its file alone; leave the grid and other pictures out")
-    if args.steps and args.bench:
-        raise SpecError("--steps and --bench: are two pictures; give one of them")
-    if args.metrics and args.benchmark:
-        raise SpecError("--metrics and --benchmark: are two pictures; give one of them")
-    if args.rows and not args.benchmark:
-        raise SpecError(f"--rows {args.rows[0]}: goes with --benchmark FILE")
-    if args.mask and not args.sharding:
-        raise SpecError(f"--mask {args.mask}: goes with --sharding LENGTHS")
-    beside = [size for size in (*_SIZES, "spans") if getattr(args, size)]
-    if beside and not args.schedule:
-        raise SpecError(f"--{beside[0]}: goes with --schedule, as --schedule 1f1b")
+    for flags, owner, example in (
+        (("rows",), args.benchmark, "--benchmark FILE"),
+        (("mask",), args.sharding, "--sharding LENGTHS"),
+        ((*_SIZES, "spans"), args.schedule, "--schedule, as --schedule 1f1b"),
+    ):
+        if not owner:
+            refuse_unused(args, flags, f"goes with {example}")
     for picture, own in _ALONE.items():
         if getattr(args, picture):
             others = [flag for flag in _FLAGS if flag not in (picture, *own)]

@@ -157,9 +157,10 @@ class _Search:
             made = [self.least_recomputed(choice) for choice in possible]
             fitting = [each for each in made if each is not None]
             for placed in self._orders(fitting) if fitting else ():
-                cost = self._best_chunks(placed)
-                if best is None or cost.seconds < best.seconds:
-                    best = cost
+                for choice, memory in placed:
+                    cost = self._cost(choice, memory)
+                    if best is None or cost.seconds < best.seconds:
+                        best = cost
         self.grids += valid
         if best is not None:
             self.found.append(best)
@@ -202,32 +203,6 @@ class _Search:
             self.model, choice, self.cluster, machine=self.machine, memory=memory,
             placement=self.placement,
         )  # fmt: skip
-
-    def _best_chunks(self, fitting: list[_Fitting]) -> StepCost:
-        """The best of choices that differ in chunks, and perhaps in what is computed again.
-
-        Of equal ones the bubble shrinks with the chunks and the sends grow, both in proportion.
-        """
-        firsts: dict[str, StepCost] = {}
-        best: tuple[float, Choice, Memory] | None = None
-        for choice, memory in fitting:
-            if choice.recompute not in firsts:
-                firsts[choice.recompute] = self._cost(choice, memory)
-            cost = firsts[choice.recompute]
-            base = cost.choice
-            more = choice.chunks / base.chunks
-            sends = (
-                cost.parts["pp"]
-                * (choice.microbatches(self.model) * choice.chunks + choice.pp - 1)
-                / (choice.microbatches(self.model) * base.chunks + choice.pp - 1)
-            )
-            seconds = (
-                cost.seconds - cost.parts["bubble"] * (1 - 1 / more) + sends - cost.parts["pp"]
-            )
-            if best is None or seconds < best[0]:
-                best = (seconds, choice, memory)
-        assert best is not None
-        return self._cost(best[1], best[2])
 
     def _orders(self, fitting: list[_Fitting]) -> Iterator[list[_Fitting]]:
         """The same choices in each order that they may have; it changes no memory."""

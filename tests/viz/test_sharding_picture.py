@@ -93,7 +93,7 @@ def test_the_command_line_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--sharding", "5,six", "--cp", "2"], "--sharding 5,six: 'six' is no length"),
         (["--sharding", "5x", "--cp", "2"], "'5x' is no length"),
         (["--sharding", "5x0", "--cp", "2"], "lengths is empty"),
-        (["--mask", "full"], "--mask full: goes with --sharding LENGTHS"),
+        (["--mask", "full"], "--mask full: would change nothing; it goes with --sharding LENGTHS"),
         (["--sharding", "5,0", "--cp", "2"], r"lengths[1]=0"),
         (["--sharding", "5", "--cp", "two"], "--cp two: expected a whole number"),
         (["--sharding", "5", "--cp", "2", "--mask", "odd"], "--mask odd: expected causal, full"),

@@ -171,7 +171,7 @@ def test_another_file_is_an_error(
 @pytest.mark.parametrize("more", [["--tp", "2"], ["--schedule", "1f1b"], ["--sharding", "5,6"]])
 def test_a_plan_is_drawn_alone(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--transfer", "plan.json", *more]) == 2
-    assert "--transfer: draws a plan alone" in capsys.readouterr().err
+    assert "would change nothing; it does not go with --transfer" in capsys.readouterr().err
 
 
 def test_a_plan_is_no_page_and_needs_a_folder(
