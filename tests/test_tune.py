@@ -1,6 +1,7 @@
 """The best grids: against brute force, with pins, and where nothing fits."""
 
 import itertools
+import random
 import re
 from dataclasses import replace
 
@@ -45,6 +46,38 @@ def brute(model: Model, world: int, cluster: Cluster, limit: float) -> dict[str,
                 if cost.memory.total <= limit and (not known or cost.seconds < known.seconds):
                     best[key] = cost
     return best
+
+
+def random_model(draw: random.Random) -> Model:
+    heads = draw.choice([2, 4, 6])
+    experts = draw.choice([0, 0, 4])
+    made = Model(
+        "random", layers=draw.choice([2, 3, 4, 6]), hidden=heads * 64, heads=heads,
+        vocabulary=draw.choice([1000, 50000]), sequence=draw.choice([128, 1024]),
+        batch=draw.choice([4, 8, 12]), attention=draw.choice(["flash", "plain"]),
+    )  # fmt: skip
+    return replace(made, experts=experts, top_k=2, expert_ffn=256) if experts else made
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_the_choice_is_that_of_trying_everything_on_small_cases(seed: int) -> None:
+    """200 models on 1 to 8 devices, in much memory and in little."""
+    draw = random.Random(seed)
+    for _ in range(50):
+        model, world = random_model(draw), draw.choice([1, 2, 3, 4, 6, 8])
+        cluster = draw.choice([H100, replace(H100, levels=H100.levels[1:]), CLUSTERS["gb200"]])
+        if world > cluster.per_node and world % cluster.per_node:
+            continue
+        limit = draw.choice([80e9, 3.5e9])
+        every = brute(model, world, cluster, limit)
+        if not every:
+            with pytest.raises(SpecError, match=r"no grid"):
+                tune(model, world, cluster, Pins(max_memory=limit))
+            continue
+        first = min(every.values(), key=lambda cost: cost.seconds)
+        found = tune(model, world, cluster, Pins(max_memory=limit)).best[0]
+        assert found.seconds == pytest.approx(first.seconds, rel=1e-9), (model, world, cluster.name)
 
 
 @pytest.mark.full("model0-16-12")

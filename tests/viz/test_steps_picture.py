@@ -85,8 +85,14 @@ def test_a_bench_stands_beside_what_the_cluster_predicts(
         (["--bench", "x.json"], "--bench x.json: give the cluster that predicts it as well"),
         (["--bench", "x.json", "--cluster", "h100"], "x.json: cannot be read"),
         (["--steps", "x.json"], "x.json: cannot be read"),
-        (["--steps", "x.json", "--tp", "2"], "--tp 2: would change nothing; it does not go with --steps"),
-        (["--steps", "x.json", "--bench", "x.json"], "--bench x.json: would change nothing; it does not go with --steps"),
+        (
+            ["--steps", "x.json", "--tp", "2"],
+            "--tp 2: would change nothing; it does not go with --steps",
+        ),
+        (
+            ["--steps", "x.json", "--bench", "x.json"],
+            "--bench x.json: would change nothing; it does not go with --steps",
+        ),
     ],
 )
 def test_wrong_flags_are_one_line(
