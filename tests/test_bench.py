@@ -204,7 +204,7 @@ def test_the_table_has_nccl_tests_columns() -> None:
         (["-o", "/nowhere/c.yaml"], "--output /nowhere/c.yaml: there is no such folder"),
         (["-o", "c.yaml", "--alone"], "a cluster is fitted to groups that communicate at once"),
         (["--cluster", "h10"], "did you mean 'h100'"),
-        ([], "one rank has nobody to talk to"),
+        ([], "one rank alone measures nothing"),
     ],
 )
 def test_wrong_flags_are_told_before_anything_starts(

@@ -160,7 +160,7 @@ def test_what_a_file_can_have_wrong_is_named(change: dict[str, object], words: s
 
 
 def test_nothing_on_one_level_is_nothing_to_fit() -> None:
-    with pytest.raises(SpecError, match="no group that was measured lies on one level alone"):
+    with pytest.raises(SpecError, match="no measured group is within one level"):
         fit([row("all_reduce", 1024, (8, 2), 1e-3)], TWO)
 
 

@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
         help="begin with the first grid's weights, where the script draws others on other grids",
     )  # fmt: skip
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds a grid (default 600)")
-    add("--keep", type=Path, metavar="DIR", help="leave all that was seen there")
+    add("--keep", type=Path, metavar="DIR", help="keep the records there")
     add(
         "--dry", action="store_true",
         help="run nothing: record the collectives of one step of a grid that may be large",

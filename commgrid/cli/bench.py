@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from commgrid.runtime.starting import initialize, started_ranks
 
     if started_ranks() == 1:
-        raise SpecError(f"one rank has nobody to talk to; start several, as with\n  {_START}")
+        raise SpecError(f"one rank alone measures nothing; start several, as with\n  {_START}")
     grid: HyperCommGrid | None = initialize(config=spec, backend=args.backend, name="bench")
     if grid is None:  # this rank is a spare
         shutdown()
@@ -297,8 +297,8 @@ def _write(path: Path, cluster: Cluster) -> None:
     for level in cluster.levels:
         if not level.bandwidth > 0:
             raise SpecError(
-                f"--output {path}: no group that was measured lies on level {level.name!r} alone; "
-                "measure one that does, or say with --cluster whose numbers it has"
+                f"--output {path}: no measured group is within level {level.name!r} alone; "
+                "measure one, or give numbers with --cluster"
             )
     text = yaml.safe_dump(cluster.to_dict(), sort_keys=False, default_flow_style=None, width=100)
     try:

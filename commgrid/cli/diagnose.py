@@ -1,4 +1,4 @@
-"""`commgrid diagnose`: what is wrong among ranks, from what each has recorded."""
+"""`commgrid diagnose`: faults among ranks, from their records."""
 
 from __future__ import annotations
 

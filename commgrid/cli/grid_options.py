@@ -1,4 +1,4 @@
-"""How every command is told of a grid: a YAML file, or sizes as flags."""
+"""The flags of a grid and of a cluster, for every command."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def read_nodes(args: argparse.Namespace) -> None:
 
 
 def read_cluster(args: argparse.Namespace) -> Cluster | None:
-    """What the flags say that the grid runs on; None: nothing.
+    """The cluster that the flags give; None: none.
 
     Raises:
         SpecError: naming the flag, or the key of the cluster's file.
@@ -160,7 +160,7 @@ GRID_FLAGS = (
     *SIZED, "yaml", "preset", "changes", "axis", "order", "create", "connect", "ranks", "share",
     "within", "place", "world_size",
 )  # fmt: skip
-"""What says something of a grid."""
+"""Flags that describe a grid."""
 
 
 def grid_flags_given(args: argparse.Namespace) -> bool:
@@ -222,7 +222,7 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
 
 
 def resolve(spec: GridSpec, world_size: str | None) -> GridSpec:
-    """The spec over `--world-size` ranks; without it, over those that its sizes make."""
+    """The spec over `--world-size` ranks, or over the product of its sizes."""
     if world_size is not None:
         return spec.resolve(_number("world_size", world_size))
     if spec.ranks is not None:

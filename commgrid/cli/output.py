@@ -1,4 +1,4 @@
-"""What a command prints: JSON for machines, of one schema, or text that fits the terminal."""
+"""Output of commands: JSON of one schema, or text that fits the terminal."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ ASKS = {
     "all": "all ranks of a group to issue collectives, asynchronous ones too, in one order on all "
     "names that have the same ranks",
 }
-"""What a choice of `share` asks of the program."""
+"""Requirements of each `share` on the program."""
 
 _EXAMPLES = """examples:
   commgrid plan --tp 8 --pp 4 --world-size 1024
@@ -215,7 +215,7 @@ def _cost(spec: GridSpec) -> list[str]:
         f"  {held} communicators, {connecting} of which connect (create={_show(spec.create)}, "
         f"connect={_show(spec.connect)}, share={spec.share})",
         f"  over NCCL about {low:.1f} to {high:.1f} GB of device memory ({NCCL_GB[0]} to "
-        f"{NCCL_GB[1]} GB each has been reported), and as much again for each that connects later",
+        f"{NCCL_GB[1]} GB each has been reported), and as much again for each later connection",
     ]
     lines += [line for share in ASKS for line in _told(spec, share)]
     savings = _savings(spec)
@@ -227,7 +227,7 @@ def _cost(spec: GridSpec) -> list[str]:
 
 
 def _most_needed(spec: GridSpec, backend: str) -> tuple[sockets.GroupNeed, ...]:
-    """What the communicators cost the rank that needs most open files at start."""
+    """The communicators' cost on the rank with most open files at start."""
     found = [sockets.needs(plan, backend) for plan in _plans(spec)]
     return max(found, key=lambda needs: sockets.total(needs)[0].files)
 
@@ -272,7 +272,7 @@ def _show_need(need: sockets.Need) -> str:
 
 
 def _told(spec: GridSpec, share: str) -> list[str]:
-    """What a choice of `share` saves over aliases, and what it asks."""
+    """Savings of a `share` over aliases, and its requirement."""
     saves = _sharing(spec, share)["saves"]
     verb = "saves" if spec.share == share else "would save"
     fewer, connects = saves["communicators"], saves["connect"]

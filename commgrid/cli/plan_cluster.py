@@ -25,7 +25,7 @@ def as_lines(
     found: Mapping[str, Crossing],
     kinds: Iterable[PlannedCommunicator],
 ) -> list[str]:
-    """What the cluster is, which names cross what of it, and what is slow."""
+    """The cluster, the names that cross its levels, and slow groups."""
     lines = [_head(cluster)]
     told: dict[str, list[str]] = {}
     for communicator in kinds:

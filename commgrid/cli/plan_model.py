@@ -96,7 +96,7 @@ def read_job(args: argparse.Namespace) -> tuple[Model, Cluster]:
 
 
 def _pins(args: argparse.Namespace) -> Pins:
-    """What the flags decide of a search."""
+    """Pins of a search from flags."""
     for key in _NOT_WITH_AUTO:
         if getattr(args, key, None) not in (None, []):
             raise SpecError(
@@ -110,7 +110,7 @@ def _pins(args: argparse.Namespace) -> Pins:
 
 
 def _run_pins(args: argparse.Namespace) -> Pins:
-    """What the flags decide of how a step is run."""
+    """Pins of a step from flags."""
     asked = Choice(
         shard=args.shard or Choice().shard,
         recompute=args.recompute or Choice().recompute,
@@ -231,7 +231,7 @@ def job_flags(args: argparse.Namespace) -> str:
 
 
 def _way_comment(args: argparse.Namespace, choice: Choice | None) -> str:
-    """What the file of a grid says of where it is from."""
+    """The comment of a grid's file: its origin."""
     if choice is None:
         return f"of `commgrid plan{job_flags(args)}`"
     return (
@@ -286,7 +286,7 @@ def step_text(cost: StepCost, limit: float) -> list[str]:
 
 
 def traffic_notes(cost: StepCost) -> dict[str, str]:
-    """What a step sends by name, in words; dp's is that of dp_cp where cp is 1."""
+    """Traffic of a step by name, in words; with cp 1 dp's is dp_cp's."""
     levels, found = cost.cluster.levels, {}
     for each in traffic(cost):
         told = f"{each.sent / 1e9:.3g} GB a step from each rank"
@@ -300,7 +300,7 @@ def traffic_notes(cost: StepCost) -> dict[str, str]:
 
 
 def _traffic_text(cost: StepCost) -> list[str]:
-    """What a step sends, by name."""
+    """Traffic of a step by name, as lines."""
     found = traffic(cost)
     if not found:
         return []
@@ -314,7 +314,7 @@ def _traffic_text(cost: StepCost) -> list[str]:
 
 
 def change_text(before: StepCost, after: StepCost) -> list[str]:
-    """What changes of a step between two grids."""
+    """Compare a step on two grids."""
     seconds, memory = (
         after.seconds / before.seconds - 1,
         [cost.memory.total / 1e9 for cost in (before, after)],

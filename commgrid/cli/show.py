@@ -131,7 +131,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--transfer", type=Path, metavar="FILE",
-        help="what transfer.plan.save wrote: who sends how much to whom",
+        help="a plan that transfer.plan.save wrote: bytes from rank to rank",
     )  # fmt: skip
 
 

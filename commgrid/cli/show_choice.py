@@ -29,7 +29,7 @@ def add_choice_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--bench", type=Path, metavar="FILE",
-        help="what `commgrid bench --json` printed, beside what --cluster predicts",
+        help="output of `commgrid bench --json`, beside the prediction of --cluster",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Text on a terminal: as wide as it is, and in colour where that can be seen."""
+"""Text on a terminal: its width, and colours if it has them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TextIO
 BOLD, DIM, RED, GREEN, YELLOW, BLUE, CYAN = "1", "2", "1;31", "32", "33", "34", "1;36"
 
 Marks = Mapping[str, str]
-"""Which parts of a text, by a regular expression of lines, have which colour."""
+"""Colours by regular expressions of lines."""
 
 NARROWEST = 20
 """Columns below which nothing is wrapped any further."""
@@ -26,7 +26,7 @@ def is_completing() -> bool:
 def columns(stream: TextIO) -> int | None:
     """How wide text on a stream may be: on a terminal COLUMNS or its own width; else None, any.
 
-    What goes to a file or a pipe is for programs. COLUMNS says nothing there: a Python that has
+    Output to a file or a pipe is for programs. COLUMNS does not count there: a Python that has
     loaded readline hands its terminal's on to every process that it starts.
     """
     return max(shutil.get_terminal_size().columns, NARROWEST) if stream.isatty() else None
@@ -42,7 +42,7 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def fit(text: str, width: int | None) -> str:
-    """The text with longer lines wrapped, what goes on standing below the column it is of.
+    """The text with longer lines wrapped, each continued below its own column.
 
     >>> print(fit("  size  names\\n     2  tp, cp_tp, dp_tp, pp_tp", 22))
       size  names
@@ -58,7 +58,7 @@ def _wrap(line: str, width: int) -> str:
     if len(line) <= width:
         return line
     lead = len(line) - len(line.lstrip())
-    # Two spaces part the columns of a table; one that starts late has no room for what goes on.
+    # Two spaces part the columns of a table; a late column has no room for continued lines.
     starts = [m.end() for m in re.finditer(r"\S {2,}(?=\S)", line) if m.end() <= width // 2]
     hang = " " * (starts[-1] if starts else lead + 2)
     return "\n".join(

@@ -21,9 +21,9 @@ class AuditedGrid:
     """One grid of an audit.
 
     Args:
-        text: as it was typed.
+        text: as typed.
         sizes: of the axes that it names; all others are 1.
-        flags: that the program is given there beside those that it has everywhere.
+        flags: further flags of the program on this grid.
         world_size: ranks.
     """
 

@@ -20,7 +20,7 @@ def volume(box: Box) -> int:
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """The box of what both have; None: nothing.
+    """The overlap of two boxes; None: they have none.
 
     >>> common(((0, 2), (4, 4)), ((2, 0), (4, 4)))
     ((2, 2), (2, 2))
@@ -37,7 +37,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def without(whole: Box, part: Box) -> Iterator[Box]:
-    """The boxes of what a box has beside a part of it.
+    """The rest of a box without a part of it, as boxes.
 
     >>> list(without(((0, 0), (4, 4)), ((1, 0), (2, 4))))
     [((0, 0), (1, 4)), ((3, 0), (1, 4))]

@@ -52,7 +52,7 @@ SOURCES: Mapping[str, str] = MappingProxyType(
         "backward with causal mask reach 0.35 to 0.7 of the peak at these lengths",
         "memory": "what plain copies reach on A100 and H100: 0.8 to 0.9 of the datasheet's",
         "network": "nccl-tests on DGX A100 and H100 report about 0.8 of NVLink's bandwidth; a "
-        "cluster that was measured is taken as it is",
+        "measured cluster is not discounted",
         "nccl": "reported: 388 MiB to 688 MB of device memory for a connected communicator on A100",
         "reserved": "a CUDA context with loaded kernels and the libraries' workspaces",
     }

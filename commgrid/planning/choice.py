@@ -1,4 +1,4 @@
-"""What one chooses for a job: the sizes of its grid, and how a step is run on it."""
+"""The choices for a job: the sizes of its grid, and how it runs a step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from commgrid.planning.model import Model
 
 RECOMPUTE = ("none", "selective", "full")
-"""What of a layer's forward is computed again in the backward.
+"""The part of a layer's forward to compute again in the backward.
 
 `selective`: attention's scores where they are kept in memory (Korthikanti et al. 2022), else norms
 and the MLP's activation function, which cost little; `full`: the whole layer.
 """
 SHARD = ("none", "optimizer", "weights")
-"""What the data-parallel ranks share out: nothing, the optimizer's state (ZeRO-1, Megatron's
-distributed optimizer), or that, gradients and weights too (ZeRO-3, FSDP)."""
+"""The state to shard over data-parallel ranks: none, the optimizer's (ZeRO-1, Megatron's
+distributed optimizer), or also gradients and weights (ZeRO-3, FSDP)."""
 HEADROOM = 0.9
 """Share of a device's memory that a choice may fill; fragments and peaks need the rest."""
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
-"""Orders that differ in what a job's links carry: dp or pp next to tp and cp."""
+"""Orders with dp or with pp next to tp and cp, which load the links differently."""
 
 
 class Stages(NamedTuple):

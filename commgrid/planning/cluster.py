@@ -1,4 +1,4 @@
-"""What ranks run on: devices in nodes, nodes under switches, and how fast each level is.
+"""Clusters: devices in nodes, nodes under switches, and the speed of each level.
 
 A cluster is a few numbers. Bandwidth is that of one device in one direction while all devices send,
 as training does: 8 GPUs of a node that share 8 adapters of 400 Gb/s have 50 GB/s each.
@@ -26,12 +26,12 @@ Hosts = Mapping[int, int] | Sequence[int]
 
 
 MOST_RANKS = 2_000_000
-"""That are placed on a cluster, one by one, which takes some 9 s for a million."""
+"""The most ranks to place on a cluster one by one; a million take 9 s."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on.
+    """An accelerator.
 
     Args:
         name: as its maker calls it.
@@ -132,8 +132,8 @@ class Cluster:
         return 0 if math.isinf(size) else rank // int(size)
 
     def spread(self, ranks: Iterable[int], hosts: Hosts | None = None) -> tuple[int, ...]:
-        """How a group lies on the levels: the most of its ranks that a node has, then of its nodes
-        that a unit of the next level has, and so on.
+        """Count a group's ranks by level: the most in a node, then the most nodes in a unit of the
+        next level, and so on.
 
         Args:
             ranks: of the group.
@@ -176,7 +176,7 @@ class Cluster:
         return max((level for level, n in enumerate(spread) if n > 1), default=0)
 
     def check_world(self, world_size: int) -> None:
-        """That a number of ranks fills nodes.
+        """Refuse a number of ranks that does not fill nodes.
 
         Raises:
             SpecError: it does not, with the nearest numbers that do.
@@ -275,7 +275,7 @@ class Cluster:
             environ: the variables; None: this process's.
 
         Returns:
-            `base` as it is where none of the variables is there.
+            `base` itself if no variable is set.
 
         Raises:
             SpecError: a variable that is no number above 0, nodes that differ, or neither a
@@ -357,7 +357,7 @@ _NODE_SIZES = (
     "SLURM_NTASKS_PER_NODE",
     "SLURM_TASKS_PER_NODE",
 )
-"""What says how many ranks a node has, the first that is there."""
+"""Variables with the number of ranks of a node; the first one set counts."""
 
 
 def _node_size(variable: str, value: str) -> int:

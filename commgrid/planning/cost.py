@@ -1,6 +1,6 @@
-"""What communication costs on a cluster: each collective's time, and a redistribution's.
+"""The time of collectives and redistributions on a cluster.
 
-A group lies on the levels of a cluster as its `Cluster.spread` says: (8, 4) are 8 ranks in each of
+`Cluster.spread` gives the ranks of a group by level: (8, 4) are 8 ranks in each of
 4 nodes. Every form takes each level's own latency and bandwidth. A hop over a level takes the
 level's latency; what its devices send goes at the level's bandwidth, each over its own links.
 
@@ -33,9 +33,9 @@ Spread = Sequence[int]
 Levels = Sequence[Level]
 
 COLLECTIVES = tuple(FORMS)
-"""What has a cost. The sizes are nccl-tests': all-reduce and broadcast, the buffer; all-gather and
-reduce-scatter, the whole of it, n times what a rank contributes or keeps; all-to-all, what one rank
-sends to all, itself among them; send/receive, the message."""
+"""Collectives with a cost. Sizes are nccl-tests': all-reduce and broadcast, the buffer; all-gather
+and reduce-scatter, n times a rank's part; all-to-all, a rank's whole input, its own part among it;
+send/receive, the message."""
 
 
 def collective_time(
@@ -46,7 +46,7 @@ def collective_time(
     Args:
         collective: one of `COLLECTIVES`.
         size: bytes, as nccl-tests counts them; see `COLLECTIVES`.
-        spread: how the group lies on the cluster's levels, from `Cluster.spread`.
+        spread: ranks of the group by level, from `Cluster.spread`.
         cluster: with the latency and bandwidth of each level.
         algorithm: `ring`, `tree`, `hierarchical`, or `pairwise` (all-to-all) and `direct`
             (send/receive); None: the cheapest that the collective has, or where the cluster has
@@ -104,8 +104,8 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """What nccl-tests multiplies size / time by, so that the product is the speed of the links
-    whatever the number of ranks.
+    """The factor on size / time that gives nccl-tests' bus bandwidth, the speed of the links
+    for any number of ranks.
 
     >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8), bus_factor("broadcast", 8)
     (1.75, 0.875, 1.0)
@@ -180,7 +180,7 @@ def _climb(spread: Spread, levels: Levels) -> float:
 def _stream(size: float, spread: Spread, levels: Levels) -> float:
     """Seconds that bytes take through every unit in turn, at the pace of the slowest level.
 
-    What leaves a unit goes over the links of all the group's ranks in it: 8 rings over 8 adapters.
+    Bytes leave a unit over the links of all the group's ranks in it: 8 rings over 8 adapters.
     """
     slowest, width = 0.0, 1
     for n, level in zip(spread, levels, strict=True):

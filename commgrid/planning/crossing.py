@@ -1,4 +1,4 @@
-"""What groups cross: how each name's ranks lie on the levels of a cluster, and over which links.
+"""Levels of a cluster that groups cross, and the links they use.
 
 A group crosses a level when it has ranks in several of the units that make one up: tensor
 parallelism over 16 ranks on nodes of 8 crosses `cluster`, and its traffic the links between nodes.
@@ -79,7 +79,7 @@ class Crossing:
 def find_crossings(
     spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None
 ) -> dict[str, Crossing]:
-    """What each created name crosses, in creation order.
+    """Find the levels that each created name crosses, in creation order.
 
     Args:
         spec: a resolved one.
@@ -215,7 +215,7 @@ _TRAFFIC = {
 
 
 def warnings(spec: GridSpec, cluster: Cluster, found: Mapping[str, Crossing]) -> list[str]:
-    """What in a placement is slower than it need be, in words, with the fix.
+    """Describe slow groups of a placement, each with its fix.
 
     Tensor parallelism over links slower than a node's is always told; context and expert
     parallelism where the ranks that share a layer would fit where links are faster.
@@ -289,7 +289,7 @@ def _fix(
 
 
 def check_within(spec: GridSpec, cluster: Cluster) -> None:
-    """That no group leaves the unit that `within` of the spec asks it to stay in.
+    """Refuse a spec with a group that leaves the unit given by `within`.
 
     Args:
         spec: a resolved one; rank r runs on device r.

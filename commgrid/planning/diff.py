@@ -1,4 +1,4 @@
-"""What changes between two grids: sizes, order, and which names mean other ranks."""
+"""Differences of two grids: sizes, order, and the ranks of each name."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class GridDiff:
 
 
 def compare(before: GridSpec, after: GridSpec) -> GridDiff:
-    """What changes from one grid to another.
+    """Compare two grids.
 
     Args:
         before, after: resolved.

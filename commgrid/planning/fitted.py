@@ -50,7 +50,7 @@ class Fit:
     rest: tuple[tuple[int, Curve], ...] = ()
 
     def factor(self, ranks: int, size: float) -> float:
-        """What the form's time is multiplied by.
+        """The factor on the form's time.
 
         >>> fit = Fit("all_reduce", "node", "ring", 1e-3, 1e9, ((2, ((1e3, 1.0), (1e5, 4.0))),))
         >>> round(fit.factor(2, 1e4), 6), fit.factor(8, 1e6)

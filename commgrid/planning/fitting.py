@@ -14,7 +14,7 @@ from commgrid.planning.fitted import Curve, Fit
 
 @dataclass(frozen=True)
 class Measured:
-    """What one collective of one size took on the groups of a name.
+    """The measured time of a collective of one size on the groups of a name.
 
     Args:
         group: the name.
@@ -24,7 +24,7 @@ class Measured:
         count: elements that a rank gives, as nccl-tests counts them.
         ranks: of a group.
         groups: how many communicated at once.
-        spread: how a group lies on the cluster's levels.
+        spread: ranks of a group by level.
         seconds: the median of the repeats, each the mean of its calls and the slowest rank's.
         least, most: of the repeats.
     """
@@ -75,7 +75,7 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
             sets.setdefault((crossed[0], row.collective), []).append(row)
     if not sets:
         raise SpecError(
-            "nothing to fit: no group that was measured lies on one level alone; measure more of "
+            "nothing to fit: no measured group is within one level; measure more of "
             "the grid's groups, such as its axes"
         )
     fits: list[Fit] = []
@@ -94,7 +94,7 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
 
 
 def too_fast(rows: Iterable[Measured], fitted: Cluster) -> list[str]:
-    """Which fits have a bandwidth that the measured sizes do not tell, in words.
+    """Describe fits whose bandwidth the measured sizes leave open.
 
     Where all sizes take about as long, latency explains them, and a bandwidth of any size does:
     what is planned for larger messages is then far too fast.
@@ -143,7 +143,7 @@ def _fit_one(collective: str, level: str, rows: Sequence[Measured]) -> Fit:
             for h, m, r in zip(hops, moved, rows, strict=True)
         )
         found.append((error, Fit(collective, level, algorithm, latency, 1 / per_byte)))
-    best = min(found, key=lambda each: round(each[0], 6))[1]  # the first of those that are as good
+    best = min(found, key=lambda each: round(each[0], 6))[1]  # the first of equals
     return replace(best, rest=_rest(best, rows))
 
 
@@ -187,11 +187,11 @@ def _rest(fit: Fit, rows: Sequence[Measured]) -> tuple[tuple[int, Curve], ...]:
 
 
 _STEP = 1.3
-"""From what ratio of two neighbours on, as of two sizes a factor of 2 apart, one is a step."""
+"""The least ratio of neighbours, for sizes a factor of 2 apart, that makes a step."""
 
 
 def _with_steps(curve: Sequence[tuple[float, float]]) -> Curve:
-    """The curve, upright where it rises more than it can by itself.
+    """The curve, with steps in place of rises beyond `_STEP`.
 
     What lets time jump is a threshold of a protocol or an allocator, and these are powers of two,
     as measured sizes are: glibc gives blocks of 32 MB and more back to the system at every call.

@@ -42,7 +42,7 @@ _ENTRY_KEYS = ("of", "own", "pick", "split", "ranks", "within", "backend", "time
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What a communicator is created with; None and () leave the grid's own choice.
+    """Options of a communicator; None and () leave the grid's own choice.
 
     Args:
         backend: as `torch.distributed.new_group` takes it: `nccl`, `cpu:gloo,cuda:nccl`.
@@ -229,7 +229,7 @@ def _parse_options(name: str, value: Mapping[str, Any]) -> GroupOptions:
 
 @dataclass(frozen=True)
 class GroupDef:
-    """What one group name means.
+    """The meaning of a group name.
 
     Args:
         name: the canonical name, or the groups table's.
@@ -319,10 +319,10 @@ class GroupDef:
         """Names with equal keys share one communicator.
 
         The key tells the same names apart on every member of a group, so all of them agree who
-        shares. Groups of one rank communicate nothing and share whatever they are called; that
+        shares. Groups of one rank communicate nothing and share under any name; that
         rank decides alone. Of the others, `share="aliases"` leaves only mere aliases equal;
         `"region"` drops axes of size 1; `"all"` looks at nothing but the ranks. Listed groups are
-        their own (`own`), and share with what is made of them alone.
+        their own (`own`), and share with groups made of them alone.
         """
         sizes = layout.shape
         if self.lists is not None:

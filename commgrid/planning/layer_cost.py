@@ -1,4 +1,4 @@
-"""What one layer of a transformer takes for one microbatch on one rank."""
+"""The time of one transformer layer for one microbatch on one rank."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Machine:
 
     @property
     def links(self) -> float:
-        """Share of a link's bandwidth that is reached: all of what was measured."""
+        """Reached share of a link's bandwidth; 1 for a measured cluster."""
         return self.calibration.network if "datasheet" in self.cluster.source else 1.0
 
     @cached_property

@@ -1,11 +1,11 @@
-"""Arithmetic on ranks: which rank sits where, and who shares what with whom.
+"""Arithmetic on ranks: coordinates and groups.
 
 A layout is a mixed-radix number system. Each axis contributes *modes*, pairs of a
 size and a stride, and a rank is `offset + sum(digit * stride)`. An axis of a fresh
 layout has one mode; flattening axes that are not adjacent gives an axis with
 several. It is the idea of CuTe's layout algebra
 (https://docs.nvidia.com/cutlass/media/docs/cpp/cute/02_layout_algebra.html), cut
-down to what sets of ranks need. Over a list of ranks in any order the arithmetic is
+down to sets of ranks. Over a list of ranks in any order the arithmetic is
 on places in that list, which turn into ranks at the edge. Nothing here imports torch
 or touches a device.
 """

@@ -138,7 +138,7 @@ class Model:
             raise SpecError(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """The mapping that `from_dict` reads; what is as it is without being said is left out."""
+        """The mapping that `from_dict` reads, without defaults."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -177,7 +177,7 @@ class Model:
 
     @cached_property
     def dense_parameters(self) -> int:
-        """Of one layer's MLP, or of what of an expert layer all tokens go through."""
+        """Of one layer's MLP; of an expert layer, of the part for all tokens."""
         if not self.experts:
             return self._matrices * self.hidden * self.width
         return self._matrices * self.hidden * self.shared_ffn + self.hidden * self.experts
@@ -218,7 +218,7 @@ class Model:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Those that one token goes through."""
+        """Parameters used for one token."""
         idle = self.layers * (self.experts - self.top_k) * self.expert_parameters
         return self.parameters - idle
 

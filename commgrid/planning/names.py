@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 
 Words = Mapping[str, tuple[str, ...]]
-"""What may stand between underscores: a word (an axis, or `dp` for its parts) to its axes."""
+"""Words of group names, each with its axes: an axis, or `dp` for its parts."""
 
 
 def canonical(axes: Iterable[str], order: tuple[str, ...]) -> str:

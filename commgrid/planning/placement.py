@@ -31,7 +31,7 @@ class Placement:
 
 
 def spread_of(cluster: Cluster, axes: tuple[tuple[int, int], ...], world: int) -> Spread:
-    """`Cluster.spread` of the groups made of axes, of the one that crosses most.
+    """`Cluster.spread` of the groups along axes; the group that crosses most counts.
 
     Args:
         axes: size and stride of each.

@@ -1,6 +1,6 @@
 """GroupPlan: the groups one rank is in, and the communicators it will hold, in order.
 
-A plan is a few integers per group name, whatever the size of the world. All members
+A plan is a few integers per group name for a world of any size. All members
 of a communicator list it at the same place relative to the others they share, so
 running down the list cannot deadlock.
 """
@@ -66,7 +66,7 @@ class RankGroups(Mapping[str, tuple[int, ...]]):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What one rank has to create.
+    """The groups that one rank creates.
 
     Args:
         spec: a resolved spec.
@@ -161,7 +161,7 @@ class GroupPlan:
         names: dict[Hashable, list[str]] = {}
         for name in self.members:
             names.setdefault(key(name), []).append(name)
-        for shared in names.values():  # whatever shares must be one and the same thing
+        for shared in names.values():  # names that share must have the same ranks
             assert len({self.members[name] for name in shared}) == 1, shared
             assert len({self.created[name].options for name in shared}) == 1, shared
         return tuple(

@@ -41,7 +41,7 @@ def unpack(text: str) -> set[int]:
 
 
 def pack_order(order: Sequence[int]) -> str:
-    """The numbers 0 to n - 1 in some order as text: as it is, or after `~` where each one is.
+    """The numbers 0 to n - 1 in some order as text: in full, or after `~` by their places.
 
     Thousands of ranks that a scheduler deals out to hosts one by one take a few runs either way:
 

@@ -187,7 +187,7 @@ Ranks = RankSet | RankTuple
 """The members of a group, in the grid's order; of a grid over a range always ascending."""
 
 _LONGEST = 64
-"""The longest list of ranks, in characters, that stands in the name a group meets under."""
+"""The longest list of ranks, in characters, within a group's name at the store."""
 _SHOWN = 8
 """How many ranks, or runs of them, a message lists."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Why:
-    """One number: what it is of, its value as shown, how it is reckoned, and from what."""
+    """One number: its name, its value as shown, its formula, and the source."""
 
     name: str
     value: str

@@ -1,4 +1,4 @@
-"""What moving a sharded tensor from one placement to another costs: the conversion table.
+"""The cost of moving a sharded tensor from one placement to another: the conversion table.
 
 On a group of p ranks, for a tensor of T bytes in all:
 
@@ -76,7 +76,7 @@ def redistribution_time(
     Args:
         before, after: placements, as in `redistribution`.
         size: bytes of the whole tensor.
-        spread: how the axis's group lies on the cluster's levels, from `Cluster.spread`.
+        spread: ranks of the axis's group by level, from `Cluster.spread`.
         cluster: with the latency and bandwidth of each level.
 
     >>> from commgrid.planning.cluster import CLUSTERS

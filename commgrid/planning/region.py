@@ -17,7 +17,7 @@ AXES = {
     "ep": "expert parallel; above 1 it makes the expert region",
     "dp_shard": "HSDP's shards",
     "dp_replicate": "HSDP's replicas; stands in for dp together with dp_shard",
-    "dp": "data parallel; what the others leave, unless given",
+    "dp": "data parallel; the rest of the ranks, unless given",
     "pp": "pipeline parallel",
     "etp": "expert tensor parallel (default: tp)",
     "edp": "copies of experts, which fill the expert region",
@@ -295,7 +295,7 @@ def without_experts(
 
 
 def dense_from(sizes: object, order: object) -> Region:
-    """The dense region of a dict; one that has any of Megatron's axes has all of them."""
+    """The dense region of a dict; any of Megatron's axes implies all of them."""
     if not isinstance(sizes, Mapping) or not sizes:
         raise SpecError(f"axes={sizes!r}: expected a mapping of axis names to sizes")
     given = dict(sizes)

@@ -1,4 +1,4 @@
-"""What a rank's communicators cost it in open files, connections and threads.
+"""Open files, connections and threads of a rank's communicators.
 
 | backend | at start | once all of it is in use |
 |---|---|---|
@@ -63,7 +63,7 @@ _STORE = Need(files=1, connections=1)
 
 @dataclass(frozen=True)
 class GroupNeed:
-    """What one communicator costs a rank.
+    """Files and threads of one communicator.
 
     Args:
         names: every name it answers to.
@@ -79,10 +79,10 @@ class GroupNeed:
 
 
 def needs(plan: GroupPlan, backend: str) -> tuple[GroupNeed, ...]:
-    """What each communicator of a rank costs it, in creation order.
+    """Files and threads of each communicator of a rank, in creation order.
 
     Args:
-        backend: of those that the groups table gives none: `gloo`, `nccl`, `cpu:gloo,cuda:nccl`.
+        backend: unless the groups table gives one: `gloo`, `nccl`, `cpu:gloo,cuda:nccl`.
 
     Example:
         >>> from commgrid.planning.spec import GridSpec

@@ -53,7 +53,7 @@ class GridSpec:
         regions: the dense region first.
         create: `"all"`, or the names to create (the groups table's are created too).
         connect: `"axes"`, `"all"`, `"none"`, or the names that connect during start-up.
-        share: which names of equal rank sets are one communicator. `"aliases"`: those that say
+        share: names of equal rank sets that are one communicator. `"aliases"`: those that say
             they are the same. `"region"`: also those of one region that differ by axes of size 1.
             `"all"`: every name. The last two ask all members to issue collectives on names that
             share in one order. Groups of one rank are always one communicator, but for options.
@@ -62,7 +62,7 @@ class GridSpec:
             in the grid. Evenly spaced rising ones are kept as a range; None: from 0.
         within: pairs of a group's name and a level of the cluster, such as `node`: no group of the
             name may have ranks in two of its units.
-        place: `"by_rank"`, or `"by_host"`: the ranks of one host come one after another, whatever
+        place: `"by_rank"`, or `"by_host"`: the ranks of one host come one after another, for any
             their numbers; `initialize` finds out which these are.
 
     Example:
@@ -260,7 +260,7 @@ class GridSpec:
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, Any] | GridSpec) -> GridSpec:
-        """A spec from whatever `initialize(config=…)` takes: YAML path, dict or GridSpec."""
+        """A spec from the `config` of `initialize`: YAML path, dict or GridSpec."""
         if isinstance(config, GridSpec):
             return config
         if isinstance(config, str | Path):
@@ -326,7 +326,7 @@ class GridSpec:
 
     @cached_property
     def words(self) -> dict[str, tuple[str, ...]]:
-        """What group names are made of: every axis, and `dp` where its two parts stand in."""
+        """Words of group names: every axis, and `dp` if its two parts stand in for it."""
         words: dict[str, tuple[str, ...]] = {
             axis: (axis,) for region in self.regions for axis in region.axes
         }

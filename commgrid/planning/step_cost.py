@@ -23,7 +23,7 @@ from commgrid.planning.placement import Placement, Spread, of_choice
 from commgrid.planning.step_memory import Memory, memory_of, parameters_of_rank
 
 PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")
-"""What a step's time is made of."""
+"""The parts of a step's time."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Term:
         part: one of `PARTS`.
         what: in words.
         times: how often.
-        each: seconds of one that nothing hides.
+        each: seconds of one without the hidden part.
         group: that communicates, by name; "": none does.
         collective, bytes: of one, as `cost.collective_time` takes them.
         ranks: of the group.
@@ -68,10 +68,10 @@ class Term:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step of a model takes on a grid.
+    """The time and memory of a model's step on a grid.
 
     Args:
-        model, choice, cluster: of what.
+        model, choice, cluster: as given.
         placement: of the grid's ranks on the cluster.
         terms: what the slowest stage does.
         memory: of the rank that needs most.

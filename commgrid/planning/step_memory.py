@@ -21,7 +21,7 @@ WEIGHT, MASTER, MOMENTS = 2, 4, 8
 MEMORY_PARTS = (
     "weights", "gradients", "optimizer", "activations", "communicators", "reserved"
 )  # fmt: skip
-"""What a rank's memory is made of."""
+"""The parts of a rank's memory."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def parameters_of_rank(model: Model, choice: Choice, layers: int, ends: int) -> 
         ends: how many of embedding and output layer it holds.
 
     Returns:
-        Those that only ranks with the same experts hold, and those that all of dp and cp hold.
+        Parameters of experts, and all others.
     """
     dense = (model.attention_parameters + model.dense_parameters) / choice.tp
     rest = layers * (dense + model.small_parameters) + (
@@ -93,7 +93,7 @@ def layer_activations(model: Model, choice: Choice, recompute: str | None = None
 
 
 def memory_of(model: Model, choice: Choice) -> Memory:
-    """What the rank that needs most holds: one of the first stage, of the next, or of the last."""
+    """Memory of the fullest rank: one of the first stage, of the next, or of the last."""
     first, most, last = choice.stage_layers(model)
     layer = layer_activations(model, choice)
     in_flight = choice.in_flight(model)

@@ -2,7 +2,7 @@
 
 Each rank's bytes are those of the step's terms: of rings, an all-reduce of s bytes over n ranks
 sends 2 s (n - 1) / n, the two halves of one s (n - 1) / n each (Patarasuk & Yuan 2009), an
-all-to-all the same of what a rank hands in. Of each ring one rank in a unit sends on to the next
+all-to-all the same of its input. Of each ring one rank in a unit sends on to the next
 unit, so that the link that leaves a unit carries as much as one rank sends, of every group that
 shares it. In an all-to-all every rank of the unit sends to the others.
 """
@@ -17,7 +17,7 @@ from commgrid.planning.step_cost import StepCost, Term
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step sends on the groups of one name.
+    """Bytes sent in a step on the groups of one name.
 
     Args:
         name: of the groups.
@@ -34,7 +34,7 @@ class Traffic:
 
 
 def traffic(cost: StepCost) -> tuple[Traffic, ...]:
-    """What a step sends, by group name, the most first; names that send nothing are left out."""
+    """Bytes sent in a step by group name, the most first; names without any are left out."""
     found: dict[str, list[Term]] = {}
     for term in cost.terms:
         if term.sent > 0:

@@ -1,4 +1,4 @@
-"""What a spec and a plan print as: a few lines, whatever the size of the world."""
+"""Specs and plans as a few lines of text."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     dp 2   4  5                       dp 2   6  7
     dp 3   6  7                       rank 2 is spare
 
-What shrinks is the axis that was given as -1, or dp, and pp where these cannot. A whole replica is
+The axis given as -1 shrinks, or dp, and pp where these cannot. A whole replica is
 left out rather than everybody moved, so that as many ranks as possible keep what they hold.
 """
 
@@ -125,8 +125,8 @@ def seats(
     Args:
         last: the resolved grid before.
         sizes: of the new one.
-        along: the axes whose sizes differ, or that rows are told apart by where none does.
-        here: the ranks that are left, ascending.
+        along: the axes whose sizes differ; if none does, the axes of the rows.
+        here: the remaining ranks, ascending.
     """
     layout = last.layout("dense")
     alive = set(here)

@@ -1,4 +1,4 @@
-"""The best grids for a model: all that are valid and fit, by the time of a step."""
+"""The best grids for a model: all valid ones that fit, by the time of a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAR = 1.5
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user has decided; None: is chosen.
+    """Decisions of the user; None: open.
 
     Args:
         tp, cp, pp, dp, ep, etp: sizes of axes.
@@ -124,7 +124,7 @@ _Fitting = tuple[Choice, Memory]
 
 @dataclass
 class _Search:
-    """What a search knows so far."""
+    """The state of a search."""
 
     model: Model
     cluster: Cluster
@@ -273,7 +273,7 @@ def _expert_grids(model: Model, base: Choice, pins: Pins) -> Iterator[Choice]:
 
 
 def _sizes(whole: int, pinned: int | None, most: int) -> list[int]:
-    """The divisors up to a size, or the one that was decided where it divides."""
+    """The divisors up to a size, or the decided one if it divides."""
     if pinned is not None:
         return [pinned] if whole % pinned == 0 else []
     return list(_divisors(whole, most))

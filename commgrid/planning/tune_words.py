@@ -20,13 +20,13 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "optimizer": "optimizer",
     }
 )
-"""What the parts of a step are called."""
+"""Names of the parts of a step."""
 
 _Reason = Callable[[StepCost, StepCost], str]
 
 
 def limits(cost: StepCost) -> str:
-    """What of a step is not arithmetic, the most first."""
+    """Parts of a step beside arithmetic, the largest first."""
     shares = {part: cost.parts[part] / cost.seconds for part in PARTS if part != "compute"}
     largest = sorted(shares.items(), key=lambda item: -item[1])[:2]
     told = [f"{NAMES[part]} {share:.0%}" for part, share in largest if share >= 0.01]

@@ -14,7 +14,7 @@ class NotYamlError(ValueError):
 
 
 def _loaded(text: str) -> Any:
-    """What a text says.
+    """Parse a text.
 
     Raises:
         NotYamlError: it is no YAML; also where PyYAML says so in other ways, as of a date of month
@@ -65,7 +65,7 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
     Args:
         config: stays as it is.
-        changes: by key, a dot between the keys of nested mappings; what is not there is added.
+        changes: by key, a dot between the keys of nested mappings; missing keys are added.
 
     Raises:
         SpecError: a key below what is no mapping.

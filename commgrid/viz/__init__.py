@@ -1,6 +1,6 @@
 """Pictures of grids, schedules and runs.
 
 `commgrid show -o FILE` draws them; `.svg`, `.png` and `.pdf` need matplotlib (`pip install
-matplotlib`), `.html` is one page that needs nothing. What is drawn is worked out in `view`, without
+matplotlib`), `.html` is one page that needs nothing. `view` works out the drawing, without
 torch or matplotlib.
 """

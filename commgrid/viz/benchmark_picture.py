@@ -1,4 +1,4 @@
-"""What a benchmark measured, ours beside a peer's, from the object that its `--json` prints."""
+"""A benchmark's numbers beside a peer's, from its `--json` output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _BAR = 0.36
 _LOG_FROM = 30.0
-"""From which ratio of the largest to the smallest value a panel's scale is logarithmic."""
+"""The least ratio of the largest to the smallest value for a logarithmic scale."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def colour(number: int) -> str:
 
 
 def ink_on(background: str) -> str:
-    """Dark or light text, whichever can be read on a colour."""
+    """The more readable text colour on a background, dark or light."""
     red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else PAPER
 

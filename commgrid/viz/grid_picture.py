@@ -41,7 +41,7 @@ class Places:
 
 
 def place(view: GridView) -> Places:
-    """Nodes in columns, so that the whole is about half as wide again as it is high."""
+    """Nodes in columns, the whole about 1.5 times as wide as high."""
     per_node = max(len(ranks) for ranks in view.nodes.values())
     across = min(per_node, _MOST_PER_ROW)
     high = math.ceil(per_node / across)
@@ -125,7 +125,7 @@ def _panel(axes: Axes, view: GridView, places: Places, name: str) -> None:
 
 
 def _chosen(view: GridView, name: str) -> tuple[int, ...]:
-    """The group whose members are joined: the rank's own, or the first one that leaves a node."""
+    """The group with joined members: the rank's own, or the first one across nodes."""
     groups = view.groups(name)
     if view.rank is not None:
         return next((group for group in groups if view.rank in group), ())

@@ -19,7 +19,7 @@ MOST_RANKS = 32_768
 
 
 def page_data(view: GridView, simulations: tuple[Simulation, ...] = ()) -> dict[str, Any]:
-    """What the page shows: for each name, the number of every rank's group (-1: in none)."""
+    """Data of the page: for each name, the number of every rank's group (-1: in none)."""
     spec = view.spec
     ranks = [rank for held in view.nodes.values() for rank in held]
     names = {}

@@ -21,7 +21,7 @@ _OUTLINED = 200  # above so many documents pieces have no edges, which would hid
 def draw_sharding(
     lengths: Iterable[int], held: Sequence[Ranges], mask: Mask | None = None
 ) -> Figure:
-    """A row of documents, a row for each rank with what it holds of them, and its share of work.
+    """A row of documents, and for each rank a row of its ranges with its share of work.
 
     Args:
         lengths: tokens of each document, in the order in which they are packed.

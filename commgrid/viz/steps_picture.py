@@ -1,4 +1,4 @@
-"""The best grids for a model, each a bar of what its step's time goes to."""
+"""The best grids for a model, each a bar of its step's parts."""
 
 from __future__ import annotations
 

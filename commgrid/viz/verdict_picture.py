@@ -1,4 +1,4 @@
-"""Why ranks cannot finish: the call that each stands in, and whom it waits for there."""
+"""Ranks that cannot finish: each rank's call, and the rank it waits for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NARROWEST = 7.0  # inches of the title
 
 
 def rows_of(verdict: Verdict) -> list[Row]:
-    """What is drawn: a row for all ranks that do the same."""
+    """Rows of the drawing: one for all ranks that do the same."""
     found: dict[tuple[Box, ...], list[int]] = {}
     for rank, boxes in verdict.rows().items():
         found.setdefault(tuple(boxes), []).append(rank)
@@ -33,7 +33,7 @@ def rows_of(verdict: Verdict) -> list[Row]:
 def draw_verdict(verdict: Verdict) -> Figure:
     """The smallest part that cannot finish.
 
-    A rank stands in the call that is framed. An arrow goes from there to the same call of ranks
+    The framed call is a rank's current one. An arrow goes from there to the same call of ranks
     that do not come to it.
 
     Args:
@@ -63,7 +63,7 @@ def draw_verdict(verdict: Verdict) -> Figure:
 
 
 def arrows(rows: Sequence[Row]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """From which row and column to which: who stands in a call waits for who is not there."""
+    """Arrows as rows and columns: from a rank in a call to a rank outside it."""
     places = [
         (row, column, box)
         for row, (_, boxes) in enumerate(rows) for column, box in enumerate(boxes)

@@ -1,4 +1,4 @@
-"""What a picture of a grid shows: ranks by node, groups by name, and what leaves a node."""
+"""Data of a grid's picture: ranks by node, groups by name, and groups across nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GridView:
         rank: the global rank to point out; None: none.
         cluster: what the nodes are of, which says how fast the links are that groups cross; None:
             not known.
-        notes: what else is told of a name, such as what a step sends there.
+        notes: further words on a name, such as its traffic in a step.
 
     Raises:
         SpecError: nodes of no ranks, a spec with open sizes, a rank that is not the grid's, or a
