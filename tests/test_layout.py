@@ -46,7 +46,7 @@ def check_group(
     at: dict[str, int],
     members: tuple[int, ...],
 ) -> None:
-    """One rank's group: by axes, by fixing the others, and by flattening and splitting back."""
+    """One rank's group: by axes, and by fixing the others."""
     group = layout.group(rank, *axes)
     assert tuple(group) == members
     assert [group[i] for i in range(len(group))] == list(members)
@@ -54,14 +54,6 @@ def check_group(
     part = layout.select(**{axis: index for axis, index in at.items() if axis not in axes})
     assert tuple(part.ranks) == members
     assert part.coordinate(rank) == {axis: at[axis] for axis in axes}
-    if axes:
-        flat = layout.flatten(*axes, into="flat")
-        assert flat.group(rank, "flat") == group
-        assert flat.coordinate(rank)["flat"] == members.index(rank)
-        back = flat.split("flat", {axis: layout.shape[axis] for axis in axes})
-        moved = back.permute(*layout.shape)
-        assert moved.shape == layout.shape
-        assert moved.coordinate(rank) == at
 
 
 @given(sizes, st.integers(0, 3000), st.integers(1, 3), st.booleans(), st.randoms())
@@ -99,43 +91,6 @@ def test_lists_of_thousands_of_ranks() -> None:
         check(dict(zip("abc", cut, strict=True)), ranks, pick.sample(ranks, 3))
 
 
-@given(sizes, st.randoms())
-def test_permute_moves_no_rank(shape: dict[str, int], pick: random.Random) -> None:
-    layout = RankLayout.from_sizes(shape, offset=7)
-    shuffled = pick.sample(list(shape), len(shape))
-    permuted = layout.permute(*shuffled)
-    assert list(permuted.shape) == shuffled
-    assert all(permuted.coordinate(r) == layout.coordinate(r) for r in layout.ranks)
-
-
-@given(sizes, st.randoms())
-def test_flatten_joins_axes_in_any_order(shape: dict[str, int], pick: random.Random) -> None:
-    layout = RankLayout.from_sizes(shape, offset=7)
-    axes = pick.sample(list(shape), pick.randint(1, len(shape)))
-    flat = layout.flatten(*axes, into="flat")
-    for rank in pick.sample(layout.ranks[:], min(3, len(layout))):
-        assert flat.group(rank, "flat") == layout.group(rank, *axes)
-        assert layout.group(rank, *axes)[flat.coordinate(rank)["flat"]] == rank
-
-
-def test_flatten_of_axes_that_are_not_adjacent_splits_back() -> None:
-    layout = RankLayout.from_sizes({"tp": 2, "cp": 3, "dp": 4})
-    flat = layout.flatten("dp", "tp", into="both")
-    back = flat.split("both", {"tp": 2, "dp": 4}).permute("tp", "cp", "dp")
-    assert back == layout
-    halves = flat.split("both", {"tp": 2, "inner": 2, "outer": 2})
-    assert halves.group(0, "inner")[:] == (0, 6)
-    assert halves.group(0, "outer")[:] == (0, 12)
-
-
-def test_a_split_must_multiply_and_not_cut_through() -> None:
-    layout = RankLayout((Axis("both", (Mode(3, 1), Mode(4, 6))),))
-    with pytest.raises(SpecError, match=r"cannot split both of size 12 into a=2·b=5"):
-        layout.split("both", {"a": 2, "b": 5})
-    with pytest.raises(SpecError, match=r"a=2 cuts through both, which is made of 3·4"):
-        layout.split("both", {"a": 2, "b": 6})
-
-
 def test_ranks_that_do_not_start_at_0() -> None:
     layout = RankLayout.from_sizes({"tp": 8, "dp": 256}, offset=2048)
     assert (layout.ranks[0], layout.ranks[-1], len(layout)) == (2048, 4095, 2048)
@@ -151,11 +106,7 @@ def test_every_other_rank() -> None:
         layout.coordinate(3)
 
 
-def test_overlap() -> None:
-    low, high = (RankLayout.from_sizes({"dp": 4}, offset=offset) for offset in (0, 4))
-    odd = RankLayout.from_sizes({"dp": 4}, offset=1, stride=2)
-    assert low.overlap(high) == ()
-    assert odd.overlap(high) == high.overlap(odd) == (5, 7)
+def test_two_coordinates_never_mean_one_rank() -> None:
     with pytest.raises(SpecError, match="two coordinates mean one rank"):
         RankLayout((Axis("a", (Mode(3, 1),)), Axis("b", (Mode(2, 2),))))
 
@@ -184,9 +135,6 @@ def test_one_set_has_one_form(shape: list[int], gaps: list[int]) -> None:
     [
         (lambda lay: lay.axis("cp"), "no axis 'cp'; its axes are tp, dp"),
         (lambda lay: lay.rank(tp=2), "tp=2 is outside axis tp of size 2"),
-        (lambda lay: lay.permute("tp"), "permute needs each of tp, dp once"),
-        (lambda lay: lay.flatten(into="x"), "at least one axis"),
-        (lambda lay: lay.flatten("tp", into="dp"), "axis names must differ"),
         (lambda lay: RankLayout.from_sizes({"tp": 0}), "axis tp has size 0"),
     ],
 )
@@ -194,17 +142,6 @@ def test_misuse_is_named(call: object, said: str) -> None:
     assert callable(call)
     with pytest.raises(SpecError, match=said):
         call(RankLayout.from_sizes({"tp": 2, "dp": 2}))
-
-
-def test_overlap_of_lists() -> None:
-    pick = random.Random(3)
-    for _ in range(50):
-        one, other = (tuple(pick.sample(range(40), 12)) for _ in range(2))
-        layouts = [RankLayout.from_sizes({"dp": 12}, ranks=ranks) for ranks in (one, other)]
-        expected = tuple(rank for rank in range(40) if rank in one and rank in other)
-        assert layouts[0].overlap(layouts[1]) == expected
-        even = RankLayout.from_sizes({"dp": 12}, stride=3)
-        assert layouts[0].overlap(even) == tuple(r for r in range(0, 36, 3) if r in one)
 
 
 def test_a_list_of_another_length_is_refused() -> None:

@@ -1,11 +1,9 @@
 """Arithmetic on ranks: coordinates and groups.
 
 A layout is a mixed-radix number system. Each axis contributes *modes*, pairs of a
-size and a stride, and a rank is `offset + sum(digit * stride)`. An axis of a fresh
-layout has one mode; flattening axes that are not adjacent gives an axis with
-several. It is the idea of CuTe's layout algebra
-(https://docs.nvidia.com/cutlass/media/docs/cpp/cute/02_layout_algebra.html), cut
-down to sets of ranks. Over a list of ranks in any order the arithmetic is
+size and a stride, and a rank is `offset + sum(digit * stride)`. It is the idea of CuTe's layout
+algebra (https://docs.nvidia.com/cutlass/media/docs/cpp/cute/02_layout_algebra.html),
+cut down to sets of ranks. Over a list of ranks in any order the arithmetic is
 on places in that list, which turn into ranks at the edge. Nothing here imports torch
 or touches a device.
 """
@@ -235,77 +233,3 @@ class RankLayout:
         """
         kept = tuple(axis for axis in self.axes if axis.name not in fixed)
         return replace(self, axes=kept, offset=self._place_of(fixed))
-
-    def flatten(self, *axes: str, into: str) -> RankLayout:
-        """Several axes as one, at the place of the fastest of them; they need not be adjacent.
-
-        >>> layout = RankLayout.from_sizes({"tp": 2, "cp": 2, "dp": 2})
-        >>> flat = layout.flatten("dp", "tp", into="dp_tp")
-        >>> flat.shape, flat.coordinate(5)
-        ({'dp_tp': 4, 'cp': 2}, {'dp_tp': 3, 'cp': 0})
-        """
-        if not axes:
-            raise SpecError("flatten needs at least one axis")
-        wanted = {self.axis(name).name for name in axes}
-        modes = tuple(m for axis in self.axes if axis.name in wanted for m in axis.modes)
-        rebuilt: list[Axis] = []
-        for axis in self.axes:
-            if axis.name not in wanted:
-                rebuilt.append(axis)
-            elif all(done.name != into for done in rebuilt):
-                rebuilt.append(Axis(into, modes))
-        return replace(self, axes=tuple(rebuilt))
-
-    def split(self, name: str, parts: Mapping[str, int]) -> RankLayout:
-        """One axis as several; `parts` are names and sizes, fastest-varying first.
-
-        >>> layout = RankLayout.from_sizes({"tp": 2, "dp": 4})
-        >>> layout.split("dp", {"dp_shard": 2, "dp_replicate": 2}).coordinate(5)
-        {'tp': 1, 'dp_shard': 0, 'dp_replicate': 1}
-
-        Raises:
-            SpecError: the sizes do not multiply to the axis, or cut through one of its modes.
-        """
-        axis = self.axis(name)
-        if math.prod(parts.values()) != axis.size:
-            given = "·".join(f"{part}={size}" for part, size in parts.items())
-            raise SpecError(f"cannot split {name} of size {axis.size} into {given}")
-        left, split = list(axis.modes), []
-        for part, size in parts.items():
-            modes = []
-            while size > 1:
-                mode = left.pop(0)
-                if mode.size <= size and size % mode.size == 0:
-                    modes.append(mode)
-                    size //= mode.size
-                elif mode.size % size == 0:
-                    modes.append(Mode(size, mode.stride))
-                    left.insert(0, Mode(mode.size // size, mode.stride * size))
-                    size = 1
-                else:
-                    sizes = "·".join(str(m.size) for m in axis.modes)
-                    raise SpecError(f"{part}={size} cuts through {name}, which is made of {sizes}")
-            split.append(Axis(part, tuple(modes)))
-        at = self.axes.index(axis)
-        return replace(self, axes=self.axes[:at] + tuple(split) + self.axes[at + 1 :])
-
-    def permute(self, *axes: str) -> RankLayout:
-        """The same ranks with the axes listed in another order; no rank moves."""
-        if sorted(axes) != sorted(axis.name for axis in self.axes):
-            known = ", ".join(axis.name for axis in self.axes)
-            raise SpecError(f"permute needs each of {known} once, got {', '.join(axes)}")
-        return replace(self, axes=tuple(self.axis(name) for name in axes))
-
-    def overlap(self, other: RankLayout) -> tuple[int, ...]:
-        """The ranks that both layouts hold, ascending.
-
-        >>> odd = RankLayout.from_sizes({"dp": 4}, offset=1, stride=2)
-        >>> RankLayout.from_sizes({"dp": 4}).overlap(odd)
-        (1, 3)
-        """
-        if self.listed is not None or other.listed is not None:
-            return tuple(sorted({*self.ranks} & {*other.ranks}))
-        small, large = sorted((self.ranks, other.ranks), key=len)
-        if small[-1] < large[0] or large[-1] < small[0]:
-            return ()
-        return tuple(rank for rank in small if rank in large)
