@@ -111,6 +111,15 @@ def test_ep_is_given_once() -> None:
         GridSpec.from_dict({"axes": {"dp": -1, "ep": 2}, "regions": expert})
 
 
+def test_a_region_of_another_size_is_said_with_what_would_fit() -> None:
+    config = {
+        "axes": {"tp": 2, "dp": 4},
+        "regions": {"expert": {"axes": {"ep": 4, "edp": 4}, "order": "ep-edp"}},
+    }
+    with pytest.raises(SpecError, match=r"region expert: ep=4 · edp=4 = 16 is not the 8 ranks"):
+        GridSpec.from_dict(config)
+
+
 def test_a_size_that_is_given_is_known_before_the_ranks_are() -> None:
     assert GridSpec.build(tp=2, pp=2, ep=2).shape == {
         "tp": 2, "cp": 1, "dp": -1, "pp": 2, "etp": 2, "ep": 2, "edp": -1,

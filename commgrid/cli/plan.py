@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     backend, cluster = _checked(args.backend or "nccl"), read_cluster(args)
     if cluster is not None:
         check_within(spec, cluster)
-    write_grid(args.output, spec, "of `commgrid plan`")
+    write_grid(args.output, read_spec(args), "of `commgrid plan`")
     give(
         args,
         lambda: as_json(spec, backend, cluster, why=args.why),

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_unused(args, ["top"], "goes with --auto")
         pins = _run_pins(args)
         spec = resolve(read_spec(args), args.world_size)
-        write_grid(args.output, spec, _way_comment(args, None))
+        write_grid(args.output, read_spec(args), _way_comment(args, None))
         cost = given_step(spec, model, cluster, pins, args.shard)
         limit = pins.max_memory or cluster.device.memory
         give(
@@ -216,11 +216,11 @@ def tuning_text(tuning: Tuning, limit: float, top: int) -> list[str]:
 
 
 def spec_of(choice: Choice, model: Model) -> GridSpec:
-    """The grid of a choice, resolved."""
-    sizes: dict[str, Any] = {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
+    """The grid of a choice, dp still open."""
+    sizes: dict[str, Any] = {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "ep")}
     if model.experts and (choice.ep > 1 or choice.expert_tp != choice.tp):
         sizes["etp"] = choice.expert_tp
-    return GridSpec.build(**sizes, order=choice.order).resolve(choice.world_size)
+    return GridSpec.build(**sizes, order=choice.order)
 
 
 def job_flags(args: argparse.Namespace) -> str:

@@ -538,6 +538,10 @@ class GridSpec:
         first: dict[str, Region] = {}
         start = self.grid_ranks[0]
         for region in self.regions:
+            if region.product != self.world_size:
+                region.resolve(
+                    self.world_size, dict(self.regions[0].numbers)
+                )  # says what would fit
             for axis in region.axes:
                 known = first.setdefault(axis, region)
                 if known is region:

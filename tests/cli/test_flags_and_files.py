@@ -120,6 +120,8 @@ def test_a_plan_is_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     chosen = {**best["axes"], "etp": best["etp"]}
     assert {axis: spec.shape.get(axis, 1) for axis in chosen} == chosen
     assert best["total_gb"] <= 0.9 * 80
+    assert main(["diff", str(path), "--set", "axes.tp=2", "--world-size", "256"]) == 0
+    capsys.readouterr()
     assert f"microbatch {best['microbatch']}, " in path.read_text().splitlines()[0]
     assert main(["plan", "--tp", "2", "--world-size", "4", "-o", str(tmp_path / "x.json")]) == 2
     assert "expected a name that ends in .yaml" in capsys.readouterr().err
