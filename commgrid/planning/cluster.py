@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.checks import above_zero, check_keys, named
 from commgrid.planning.fitted import Fit, fits_from
 from commgrid.planning.names import nearest
 from commgrid.planning.yaml_io import load_yaml
@@ -208,9 +209,9 @@ class Cluster:
         Raises:
             SpecError: a key is missing or unknown, or a number is none above 0.
         """
-        _check_keys("", config, _CLUSTER, ("source", "fits"))
+        check_keys("", config, _CLUSTER, ("source", "fits"))
         device = config["device"]
-        _check_keys("device.", device, _DEVICE)
+        check_keys("device.", device, _DEVICE)
         levels = config["levels"]
         if not isinstance(levels, list) or not levels:
             raise SpecError(f"levels={levels!r}: expected a list of levels, the lowest first")
@@ -218,28 +219,28 @@ class Cluster:
         for place, level in enumerate(levels):
             key = f"levels[{place}]."
             last = place == len(levels) - 1
-            _check_keys(key, level, _LEVEL, ("size",) if last else ())
+            check_keys(key, level, _LEVEL, ("size",) if last else ())
             size = level.get("size")
             if size is not None and (type(size) is not int or size < 1):
                 raise SpecError(f"{key}size={size!r}: expected a whole number from 1 on")
             made.append(
                 Level(
-                    _name(key, level),
+                    named(key, level),
                     size,
-                    _number(key, level, "gb_per_s") * 1e9,
-                    _number(key, level, "latency_us") / 1e6,
+                    above_zero(key, level, "gb_per_s") * 1e9,
+                    above_zero(key, level, "latency_us") / 1e6,
                 )
             )
         names = [level.name for level in made]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise SpecError(f"levels: {twice!r} is the name of two; names must differ")
         cluster = cls(
-            name=_name("", config),
+            name=named("", config),
             device=Device(
-                _name("device.", device),
-                _number("device.", device, "peak_tflops") * 1e12,
-                _number("device.", device, "memory_gb") * 1e9,
-                _number("device.", device, "memory_gb_per_s") * 1e9,
+                named("device.", device),
+                above_zero("device.", device, "peak_tflops") * 1e12,
+                above_zero("device.", device, "memory_gb") * 1e9,
+                above_zero("device.", device, "memory_gb_per_s") * 1e9,
             ),
             levels=tuple(made),
             source=str(config.get("source", "")),
@@ -378,37 +379,6 @@ def _node_size(variable: str, value: str) -> int:
 _CLUSTER = ("name", "device", "levels", "source", "fits")
 _DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
 _LEVEL = ("name", "size", "gb_per_s", "latency_us")
-
-
-def _check_keys(
-    where: str, given: object, keys: Sequence[str], optional: Sequence[str] = ()
-) -> None:
-    if not isinstance(given, Mapping):
-        raise SpecError(f"{where.rstrip('.') or 'cluster'}={given!r}: expected a mapping")
-    for key in given:
-        if key not in keys:
-            raise SpecError(
-                f"{where}{key}: unknown key, expected {', '.join(keys)}{nearest(str(key), keys)}"
-            )
-    for key in keys:
-        if key not in given and key not in optional:
-            raise SpecError(f"{where}{key}: missing; expected {', '.join(keys)}")
-
-
-def _name(where: str, given: Mapping[str, Any]) -> str:
-    if not isinstance(given["name"], str | int):
-        raise SpecError(f"{where}name={given['name']!r}: expected a name")
-    return str(given["name"])
-
-
-def _number(where: str, given: Mapping[str, Any], key: str) -> float:
-    value = given[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        fix = ""
-        if isinstance(value, str) and re.fullmatch(r"[\d.]+(e\d+)?", value):  # YAML 1.1's text
-            fix = "; without quotes, and as 1000 or 1.0e+3, not 1e3"
-        raise SpecError(f"{where}{key}={value!r}: expected a number above 0{fix}")
-    return float(value)
 
 
 def _cluster(name: str, source: str, device: Device, *levels: Level) -> Cluster:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.checks import above_zero, check_keys
 from commgrid.planning.names import nearest
 
 Curve = tuple[tuple[float, float], ...]
@@ -68,8 +69,7 @@ class Fit:
         Raises:
             SpecError: a key is missing or unknown, or a number is none above 0.
         """
-        if not isinstance(config, Mapping) or set(config) != set(_KEYS):
-            raise SpecError(f"{key}={config!r}: expected a mapping with {', '.join(_KEYS)}")
+        check_keys(f"{key}.", config, _KEYS)
         collective, algorithm = str(config["collective"]), str(config["algorithm"])
         if collective not in FORMS:
             raise SpecError(
@@ -84,9 +84,9 @@ class Fit:
         if not isinstance(rest, Mapping) or not all(isinstance(c, Mapping) for c in rest.values()):
             raise SpecError(f"{key}.rest={rest!r}: expected ranks: {{bytes: factor}}")
         curves = {
-            int(_number(f"{key}.rest", n)): {
-                _number(f"{key}.rest.{n}", size): _number(f"{key}.rest.{n}.{size}", factor)
-                for size, factor in curve.items()
+            int(_key(f"{key}.rest", n)): {
+                _key(f"{key}.rest.{n}", size): above_zero(f"{key}.rest.{n}.", curve, size)
+                for size in curve
             }
             for n, curve in rest.items()
             if curve
@@ -95,8 +95,8 @@ class Fit:
             collective,
             str(config["level"]),
             algorithm,
-            _number(f"{key}.latency_us", config["latency_us"]) / 1e6,
-            _number(f"{key}.gb_per_s", config["gb_per_s"]) * 1e9,
+            above_zero(f"{key}.", config, "latency_us") / 1e6,
+            above_zero(f"{key}.", config, "gb_per_s") * 1e9,
             tuple((n, tuple(sorted(curves[n].items()))) for n in sorted(curves)),
         )
 
@@ -144,7 +144,6 @@ def _short(number: float) -> float:
     return float(f"{number:.6g}")
 
 
-def _number(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise SpecError(f"{key}={value!r}: expected a number above 0")
-    return float(value)
+def _key(where: str, key: object) -> float:
+    """A key that is a number."""
+    return above_zero(where, {"": key}, "")

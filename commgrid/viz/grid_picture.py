@@ -81,8 +81,13 @@ def draw_grid(view: GridView) -> Figure:
 
 
 def _title(view: GridView) -> str:
-    sizes = " · ".join(f"{axis} {n}" for axis, n in view.spec.regions[0].numbers if n > 1)
-    title = several(view.spec.world_size, "rank") + (f": {sizes}" if sizes else "")
+    dense, *others = (
+        " · ".join(f"{axis} {n}" for axis, n in region.numbers if n > 1)
+        for region in view.spec.regions
+    )
+    title = several(view.spec.world_size, "rank") + (f": {dense}" if dense else "")
+    for region, sizes in zip(view.spec.regions[1:], others, strict=True):
+        title += f"; {region.name} {sizes}" if sizes else ""
     if len(view.nodes) > 1:
         title += f" on {several(len(view.nodes), 'node')}"
     if view.rank is None:
