@@ -147,7 +147,7 @@ GOOD = {
         ({"collective": "all_sum"}, "collective 'all_sum': expected one of all_reduce, all_gather"),
         ({"algorithm": "star"}, r"fits\[0\].algorithm='star': all_reduce has ring, tree"),
         ({"level": "rack"}, "level 'rack': cluster 'one' has node"),
-        ({"speed": 1}, rr"speed: unknown key, expected collective, level"),
+        ({"speed": 1}, r"speed: unknown key, expected collective, level"),
     ],
 )
 def test_what_a_file_can_have_wrong_is_named(change: dict[str, object], words: str) -> None:
