@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from commgrid.cli.plan_model import given_step
+from commgrid.errors import SpecError
 from commgrid.planning.calibration import CALIBRATION
 from commgrid.planning.choice import ORDERS, RECOMPUTE, SHARD, Choice
 from commgrid.planning.cluster import CLUSTERS, Cluster
@@ -21,6 +23,7 @@ from commgrid.planning.spec import GridSpec
 from commgrid.planning.step_cost import PARTS, StepCost, step_cost
 from commgrid.planning.step_traffic import traffic
 from commgrid.planning.step_why import why
+from commgrid.planning.tune import Pins, tune
 
 H100 = CLUSTERS["h100"]
 
@@ -194,3 +197,46 @@ def test_measured_collectives_are_not_discounted() -> None:
         assert Machine(measured, CALIBRATION).collective("all_reduce", size, (8, 1)) == direct
         stated = collective_time("all_reduce", size, (8, 1), H100)
         assert Machine(H100, CALIBRATION).collective("all_reduce", size, (8, 1)) > stated
+
+
+def test_any_order_of_a_given_grid_is_reckoned_as_it_is() -> None:
+    """Stages next to each other, with experts: the two orders of a search do not matter here."""
+    spec = GridSpec.build(pp=2, tp=2, ep=4, etp=1, order="pp-tp-cp-ep-dp").resolve(16)
+    cost = given_step(spec, MODELS["mixtral-8x22b"], H100, Pins())
+    assert cost.choice.order == "pp-tp-cp-dp"
+    assert cost.placement.spreads["pp"] == (2, 1)
+    for order in ORDERS:
+        spec = GridSpec.build(pp=2, tp=2, order=order).resolve(16)
+        assert given_step(spec, MODELS["llama3-8b"], H100, Pins()).choice.order == order
+
+
+def test_a_searched_order_is_one_that_the_grid_can_have() -> None:
+    """Experts and the rest had other pp groups, and the grid could not be made."""
+    pins = Pins(order=ORDERS[1], pp=2, tp=2, cp=1, ep=8, etp=1)
+    with pytest.raises(SpecError, match="experts and the rest have other pp groups"):
+        tune(MODELS["mixtral-8x7b"], 64, H100, pins)
+
+
+def test_copies_of_shards_take_memory_and_send() -> None:
+    """HSDP: over fewer ranks a rank holds more, and copies average their gradients."""
+    model, found = MODELS["llama3-8b"], {}
+    for replicate, shard in ((1, 32), (2, 16), (16, 2)):
+        spec = GridSpec.build(dp_replicate=replicate, dp_shard=shard).resolve(32)
+        found[replicate] = given_step(spec, model, H100, Pins(microbatch=1, recompute="full"))
+    parameters = model.parameters
+    for replicate, cost in found.items():
+        expected = 12 * parameters * replicate / 32
+        assert cost.memory.optimizer == pytest.approx(expected, rel=0.02)
+        sent = {each.name: each.sent for each in traffic(cost)}
+        assert ("dp_replicate" in sent) == (replicate > 1)
+        if replicate > 1:
+            each = 2 * (replicate - 1) / replicate * 4 * parameters * replicate / 32
+            microbatches = cost.choice.microbatches(model)
+            assert sent["dp_replicate"] == pytest.approx(each * microbatches, rel=0.02)
+
+
+def test_ranks_beyond_the_devices_are_refused() -> None:
+    small = on(8, 2)
+    with pytest.raises(SpecError, match="rank 31 is beyond the 16 devices"):
+        of_spec(GridSpec.build(tp=8, ranks="0-31").resolve(), small)
+    assert of_spec(GridSpec.build(tp=8, ranks="0-15").resolve(), small).held == (8, 16)

@@ -184,6 +184,8 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         name, _, size = given.partition("=")
         if not size:
             raise SpecError(f"--axis {given}: expected NAME=N, such as --axis node=4")
+        if name in sizes:
+            raise SpecError(f"--axis {given}: {name} is {sizes[name]} already; give it once")
         sizes[name] = _number(f"axis {name}", size)
     rest: dict[str, Any] = {
         k: getattr(args, k) for k in ("order", "share", "place") if getattr(args, k)
@@ -228,7 +230,8 @@ def resolve(spec: GridSpec, world_size: str | None) -> GridSpec:
     if spec.ranks is not None:
         return spec.resolve()
     if not spec.regions[0].is_resolved:
-        raise SpecError("--world-size: needed, since the grid has a size to fill (dp is -1)")
+        axis = next(axis for axis, size in spec.regions[0].numbers if size < 1)
+        raise SpecError(f"--world-size: needed, since the grid has a size to fill ({axis} is -1)")
     return spec.resolve(spec.world_size)
 
 

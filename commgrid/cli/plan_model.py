@@ -13,6 +13,7 @@ from commgrid.cli.terminal import DIM, GREEN
 from commgrid.errors import SpecError
 from commgrid.planning.choice import ORDERS, RECOMPUTE, Choice
 from commgrid.planning.cluster import Cluster
+from commgrid.planning.crossing import check_within
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import find_model
 from commgrid.planning.placement import of_spec
@@ -39,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
         refuse_unused(args, ["top"], "goes with --auto")
         pins = _run_pins(args)
         spec = resolve(read_spec(args), args.world_size)
-        write_grid(args.output, read_spec(args), _way_comment(args, None))
+        check_within(spec, cluster)
         cost = given_step(spec, model, cluster, pins, args.shard)
+        write_grid(args.output, read_spec(args), _way_comment(args, None))
         limit = pins.max_memory or cluster.device.memory
         give(
             args,
@@ -114,7 +116,6 @@ def _run_pins(args: argparse.Namespace) -> Pins:
     asked = Choice(
         shard=args.shard or Choice().shard,
         recompute=args.recompute or Choice().recompute,
-        order=args.order if args.auto and args.order else Choice().order,
     )  # which checks them
     memory = None
     if args.max_memory is not None:
@@ -143,7 +144,9 @@ def given_step(
             HSDP do, else the optimizer's state.
     """
     shard = shard or ("weights" if spec.shape.get("dp_shard", 1) > 1 else pins.base.shard)
-    pins = replace(pins, base=replace(pins.base, shard=shard), **_sizes(spec, model))
+    copies = spec.shape.get("dp_replicate", 1) if shard != "none" else 1
+    base = replace(pins.base, shard=shard, copies=copies, order=_order(spec))
+    pins = replace(pins, base=base, **_sizes(spec, model))
     world_size = len(spec.grid_ranks)
     placement = of_spec(spec, cluster)
     all_of_it = pins.max_memory or cluster.device.memory
@@ -177,9 +180,16 @@ def _sizes(spec: GridSpec, model: Model) -> dict[str, Any]:
         sizes |= {"ep": regions["expert"].get("ep", 1), "etp": regions["expert"].get("etp", 1)}
     else:  # experts are split over tp as all else is
         sizes |= {"ep": 1, "etp": sizes["tp"] if model.experts else None}
-    axes = list(regions["dense"])
-    inner = next((axes.index(axis) for axis in axes if axis.startswith("dp")), 0)
-    return {**sizes, "order": ORDERS["pp" in axes and axes.index("pp") < inner]}
+    return sizes
+
+
+def _order(spec: GridSpec) -> str:
+    """The order of a grid, spelled as one of `ORDERS` if it is that of the axes above 1."""
+    large = [axis for axis, size in spec.regions[0].numbers if size > 1]
+    for order in ORDERS:
+        if [axis for axis in order.split("-") if axis in large] == large:
+            return order
+    return spec.order
 
 
 def _whole(name: str, text: str) -> int:
@@ -286,7 +296,7 @@ def step_text(cost: StepCost, limit: float) -> list[str]:
 
 
 def traffic_notes(cost: StepCost) -> dict[str, str]:
-    """Traffic of a step by name, in words; with cp 1 dp's is dp_cp's."""
+    """Traffic of a step by name, in words; with cp 1 dp's is dp_cp's, and dp_shard's likewise."""
     levels, found = cost.cluster.levels, {}
     for each in traffic(cost):
         told = f"{each.sent / 1e9:.3g} GB a step from each rank"
@@ -294,8 +304,9 @@ def traffic_notes(cost: StepCost) -> dict[str, str]:
             unit = levels[each.level - 1].name
             told += f", {each.link / 1e9:.3g} over a {unit}'s link"
         found[each.name] = told
-    if cost.choice.cp == 1 and "dp_cp" in found:
-        found["dp"] = found["dp_cp"]
+    for name, other in (("dp_cp", "dp"), ("dp_shard_cp", "dp_shard")):
+        if cost.choice.cp == 1 and name in found:
+            found[other] = found[name]
     return found
 
 
@@ -354,6 +365,8 @@ def _way(cost: StepCost) -> str:
     told.append(f"recompute {choice.recompute}")
     if choice.shard != "optimizer":
         told.append(f"shard {choice.shard}")
+    if choice.copies > 1:
+        told.append(f"over {choice.sharers} ranks, {choice.copies} copies")
     if choice.order != Choice().order and choice.pp > 1:
         told.append(f"order {choice.order}")
     return ", ".join(told)

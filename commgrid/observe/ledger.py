@@ -51,11 +51,14 @@ class Ledger:
     transfers: dict[tuple[Group, str, int, int], dict[int, Call]] = field(default_factory=dict)
     # Ranks that receive from any rank: their messages cannot be matched.
     _open: set[tuple[Group, int]] = field(default_factory=set)
+    # Groups without recorded ranks: the place of a peer does not tell its rank.
+    _inferred: set[Group] = field(default_factory=set)
 
     @classmethod
     def of(cls, traces: Iterable[Trace]) -> Ledger:
-        held = _with_ranks({trace.rank: _present(trace) for trace in traces})
+        held, inferred = _with_ranks({trace.rank: _present(trace) for trace in traces})
         ledger = cls(held, max((_end(trace) for trace in held.values()), default=0.0))
+        ledger._inferred = inferred
         for trace in held.values():
             ledger._open |= {
                 (call.group, trace.rank) for call in trace.calls
@@ -85,7 +88,7 @@ class Ledger:
 
     def way(self, rank: int, call: Call) -> tuple[int, int] | None:
         """Source and target of a transfer; None: its receiver takes from any rank."""
-        if call.peer is None:
+        if call.peer is None or call.group in self._inferred:
             return None
         source, target = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
         return None if (call.group, target) in self._open else (source, target)
@@ -174,9 +177,8 @@ class Ledger:
             ]  # fmt: skip
             if found or trace.over:
                 return found
-        ended = [call for call in trace.calls if call.ended is None]
         if trace.waits is None:
-            return ended
+            return [call for call in trace.calls if call.ended is None]
         # On a device a host's wait ends at once: what others have not entered is waited for.
         return [call for call in trace.calls[-_RECENT:] if self.absent(trace.rank, call)][:1]
 
@@ -198,8 +200,12 @@ def _groups(trace: Trace) -> set[Group]:
     return {call.group for call in trace.calls}
 
 
-def _with_ranks(traces: dict[int, Trace]) -> dict[int, Trace]:
-    """Take the ranks that issue calls on a group for its members, if these were not recorded."""
+def _with_ranks(traces: dict[int, Trace]) -> tuple[dict[int, Trace], set[Group]]:
+    """Take the ranks that issue calls on a group for its members, if these were not recorded.
+
+    Returns:
+        The traces, and the groups whose members are taken so.
+    """
     found: dict[str, set[int]] = {}
     for trace in traces.values():
         for group in _groups(trace):
@@ -207,24 +213,16 @@ def _with_ranks(traces: dict[int, Trace]) -> dict[int, Trace]:
                 found.setdefault(group.name, set()).add(trace.rank)
     groups = {name: Group(name, tuple(sorted(ranks))) for name, ranks in found.items()}
     if not groups:
-        return traces
+        return traces, set()
 
     def known(call: Call) -> Call:
-        group = call.group if call.group.ranks else groups[call.group.name]
-        if group is call.group:
-            return call
-        peer, root = _member(group, call.peer), _member(group, call.root)
-        return replace(call, group=group, peer=peer, root=root)
+        return call if call.group.ranks else replace(call, group=groups[call.group.name])
 
-    return {
+    found_here = {
         rank: replace(trace, calls=tuple(known(call) for call in trace.calls))
         for rank, trace in traces.items()
     }
-
-
-def _member(group: Group, place: int | None) -> int | None:
-    """A rank by its place, where the group is known to have so many."""
-    return None if place is None or place >= len(group.ranks) else group.ranks[place]
+    return found_here, set(groups.values())
 
 
 def _end(trace: Trace) -> float:

@@ -42,12 +42,13 @@ class Choice:
     Args:
         tp, cp, pp, dp, ep: sizes of the axes.
         etp: tensor parallel size of experts; None: tp.
-        order: one of `ORDERS`.
+        order: of the axes; one of `ORDERS`, but for a grid that is given.
         microbatch: sequences that go through a stage at once.
         chunks: of a stage's layers, for the interleaved schedule; 1: plain 1F1B.
         recompute: one of `RECOMPUTE`.
         sequence_parallel: activations between tp's layers are split over tp as well.
         shard: one of `SHARD`.
+        copies: of the shards, as of HSDP: dp_replicate of the dp ranks.
         gradient_bytes: of one gradient, as summed over data-parallel ranks.
         overlap: data-parallel communication runs behind forward and backward.
     """
@@ -64,11 +65,12 @@ class Choice:
     recompute: str = "none"
     sequence_parallel: bool = True
     shard: str = "optimizer"
+    copies: int = 1
     gradient_bytes: int = 4
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for key, known in (("recompute", RECOMPUTE), ("shard", SHARD), ("order", ORDERS)):
+        for key, known in (("recompute", RECOMPUTE), ("shard", SHARD)):
             given = getattr(self, key)
             if given not in known:
                 raise SpecError(
@@ -89,6 +91,16 @@ class Choice:
     def edp(self) -> int:
         """Ranks that hold the same experts."""
         return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
+
+    @cached_property
+    def sharers(self) -> int:
+        """Ranks over which dense parameters, or their optimizer's state, are sharded."""
+        return self.dp * self.cp // self.copies
+
+    @cached_property
+    def expert_sharers(self) -> int:
+        """The same for parameters of experts."""
+        return max(self.edp // self.copies, 1)
 
     @cached_property
     def split(self) -> int:
@@ -151,7 +163,7 @@ divide the batch of {model.batch}"
             return f"etp={self.expert_tp}: does not divide expert_ffn {model.expert_width}"
         if experts and tp * self.cp * self.dp % (self.ep * self.expert_tp):
             return f"ep={self.ep}: times etp={self.expert_tp} does not divide tp · cp · dp"
-        if experts and self.order != ORDERS[0] and tp * self.cp != self.ep * self.expert_tp:
+        if experts and self.order == ORDERS[1] and tp * self.cp != self.ep * self.expert_tp:
             return (
                 f"order={self.order}: experts and the rest have other pp groups, unless tp · cp is \
 ep · etp"

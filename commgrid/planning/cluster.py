@@ -170,7 +170,8 @@ class Cluster:
             places[rank] = counts[hosts[rank]]
             counts[hosts[rank]] += 1
         units = self.per_node // size
-        return [hosts[rank] * units + places[rank] // size for rank in ranks]
+        # A host with more ranks than a node has devices keeps them all.
+        return [hosts[rank] * units + min(places[rank] // size, units - 1) for rank in ranks]
 
     def highest(self, spread: Sequence[int]) -> int:
         """The place of the highest level that a group of this `spread` crosses; 0 for one rank."""
@@ -200,6 +201,20 @@ class Cluster:
             raise SpecError(
                 f"world_size={world_size}: cluster {self.name!r} has {int(largest)} devices; leave "
                 f"out the size of its highest level, {self.levels[-1].name!r}, where it has more"
+            )
+
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """Refuse listed ranks beyond the cluster's devices.
+
+        Raises:
+            SpecError: naming the highest.
+        """
+        largest, highest = self.unit_size(len(self.levels) - 1), max(ranks)
+        if highest >= largest:
+            raise SpecError(
+                f"ranks: rank {highest} is beyond the {int(largest)} devices of cluster "
+                f"{self.name!r}; leave out the size of its highest level, "
+                f"{self.levels[-1].name!r}, where it has more"
             )
 
     @classmethod

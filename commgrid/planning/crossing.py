@@ -89,8 +89,7 @@ def find_crossings(
     Raises:
         SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
     """
-    if spec.ranks is None and hosts is None:
-        cluster.check_world(spec.world_size)
+    check_room(spec, cluster, hosts)
     units = _Units(cluster, spec, hosts)
     known: dict[Hashable, Crossing] = {}
     found = {}
@@ -104,6 +103,20 @@ def find_crossings(
     return found
 
 
+def check_room(spec: GridSpec, cluster: Cluster, hosts: Hosts | None) -> None:
+    """Refuse ranks that a cluster has no devices for.
+
+    Raises:
+        SpecError: they do not fill nodes, or are more than the cluster has devices.
+    """
+    if hosts is not None:
+        return
+    if spec.ranks is None:
+        cluster.check_world(spec.world_size)
+    else:
+        cluster.check_ranks(spec.grid_ranks)
+
+
 def worst_spread(
     layout: RankLayout, axes: Sequence[str], cluster: Cluster, spec: GridSpec, hosts: Hosts | None
 ) -> tuple[int, ...]:
@@ -112,7 +125,7 @@ def worst_spread(
     return units.crossing(GroupDef("", "", tuple(axes)), layout).spread
 
 
-def held(spec: GridSpec, cluster: Cluster, hosts: Hosts | None) -> tuple[int, ...]:
+def ranks_per_unit(spec: GridSpec, cluster: Cluster, hosts: Hosts | None) -> tuple[int, ...]:
     """For each level, the most of a spec's ranks that a unit has."""
     units = _Units(cluster, spec, hosts)
     counts, found = Counter(units.unit.values()), []

@@ -19,7 +19,7 @@ LINEAR_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Message:
+class Collective:
     """A collective of a layer.
 
     Args:
@@ -54,7 +54,7 @@ class LayerCost:
 
     forward: float
     backward: float
-    messages: tuple[Message, ...]
+    messages: tuple[Collective, ...]
 
     @cached_property
     def forward_total(self) -> float:
@@ -130,7 +130,7 @@ def layer_cost(
     """
     # Grids that differ in pp and dp alone have the same layers, and a search goes through many.
     key = (
-        id(model), choice.tp, choice.cp, choice.ep, choice.etp, choice.microbatch,
+        model, choice.tp, choice.cp, choice.ep, choice.etp, choice.microbatch,
         choice.recompute, choice.sequence_parallel, choice.gradient_bytes, spreads["tp"],
         spreads["cp"], spreads.get("ep"), spreads.get("etp"),
     )  # fmt: skip
@@ -237,13 +237,13 @@ def _tp(
     tokens: float,
     spreads: Mapping[str, Spread],
     backwards: int,
-) -> Iterator[Message]:
+) -> Iterator[Collective]:
     """Of tp's layers: an all-reduce after attention and after the MLP, or with sequence parallelism
     an all-gather before and a reduce-scatter after each (Korthikanti et al. 2022, section 4.2.2).
     Experts gather over their own group.
 
     Args:
-        backwards: as often in the backward as in the forward, or twice if all is computed again.
+        backwards: 1, or 2 with full recompute, whose backward runs the forward's again.
     """
     around = ("all_gather", "reduce_scatter") if choice.sequence_parallel else ("all_reduce",)
     size = tokens * model.hidden * LINEAR_BYTES
@@ -256,7 +256,7 @@ def _tp(
         for collective in around if ranks > 1 else ():
             spread = spreads.get(group, spreads["tp"])
             seconds = count * machine.collective(collective, each, spread)
-            yield Message(
+            yield Collective(
                 "tp", group, collective, each, ranks, spread, count * (1 + backwards), seconds,
                 backwards * seconds,
             )  # fmt: skip
@@ -269,7 +269,7 @@ def _ep(
     tokens: float,
     spreads: Mapping[str, Spread],
     backwards: int,
-) -> Iterator[Message]:
+) -> Iterator[Collective]:
     """Of experts: an all-to-all to them and one back.
 
     A token goes to a node once, however many of its experts are there, and inside to each of them,
@@ -288,7 +288,7 @@ def _ep(
         ranks = math.prod(spread)
         if ranks > 1:
             seconds = 2 * machine.collective("all_to_all", each, spread)
-            yield Message(
+            yield Collective(
                 "ep", "ep", "all_to_all", each, ranks, spread, 2 * (1 + backwards), seconds,
                 backwards * seconds,
             )  # fmt: skip
@@ -303,7 +303,7 @@ def _cp(
     backwards: int,
     attention: float,
     attention_back: float,
-) -> Iterator[Message]:
+) -> Iterator[Collective]:
     """Of a ring of keys and values: what attention on them does not hide (Liu et al. 2023, arXiv
     2310.01889). Backward their gradients go round as well."""
     if choice.cp == 1:
@@ -311,7 +311,7 @@ def _cp(
     size = choice.cp * tokens * 4 * model.head * max(model.groups / choice.tp, 1)
     ring = machine.collective("all_gather", size, spreads["cp"])
     forward, back = max(ring - attention, 0.0), max(2 * ring - attention_back, 0.0)
-    yield Message(
+    yield Collective(
         "cp", "cp", "all_gather", size, choice.cp, spreads["cp"], 2 + backwards, forward,
         back + (backwards - 1) * forward,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from commgrid.planning.choice import ORDERS, Choice
 from commgrid.planning.cluster import Cluster, Hosts
-from commgrid.planning.crossing import held, worst_spread
+from commgrid.planning.crossing import check_room, ranks_per_unit, worst_spread
 from commgrid.planning.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec
 
@@ -82,7 +82,7 @@ def _counted(cluster: Cluster, axes: tuple[tuple[int, int], ...], world: int) ->
 
 
 def _between(axes: tuple[tuple[int, int], ...], world: int) -> Iterator[Mode]:
-    """The digits of ranks that the axes leave: those of the first ranks of groups."""
+    """Modes of the groups' first ranks, which the axes leave."""
     stride = 1
     for size, at in sorted(axes, key=lambda axis: axis[1]):
         yield Mode(at // stride, stride)
@@ -101,14 +101,14 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
     Raises:
         SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
     """
-    if spec.ranks is None and hosts is None:
-        cluster.check_world(spec.world_size)
+    check_room(spec, cluster, hosts)
     data = [axis for axis in spec.regions[0].axes if axis.startswith("dp")]
     found: dict[str, Spread] = {}
     for region, names in (
-        ("dense", {"tp": ["tp"], "cp": ["cp"], "pp": ["pp"], "dp_cp": [*data, "cp"]}),
+        ("dense", {"tp": ["tp"], "cp": ["cp"], "pp": ["pp"], "dp_cp": [*data, "cp"],
+                   "dp_shard_cp": ["dp_shard", "cp"], "dp_replicate": ["dp_replicate"]}),
         ("expert", {"etp": ["etp"], "ep": ["ep"], "edp": ["edp"]}),
-    ):
+    ):  # fmt: skip
         layout = spec.layouts.get(region)
         for name, along in names.items() if layout is not None else ():
             assert layout is not None
@@ -120,7 +120,7 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
                 found[name] = worst_spread(layout, axes, cluster, spec, hosts)
     if spec.ranks is None and hosts is None:
         return Placement(found, _held(cluster, spec.world_size))
-    return Placement(found, held(spec, cluster, hosts))
+    return Placement(found, ranks_per_unit(spec, cluster, hosts))
 
 
 def _held(cluster: Cluster, world_size: int) -> tuple[int, ...]:
@@ -131,7 +131,8 @@ def _held(cluster: Cluster, world_size: int) -> tuple[int, ...]:
 
 
 def of_choice(choice: Choice, cluster: Cluster) -> Placement:
-    """The placement of a grid whose ranks are numbered as its order says."""
+    """The placement of a grid whose ranks are numbered as its order says, one of `ORDERS`."""
+    assert choice.order in ORDERS, choice.order
     first = choice.order == ORDERS[0]
     tp, cp, pp, dp = choice.tp, choice.cp, choice.pp, choice.dp
     dp_stride, pp_stride = (tp * cp, tp * cp * dp) if first else (tp * cp * pp, tp * cp)

@@ -1,6 +1,7 @@
 """A training step as a list of terms, from formulas and a few calibrated numbers.
 
-    step = m · (forward + backward of the slowest stage) + (p - 1) / v · (forward + backward)
+    step = m · (forward + backward of the slowest stage)
+         + (p - 1) / v · (forward + backward of the mean stage)
          + what of data-parallel communication nothing hides + the optimizer
 
 with m microbatches, p stages of v chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
@@ -17,7 +18,7 @@ from commgrid.planning.calibration import CALIBRATION, Calibration
 from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.cost import bus_factor
-from commgrid.planning.layer_cost import LINEAR_BYTES, LayerCost, Machine, Message, layer_cost
+from commgrid.planning.layer_cost import LINEAR_BYTES, LayerCost, Machine, Collective, layer_cost
 from commgrid.planning.model import Model
 from commgrid.planning.placement import Placement, Spread, of_choice
 from commgrid.planning.step_memory import Memory, memory_of, parameters_of_rank
@@ -39,7 +40,7 @@ class Term:
         collective, bytes: of one, as `cost.collective_time` takes them.
         ranks: of the group.
         spread: of the group over the cluster's levels.
-        sends: how many of them a rank sends.
+        sends: how many of them a rank takes part in.
     """
 
     part: str
@@ -215,16 +216,21 @@ def _data_parallel(
     most = choice.stage_layers(model).most
     experts, rest = parameters_of_rank(model, choice, most, 1 if choice.pp > 1 else 2 - model.tied)
     out = "all_reduce" if choice.shard == "none" else "reduce_scatter"
-    found: list[tuple[Message, bool]] = []  # and whether it is of gradients
+    found: list[tuple[Collective, bool]] = []  # and whether it is of gradients
+    dense = "dp_cp" if choice.copies == 1 else "dp_shard_cp"
     for group, ranks, count in (
-        ("dp_cp", choice.dp * choice.cp, rest), ("edp", choice.edp, experts),
+        (dense, choice.sharers, rest), ("edp", choice.expert_sharers, experts),
     ):  # fmt: skip
-        spread = spreads.get(group, spreads["dp_cp"])
+        spread = spreads.get(group, spreads[dense])
         if count and ranks > 1:
             found.append((_whole(group, out, count * choice.gradient_bytes, ranks, spread), True))
             if choice.shard != "none":
                 size = count * LINEAR_BYTES
                 found.append((_whole(group, "all_gather", size, ranks, spread), False))
+    if choice.copies > 1:  # of the gradients' shards
+        size = (rest / choice.sharers + experts / choice.expert_sharers) * choice.gradient_bytes
+        spread = spreads["dp_replicate"]
+        found.append((_whole("dp_replicate", "all_reduce", size, choice.copies, spread), True))
     seconds = [machine.collective(each.collective, each.bytes, each.spread) for each, _ in found]
     total = {
         is_out: sum(s for s, (_, kind) in zip(seconds, found, strict=True) if kind is is_out)
@@ -246,8 +252,8 @@ def _data_parallel(
         )  # fmt: skip
 
 
-def _whole(group: str, collective: str, size: float, ranks: int, spread: Spread) -> Message:
-    return Message("dp", group, collective, size, ranks, spread, 1, 0.0, 0.0)
+def _whole(group: str, collective: str, size: float, ranks: int, spread: Spread) -> Collective:
+    return Collective("dp", group, collective, size, ranks, spread, 1, 0.0, 0.0)
 
 
 def _visible(
@@ -280,5 +286,5 @@ def _optimizer(model: Model, choice: Choice, machine: Machine) -> float:
     most = choice.stage_layers(model).most
     experts, rest = parameters_of_rank(model, choice, most, 1)
     if choice.shard != "none":
-        rest, experts = rest / (choice.dp * choice.cp), experts / choice.edp
+        rest, experts = rest / choice.sharers, experts / choice.expert_sharers
     return machine.bytes((rest + experts) * (choice.gradient_bytes + 12 + 12 + 2))

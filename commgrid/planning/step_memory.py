@@ -112,7 +112,7 @@ def memory_of(model: Model, choice: Choice) -> Memory:
 
 def communicators_of(choice: Choice) -> int:
     """Communicators of more than one rank that a step uses, one of each."""
-    sizes = [choice.tp, choice.cp, choice.pp, choice.dp * choice.cp]
+    sizes = [choice.tp, choice.cp, choice.pp, choice.sharers, choice.copies]
     if choice.ep > 1:
         sizes += [choice.ep, choice.expert_tp, choice.edp]
     return sum(size > 1 for size in sizes)
@@ -126,7 +126,7 @@ def _of_stage(
     all_of_it = experts + rest
     shared = all_of_it
     if choice.shard != "none":
-        shared = rest / (choice.dp * choice.cp) + experts / choice.edp
+        shared = rest / choice.sharers + experts / choice.expert_sharers
     held, gathered = all_of_it, 0.0
     if choice.shard == "weights":  # and the layer that is computed, whole
         held, gathered = shared, WEIGHT * all_of_it / layers

@@ -14,6 +14,7 @@ from commgrid.planning.choice import HEADROOM, ORDERS, RECOMPUTE, Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.layer_cost import Machine, layer_cost
 from commgrid.planning.model import Model
+from commgrid.planning.names import nearest
 from commgrid.planning.placement import Placement, of_choice
 from commgrid.planning.ranks import divisors
 from commgrid.planning.step_cost import StepCost, step_cost
@@ -54,6 +55,11 @@ class Pins:
             given = getattr(self, key)
             if given is not None and (type(given) is not int or given < 1):
                 raise SpecError(f"{key}={given!r}: expected a whole number from 1 on")
+        if self.order not in (None, *ORDERS):
+            raise SpecError(
+                f"order={self.order!r}: expected {', '.join(ORDERS)}"
+                f"{nearest(str(self.order), ORDERS)}"
+            )
         if self.max_memory is not None and not self.max_memory > 0:
             raise SpecError(f"max_memory={self.max_memory!r}: expected bytes above 0")
 
@@ -207,12 +213,15 @@ class _Search:
     def _orders(self, fitting: list[_Fitting]) -> Iterator[list[_Fitting]]:
         """The same choices in each order that they may have; it changes no memory."""
         choice = fitting[0][0]
+        if self.placement is not None:  # a grid that is given has its order
+            yield fitting
+            return
         orders = [self.pins.order] if self.pins.order else [ORDERS[0]]
         if self.pins.order is None and choice.pp > 1 and choice.dp > 1:
-            orders = [
-                each for each in ORDERS if not replace(choice, order=each).refusal(self.model)
-            ]
+            orders = [*ORDERS]
         for order in orders:
+            if not self._is_valid(replace(choice, order=order)):
+                continue
             if order == choice.order:
                 yield fitting
             else:

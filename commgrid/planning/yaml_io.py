@@ -21,7 +21,9 @@ def _loaded(text: str) -> Any:
             13, or a number of more digits than Python reads.
         SpecError: a key is given twice, or it is nested very deep.
     """
-    from commgrid.planning.yaml_loader import Loader, yaml  # slow, and most commands read none
+    import yaml  # slow, and most commands read none
+
+    from commgrid.planning.yaml_loader import Loader
 
     try:
         return yaml.load(text, Loader=Loader)

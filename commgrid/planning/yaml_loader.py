@@ -8,8 +8,6 @@ import yaml
 
 from commgrid.errors import SpecError
 
-__all__ = ["Loader", "yaml"]
-
 _DEEPEST = 50  # far more than anything has that means something
 
 

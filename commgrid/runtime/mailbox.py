@@ -24,6 +24,8 @@ from commgrid.torch_compat.addresses import listening
 from commgrid.torch_compat.store import StoreDriver
 
 _LONGEST = 1 << 20
+_LONGEST_GREETING = 1 << 12
+_CLOSED = 0.05  # seconds between two looks at a closed mailbox
 _EMPTIED = 0.2  # seconds between two times that the thread empties the sockets
 
 
@@ -74,12 +76,16 @@ class Mailbox:
         """
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
+            if self._closed.is_set():
+                return False
             connection = self._out.get(rank)
             try:
                 if connection is None:
                     connection = self._out[rank] = self._connect(rank)
                 connection.sendall(data)
             except OSError:
+                if connection is not None:
+                    connection.close()  # half a message may be out; nothing follows it
                 return False
         return True
 
@@ -114,14 +120,27 @@ class Mailbox:
 
     def _run(self) -> None:
         while not self._closed.wait(_EMPTIED):
-            self.read(0.0)
+            while self.read(0.0):
+                pass
 
-    def read(self, seconds: float) -> None:
-        """Hear what has come; or the first that comes, within so many seconds."""
+    def read(self, seconds: float, is_enough: Callable[[], bool] = lambda: False) -> bool:
+        """Pass on received messages to `heard`.
+
+        Args:
+            seconds: to wait for the first one.
+            is_enough: whether nothing more is needed; another thread may have read it meanwhile.
+
+        Returns:
+            Whether there was anything to read.
+        """
         with self._reading:
+            if is_enough():
+                return False
             if self._closed.is_set():
-                return
-            for key, _ in self._selector.select(seconds):
+                time.sleep(min(seconds, _CLOSED))
+                return False
+            ready = self._selector.select(seconds)
+            for key, _ in ready:
                 connection = key.fileobj
                 assert isinstance(connection, socket.socket)
                 if connection is self._server:
@@ -135,6 +154,7 @@ class Mailbox:
                     _, who = self._senders.pop(connection)
                     if who:
                         self._heard(who[0], None)
+            return bool(ready)
 
     def _read(self, connection: socket.socket, inbox: bytearray, who: list[int]) -> bool:
         """Read new messages; return whether the connection stays open."""
@@ -143,6 +163,8 @@ class Mailbox:
         except OSError:
             return False
         inbox += data
+        if not who and len(inbox) > _LONGEST_GREETING and b"\n" not in inbox[:_LONGEST_GREETING]:
+            return False  # not from a process of commgrid
         *lines, rest = bytes(inbox).split(b"\n")
         inbox[:] = rest
         for line in lines:
@@ -154,7 +176,7 @@ class Mailbox:
                         return False
                     who.append(int(rank))
                     continue
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 return False  # not from a process of commgrid
             self._heard(who[0], message)
         return bool(data) and len(inbox) < _LONGEST

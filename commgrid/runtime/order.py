@@ -106,7 +106,6 @@ class OrderCheck:
         self._channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
         self._pending: torch_calls.ByIdentity[Issued] = torch_calls.ByIdentity()
         self._turns: dict[str, int] = {}
-        self._mine: dict[str, OrderedDict[int, Issued]] = {}
         self._theirs: dict[str, OrderedDict[int, list[Any]]] = {}
         self._gone: set[int] = set()
         self._open: set[str] = set()  # communicators, and ranks that receive from any source there
@@ -212,10 +211,6 @@ class OrderCheck:
             turn = self._turns.get(counted, 0)
             self._turns[counted] = turn + 1
             call = Issued(channel, way, turn, kind, words, where, source)
-            held = self._mine.setdefault(way, OrderedDict())
-            held[turn] = call
-            if len(held) > _KEPT:
-                held.popitem(last=False)
         return call, target
 
     def issued(self, call: object, work: dist.Work | None) -> None:
@@ -307,7 +302,7 @@ class OrderCheck:
             left = until - time.monotonic()
             if left <= 0:
                 return False
-            self._mail.read(left)
+            self._mail.read(left, lambda: self._answered(call))
         return True
 
     def _answered(self, call: Issued) -> bool:

@@ -127,6 +127,25 @@ def test_a_plan_is_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "expected a name that ends in .yaml" in capsys.readouterr().err
 
 
+def test_a_step_keeps_to_within_and_a_refused_one_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "grid.yaml"
+    argv = ["plan", "--world-size", "48", *JOB, "-o", str(path)]
+    said = refused(capsys, *argv, "--tp", "16", "--within", "tp=node")
+    assert "within.tp='node': ranks 0-15, a group of tp, lie on 2 nodes" in said
+    assert "does not divide" in refused(capsys, *argv, "--tp", "3")
+    assert not path.exists()
+    assert main([*argv, "--tp", "8", "--batch", "48"]) == 0
+    assert GridSpec.from_yaml(path).shape["tp"] == 8
+
+
+def test_a_size_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "plan", "--tp", "2", "--axis", "tp=4", "--world-size", "8")
+    assert "--axis tp=4: tp is 2 already; give it once" in said
+    assert "a size to fill (tp is -1)" in refused(capsys, "plan", "--tp", "-1", "--dp", "4")
+
+
 def test_nodes_stand_for_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (
         ["plan", "--tp", "8"], ["plan", "--tp", "8", "--model", "llama3-8b"],

@@ -76,7 +76,7 @@ def used(layout: dict[str, int], shard: bool, folder: str) -> dict[str, tuple[in
     traced = commgrid.trace.recorded()
     commgrid.trace.stop()
     commgrid.shutdown()
-    names = {call.group for call in traced.calls}
+    names = {call.group.name for call in traced.calls}
     return {name: tuple(traced.members[name]) for name in names if len(traced.members[name]) > 1}
 
 

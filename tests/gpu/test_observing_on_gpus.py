@@ -65,7 +65,7 @@ def traced(device: str) -> list[tuple[Any, ...]]:
     commgrid.trace.stop()
     found = commgrid.trace.recorded().calls
     assert all("test_observing_on_gpus.py" in call.where for call in found)
-    return [(call.group, call.operation, call.bytes) for call in found]
+    return [(call.group.name, call.operation, call.bytes) for call in found]
 
 
 def test_calls_over_nccl_are_recorded_by_name() -> None:

@@ -71,7 +71,7 @@ def groups_in_use(broadcast: bool) -> set[str]:
     """The groups of shared parameters with calls, once the reducer is made."""
     grid = commgrid.initialize(pp=2, groups={"scales": ENDS, "shifts": ENDS}, trace=True)
     GradientReducer(Stage(grid.get_local_rank("pp")), broadcast=broadcast)
-    found = {call.group for call in commgrid.trace.recorded().calls}
+    found = {call.group.name for call in commgrid.trace.recorded().calls}
     commgrid.trace.stop()
     commgrid.shutdown()
     return found
