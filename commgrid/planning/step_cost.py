@@ -18,7 +18,7 @@ from commgrid.planning.calibration import CALIBRATION, Calibration
 from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.cost import bus_factor
-from commgrid.planning.layer_cost import LINEAR_BYTES, LayerCost, Machine, Collective, layer_cost
+from commgrid.planning.layer_cost import LINEAR_BYTES, Collective, LayerCost, Machine, layer_cost
 from commgrid.planning.model import Model
 from commgrid.planning.placement import Placement, Spread, of_choice
 from commgrid.planning.step_memory import Memory, memory_of, parameters_of_rank
