@@ -4,7 +4,7 @@ COMMANDS = {
     "plan": "groups, sizes, communicators, and what start-up will cost",
     "explain": "one rank's coordinate, and its peers in every group",
     "check": "under torchrun or srun: start the grid and try every communicator",
-    "show": "pictures of a grid, a pipeline's schedule, the losses of runs, or a benchmark",
+    "show": "pictures of a grid, a pipeline's schedule, a sharding, or a transfer",
     "presets": "grids that others use, by name; any of them as YAML",
     "diff": "what changes between two grids: sizes, names, neighbours, communicators",
     "bench": "under torchrun or srun: latency and bandwidth of every communicator",

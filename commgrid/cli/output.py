@@ -40,16 +40,16 @@ def give(
     _write(as_json(found()) if args.json else as_shown(text(), marks, sys.stdout))
 
 
-def write_grid(path: Path | None, spec: GridSpec, source: str) -> None:
-    """Write a grid as YAML, with a comment that says where it is from; None: do not.
+def write_grid(path: Path, spec: GridSpec, source: str) -> None:
+    """Write a grid as YAML, with a comment that says where it is from.
 
     Raises:
         SpecError: it cannot be written.
     """
-    if path is None:
-        return
     if path.suffix not in (".yaml", ".yml"):
-        raise SpecError(f"-o {path}: expected a name that ends in .yaml")
+        raise SpecError(
+            f"-o {path}: expected a name that ends in .yaml; with --model also .svg, .png, .pdf"
+        )
     try:
         path.write_text(f"# {source}\n{spec.to_yaml()}", encoding="utf-8")
     except OSError as error:

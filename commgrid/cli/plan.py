@@ -68,8 +68,9 @@ def add_parser(commands: Any) -> None:
         "cpu:gloo,cuda:nccl",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="GRID.yaml",
-        help="write the grid, or the best of --auto, for initialize(config=...)",
+        "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
+        help="GRID.yaml: the grid, or the best of --auto, for initialize(config=...); .svg, .png "
+        "or .pdf: the steps' times in parts; may be repeated",
     )  # fmt: skip
     add_cluster_options(parser)
     plan_options.add_options(parser)
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     backend, cluster = _checked(args.backend or "nccl"), read_cluster(args)
     if cluster is not None:
         check_within(spec, cluster)
-    write_grid(args.output, read_spec(args), "of `commgrid plan`")
+    for path in args.output:
+        write_grid(path, read_spec(args), "of `commgrid plan`")
     give(
         args,
         lambda: as_json(spec, backend, cluster, why=args.why),

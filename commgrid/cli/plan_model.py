@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from commgrid.planning.step_traffic import traffic
 from commgrid.planning.step_why import why
 from commgrid.planning.tune import AXES, Pins, Tuning, describe, memory_limit, tune
 from commgrid.planning.tune_words import NAMES, limits, why_worse
+from commgrid.viz.figure import SUFFIXES, drawing, save
+from commgrid.viz.steps_picture import draw_steps
 
 _NOT_WITH_AUTO = (
     "yaml", "preset", "changes", "axis", "create", "connect", "ranks", "share", "dp_replicate",
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         spec = resolve(read_spec(args), args.world_size)
         check_within(spec, cluster)
         cost = given_step(spec, model, cluster, pins, args.shard)
-        write_grid(args.output, read_spec(args), _way_comment(args, None))
+        _write(args, read_spec(args), [cost], _way_comment(args, None))
         limit = pins.max_memory or cluster.device.memory
         give(
             args,
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     tuning = tune(model, world_size, cluster, pins)
     limit = memory_limit(cluster, pins)
     best = tuning.best[0].choice
-    write_grid(args.output, spec_of(best, model), _way_comment(args, best))
+    _write(args, spec_of(best, model), tuning.best[:top], _way_comment(args, best))
     give(
         args,
         lambda: {**_about(model, cluster, world_size, limit), **_tuning_json(tuning, top),
@@ -71,6 +74,18 @@ def run(args: argparse.Namespace) -> int:
         {r"^commgrid .*$": GREEN, **MARKS},
     )  # fmt: skip
     return 0
+
+
+def _write(
+    args: argparse.Namespace, spec: GridSpec, costs: Sequence[StepCost], source: str
+) -> None:
+    """Write the grid, or a picture of the steps, by the suffix of each `-o`."""
+    for path in args.output:
+        if path.suffix in SUFFIXES:
+            with drawing():
+                save(draw_steps(costs), path)
+        else:
+            write_grid(path, spec, source)
 
 
 # ---- what is given ------------------------------------------------------------------------------

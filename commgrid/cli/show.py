@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import MARKS, give
-from commgrid.cli.show_choice import ShownBench, ShownSteps, add_choice_options
+from commgrid.cli.show_bench import ShownBench, add_bench_options
 from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
 from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.errors import SpecError
@@ -35,8 +34,6 @@ from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.tune import Pins
 from commgrid.resharding.traffic import as_table
-from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
-from commgrid.viz.curves_picture import draw_curves, read_curves
 from commgrid.viz.figure import check_suffix, drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, page_data, write_page
@@ -57,28 +54,25 @@ _EXAMPLES = """examples:
   commgrid show --preset hsdp --world-size 64 --beside-presets -o grid.html
   commgrid show --schedule zb-h1 --stages 4 --microbatches 8 -o schedule.svg
   commgrid show --schedule 1f1b --stages 2 --microbatches 4 --spans runs/spans*.jsonl -o run.svg
-  commgrid show --metrics a.jsonl b.jsonl -o loss.svg
-  commgrid show --benchmark startup.json --rows "creation calls" -o startup.svg
   commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
   commgrid show --transfer plan.json -o plan.svg
-  commgrid show --steps best.json -o steps.svg           (of plan --auto --json)
   commgrid show --bench bench.json --cluster measured.yaml -o costs.svg
 
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
-_KINDS: Mapping[str, Callable[[argparse.Namespace], ShownSharding | ShownSteps | ShownBench]] = {
-    "sharding": ShownSharding, "steps": ShownSteps, "bench": ShownBench,
+_KINDS: Mapping[str, Callable[[argparse.Namespace], ShownSharding | ShownBench]] = {
+    "sharding": ShownSharding, "bench": ShownBench,
 }  # fmt: skip
 _SIZES = ("stages", "microbatches", "chunks")
 _OF_A_GRID = (
     "names", "rank", "model", "beside_presets", "cluster", "gpus_per_node", "nodes",
 )  # fmt: skip
 _ALONE: Mapping[str, tuple[str, ...]] = {
-    "benchmark": ("rows",), "transfer": (), "metrics": (), "steps": (),
+    "transfer": (),
     "sharding": ("cp", "mask"), "bench": ("cluster", "gpus_per_node"),
 }  # fmt: skip
 """Pictures that are of one file or list, and the flags that they take."""
-_FLAGS = (*_OF_A_GRID, *_SIZES, "spans", "schedule", "rows", "mask", *_ALONE, *GRID_FLAGS)
+_FLAGS = (*_OF_A_GRID, *_SIZES, "spans", "schedule", "mask", *_ALONE, *GRID_FLAGS)
 _PARTS = 4  # of a staircase that is folded to the terminal's width
 
 
@@ -86,7 +80,7 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "show",
-        description="Draws a grid's groups on its nodes, a schedule, loss curves, or a benchmark.",
+        description="Draws a grid's groups on its nodes, a schedule, a sharding, or a transfer.",
         examples=_EXAMPLES,
         run=run,
     )
@@ -115,20 +109,7 @@ def add_parser(commands: Any) -> None:
         help="what Pipeline.write_spans wrote on each stage, drawn beside the plan",
     )  # fmt: skip
     add_sharding_options(parser)
-    add_choice_options(parser)
-    runs = parser.add_argument_group("runs")
-    runs.add_argument(
-        "--metrics", nargs="+", type=Path, default=[], metavar="FILE",
-        help="what train_gpt --metrics wrote: loss curves of several grids on one plot",
-    )  # fmt: skip
-    runs.add_argument(
-        "--benchmark", type=Path, metavar="FILE",
-        help="what a script of tests/benchmarks printed with --json: ours beside its peers",
-    )  # fmt: skip
-    runs.add_argument(
-        "--rows", nargs="+", default=[], metavar="TEXT",
-        help="only the benchmark's rows whose case or metric holds one of these",
-    )  # fmt: skip
+    add_bench_options(parser)
     parser.add_argument(
         "--transfer", type=Path, metavar="FILE",
         help="a plan that transfer.plan.save wrote: bytes from rank to rank",
@@ -140,8 +121,6 @@ def run(args: argparse.Namespace) -> int:
     read_nodes(args)
     if args.output is not None:
         check_suffix(args.output)
-    if args.benchmark is not None:
-        return _show_benchmark(args)
     if args.transfer is not None:
         plan = read_traffic(args.transfer)
         return _give(args, plan.as_dict, lambda: as_table(plan), lambda: draw_transfer(plan), {})
@@ -149,8 +128,6 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, given):
             shown = kind(args)
             return _give(args, shown.as_dict, shown.as_text, shown.draw, {})
-    if args.metrics:
-        return _show_runs(args)
     simulation = _simulation(args)
     if simulation is not None and not grid_flags_given(args):
         return _show_schedule(args, simulation)
@@ -162,27 +139,6 @@ def run(args: argparse.Namespace) -> int:
         write_page(draw_page(view, simulations, others), args.output)
         return _written(args)
     return _give(args, lambda: page_data(view), view.as_text, lambda: draw_grid(view))
-
-
-def _show_runs(args: argparse.Namespace) -> int:
-    curves = read_curves(args.metrics)
-    rows = [{"run": c.name, "steps": list(c.steps), "losses": list(c.losses)} for c in curves]
-    text = "\n".join(
-        f"{c.name}: steps {c.steps[0]} to {c.steps[-1]}, loss {c.losses[0]:.6g} to "
-        f"{c.losses[-1]:.6g}" for c in curves
-    )  # fmt: skip
-    return _give(args, lambda: {"curves": rows}, lambda: text, lambda: draw_curves(curves), {})
-
-
-def _show_benchmark(args: argparse.Namespace) -> int:
-    rows = read_benchmark(args.benchmark, args.rows)
-    return _give(
-        args,
-        lambda: {"rows": [asdict(row) for row in rows]},
-        lambda: as_text(rows),
-        lambda: draw_benchmark(rows),
-        {},
-    )
 
 
 def _show_schedule(args: argparse.Namespace, simulation: Simulation) -> int:
@@ -214,7 +170,6 @@ def _staircase(simulation: Simulation, room: int | None) -> str:
 def _check(args: argparse.Namespace) -> None:
     """What does not go together."""
     for flags, owner, example in (
-        (("rows",), args.benchmark, "--benchmark FILE"),
         (("mask",), args.sharding, "--sharding LENGTHS"),
         ((*_SIZES, "spans"), args.schedule, "--schedule, as --schedule 1f1b"),
     ):

@@ -75,9 +75,7 @@ def test_a_preset_is_not_a_folder_of_its_name(
     [
         ("--bench", {"rows": []}, "it has no rows"),
         ("--bench", {"rows": None}, "None is no list"),
-        ("--steps", {"best": [], "world_size": 8}, "it has no rows"),
-        ("--benchmark", {"rows": []}, "it has no rows"),
-        ("--benchmark", {"rows": [{"ours": float("inf")}]}, "Infinity is no number of JSON's"),
+        ("--bench", {"rows": [{"size": float("inf")}]}, "Infinity is no number of JSON's"),
     ],
 )
 @pytest.mark.parametrize("picture", [False, True])
@@ -172,21 +170,6 @@ def test_a_preset_is_printed_with_sizes(tmp_path: Path, capsys: pytest.CaptureFi
     assert spec == GridSpec.from_preset("megatron", tp=8, ep=4).resolve(64)
     assert "--tp 8: would change nothing" in refused(capsys, "presets", "--tp", "8")
     assert "no such axis" in refused(capsys, "presets", "ddp", "--tp", "8")
-
-
-def test_runs_of_one_name_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = [tmp_path / part / "metrics.jsonl" for part in ("a/run", "b/run", "c")]
-    for place, path in enumerate(paths):
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"step": 1, "loss": place + 1.0}) + "\n")
-    assert main(["show", "--metrics", *map(str, paths)]) == 0
-    names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert len(set(names)) == 3
-    assert names[0].endswith("a/run/metrics")
-    said = refused(capsys, "show", "--metrics", str(paths[0]), str(paths[0]))
-    assert "is given twice; give each run once" in said
 
 
 def test_none_that_connect_is_zero() -> None:

@@ -40,8 +40,6 @@ def checked() -> str:
 
 
 def test_every_command_says_its_version_first(tmp_path: Path) -> None:
-    losses = tmp_path / "run.jsonl"
-    losses.write_text('{"step": 1, "loss": 5.5}\n{"step": 2, "loss": NaN}\n')
     page = str(tmp_path / "grid.html")
     found = {
         "plan": said("plan", *GRID),
@@ -49,7 +47,6 @@ def test_every_command_says_its_version_first(tmp_path: Path) -> None:
         "check": run_on_ranks(checked, 2, backend=None, launcher="torchrun")[0],
         "show": said("show", *GRID),
         "show schedule": said("show", *SCHEDULE),
-        "show metrics": said("show", "--metrics", str(losses)),
         "show -o": said("show", *GRID, "-o", page),
     }
     keys = {name: list(strict(text)) for name, text in found.items()}
@@ -63,10 +60,8 @@ def test_every_command_says_its_version_first(tmp_path: Path) -> None:
         "show": ["commgrid", "title", "ranks", "nodes", "regions", "coordinates", "names", "shown",
                  "rank", "schedules"],
         "show schedule": ["schedule", "makespan", "bubble_fraction", "peak_live"],
-        "show metrics": ["curves"],
         "show -o": ["written"],
     }  # fmt: skip
-    assert strict(found["show metrics"])["curves"][0]["losses"] == [5.5, None]
     assert strict(found["show -o"])["written"] == page
 
 

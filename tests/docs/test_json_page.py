@@ -31,10 +31,6 @@ TYPES = {
 }
 
 GRID = ["--tp", "2", "--pp", "2", "--ep", "2", "--world-size", "8"]
-BENCHMARK = {
-    "case": "8 ranks", "metric": "time", "unit": "s", "ours": 1.0, "peer": "a peer",
-    "peer_value": 2.0, "ratio": 0.5, "spread": [0.4, 0.6],
-}  # fmt: skip
 BENCHED = {
     "group": "tp", "names": ["tp"], "ranks": 8, "groups": 1, "spread": [8, 1],
     "collective": "all_reduce", "size": 1024, "count": 256, "type": "float", "time_us": 20.0,
@@ -45,7 +41,6 @@ TRACE = {
     "calls": [["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 0, 10, 20]],
 }  # fmt: skip
 MODEL = ["--model", "mixtral-8x22b", "--cluster", "h100"]
-METRICS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
 
 
 def said(*argv: str) -> Any:
@@ -77,13 +72,8 @@ def paths(value: Any, known: dict[str, str], at: str = "") -> dict[str, list[Any
 
 
 def printed(which: str, folder: Path) -> Any:
-    (folder / "a.jsonl").write_text(METRICS)
-    (folder / "b.json").write_text(json.dumps({"rows": [BENCHMARK]}))
     Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128}).save(folder / "c.json")
     (folder / "e.json").write_text(json.dumps({"rows": [BENCHED]}))
-    if which == "show --steps":
-        best = said("plan", "--auto", *MODEL, "--world-size", "128", "--pp", "4")
-        (folder / "d.json").write_text(json.dumps(best))
     (folder / "rank_00000.json").write_text(json.dumps(TRACE))
     argv = {
         "plan": ["plan", *GRID, "--cluster", "h100", "--gpus-per-node", "1"],
@@ -92,11 +82,8 @@ def printed(which: str, folder: Path) -> Any:
         "explain": ["explain", *GRID, "--rank", "5", "--cluster", "h100"],
         "show for a grid": ["show", *GRID, "--rank", "5"],
         "show --schedule": ["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
-        "show --metrics": ["show", "--metrics", str(folder / "a.jsonl")],
         "show --sharding": ["show", "--sharding", "900,90x4", "--cp", "4"],
-        "show --benchmark": ["show", "--benchmark", str(folder / "b.json")],
         "show --transfer": ["show", "--transfer", str(folder / "c.json")],
-        "show --steps": ["show", "--steps", str(folder / "d.json")],
         "show --bench": ["show", "--bench", str(folder / "e.json"), "--cluster", "h100"],
         "trace": ["trace", str(folder)],
         "diagnose": ["diagnose", str(folder)],
@@ -116,7 +103,7 @@ def schema(which: str) -> dict[str, str]:
     "which",
     [
         "plan", "plan --model", "plan --auto", "explain", "show for a grid", "show --schedule",
-        "show --metrics", "show --benchmark", "show --sharding", "show --transfer", "show --steps",
+        "show --sharding", "show --transfer",
         "show --bench", "trace", "diagnose", "verify",
     ],
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """Pictures: what is drawn is what the plan and the simulation say, and equal pictures are equal."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ import pytest
 from commgrid import GridSpec, SpecError
 from commgrid.cli import main
 from commgrid.pipeline import Times, make_schedule, simulate
-from commgrid.viz.benchmark_picture import as_text, draw_benchmark, read_benchmark
-from commgrid.viz.curves_picture import Curve, difference, read_curve
 from commgrid.viz.figure import colour
 from commgrid.viz.grid_picture import draw_grid, place
 from commgrid.viz.schedule_picture import draw_schedule, read_spans
@@ -99,26 +96,6 @@ def test_measured_spans_come_from_the_files_of_all_stages(tmp_path: Path) -> Non
         read_spans(paths, schedule)
 
 
-def test_curves_say_how_far_they_are_apart(tmp_path: Path) -> None:
-    paths = []
-    for name, shift in (("dp8", 0.0), ("tp2", 1e-9)):
-        paths.append(tmp_path / f"{name}.jsonl")
-        rows = ({"step": i, "loss": 5.0 / i + shift} for i in range(1, 6))
-        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one, other = map(read_curve, paths)
-    assert one == Curve("dp8", (1, 2, 3, 4, 5), (5.0, 2.5, 5 / 3, 1.25, 1.0))
-    assert difference(one, other) == pytest.approx(1e-9, rel=1e-6)
-    picture = tmp_path / "loss.svg"
-    assert main(["show", "--metrics", *map(str, paths), "-o", str(picture)]) == 0
-    assert "tp2 (within 1.0e-09 of dp8)" in picture.read_text()
-    broken = Curve("broken", (1, 2), (5.0, math.nan))
-    assert difference(one, broken) == difference(broken, one) == math.inf
-    assert difference(one, Curve("later", (9,), (1.0,))) is None
-    paths[0].write_text("")
-    with pytest.raises(SpecError, match="has no steps"):
-        read_curve(paths[0])
-
-
 def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
     flags = ["show", "--tp", "2", "--pp", "2", "--world-size", "8", "--rank", "5"]
     for name in ("one.svg", "other.svg"):
@@ -137,8 +114,6 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
         (["--tp", "2", "--world-size", "4", "-o", "no/such/g.html"], "cannot be written: No such"),
         (["--tp", "2", "--world-size", "4", "--names", "tpp"], "no group is named 'tpp'"),
         (["--tp", "2", "--world-size", "4", "--rank", "x"], "--rank x: expected a rank"),
-        (["--tp", "2", "--world-size", "4", "--metrics", "a"],
-         "--tp 2: would change nothing; it does not go with --metrics"),
         (["--stages", "2", "--tp", "2", "--world-size", "4"],
          "--stages 2: would change nothing; it goes with --schedule"),
         (["--schedule", "1f1b", "--stages", "2"], "needs --microbatches N"),
@@ -151,7 +126,6 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
           "--tp", "2"], "--spans: are drawn beside a schedule alone"),
         (["--tp", "2", "--world-size", "4", "--create", "dp", "--names", "tp"],
          "group 'tp' is not created"),
-        (["--metrics", "missing.jsonl"], "missing.jsonl: cannot be read"),
         (["--tp", "2", "--world-size", "4", "--gpus-per-node", "0"], "--gpus-per-node 0: expected"),
     ],
 )  # fmt: skip
@@ -165,35 +139,3 @@ def test_wrong_input_is_one_line(
     assert told in said
     assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-ROWS = [
-    {"case": "8 ranks", "metric": "calls", "unit": "calls", "ours": 15.0, "peer": "a peer",
-     "peer_value": 317.0, "ratio": 0.05, "spread": None},
-    {"case": "64 ranks", "metric": "calls", "unit": "calls", "ours": 15.0, "peer": "a peer",
-     "peer_value": None, "ratio": None, "spread": None},
-    {"case": "8 ranks", "metric": "time", "unit": "s", "ours": 0.25, "peer": "a peer",
-     "peer_value": 0.5, "ratio": 0.5, "spread": [0.4, 0.6]},
-]  # fmt: skip
-
-
-def test_a_benchmarks_bars_are_its_rows(tmp_path: Path) -> None:
-    path = tmp_path / "startup.json"
-    path.write_text(json.dumps({"machine": "one", "versions": {}, "rows": ROWS}))
-    rows = read_benchmark(path)
-    figure = draw_benchmark(rows)
-    bars = [[round(p.get_width(), 6) for p in axes.patches] for axes in figure.axes]
-    assert bars == [[15.0, 317.0, 15.0, 0.0], [0.25, 0.5]]
-    said = [[text.get_text() for text in axes.texts] for axes in figure.axes]
-    assert said[0] == ["15", "317", "15", "not run", "■ commgrid", "■ a peer"]
-    assert as_text(rows).splitlines() == [
-        "8 ranks: calls   15 calls   a peer 317 calls",
-        "64 ranks: calls  15 calls",
-        "8 ranks: time    0.25 s   a peer 0.5 s",
-    ]
-    assert [row.metric for row in read_benchmark(path, ["time"])] == ["time"]
-    with pytest.raises(SpecError, match="no row of memory; its metrics are 'calls', 'time'"):
-        read_benchmark(path, ["memory"])
-    path.write_text("[1]")
-    with pytest.raises(SpecError, match="expected the object that a benchmark prints"):
-        read_benchmark(path)

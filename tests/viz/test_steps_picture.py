@@ -8,54 +8,48 @@ from typing import Any
 
 import pytest
 
-from commgrid import SpecError
+from commgrid import GridSpec
 from commgrid.cli import main
 from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.cost import collective_time
+from commgrid.planning.model_zoo import MODELS
 from commgrid.planning.step_cost import PARTS
+from commgrid.planning.tune import describe, tune
 from commgrid.viz.figure import drawing
-from commgrid.viz.steps_picture import draw_steps, read_steps
+from commgrid.viz.steps_picture import draw_steps
 
 JOB = ["--model", "llama3-8b", "--cluster", "h100", "--world-size", "64"]
 
 
-@pytest.fixture
-def best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    assert main(["plan", "--auto", *JOB, "--json"]) == 0
-    path = tmp_path / "best.json"
-    path.write_text(capsys.readouterr().out)
-    return path
-
-
-def test_bars_are_as_long_as_the_steps_take(best: Path) -> None:
+def test_bars_are_as_long_as_the_steps_take() -> None:
     """Parts lie end to end from 0, and are those of the plan."""
     pytest.importorskip("matplotlib")
-    found, rows = json.loads(best.read_text())["best"], read_steps(best)
-    assert [step.seconds for step in rows.steps] == [row["step_s"] for row in found]
+    rows = tune(MODELS["llama3-8b"], 64, CLUSTERS["h100"]).best[:6]
     with drawing():
         figure = draw_steps(rows)
     (axes,) = figure.axes
     bars: dict[float, list[Any]] = {}
     for bar in axes.patches:
         bars.setdefault(round(bar.get_y() + bar.get_height() / 2), []).append(bar)
-    assert sorted(bars) == list(range(len(found)))
-    for place, row in enumerate(found):
+    assert sorted(bars) == list(range(len(rows)))
+    for place, row in enumerate(rows):
         ends = 0.0
         for bar in bars[place]:
             assert bar.get_x() == pytest.approx(ends)
             ends += bar.get_width()
-        assert ends == pytest.approx(row["step_s"], rel=2e-3 * len(PARTS))
+        assert ends == pytest.approx(row.seconds, rel=2e-3 * len(PARTS))
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == [step.grid for step in rows.steps]
+    assert labels == [describe(step.choice) for step in rows]
 
 
-def test_one_grid_is_a_bar_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *JOB, "--tp", "8", "--json"]) == 0
-    (tmp_path / "one.json").write_text(capsys.readouterr().out)
-    assert main(["show", "--steps", str(tmp_path / "one.json")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "llama3-8b on 64 devices of h100"
-    assert lines[2].startswith("  tp 8 · dp 8")
+def test_a_plan_draws_its_steps_and_writes_its_grid(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for flags in (["--auto"], ["--tp", "8"]):
+        grid, picture = tmp_path / "grid.yaml", tmp_path / "steps.svg"
+        assert main(["plan", *JOB, *flags, "-o", str(grid), "-o", str(picture)]) == 0
+        assert "llama3-8b on 64 devices of h100" in picture.read_text()
+        assert GridSpec.from_yaml(grid).resolve(64).world_size == 64
+        grid.unlink(), picture.unlink()
 
 
 def test_a_bench_stands_beside_what_the_cluster_predicts(
@@ -84,14 +78,9 @@ def test_a_bench_stands_beside_what_the_cluster_predicts(
     [
         (["--bench", "x.json"], "--bench x.json: give the cluster that predicts it as well"),
         (["--bench", "x.json", "--cluster", "h100"], "x.json: cannot be read"),
-        (["--steps", "x.json"], "x.json: cannot be read"),
         (
-            ["--steps", "x.json", "--tp", "2"],
-            "--tp 2: would change nothing; it does not go with --steps",
-        ),
-        (
-            ["--steps", "x.json", "--bench", "x.json"],
-            "--bench x.json: would change nothing; it does not go with --steps",
+            ["--bench", "x.json", "--tp", "2"],
+            "--tp 2: would change nothing; it does not go with --bench",
         ),
     ],
 )
@@ -101,9 +90,3 @@ def test_wrong_flags_are_one_line(
     assert main(["show", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
-
-
-def test_another_file_is_said(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"best": [{}]}')
-    with pytest.raises(SpecError, match=r"expected what `commgrid plan --auto"):
-        read_steps(tmp_path / "a.json")

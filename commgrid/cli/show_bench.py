@@ -1,10 +1,9 @@
-"""`commgrid show --steps` and `--bench`: what a grid is chosen by."""
+"""`commgrid show --bench`: measured collectives beside a cluster's prediction."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,42 +13,17 @@ from commgrid.planning.cost import collective_time
 from commgrid.planning.fitting import Measured
 from commgrid.viz.costs_picture import draw_costs
 from commgrid.viz.json_lines import filled, read_json
-from commgrid.viz.steps_picture import as_text, draw_steps, read_steps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def add_choice_options(parser: argparse.ArgumentParser) -> None:
-    """The flags of both."""
-    group = parser.add_argument_group("choosing")
-    group.add_argument(
-        "--steps", type=Path, metavar="FILE",
-        help="what `commgrid plan --auto … --json` printed: the best grids' step times in parts",
-    )  # fmt: skip
-    group.add_argument(
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """The flag."""
+    parser.add_argument(
         "--bench", type=Path, metavar="FILE",
         help="output of `commgrid bench --json`, beside the prediction of --cluster",
     )  # fmt: skip
-
-
-class ShownSteps:
-    """What `--steps` names."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._steps = read_steps(args.steps)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For machines."""
-        return {"title": self._steps.title, "steps": [asdict(each) for each in self._steps.steps]}
-
-    def as_text(self) -> str:
-        """For people."""
-        return as_text(self._steps)
-
-    def draw(self) -> Figure:
-        """As bars."""
-        return draw_steps(self._steps)
 
 
 class ShownBench:
