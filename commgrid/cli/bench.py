@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commgrid.cli.grid_options import add_command, read_spec
+from commgrid.cli.grid_options import add_command, read_spec, whole
 from commgrid.cli.output import give
 from commgrid.cli.terminal import BOLD, CYAN
 from commgrid.errors import SpecError
@@ -153,7 +153,7 @@ def read_sizes(args: argparse.Namespace) -> list[int]:
         return [_bytes("sizes", each) for each in _listed(args.sizes)]
     least = _bytes("min-bytes", args.min_bytes or "1K")
     most = _bytes("max-bytes", args.max_bytes or "64M")
-    factor = _whole("factor", args.factor or "4", 2)
+    factor = whole("factor", args.factor or "4", 2)
     if least > most:
         raise SpecError(f"--min-bytes {args.min_bytes or '1K'}: above --max-bytes {most}")
     sizes = [least]
@@ -172,9 +172,9 @@ def _read_effort(args: argparse.Namespace) -> Effort:
     if not 0 < seconds < 1e9:
         raise SpecError(f"--seconds {args.seconds}: expected a number above 0")
     return Effort(
-        iters=_whole("iters", args.iters, 1),
-        warmup=_whole("warmup", args.warmup, 0),
-        repeats=_whole("repeats", args.repeats, 1),
+        iters=whole("iters", args.iters, 1),
+        warmup=whole("warmup", args.warmup, 0),
+        repeats=whole("repeats", args.repeats, 1),
         seconds=seconds,
     )
 
@@ -210,12 +210,6 @@ def _bytes(flag: str, text: str) -> int:
     if not found or not int(found[1]):
         raise SpecError(f"--{flag} {text}: expected bytes, such as 65536, 64K or 1M")
     return int(found[1]) * _UNITS[found[2].upper()]
-
-
-def _whole(flag: str, text: str, least: int) -> int:
-    if not re.fullmatch(r"\d+", text) or int(text) < least:
-        raise SpecError(f"--{flag} {text}: expected a whole number from {least} on")
-    return int(text)
 
 
 # -- what was found -------------------------------------------------------------------

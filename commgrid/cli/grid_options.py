@@ -128,9 +128,7 @@ def read_nodes(args: argparse.Namespace) -> None:
         return
     if args.world_size is not None:
         raise SpecError(f"--nodes {args.nodes} beside --world-size: give one of them")
-    nodes, cluster = _number("nodes", args.nodes), read_cluster(args)
-    if nodes < 1:
-        raise SpecError(f"--nodes {nodes}: expected a whole number from 1 on")
+    nodes, cluster = whole("nodes", args.nodes, 1), read_cluster(args)
     if cluster is None or math.isinf(cluster.unit_size(cluster.node_level)):
         raise SpecError(
             f"--nodes {nodes}: how many devices a node has is not known; add --cluster NAME or "
@@ -150,9 +148,7 @@ def read_cluster(args: argparse.Namespace) -> Cluster | None:
         return base
     if args.gpus_per_node == "launcher":
         return Cluster.from_launcher(base)
-    devices = _number("gpus_per_node", args.gpus_per_node)
-    if devices < 1:
-        raise SpecError(f"--gpus-per-node {devices}: expected a whole number from 1 on")
+    devices = whole("gpus_per_node", args.gpus_per_node, 1)
     return nodes_of(devices) if base is None else base.with_node(devices)
 
 
@@ -170,7 +166,7 @@ def grid_flags_given(args: argparse.Namespace) -> bool:
 
 def read_sizes(args: argparse.Namespace) -> dict[str, int]:
     """The sizes that flags give, by axis."""
-    return {name: _number(name, getattr(args, name)) for name in SIZED if getattr(args, name)}
+    return {name: whole(name, getattr(args, name)) for name in SIZED if getattr(args, name)}
 
 
 def read_spec(args: argparse.Namespace) -> GridSpec:
@@ -186,7 +182,7 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
             raise SpecError(f"--axis {given}: expected NAME=N, such as --axis node=4")
         if name in sizes:
             raise SpecError(f"--axis {given}: {name} is {sizes[name]} already; give it once")
-        sizes[name] = _number(f"axis {name}", size)
+        sizes[name] = whole(f"axis {name}", size)
     rest: dict[str, Any] = {
         k: getattr(args, k) for k in ("order", "share", "place") if getattr(args, k)
     }
@@ -226,7 +222,7 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
 def resolve(spec: GridSpec, world_size: str | None) -> GridSpec:
     """The spec over `--world-size` ranks, or over the product of its sizes."""
     if world_size is not None:
-        return spec.resolve(_number("world_size", world_size))
+        return spec.resolve(whole("world_size", world_size))
     if spec.ranks is not None:
         return spec.resolve()
     if not spec.regions[0].is_resolved:
@@ -259,8 +255,22 @@ def _level_of(given: str) -> tuple[str, str]:
     return name, level
 
 
-def _number(name: str, text: str) -> int:
+def whole(name: str, text: str, least: int | None = None) -> int:
+    """The number that a flag gives.
+
+    Args:
+        name: of the flag, such as `world_size`.
+        text: as typed.
+        least: the smallest that is allowed; None: any.
+
+    Raises:
+        SpecError: it is none.
+    """
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        raise SpecError(f"--{name.replace('_', '-')} {text}: expected a whole number") from None
+        number = None
+    if number is None or (least is not None and number < least):
+        least_one = "" if least is None else f" from {least} on"
+        raise SpecError(f"--{name.replace('_', '-')} {text}: expected a whole number{least_one}")
+    return number

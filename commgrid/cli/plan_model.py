@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from commgrid.cli.grid_options import read_cluster, read_spec, refuse_unused, resolve
+from commgrid.cli.grid_options import read_cluster, read_spec, refuse_unused, resolve, whole
 from commgrid.cli.output import MARKS, give, write_grid
 from commgrid.cli.terminal import DIM, GREEN
 from commgrid.errors import SpecError
@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
             {r"does not fit.*$": DIM, **MARKS},
         )  # fmt: skip
         return 0
-    pins, top = _pins(args), _whole("top", args.top or "5")
+    pins, top = _pins(args), whole("top", args.top or "5", 1)
     if args.world_size is None:
         raise SpecError("--world-size: needed; --auto fills so many devices")
-    world_size = _whole("world-size", args.world_size)
+    world_size = whole("world-size", args.world_size, 1)
     tuning = tune(model, world_size, cluster, pins)
     limit = memory_limit(cluster, pins)
     best = tuning.best[0].choice
@@ -103,7 +103,7 @@ def read_job(args: argparse.Namespace) -> tuple[Model, Cluster]:
                             "a YAML file")  # fmt: skip
     model = find_model(args.model)
     changed: dict[str, Any] = {
-        key: _whole(key, getattr(args, key))
+        key: whole(key, getattr(args, key), 1)
         for key in ("batch", "sequence")
         if getattr(args, key, None)
     }
@@ -121,7 +121,7 @@ def _pins(args: argparse.Namespace) -> Pins:
                 "it chooses the grid itself, but for sizes and --order"
             )
     given: dict[str, Any] = {
-        axis: _whole(axis, getattr(args, axis)) for axis in AXES if getattr(args, axis)
+        axis: whole(axis, getattr(args, axis), 1) for axis in AXES if getattr(args, axis)
     }
     return replace(_run_pins(args), order=args.order, **given)
 
@@ -141,8 +141,8 @@ def _run_pins(args: argparse.Namespace) -> Pins:
         if not 0 < memory < math.inf:
             raise SpecError(f"--max-memory {args.max_memory}: expected GB above 0")
     return Pins(
-        microbatch=_whole("microbatch", args.microbatch) if args.microbatch else None,
-        chunks=_whole("chunks", args.chunks) if args.chunks else None,
+        microbatch=whole("microbatch", args.microbatch, 1) if args.microbatch else None,
+        chunks=whole("chunks", args.chunks, 1) if args.chunks else None,
         recompute=args.recompute,
         max_memory=memory,
         base=Choice(shard=asked.shard),
@@ -205,16 +205,6 @@ def _order(spec: GridSpec) -> str:
         if [axis for axis in order.split("-") if axis in large] == large:
             return order
     return spec.order
-
-
-def _whole(name: str, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise SpecError(f"--{name.replace('_', '-')} {text}: expected a whole number from 1 on")
-    return number
 
 
 # ---- text ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
+from commgrid.cli.grid_options import whole
 from commgrid.context_parallel.balance import Mask, balance, pairs_of
 from commgrid.context_parallel.drawing import draw_ranges
 from commgrid.context_parallel.ranges import count
@@ -42,9 +43,7 @@ class ShownSharding:
             raise SpecError(f"--sharding {args.sharding}: needs --cp N, the number of ranks")
         self.lengths = _lengths(args.sharding)
         self.mask = _mask(args.mask)
-        if not args.cp.isdecimal():
-            raise SpecError(f"--cp {args.cp}: expected a whole number")
-        self.held = balance(self.lengths, int(args.cp), self.mask)
+        self.held = balance(self.lengths, whole("cp", args.cp, 1), self.mask)
 
     def as_dict(self) -> dict[str, Any]:
         return {

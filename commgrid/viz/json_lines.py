@@ -48,13 +48,19 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number of JSON's")
 
 
-def read_json_lines(path: Path, expected: str, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
+def read_json_lines(
+    path: Path,
+    expected: str,
+    read: Callable[[Mapping[str, Any]], T],
+    constant: Callable[[str], float] = _no_number,
+) -> list[T]:
     """What `read` makes of every line.
 
     Args:
         path: of the file.
         expected: what a line looks like, for the error.
         read: raises KeyError, TypeError or ValueError where a line is another.
+        constant: what `NaN` and `Infinity` become; `float` takes them.
 
     Raises:
         SpecError: a file that is not there or not text, or a line that is not as expected.
@@ -66,7 +72,7 @@ def read_json_lines(path: Path, expected: str, read: Callable[[Mapping[str, Any]
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(read(json.loads(line)))
+            found.append(read(json.loads(line, parse_constant=constant)))
         except SpecError as error:
             raise SpecError(f"{path}, line {number}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:

@@ -63,6 +63,7 @@ def read_curve(path: Path) -> Curve:
         path,
         'as train_gpt --metrics writes it {"step": 1, "loss": 5.5, …}',
         lambda row: (int(row["step"]), float(row["loss"])),
+        constant=float,
     )
     if not rows:
         raise SpecError(f"{path}: has no steps; is the run over its first one?")
