@@ -134,7 +134,7 @@ def as_json(
             {"change": change, "communicators": fewer, "connect": connects}
             for change, fewer, connects in _savings(spec)
         ],
-        "sharing": [_sharing(spec, share) for share in ASKS],
+        "sharing": _sharing(spec),
         "sockets": _sockets_json(spec, backend),
         **placed,
         **told,
@@ -219,7 +219,7 @@ def _cost(spec: GridSpec) -> list[str]:
         f"  over NCCL about {low:.1f} to {high:.1f} GB of device memory ({NCCL_GB[0]} to "
         f"{NCCL_GB[1]} GB each has been reported), and as much again for each later connection",
     ]
-    lines += [line for share in ASKS for line in _told(spec, share)]
+    lines += [line for each in _sharing(spec) for line in _told(spec, each)]
     savings = _savings(spec)
     if not savings:
         return [*lines, "  no other create, connect or share would save anything"]
@@ -273,9 +273,9 @@ def _show_need(need: sockets.Need) -> str:
     return f"{need.files:,} ({need.connections:,}), {need.threads:,}"
 
 
-def _told(spec: GridSpec, share: str) -> list[str]:
-    """Savings of a `share` over aliases, and its requirement."""
-    saves = _sharing(spec, share)["saves"]
+def _told(spec: GridSpec, each: dict[str, Any]) -> list[str]:
+    """Savings of a `share` over aliases, and its requirement, as lines."""
+    share, saves = each["share"], each["saves"]
     verb = "saves" if spec.share == share else "would save"
     fewer, connects = saves["communicators"], saves["connect"]
     if not fewer:
@@ -284,25 +284,26 @@ def _told(spec: GridSpec, share: str) -> list[str]:
     return [
         f"  share={share} {verb} {fewer} communicators{over}, {connects} of which connect at "
         f"start, and over NCCL {_gb(fewer)} once all are in use",
-        f"    it asks {ASKS[share]}",
+        f"    it asks {each['asks']}",
     ]
 
 
-def _sharing(spec: GridSpec, share: str) -> dict[str, Any]:
-    """A choice of `share`: what a rank then has, what that saves over aliases, what it asks."""
+def _sharing(spec: GridSpec) -> list[dict[str, Any]]:
+    """Savings of each `share` over aliases, and its requirement."""
     most, connecting = _counts(replace(spec, share="aliases"))
-    held, connects = _counts(replace(spec, share=share))
-    return {
-        "share": share,
-        "communicators": held,
-        "connect": connects,
-        "saves": {
+    found = []
+    for share, asks in ASKS.items():
+        held, connects = _counts(replace(spec, share=share))
+        saves = {
             "communicators": most - held,
             "connect": connecting - connects,
             "nccl_gb": [(most - held) * gb for gb in NCCL_GB],
-        },
-        "asks": ASKS[share],
-    }
+        }
+        found.append(
+            {"share": share, "communicators": held, "connect": connects, "saves": saves,
+             "asks": asks}
+        )  # fmt: skip
+    return found
 
 
 def _gb(communicators: int) -> str:
