@@ -31,7 +31,7 @@ def test_a_node_is_the_level_of_that_name() -> None:
 
 
 def test_hosts_are_nodes() -> None:
-    """Ranks of a host fill one domain after another, whatever the ranks' numbers."""
+    """Ranks of a host fill one domain after another, for any numbers of ranks."""
     hosts = [rank % 2 for rank in range(16)]
     assert cluster().spread([0, 2, 4, 6], hosts) == (4, 1, 1)
     assert cluster().spread(range(0, 16, 2), hosts) == (4, 2, 1)

@@ -1,4 +1,4 @@
-"""What groups cross on a cluster, held to counting rank by rank; and clusters that are none."""
+"""Levels that groups cross, against counting rank by rank; and wrong clusters."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_order_and_ranks_change_the_step() -> None:
 
 
 def test_nodes_can_be_exchanged() -> None:
-    """Which number a node has changes nothing: of ranks, traffic and time."""
+    """Numbers of nodes change neither ranks, traffic nor time."""
     draw, model, choice = random.Random(1), MODELS["llama3-8b"], Choice(tp=4, pp=2, dp=8)
     spec = GridSpec.build(tp=4, pp=2, dp=8).resolve(64)
     expected = step_cost(model, choice, H100, placement=of_spec(spec, H100))
@@ -134,7 +134,7 @@ def test_ranks_of_a_node_that_the_grid_has_not_send_nothing() -> None:
 
 
 def products(cost: StepCost) -> float:
-    """The sum of what `--why` multiplies."""
+    """The sum of the products that `--why` prints."""
     total = 0.0
     for each in why(cost):
         found = re.search(r": ([\d,.e+]+) · ([\d.e+-]+) ms", each.formula)

@@ -1,4 +1,4 @@
-"""Presets beside what their own systems make: torch's meshes, Megatron's ranks, torchtitan's file,
+"""Presets beside their own systems: torch's meshes, Megatron's ranks, torchtitan's file,
 and the arrays that the others reshape. Groups are compared as sets of ranks, over all ranks."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def of_array(sizes: Mapping[str, int], names: Iterable[str]) -> Groups:
 # -- torch ----------------------------------------------------------------------------------
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, int], dict[str, tuple[str, ...]]]] = {
-    # sizes for us, the mesh slowest first, and our names of its axes and of what is flattened
+    # sizes for us, the mesh slowest first, and our names of its axes and flattened axes
     "ddp": ({}, {"dp": 16}, {"dp": ("dp",)}),
     "fsdp": ({}, {"fsdp": 16}, {"fsdp": ("fsdp",), "dp_shard": ("fsdp",)}),
     "hsdp": (
@@ -90,7 +90,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, int], dict[str, tuple[str, ...
 
 
 def of_meshes() -> dict[str, dict[str, Groups]]:
-    """What each mesh's axes and flattened axes have for groups, by our names."""
+    """Groups of each mesh's axes and flattened axes, by our names."""
     found: dict[str, dict[str, Groups]] = {}
     for rank in range(16):
         dist.init_process_group("fake", rank=rank, world_size=16, store=dist.HashStore())

@@ -1,4 +1,4 @@
-"""Which names share a communicator, as a program sees it: by its sums."""
+"""Names that share a communicator, by a program's sums."""
 
 from __future__ import annotations
 

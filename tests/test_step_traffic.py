@@ -1,4 +1,4 @@
-"""Bytes of a step against what papers count and what real ranks send."""
+"""Bytes of a step against papers' counts and real ranks."""
 
 from __future__ import annotations
 

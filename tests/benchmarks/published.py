@@ -2,11 +2,11 @@
 
     python tests/benchmarks/published.py [--markdown | --json | --fit]
 
-`tests/data/published_runs.yaml` holds the runs. Every third of them, in its order, calibrates: the
-share of the peak that matrix products reach, one number for each device, is the one that leaves no
-mean error there. All others are predicted. What a paper does not say (microbatch, chunks) is what
-the model finds best among what fits; how Llama's paper counts attention is not said either, and is
-taken as causal, half of what `Model.flops_per_token` counts.
+`tests/data/published_runs.yaml` holds the runs. Every third of them, in its order, calibrates one
+number for each device: the reached share of the peak of matrix products, chosen for no mean error.
+All others are predicted. Choices that a paper leaves open (microbatch, chunks) are the model's best
+ones that fit. Llama's paper does not say how it counts attention; half of `Model.flops_per_token`'s
+is taken, as for causal attention.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _cluster(section: dict[str, Any]) -> Cluster:
 
 
 def predict(run: Run, calibration: Calibration = CALIBRATION) -> StepCost:
-    """The step of a run, with what is not known of it as is best among what fits.
+    """The step of a run; unknown choices are the best that fit.
 
     Where nothing fits, as papers free what the model counts, memory is left out of account.
     """
@@ -232,7 +232,7 @@ class Compared:
 
 
 def compare(run: Run) -> Compared:
-    """A run's prediction, and the place of its grid among all that fit."""
+    """A run's prediction, and the place of its grid among all fitting ones."""
     old = run.cluster.device.name == "A100-80GB"
     base = replace(run.choice, tp=1, pp=1, cp=1, dp=1, ep=1, etp=None, microbatch=1, chunks=1)
     pins = Pins(base=base, recompute=run.recompute if old else None)
@@ -248,7 +248,7 @@ def compare(run: Run) -> Compared:
 
 
 def errors(compared: list[Compared]) -> list[float]:
-    """Of what was neither calibrated on, nor beyond the model, nor added later."""
+    """Errors of runs neither calibrated on, nor beyond the model, nor added later."""
     return [abs(c.error) for c in compared if _is_held(c.run)]
 
 

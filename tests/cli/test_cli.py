@@ -134,7 +134,7 @@ def test_plan_json_says_what_sharing_would_save(capsys: pytest.CaptureFixture[st
                 held = {"communicators": row["communicators"], "connect": row["connect"]}
                 assert found["per_rank"] == held
     region, every = tables[0]
-    assert tables == [[region, every]] * 3  # over aliases, whatever is in use
+    assert tables == [[region, every]] * 3  # over aliases, for any share
     assert (region["share"], region["communicators"], region["connect"]) == ("region", 23, 22)
     assert region["saves"]["communicators"] == region["saves"]["connect"] == 29 - 23
     assert region["saves"]["nccl_gb"] == pytest.approx([6 * 0.4, 6 * 0.7])
@@ -223,7 +223,7 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def checked() -> str:
-    """What each of several ranks prints."""
+    """The output of each of several ranks."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         assert main(["check", "--tp", "2", "--json"]) == 0

@@ -109,7 +109,7 @@ def test_fits_of_mixed_keys_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_plan_is_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What --auto chose is the grid of the file, and the first of what it printed."""
+    """--auto's first choice is the grid in the file."""
     path = tmp_path / "grid.yaml"
     argv = ["plan", "--auto", "--model", "mixtral-8x22b", "--cluster", "h100", "--world-size"]
     assert main([*argv, "256", "-o", str(path), "--json"]) == 0

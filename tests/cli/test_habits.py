@@ -1,4 +1,4 @@
-"""What people expect of any command line."""
+"""Habits of command lines: pipes, colours, exit codes."""
 
 import os
 import signal

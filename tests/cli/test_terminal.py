@@ -47,7 +47,7 @@ def printed(capsys: pytest.CaptureFixture[str], command: str) -> str:
 
 
 def be_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """What is captured is a terminal of so many columns, without colours."""
+    """Captured output is a terminal of so many columns, without colours."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("NO_COLOR", "1")

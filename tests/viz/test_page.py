@@ -51,7 +51,7 @@ addEventListener("load", () => {
 
 
 def browse(page: str, folder: Path, script: str) -> Any:
-    """What a script returns that runs in the page once it is loaded."""
+    """The result of a script run in the loaded page."""
     path = folder / "page.html"
     path.write_text(page.replace("</body>", DRIVER % script + "</body>"), encoding="utf-8")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The best grids as bars, and a bench beside what a cluster predicts."""
+"""The best grids as bars, and a bench beside a cluster's prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reason why ranks cannot finish, as it is drawn."""
+"""The picture of ranks that cannot finish."""
 
 from __future__ import annotations
 

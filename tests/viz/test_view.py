@@ -1,4 +1,4 @@
-"""What pictures show, against counting by hand."""
+"""Data of pictures, against counting by hand."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_one_rank_shows_the_whole_grid() -> None:
 
 
 def test_a_cluster_says_how_fast_the_links_are_that_names_cross() -> None:
-    """tp 16 leaves nodes of 8 and shares a node's link with nobody, dp's 8 groups share it."""
+    """tp 16 leaves nodes of 8 and has a node's link to itself, dp's 8 groups share it."""
     spec = GridSpec.build(tp=16, pp=2).resolve(64)
     view = GridView(spec, 8, cluster=CLUSTERS["h100"])
     assert view.describe("tp") == (
