@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from commgrid.cli.plan_model import given_step
+from commgrid.cli.plan_model import given_step, spec_of
 from commgrid.errors import SpecError
 from commgrid.planning.calibration import CALIBRATION
 from commgrid.planning.choice import ORDERS, RECOMPUTE, SHARD, Choice
@@ -240,3 +240,20 @@ def test_ranks_beyond_the_devices_are_refused() -> None:
     with pytest.raises(SpecError, match="rank 31 is beyond the 16 devices"):
         of_spec(GridSpec.build(tp=8, ranks="0-31").resolve(), small)
     assert of_spec(GridSpec.build(tp=8, ranks="0-15").resolve(), small).held == (8, 16)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_choice_lies_as_the_grid_that_starts_it(seed: int) -> None:
+    """The search's closed form, and that of the spec, which has axes and regions of its own."""
+    draw = random.Random(seed)
+    for _ in range(100):
+        choice, name = random_choice(draw)
+        spec = spec_of(choice, MODELS[name]).resolve(choice.world_size)
+        for cluster in (H100, CLUSTERS["gb200"], on(1, 4, None)):
+            if choice.world_size > cluster.per_node and choice.world_size % cluster.per_node:
+                continue  # it does not fill nodes
+            found = of_spec(spec, cluster)
+            expected = of_choice(choice, cluster)
+            for group, spread in expected.spreads.items():
+                assert found.spreads.get(group, spread) == spread, (choice, cluster.name, group)
+            assert found.held == expected.held
