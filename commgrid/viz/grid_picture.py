@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ _GAP = 0.45  # between nodes, in cells
 _NUMBERED = 128  # above so many ranks only the first of each row has its number
 _PANEL = 4.6  # inches
 _LINE = 0.84  # where a line starts in a cell, from its top
+_COLOURED = 256  # above so many ranks only one rank's groups stand out
 _LINKS = 64  # members of a group that lines join
 
 
@@ -63,8 +64,11 @@ def draw_grid(view: GridView) -> Figure:
     """A panel for each name that the view shows.
 
     Where the view has a rank, its group stands out in every panel and lines join its members, red
-    where they leave a node; else that is done for the first group that leaves one.
+    where they leave a node; else that is done for the first group that leaves one. Of many ranks
+    it is the first one's: hundreds of groups have too few colours.
     """
+    if view.rank is None and view.spec.world_size > _COLOURED:
+        view = replace(view, rank=view.spec.grid_ranks[0])
     places = place(view)
     columns = 2 if len(view.shown) == 4 else min(len(view.shown), 3)
     rows = math.ceil(len(view.shown) / columns)
