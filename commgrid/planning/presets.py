@@ -11,14 +11,16 @@ ranks; sizes are laid over it, and it prints as YAML to start one's own from.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
-from commgrid.planning.yaml_io import changed
+from commgrid.planning.yaml_io import changed, load_yaml
 
 
 @dataclass(frozen=True)
@@ -87,120 +89,31 @@ class Preset:
         return made
 
 
-def _preset(
-    name: str, summary: str, source: str, drops_ones: tuple[str, ...] | None = None, **config: Any
-) -> Preset:
-    return Preset(name, summary, source, MappingProxyType(config), drops_ones)
+class _Presets(Mapping[str, Preset]):
+    """All of them by name, read from `presets.yaml` on first use."""
+
+    @cached_property
+    def _all(self) -> dict[str, Preset]:
+        rows = load_yaml(Path(__file__).with_name("presets.yaml"))
+        return {
+            name: Preset(
+                name, row["summary"], row["source"], MappingProxyType(row["spec"]),
+                tuple(row["drops_ones"]) if "drops_ones" in row else None,
+            )
+            for name, row in rows.items()
+        }  # fmt: skip
+
+    def __getitem__(self, name: str) -> Preset:
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
 
 
-_TORCH = "torch: init_device_mesh"
-
-_ALL = (
-    _preset(
-        "ddp", "copies of the model, which average their gradients",
-        f"{_TORCH}((n,), ('dp',)), DistributedDataParallel",
-        axes={"dp": -1}, order="dp",
-    ),
-    _preset(
-        "fsdp", "the model in shards over all ranks",
-        f"{_TORCH}((n,), ('fsdp',)), fully_shard",
-        axes={"dp_shard": -1}, order="dp_shard", groups={"fsdp": "dp_shard"},
-    ),
-    _preset(
-        "hsdp", "shards within a node, copies across",
-        f"{_TORCH}((n / 8, 8), ('dp_replicate', 'dp_shard')), fully_shard",
-        axes={"dp_shard": 8, "dp_replicate": -1}, order="dp_shard-dp_replicate",
-    ),
-    _preset(
-        "tp", "layers cut within a node, copies across",
-        f"{_TORCH}((n / 8, 8), ('dp', 'tp')), parallelize_module",
-        axes={"tp": 8, "dp": -1}, order="tp-dp",
-    ),
-    _preset(
-        "tp_sp", "tp, with the activations between cut along the sequence over the same ranks",
-        "Megatron-LM, --sequence-parallel (arXiv 2205.05198)",
-        axes={"tp": 8, "dp": -1}, order="tp-dp", groups={"sp": "tp"},
-    ),
-    _preset(
-        "ulysses", "sequences within a node, which exchange heads; weights in shards over all",
-        "DeepSpeed-Ulysses (arXiv 2309.14509): initialize_mesh_device((dp, sp), …)",
-        axes={"cp": 8, "dp": -1}, order="cp-dp", groups={"sp": "cp", "fsdp": "dp_cp"},
-    ),
-    _preset(
-        "cp", "sequences cut within a node; weights in shards over all",
-        f"{_TORCH}((n / 8, 8), ('dp', 'cp')), context_parallel",
-        axes={"cp": 8, "dp": -1}, order="cp-dp", groups={"fsdp": "dp_cp"},
-    ),
-    _preset(
-        "dp_cp_tp", "layers and sequences cut, weights in shards over dp and cp",
-        f"{_TORCH}((dp, cp, tp), ('dp', 'cp', 'tp'))",
-        axes={"tp": 8, "cp": 2, "dp": -1}, order="tp-cp-dp", groups={"fsdp": "dp_cp"},
-    ),
-    _preset(
-        "pp", "stages far apart, copies of a stage next to each other",
-        "Megatron-core's default order, tp-cp-ep-dp-pp",
-        axes={"pp": 4, "dp": -1}, order="dp-pp",
-    ),
-    _preset(
-        "pp_dp", "stages next to each other, copies of a stage far apart",
-        "Megatron-core's --use-tp-pp-dp-mapping, tp-cp-ep-pp-dp",
-        axes={"pp": 4, "dp": -1}, order="pp-dp",
-    ),
-    _preset(
-        "megatron", "tp, cp, dp, pp, and experts over ranks of tp, cp and dp",
-        "Megatron-core: parallel_state.initialize_model_parallel",
-        axes={"tp": 1, "cp": 1, "dp": -1, "pp": 1}, order="tp-cp-dp-pp",
-        regions={"expert": {
-            "axes": {"etp": "tp", "ep": 1, "edp": -1, "pp": "pp"}, "order": "etp-ep-edp-pp",
-        }},
-    ),
-    _preset(
-        "torchtitan", "HSDP with tp, cp and pp, and experts over ranks of tp, cp and dp_shard",
-        "torchtitan 0.3: distributed/parallel_dims.py",
-        axes={"tp": 1, "cp": 1, "dp_shard": -1, "dp_replicate": 1, "pp": 1},
-        order="tp-cp-dp_shard-dp_replicate-pp",
-        regions={"expert": {
-            "axes": {"ep": 1, "efsdp": -1, "dp_replicate": "dp_replicate", "pp": "pp"},
-            "order": "ep-efsdp-dp_replicate-pp",
-        }},
-        groups={"batch": "dp", "fsdp": "dp_shard_cp", "loss": "dp_cp"},
-    ),
-    _preset(
-        "transformers", "HSDP with tp and cp, as Trainer and Accelerate have it",
-        "Accelerate: parallelism_config.py",
-        axes={"tp": 1, "cp": 1, "dp_shard": -1, "dp_replicate": 1},
-        order="tp-cp-dp_shard-dp_replicate",
-    ),
-    _preset(
-        "kempnerforge", "HSDP with tp and pp in one order; axes of size 1 have no group",
-        "KempnerForge: distributed/setup.py",
-        drops_ones=("dp_shard",),
-        axes={"tp": 1, "dp_shard": -1, "dp_replicate": 1, "pp": 1},
-        order="tp-dp_shard-dp_replicate-pp",
-    ),
-    _preset(
-        "deepspeed", "pipe, data and model, as its pipelines have them",
-        "DeepSpeed: runtime/pipe/topology.py, PipeModelDataParallelTopology",
-        axes={"tp": 1, "dp": -1, "pp": 1}, order="tp-dp-pp",
-        groups={"model": "tp", "data": "dp", "pipe": "pp", "ds_model": "pp_tp"},
-    ),
-    _preset(
-        "nanotron", "tp, cp, dp, pp",
-        "nanotron: parallel/context.py",
-        axes={"tp": 1, "cp": 1, "dp": -1, "pp": 1}, order="tp-cp-dp-pp",
-        groups={"mp": "pp_tp", "tp_and_cp": "cp_tp"},
-    ),
-    _preset(
-        "nanotron_moe", "tp, cp, pp, dp, and experts cut on their own",
-        "nanotron: parallel/context.py, with MoE; its ep_tp, ep_pp, ep_dp are etp, epp, edp",
-        axes={"tp": 1, "cp": 1, "pp": 1, "dp": -1}, order="tp-cp-pp-dp",
-        regions={"expert": {
-            "axes": {"etp": 1, "ep": 1, "epp": "pp", "edp": -1}, "order": "etp-ep-epp-edp",
-        }},
-    ),
-)  # fmt: skip
-
-PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})
+PRESETS: Mapping[str, Preset] = _Presets()
 """All of them, by name."""
 
 
