@@ -16,6 +16,7 @@ from commgrid.planning.choice import ORDERS, RECOMPUTE, SHARD, Choice
 from commgrid.planning.cluster import CLUSTERS, Cluster
 from commgrid.planning.cost import bus_factor, collective_time
 from commgrid.planning.fitted import Fit
+from commgrid.planning.fitting import Measured, fit
 from commgrid.planning.layer_cost import Machine
 from commgrid.planning.model_zoo import MODELS
 from commgrid.planning.placement import Placement, of_choice, of_spec, spread_of
@@ -197,6 +198,24 @@ def test_measured_collectives_are_not_discounted() -> None:
         assert Machine(measured, CALIBRATION).collective("all_reduce", size, (8, 1)) == direct
         stated = collective_time("all_reduce", size, (8, 1), H100)
         assert Machine(H100, CALIBRATION).collective("all_reduce", size, (8, 1)) > stated
+
+
+def test_measured_levels_are_not_discounted() -> None:
+    """A fit of one collective gives its level's numbers, which all others then take."""
+    row = Measured(
+        "tp", ("tp",), "all_reduce", 1 << 26, 1 << 24, 8, 1, (8, 1), 0.3455e-3, 0.34e-3, 0.35e-3
+    )
+    measured = fit([row, replace(row, size=1 << 20, seconds=2e-5)], H100)
+    assert [level.measured for level in measured.levels] == [True, False]
+    machine = Machine(measured, CALIBRATION)
+    for collective in ("all_reduce", "all_gather", "broadcast"):
+        direct = collective_time(collective, 1 << 26, (8, 1), measured)
+        assert machine.collective(collective, 1 << 26, (8, 1)) == direct
+    assert machine.collective("all_reduce", 1 << 26, (8, 1)) == pytest.approx(row.seconds)
+    across = collective_time("all_reduce", 1 << 26, (1, 8), measured)
+    assert machine.collective("all_reduce", 1 << 26, (1, 8)) > across  # still a datasheet's
+    read = Cluster.from_dict(measured.to_dict())
+    assert [level.measured for level in read.levels] == [True, False]
 
 
 def test_any_order_of_a_given_grid_is_reckoned_as_it_is() -> None:

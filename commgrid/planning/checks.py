@@ -61,3 +61,15 @@ def above_zero(where: str, given: Mapping[Any, Any], key: Any) -> float:
             fix = "; without quotes, and as 1000 or 1.0e+3, not 1e3"
         raise SpecError(f"{where}{key}={value!r}: expected a number above 0{fix}")
     return float(value)
+
+
+def flag(where: str, given: Mapping[str, Any], key: str) -> bool:
+    """Whether a mapping says true; False if it has no such key.
+
+    Raises:
+        SpecError: neither true nor false.
+    """
+    value = given.get(key, False)
+    if type(value) is not bool:
+        raise SpecError(f"{where}{key}={value!r}: expected true or false")
+    return value

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.planning.checks import above_zero, check_keys, named
+from commgrid.planning.checks import above_zero, check_keys, flag, named
 from commgrid.planning.fitted import Fit, fits_from
 from commgrid.planning.names import nearest
 from commgrid.planning.yaml_io import load_yaml
@@ -57,12 +57,14 @@ class Level:
             the highest alone: as many as there are.
         bandwidth: bytes a second that a device sends to others in its unit while all send.
         latency: seconds until the first byte of a message is there.
+        measured: whether bandwidth and latency were, so that nothing is deducted from them.
     """
 
     name: str
     size: int | None
     bandwidth: float
     latency: float
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class Cluster:
         for place, level in enumerate(levels):
             key = f"levels[{place}]."
             last = place == len(levels) - 1
-            check_keys(key, level, _LEVEL, ("size",) if last else ())
+            check_keys(key, level, _LEVEL, ("size", "measured") if last else ("measured",))
             size = level.get("size")
             if size is not None and (type(size) is not int or size < 1):
                 raise SpecError(f"{key}size={size!r}: expected a whole number from 1 on")
@@ -244,6 +246,7 @@ class Cluster:
                     size,
                     above_zero(key, level, "gb_per_s") * 1e9,
                     above_zero(key, level, "latency_us") / 1e6,
+                    flag(key, level, "measured"),
                 )
             )
         names = [level.name for level in made]
@@ -331,6 +334,7 @@ class Cluster:
                     **({} if level.size is None else {"size": level.size}),
                     "gb_per_s": level.bandwidth / 1e9,
                     "latency_us": level.latency * 1e6,
+                    **({"measured": True} if level.measured else {}),
                 }
                 for level in self.levels
             ],
@@ -393,7 +397,7 @@ def _node_size(variable: str, value: str) -> int:
 
 _CLUSTER = ("name", "device", "levels", "source", "fits")
 _DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
-_LEVEL = ("name", "size", "gb_per_s", "latency_us")
+_LEVEL = ("name", "size", "gb_per_s", "latency_us", "measured")
 
 
 def _cluster(name: str, source: str, device: Device, *levels: Level) -> Cluster:

@@ -89,7 +89,9 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
         fits += found
         if found:
             chosen = next((one for one in found if one.collective == "all_reduce"), found[0])
-            levels[place] = replace(level, latency=chosen.latency, bandwidth=chosen.bandwidth)
+            levels[place] = replace(
+                level, latency=chosen.latency, bandwidth=chosen.bandwidth, measured=True
+            )
     return replace(cluster, levels=tuple(levels), fits=tuple(fits))
 
 

@@ -78,14 +78,15 @@ class Machine:
 
     @property
     def links(self) -> float:
-        """Reached share of a link's bandwidth; 1 for a measured cluster."""
+        """Reached share of a stated bandwidth; 1 for a cluster whose source is no datasheet."""
         return self.calibration.network if "datasheet" in self.cluster.source else 1.0
 
     @cached_property
     def reached(self) -> Cluster:
-        """The cluster with the bandwidth that is reached; fits are measured, and stay."""
+        """The cluster with the bandwidth that is reached; measured levels and fits stay."""
         levels = (
-            replace(level, bandwidth=level.bandwidth * self.links) for level in self.cluster.levels
+            level if level.measured else replace(level, bandwidth=level.bandwidth * self.links)
+            for level in self.cluster.levels
         )
         return replace(self.cluster, levels=tuple(levels))
 
