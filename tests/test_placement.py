@@ -12,13 +12,13 @@ import pytest
 from commgrid.cli.plan_model import given_step, spec_of
 from commgrid.errors import SpecError
 from commgrid.planning.calibration import CALIBRATION
-from commgrid.planning.choice import ORDERS, RECOMPUTE, SHARD, Choice
 from commgrid.planning.cluster import CLUSTERS, Cluster
 from commgrid.planning.cost import bus_factor, collective_time
 from commgrid.planning.fitted import Fit
 from commgrid.planning.fitting import Measured, fit
 from commgrid.planning.layer_cost import Machine
 from commgrid.planning.model_zoo import MODELS
+from commgrid.planning.parallel_config import ORDERS, RECOMPUTE, SHARD, ParallelConfig
 from commgrid.planning.placement import Placement, of_choice, of_spec, spread_of
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.step_cost import PARTS, StepCost, step_cost
@@ -38,13 +38,13 @@ def on(*sizes: int | None) -> Cluster:
     return replace(H100, levels=levels)
 
 
-def random_choice(draw: random.Random, world: int = 0) -> tuple[Choice, str]:
+def random_choice(draw: random.Random, world: int = 0) -> tuple[ParallelConfig, str]:
     """A choice that its model can run."""
     while True:
         name = draw.choice(list(MODELS))
         pick = draw.choice
         experts = MODELS[name].experts
-        choice = Choice(
+        choice = ParallelConfig(
             tp=pick([1, 2, 4, 8, 16]), cp=pick([1, 1, 2, 4]), pp=pick([1, 2, 4, 8]),
             dp=pick([1, 2, 4, 8, 16]), ep=pick([1, 2, 4, 8]) if experts else 1,
             etp=pick([None, 1, 2]) if experts else None, order=pick(ORDERS),
@@ -91,7 +91,7 @@ def test_every_start_of_a_group_counts() -> None:
 
 def test_order_and_ranks_change_the_step() -> None:
     model, plain = MODELS["llama3-8b"], GridSpec.build(tp=8, dp=8).resolve(64)
-    choice = Choice(tp=8, dp=8, microbatch=8)
+    choice = ParallelConfig(tp=8, dp=8, microbatch=8)
 
     def seconds(spec: GridSpec) -> float:
         return step_cost(model, choice, H100, placement=of_spec(spec, H100)).seconds
@@ -114,7 +114,7 @@ def test_order_and_ranks_change_the_step() -> None:
 
 def test_nodes_can_be_exchanged() -> None:
     """Numbers of nodes change neither ranks, traffic nor time."""
-    draw, model, choice = random.Random(1), MODELS["llama3-8b"], Choice(tp=4, pp=2, dp=8)
+    draw, model, choice = random.Random(1), MODELS["llama3-8b"], ParallelConfig(tp=4, pp=2, dp=8)
     spec = GridSpec.build(tp=4, pp=2, dp=8).resolve(64)
     expected = step_cost(model, choice, H100, placement=of_spec(spec, H100))
     for _ in range(5):
@@ -128,7 +128,7 @@ def test_nodes_can_be_exchanged() -> None:
 def test_ranks_of_a_node_that_the_grid_has_not_send_nothing() -> None:
     spec = GridSpec.build(tp=8, ranks="0-56/8").resolve()
     cost = step_cost(
-        MODELS["llama3-8b"], Choice(tp=8, microbatch=8), H100, placement=of_spec(spec, H100)
+        MODELS["llama3-8b"], ParallelConfig(tp=8, microbatch=8), H100, placement=of_spec(spec, H100)
     )
     (tp,) = [each for each in traffic(cost) if each.name == "tp"]
     assert tp.link == tp.sent  # one group alone, which has one rank on each node
@@ -178,7 +178,7 @@ def test_tp_out_of_a_node_is_never_faster(seed: int) -> None:
 
 def test_experts_links_carry_what_the_time_says() -> None:
     """Each rank of a node sends a token's copies to the other nodes itself."""
-    model, choice = MODELS["qwen3-235b-a22b"], Choice(tp=4, pp=8, dp=32, ep=32, etp=1)
+    model, choice = MODELS["qwen3-235b-a22b"], ParallelConfig(tp=4, pp=8, dp=32, ep=32, etp=1)
     assert choice.refusal(model) is None
     cost = step_cost(model, choice, H100)
     assert cost.placement.spreads["ep"] == (8, 4)

@@ -8,11 +8,11 @@ import pytest
 from commgrid.pipeline.schedule import interleaved, one_f_one_b
 from commgrid.pipeline.simulator import Times, simulate
 from commgrid.planning.calibration import CALIBRATION, SOURCES
-from commgrid.planning.choice import ORDERS, Choice
 from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.layer_cost import Machine, layer_cost
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import MODELS
+from commgrid.planning.parallel_config import ORDERS, ParallelConfig
 from commgrid.planning.placement import of_choice
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.step_cost import PARTS, step_cost
@@ -32,8 +32,8 @@ def test_activations_are_those_of_the_papers_table(t: int, b: int) -> None:
     """Korthikanti et al. 2022, table 2: bytes of one layer."""
     s, h, a = GPT.sequence, GPT.hidden, GPT.heads
     sbh, scores = s * b * h, 5 * a * s / h
-    plain = Choice(tp=t, microbatch=b, sequence_parallel=False)
-    split = Choice(tp=t, microbatch=b)
+    plain = ParallelConfig(tp=t, microbatch=b, sequence_parallel=False)
+    split = ParallelConfig(tp=t, microbatch=b)
     table = {
         (plain, "none"): sbh * (10 + 24 / t + scores / t),
         (split, "none"): sbh / t * (34 + scores),
@@ -46,14 +46,14 @@ def test_activations_are_those_of_the_papers_table(t: int, b: int) -> None:
 
 
 def test_attention_in_one_kernel_keeps_no_scores() -> None:
-    flash, choice = replace(GPT, attention="flash"), Choice()
+    flash, choice = replace(GPT, attention="flash"), ParallelConfig()
     fewer = layer_activations(GPT, choice) - layer_activations(flash, choice)
     assert fewer == 5 * GPT.heads * GPT.sequence**2
 
 
 @pytest.mark.parametrize(("shard", "bytes_"), [("none", 18.0), ("optimizer", 6 + 12 / 8)])
 def test_model_state_is_18_bytes_a_parameter(shard: str, bytes_: float) -> None:
-    memory = memory_of(GPT, Choice(dp=8, shard=shard))
+    memory = memory_of(GPT, ParallelConfig(dp=8, shard=shard))
     state = memory.weights + memory.gradients + memory.optimizer
     # A stage counts what is on it: positions, which are few, are not.
     known = GPT.parameters - GPT.sequence * GPT.hidden
@@ -64,7 +64,7 @@ def test_model_state_is_18_bytes_a_parameter(shard: str, bytes_: float) -> None:
 def test_all_ranks_hold_the_whole_model_once() -> None:
     """Parameters of experts and of the rest over tp, pp and ep, where stages are even."""
     model = replace(MODELS["mixtral-8x22b"], batch=64)
-    choice = Choice(tp=2, pp=4, dp=8, ep=8, etp=1, shard="none")
+    choice = ParallelConfig(tp=2, pp=4, dp=8, ep=8, etp=1, shard="none")
     memory = memory_of(model, choice)
     layers = model.layers // choice.pp
     experts = layers * model.experts * model.expert_parameters / 8
@@ -77,7 +77,7 @@ def test_all_ranks_hold_the_whole_model_once() -> None:
 @pytest.mark.parametrize(("pp", "chunks", "count"), [(4, 1, 8), (2, 1, 2), (4, 2, 8), (4, 3, 12)])
 def test_bubble_and_live_microbatches_are_the_simulators(pp: int, chunks: int, count: int) -> None:
     model = replace(GPT, layers=pp * chunks * 2, batch=count, vocabulary=8)
-    choice = Choice(pp=pp, chunks=chunks)
+    choice = ParallelConfig(pp=pp, chunks=chunks)
     cost = step_cost(model, choice, H100)
     machine = Machine(H100, CALIBRATION)
     layer = layer_cost(model, choice, machine, of_choice(choice, H100).spreads)
@@ -94,9 +94,9 @@ def test_the_fullest_stage_sets_the_pace() -> None:
     """126 layers on 16 stages: 7, 14 times 8, and 7; on 12 the last has 10 and the output."""
     model = MODELS["llama3-405b"]
     for pp in range(1, 20):
-        first, most, last = Choice(pp=pp).stage_layers(model)
+        first, most, last = ParallelConfig(pp=pp).stage_layers(model)
         assert 1 <= min(first, last) <= most == -(-126 // pp)
-    even = step_cost(model, Choice(tp=8, pp=14, dp=8), H100)
+    even = step_cost(model, ParallelConfig(tp=8, pp=14, dp=8), H100)
     assert even.choice.stage_layers(model) == (9, 9, 9)
     heavy = replace(model, vocabulary=8 * model.vocabulary)
     assert step_cost(heavy, even.choice, H100).parts["compute"] > 1.2 * even.parts["compute"]
@@ -108,7 +108,7 @@ def test_groups_lie_as_a_real_grids_do() -> None:
     sizes = [1, 2, 3, 4, 8]
     for tp, cp, dp, pp in itertools.product(sizes, [1, 2], sizes, [1, 2, 4]):
         for order, cluster in itertools.product(ORDERS, (CLUSTERS["h100"], CLUSTERS["gb200"])):
-            choice = Choice(tp=tp, cp=cp, pp=pp, dp=dp, order=order)
+            choice = ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp, order=order)
             layout = (
                 GridSpec.build(tp=tp, cp=cp, pp=pp, dp=dp, order=order)
                 .resolve(choice.world_size)
@@ -125,7 +125,7 @@ def test_expert_groups_lie_as_a_real_grids_do() -> None:
     for tp, dp, pp, ep, etp in itertools.product([1, 2, 4], [4, 8], [1, 2], [2, 4, 8], [1, 2]):
         if tp * dp % (ep * etp):
             continue
-        choice = Choice(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
+        choice = ParallelConfig(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
         spec = GridSpec.build(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp).resolve(choice.world_size)
         found = of_choice(choice, H100).spreads
         for name, axis in (("ep", "ep"), ("etp", "etp"), ("edp", "edp")):
@@ -135,7 +135,7 @@ def test_expert_groups_lie_as_a_real_grids_do() -> None:
 
 def test_less_is_never_slower() -> None:
     """More computed again, slower links, a smaller share of the peak: each takes longer."""
-    model, choice = MODELS["llama3-70b"], Choice(tp=8, pp=4, dp=8)
+    model, choice = MODELS["llama3-70b"], ParallelConfig(tp=8, pp=4, dp=8)
     base = step_cost(model, choice, H100).seconds
     none, some, full = (
         step_cost(model, replace(choice, recompute=each), H100)
@@ -154,7 +154,7 @@ def test_less_is_never_slower() -> None:
 
 
 def test_a_measured_cluster_is_taken_as_it_is() -> None:
-    model, choice = MODELS["llama3-70b"], Choice(tp=8, pp=4, dp=8)
+    model, choice = MODELS["llama3-70b"], ParallelConfig(tp=8, pp=4, dp=8)
     told = step_cost(model, choice, H100)
     own = replace(H100, source="measured")
     measured = step_cost(model, choice, own)
@@ -165,7 +165,7 @@ def test_a_measured_cluster_is_taken_as_it_is() -> None:
 
 def test_every_number_says_where_it_is_from() -> None:
     model = replace(MODELS["mixtral-8x22b"], batch=64)
-    cost = step_cost(model, Choice(tp=2, cp=2, pp=4, dp=4, ep=8, etp=1), H100)
+    cost = step_cost(model, ParallelConfig(tp=2, cp=2, pp=4, dp=4, ep=8, etp=1), H100)
     found = {each.name: each for each in why(cost)}
     shown = [(each.name, float(each.value.removesuffix(" s"))) for each in why(cost)
              if each.value.endswith(" s")]  # fmt: skip
@@ -197,10 +197,12 @@ def test_every_number_says_where_it_is_from() -> None:
     ],
 )
 def test_what_cannot_run_says_why(sizes: dict[str, int], said: str) -> None:
-    assert (Choice(**sizes).refusal(GPT) or "").startswith(said)
+    assert (ParallelConfig(**sizes).refusal(GPT) or "").startswith(said)
 
 
 def test_a_vocabulary_is_filled_up() -> None:
     odd = replace(GPT, vocabulary=50257)
-    assert Choice(tp=8).refusal(odd) is None
-    assert (Choice(tp=8).refusal(replace(odd, ffn=4 * 6144 + 2)) or "").startswith("tp=8: does not")
+    assert ParallelConfig(tp=8).refusal(odd) is None
+    assert (ParallelConfig(tp=8).refusal(replace(odd, ffn=4 * 6144 + 2)) or "").startswith(
+        "tp=8: does not"
+    )

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.model_zoo import find_model
+from commgrid.planning.parallel_config import ParallelConfig
 from commgrid.planning.step_cost import step_cost
 from commgrid.planning.step_traffic import Traffic, traffic
 
@@ -18,7 +18,7 @@ H100 = CLUSTERS["h100"]
 
 def of(model: str, **choice: int | str) -> dict[str, Traffic]:
     given = GPT if model == "gpt" else find_model(model)
-    cost = step_cost(given, Choice(**choice), H100)  # type: ignore[arg-type]
+    cost = step_cost(given, ParallelConfig(**choice), H100)  # type: ignore[arg-type]
     return {each.name: each for each in traffic(cost)}
 
 
@@ -61,7 +61,7 @@ def test_a_group_over_two_nodes_sends_over_their_link_once() -> None:
 def test_experts_send_their_tokens_there_and_back() -> None:
     """top_k copies of 16-bit tokens, to experts and from them, forward and backward."""
     model = find_model("mixtral-8x22b")
-    choice = Choice(tp=2, ep=8, etp=1, pp=4, dp=16, microbatch=1)
+    choice = ParallelConfig(tp=2, ep=8, etp=1, pp=4, dp=16, microbatch=1)
     found = of("mixtral-8x22b", tp=2, ep=8, etp=1, pp=4, dp=16, microbatch=1)["ep"]
     copies = model.sequence / 2 * model.top_k * model.hidden * 2
     layers, count = model.layers / 4, choice.microbatches(model)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from commgrid.errors import SpecError
-from commgrid.planning.choice import ORDERS, RECOMPUTE, Choice
 from commgrid.planning.cluster import CLUSTERS, Cluster
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import MODELS
+from commgrid.planning.parallel_config import ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.step_cost import StepCost, Term, step_cost
 from commgrid.planning.tune import FAR, Pins, describe, tune
@@ -35,7 +35,7 @@ def brute(model: Model, world: int, cluster: Cluster, limit: float) -> dict[str,
             sorted({1, tp}) if model.experts else [None],
         )  # fmt: skip
         for microbatch, chunks, recompute, order, etp in ways:
-            choice = Choice(
+            choice = ParallelConfig(
                 tp=tp, cp=cp, pp=pp, dp=world // (tp * cp * pp), ep=ep, etp=etp, order=order,
                 microbatch=microbatch, chunks=chunks, recompute=recompute,
             )  # fmt: skip
@@ -108,7 +108,7 @@ def test_pins_are_obeyed() -> None:
     for pins in (
         Pins(tp=8), Pins(pp=4, microbatch=1), Pins(recompute="full"), Pins(order=ORDERS[1]),
         Pins(chunks=3), Pins(tp=2, cp=2, pp=16, dp=4), Pins(max_memory=60e9),
-        Pins(base=Choice(shard="weights")),
+        Pins(base=ParallelConfig(shard="weights")),
     ):  # fmt: skip
         found = tune(model, 256, H100, pins).best
         for cost in found:
@@ -207,4 +207,4 @@ def test_pins_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(SpecError, match="max_memory=-1: expected bytes above 0"):
         Pins(max_memory=-1)
     with pytest.raises(SpecError, match=r"recompute='ful': .*; did you mean 'full'\?"):
-        Choice(recompute="ful")
+        ParallelConfig(recompute="ful")

@@ -12,11 +12,11 @@ from commgrid.cli.grid_options import read_cluster, read_spec, refuse_unused, re
 from commgrid.cli.output import MARKS, give, write_grid
 from commgrid.cli.terminal import DIM, GREEN
 from commgrid.errors import SpecError
-from commgrid.planning.choice import ORDERS, RECOMPUTE, Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.crossing import check_within
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import find_model
+from commgrid.planning.parallel_config import ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.planning.placement import of_spec
 from commgrid.planning.reasons import as_lines
 from commgrid.planning.spec import GridSpec
@@ -24,7 +24,15 @@ from commgrid.planning.step_cost import StepCost
 from commgrid.planning.step_memory import MEMORY_PARTS
 from commgrid.planning.step_traffic import traffic
 from commgrid.planning.step_why import why
-from commgrid.planning.tune import AXES, Pins, Tuning, describe, memory_limit, tune
+from commgrid.planning.tune import (
+    AXES,
+    Pins,
+    Tuning,
+    describe,
+    fastest,
+    memory_limit,
+    tune,
+)
 from commgrid.planning.tune_words import NAMES, limits, why_worse
 from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.steps_picture import draw_steps
@@ -128,9 +136,9 @@ def _pins(args: argparse.Namespace) -> Pins:
 
 def _run_pins(args: argparse.Namespace) -> Pins:
     """Pins of a step from flags."""
-    asked = Choice(
-        shard=args.shard or Choice().shard,
-        recompute=args.recompute or Choice().recompute,
+    asked = ParallelConfig(
+        shard=args.shard or ParallelConfig().shard,
+        recompute=args.recompute or ParallelConfig().recompute,
     )  # which checks them
     memory = None
     if args.max_memory is not None:
@@ -145,14 +153,14 @@ def _run_pins(args: argparse.Namespace) -> Pins:
         chunks=whole("chunks", args.chunks, 1) if args.chunks else None,
         recompute=args.recompute,
         max_memory=memory,
-        base=Choice(shard=asked.shard),
+        base=ParallelConfig(shard=asked.shard),
     )
 
 
 def given_step(
     spec: GridSpec, model: Model, cluster: Cluster, pins: Pins, shard: str | None = None
 ) -> StepCost:
-    """The step on a grid, run as well as fits; where nothing does, with the least memory.
+    """The fastest way to run a step on a grid that fits in memory, or the one of least memory.
 
     Args:
         shard: what dp shares out; None: the weights too where the grid has dp_shard, as FSDP and
@@ -166,17 +174,16 @@ def given_step(
     placement = of_spec(spec, cluster)
     all_of_it = pins.max_memory or cluster.device.memory
     for limit in dict.fromkeys((pins.max_memory, all_of_it)):
-        try:
-            asked = replace(pins, max_memory=limit)
-            return tune(model, world_size, cluster, asked, placement=placement).best[0]
-        except SpecError as error:
-            if "no grid fits" not in str(error):
-                raise
+        found = fastest(model, world_size, cluster, replace(pins, max_memory=limit), placement)
+        if found is not None:
+            return found
     least = replace(
         pins, max_memory=math.inf, recompute=pins.recompute or RECOMPUTE[-1],
         microbatch=pins.microbatch or 1, chunks=pins.chunks or 1,
     )  # fmt: skip
-    return tune(model, world_size, cluster, least, placement=placement).best[0]
+    found = fastest(model, world_size, cluster, least, placement)
+    assert found is not None  # any memory is enough
+    return found
 
 
 def _sizes(spec: GridSpec, model: Model) -> dict[str, Any]:
@@ -230,7 +237,7 @@ def tuning_text(tuning: Tuning, limit: float, top: int) -> list[str]:
     return lines
 
 
-def spec_of(choice: Choice, model: Model) -> GridSpec:
+def spec_of(choice: ParallelConfig, model: Model) -> GridSpec:
     """The grid of a choice, dp still open."""
     sizes: dict[str, Any] = {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "ep")}
     if model.experts and (choice.ep > 1 or choice.expert_tp != choice.tp):
@@ -245,7 +252,7 @@ def job_flags(args: argparse.Namespace) -> str:
     return "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
 
 
-def _way_comment(args: argparse.Namespace, choice: Choice | None) -> str:
+def _way_comment(args: argparse.Namespace, choice: ParallelConfig | None) -> str:
     """The comment of a grid's file: its origin."""
     if choice is None:
         return f"of `commgrid plan{job_flags(args)}`"
@@ -256,7 +263,7 @@ def _way_comment(args: argparse.Namespace, choice: Choice | None) -> str:
     )
 
 
-def start_lines(choice: Choice, job: str = "") -> list[str]:
+def start_lines(choice: ParallelConfig, job: str = "") -> list[str]:
     """How to start a grid, on the command line and in Python.
 
     Args:
@@ -266,7 +273,7 @@ def start_lines(choice: Choice, job: str = "") -> list[str]:
     given = {axis: str(size) for axis, size in sizes.items() if size > 1}
     if choice.expert_tp != choice.tp or choice.ep > 1:
         given["etp"] = str(choice.expert_tp)
-    order = choice.order != Choice().order and choice.pp > 1
+    order = choice.order != ParallelConfig().order and choice.pp > 1
     flags = "".join(f" --{axis} {size}" for axis, size in given.items())
     code = "".join(f"{axis}={size}, " for axis, size in given.items()) + f"dp={choice.dp}"
     if order:
@@ -372,7 +379,7 @@ def _way(cost: StepCost) -> str:
         told.append(f"shard {choice.shard}")
     if choice.copies > 1:
         told.append(f"over {choice.sharers} ranks, {choice.copies} copies")
-    if choice.order != Choice().order and choice.pp > 1:
+    if choice.order != ParallelConfig().order and choice.pp > 1:
         told.append(f"order {choice.order}")
     return ", ".join(told)
 

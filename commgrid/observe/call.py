@@ -53,15 +53,16 @@ class Call:
         peer: the global rank of a message's other side; None: any.
         shape, dtype, bytes: of the input, if known; of `recv` the output.
         root: the global rank that a broadcast, reduce, gather or scatter is about, where known.
-        tag: which of gloo's messages meet.
+        tag: gloo's message tag.
         handle: what a `Wait` names; None: the call is waited for where it stands.
-        number: how many the rank had issued on the communicator before; None: as counted.
+        number: the rank's earlier calls on the communicator, of all kinds; it names the call within
+            one rank. None: counted in this program.
         where: file, line and function of the program.
         output: bytes of the output, if known and equal on all ranks.
         reduction: such as `SUM`, where known.
-        turn: by which members' calls are matched: of a collective, how many collectives the rank
-            had issued on the communicator before; of a message, how many in this direction between
-            the two. None: as counted.
+        turn: the number that matches calls of different ranks: of a collective, the rank's earlier
+            collectives on the communicator; of a message, those in this direction between the two.
+            None: counted in this trace.
         began, issued, ended: seconds of the wall clock, of a recorded call; None where it had not
             come to that.
     """

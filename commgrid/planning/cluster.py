@@ -224,7 +224,7 @@ class Cluster:
         """A cluster from the mapping that YAML holds; see `to_dict`.
 
         Raises:
-            SpecError: a key is missing or unknown, or a number is none above 0.
+            SpecError: a key is missing or unknown, or a number is not above 0.
         """
         check_keys("", config, _CLUSTER, ("source", "fits"))
         device = config["device"]

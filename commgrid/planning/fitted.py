@@ -67,7 +67,7 @@ class Fit:
         """A fit from the mapping that YAML holds; see `to_dict`.
 
         Raises:
-            SpecError: a key is missing or unknown, or a number is none above 0.
+            SpecError: a key is missing or unknown, or a number is not above 0.
         """
         check_keys(f"{key}.", config, _KEYS)
         collective, algorithm = str(config["collective"]), str(config["algorithm"])

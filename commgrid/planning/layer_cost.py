@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from commgrid.planning.calibration import Calibration
-from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.cost import collective_time
 from commgrid.planning.model import Model
+from commgrid.planning.parallel_config import ParallelConfig
 from commgrid.planning.placement import Spread
 
 LINEAR_BYTES = 2
@@ -122,7 +122,7 @@ class Machine:
 
 
 def layer_cost(
-    model: Model, choice: Choice, machine: Machine, spreads: Mapping[str, Spread]
+    model: Model, choice: ParallelConfig, machine: Machine, spreads: Mapping[str, Spread]
 ) -> LayerCost:
     """One layer and one microbatch of it on one rank.
 
@@ -142,7 +142,7 @@ def layer_cost(
 
 
 def _layer_cost(
-    model: Model, choice: Choice, machine: Machine, spreads: Mapping[str, Spread]
+    model: Model, choice: ParallelConfig, machine: Machine, spreads: Mapping[str, Spread]
 ) -> LayerCost:
     tokens = choice.microbatch * model.sequence / choice.cp
     products = _products(model, choice, tokens)
@@ -168,7 +168,7 @@ def _layer_cost(
 
 
 def _products(
-    model: Model, choice: Choice, tokens: float
+    model: Model, choice: ParallelConfig, tokens: float
 ) -> list[tuple[tuple[float, float, float], float]]:
     """The matrix products of a layer: (tokens, outputs, inputs), and how many of them."""
     tp, hidden = choice.tp, model.hidden
@@ -188,7 +188,7 @@ def _products(
 
 
 def _attention(
-    model: Model, choice: Choice, machine: Machine, tokens: float
+    model: Model, choice: ParallelConfig, machine: Machine, tokens: float
 ) -> tuple[float, float]:
     """Seconds of scores, softmax and values, forward and backward.
 
@@ -212,7 +212,7 @@ def _attention(
     return forward_all, backward
 
 
-def _elementwise(model: Model, choice: Choice, tokens: float) -> tuple[float, float]:
+def _elementwise(model: Model, choice: ParallelConfig, tokens: float) -> tuple[float, float]:
     """Bytes that a layer's other kernels read and write forward, and those of norms and activation
     function alone. Two norms read and write; two residual sums read two and write one, with
     dropout its mask; the activation function reads its inputs and writes its output; queries and
@@ -233,7 +233,7 @@ def _elementwise(model: Model, choice: Choice, tokens: float) -> tuple[float, fl
 
 def _tp(
     model: Model,
-    choice: Choice,
+    choice: ParallelConfig,
     machine: Machine,
     tokens: float,
     spreads: Mapping[str, Spread],
@@ -265,7 +265,7 @@ def _tp(
 
 def _ep(
     model: Model,
-    choice: Choice,
+    choice: ParallelConfig,
     machine: Machine,
     tokens: float,
     spreads: Mapping[str, Spread],
@@ -297,7 +297,7 @@ def _ep(
 
 def _cp(
     model: Model,
-    choice: Choice,
+    choice: ParallelConfig,
     machine: Machine,
     tokens: float,
     spreads: Mapping[str, Spread],

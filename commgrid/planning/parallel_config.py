@@ -36,7 +36,7 @@ class Stages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class ParallelConfig:
     """A grid and how a step is run on it.
 
     Args:
@@ -126,7 +126,7 @@ class Choice:
         first, which have the output layer and the embedding; then the others.
 
         >>> from commgrid.planning.model_zoo import MODELS
-        >>> Choice(pp=16).stage_layers(MODELS["llama3-405b"])
+        >>> ParallelConfig(pp=16).stage_layers(MODELS["llama3-405b"])
         Stages(first=7, most=8, last=7)
         """
         most = -(-model.layers // self.pp)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from commgrid.planning.choice import ORDERS, Choice
 from commgrid.planning.cluster import Cluster, Hosts
 from commgrid.planning.crossing import check_room, ranks_per_unit, worst_spread
+from commgrid.planning.parallel_config import ORDERS, ParallelConfig
 from commgrid.planning.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec
 
@@ -130,7 +130,7 @@ def _held(cluster: Cluster, world_size: int) -> tuple[int, ...]:
     )
 
 
-def of_choice(choice: Choice, cluster: Cluster) -> Placement:
+def of_choice(choice: ParallelConfig, cluster: Cluster) -> Placement:
     """The placement of a grid whose ranks are numbered as its order says, one of `ORDERS`."""
     assert choice.order in ORDERS, choice.order
     first = choice.order == ORDERS[0]

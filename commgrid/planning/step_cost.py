@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commgrid.planning.calibration import CALIBRATION, Calibration
-from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.cost import bus_factor
 from commgrid.planning.layer_cost import LINEAR_BYTES, Collective, LayerCost, Machine, layer_cost
 from commgrid.planning.model import Model
+from commgrid.planning.parallel_config import ParallelConfig
 from commgrid.planning.placement import Placement, Spread, of_choice
 from commgrid.planning.step_memory import Memory, memory_of, parameters_of_rank
 
@@ -79,7 +79,7 @@ class StepCost:
     """
 
     model: Model
-    choice: Choice
+    choice: ParallelConfig
     cluster: Cluster
     placement: Placement
     terms: tuple[Term, ...]
@@ -117,7 +117,7 @@ class StepCost:
 
 def step_cost(
     model: Model,
-    choice: Choice,
+    choice: ParallelConfig,
     cluster: Cluster,
     calibration: Calibration = CALIBRATION,
     *,
@@ -142,7 +142,7 @@ def step_cost(
 
 def _terms(
     model: Model,
-    choice: Choice,
+    choice: ParallelConfig,
     machine: Machine,
     spreads: Mapping[str, Spread],
     layer: LayerCost,
@@ -179,7 +179,7 @@ def _terms(
     yield Term("optimizer", "one update", 1, _optimizer(model, choice, machine))
 
 
-def output_time(model: Model, choice: Choice, machine: Machine) -> float:
+def output_time(model: Model, choice: ParallelConfig, machine: Machine) -> float:
     """Seconds of logits and loss of one microbatch, forward and backward."""
     tokens = choice.microbatch * model.sequence / choice.cp
     shape = (tokens, model.vocabulary / choice.tp, model.hidden)
@@ -188,7 +188,11 @@ def output_time(model: Model, choice: Choice, machine: Machine) -> float:
 
 
 def _send(
-    model: Model, choice: Choice, machine: Machine, spreads: Mapping[str, Spread], count: int
+    model: Model,
+    choice: ParallelConfig,
+    machine: Machine,
+    spreads: Mapping[str, Spread],
+    count: int,
 ) -> Term:
     """Of activations to the next stage and gradients back; with tp each rank sends its part
     (Narayanan et al. 2021, section 4.1)."""
@@ -206,7 +210,7 @@ def _send(
 
 def _data_parallel(
     model: Model,
-    choice: Choice,
+    choice: ParallelConfig,
     machine: Machine,
     spreads: Mapping[str, Spread],
     layer: LayerCost,
@@ -257,7 +261,7 @@ def _whole(group: str, collective: str, size: float, ranks: int, spread: Spread)
 
 
 def _visible(
-    choice: Choice,
+    choice: ParallelConfig,
     total: Mapping[bool, float],
     forward: float,
     backward: float,
@@ -280,7 +284,7 @@ def _visible(
     return part if is_out else part + max(into - forward, into / most)
 
 
-def _optimizer(model: Model, choice: Choice, machine: Machine) -> float:
+def _optimizer(model: Model, choice: ParallelConfig, machine: Machine) -> float:
     """Adam reads gradient, master weight and moments, and writes the latter three and
     the weight."""
     most = choice.stage_layers(model).most

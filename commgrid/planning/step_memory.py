@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commgrid.planning.calibration import NCCL_GB, RESERVED_GB
-from commgrid.planning.choice import Choice
 from commgrid.planning.model import Model
+from commgrid.planning.parallel_config import ParallelConfig
 
 WEIGHT, MASTER, MOMENTS = 2, 4, 8
 """Bytes of a parameter: in bf16, in fp32, and Adam's two moments in fp32."""
@@ -44,7 +44,9 @@ class Memory:
         )  # fmt: skip
 
 
-def parameters_of_rank(model: Model, choice: Choice, layers: int, ends: int) -> tuple[float, float]:
+def parameters_of_rank(
+    model: Model, choice: ParallelConfig, layers: int, ends: int
+) -> tuple[float, float]:
     """Parameters that a rank of a stage holds, of experts and of all the rest.
 
     Args:
@@ -62,7 +64,7 @@ def parameters_of_rank(model: Model, choice: Choice, layers: int, ends: int) -> 
     return layers * local * model.expert_parameters / choice.expert_tp, rest
 
 
-def layer_activations(model: Model, choice: Choice, recompute: str | None = None) -> float:
+def layer_activations(model: Model, choice: ParallelConfig, recompute: str | None = None) -> float:
     """Bytes that one layer keeps of one microbatch until its backward.
 
     Args:
@@ -92,7 +94,7 @@ def layer_activations(model: Model, choice: Choice, recompute: str | None = None
     return tokens * kept
 
 
-def memory_of(model: Model, choice: Choice) -> Memory:
+def memory_of(model: Model, choice: ParallelConfig) -> Memory:
     """Memory of the fullest rank: one of the first stage, of the next, or of the last."""
     first, most, last = choice.stage_layers(model)
     layer = layer_activations(model, choice)
@@ -110,7 +112,7 @@ def memory_of(model: Model, choice: Choice) -> Memory:
     return max(stages, key=lambda memory: memory.total)
 
 
-def communicators_of(choice: Choice) -> int:
+def communicators_of(choice: ParallelConfig) -> int:
     """Communicators of more than one rank that a step uses, one of each."""
     sizes = [choice.tp, choice.cp, choice.pp, choice.sharers, choice.copies]
     if choice.ep > 1:
@@ -119,7 +121,7 @@ def communicators_of(choice: Choice) -> int:
 
 
 def _of_stage(
-    model: Model, choice: Choice, layers: int, ends: int, kept: float, output: bool = False
+    model: Model, choice: ParallelConfig, layers: int, ends: int, kept: float, output: bool = False
 ) -> Memory:
     """Of a stage's rank that keeps so many bytes of its layers' activations."""
     experts, rest = parameters_of_rank(model, choice, layers, ends)

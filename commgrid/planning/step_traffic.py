@@ -1,10 +1,10 @@
 """Bytes that a training step sends, by group name, and over the links that leave a unit.
 
-Each rank's bytes are those of the step's terms: of rings, an all-reduce of s bytes over n ranks
-sends 2 s (n - 1) / n, the two halves of one s (n - 1) / n each (Patarasuk & Yuan 2009), an
-all-to-all the same of its input. Of each ring one rank in a unit sends on to the next
-unit, so that the link that leaves a unit carries as much as one rank sends, of every group that
-shares it. In an all-to-all every rank of the unit sends to the others.
+Each rank's bytes are those of the step's terms: over n ranks a ring's all-reduce of s bytes sends
+2 s (n - 1) / n, its reduce-scatter and its all-gather s (n - 1) / n each (Patarasuk & Yuan 2009),
+and an all-to-all of s bytes as much as one of these. Of each ring one rank in a unit sends on to
+the next unit, so the link that leaves a unit carries as much as one rank sends, once for each group
+that shares it. In an all-to-all every rank of the unit sends to the others.
 """
 
 from __future__ import annotations

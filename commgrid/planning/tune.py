@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 from commgrid.errors import SpecError
 from commgrid.planning.calibration import CALIBRATION, Calibration
-from commgrid.planning.choice import HEADROOM, ORDERS, RECOMPUTE, Choice
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.layer_cost import Machine, layer_cost
 from commgrid.planning.model import Model
 from commgrid.planning.names import nearest
+from commgrid.planning.parallel_config import HEADROOM, ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.planning.placement import Placement, of_choice
 from commgrid.planning.ranks import divisors
 from commgrid.planning.step_cost import StepCost, step_cost
@@ -32,7 +32,7 @@ class Pins:
 
     Args:
         tp, cp, pp, dp, ep, etp: sizes of axes.
-        order, microbatch, chunks, recompute: as of `Choice`.
+        order, microbatch, chunks, recompute: as of `ParallelConfig`.
         max_memory: bytes that a rank may need; None: `HEADROOM` of the device's.
         base: what the rest is taken from: sequence parallelism, sharding, bytes of gradients.
     """
@@ -48,7 +48,7 @@ class Pins:
     chunks: int | None = None
     recompute: str | None = None
     max_memory: float | None = None
-    base: Choice = field(default_factory=Choice)
+    base: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         for key in (*AXES, "microbatch", "chunks"):
@@ -97,35 +97,54 @@ def tune(
     cluster: Cluster,
     pins: Pins | None = None,
     calibration: Calibration = CALIBRATION,
-    *,
-    placement: Placement | None = None,
 ) -> Tuning:
     """The best grids of a model on so many devices, by the time of a step.
 
     Of each grid the best order, microbatch and number of chunks, with as little computed again as
     fits in memory. Grids whose layers alone take `FAR` times the best step are left out.
 
-    Args:
-        placement: of the one grid that pins leave, from `placement.of_spec`; None: by the order
-            of each.
-
     Raises:
         SpecError: the cluster has no so many devices, no grid is valid, or none fits; says what
             would.
     """
-    pins = pins or Pins()
-    if placement is None:
-        cluster.check_world(world_size)
-    search = _Search(model, cluster, pins, Machine(cluster, calibration), placement)
-    for grid in _grids(model, world_size, pins):
-        search.try_grid(grid)
+    search = _searched(model, world_size, cluster, pins or Pins(), calibration, None)
     if not search.found:
         _refuse(search, world_size)
     found = sorted(search.found, key=lambda cost: (cost.seconds, cost.memory.total))
     return Tuning(tuple(found), search.grids, search.far, search.evaluated)
 
 
-_Fitting = tuple[Choice, Memory]
+def fastest(
+    model: Model, world_size: int, cluster: Cluster, pins: Pins, placement: Placement
+) -> StepCost | None:
+    """The fastest way to run a step on a given grid; None: it is valid, and nothing fits.
+
+    Raises:
+        SpecError: no way is valid.
+    """
+    search = _searched(model, world_size, cluster, pins, CALIBRATION, placement)
+    if not search.found and search.smallest is None:
+        _refuse(search, world_size)
+    return min(search.found, key=lambda cost: cost.seconds, default=None)
+
+
+def _searched(
+    model: Model,
+    world_size: int,
+    cluster: Cluster,
+    pins: Pins,
+    calibration: Calibration,
+    placement: Placement | None,
+) -> _Search:
+    if placement is None:
+        cluster.check_world(world_size)
+    search = _Search(model, cluster, pins, Machine(cluster, calibration), placement)
+    for grid in _grids(model, world_size, pins):
+        search.try_grid(grid)
+    return search
+
+
+_Fitting = tuple[ParallelConfig, Memory]
 
 
 @dataclass
@@ -143,9 +162,9 @@ class _Search:
     far: int = 0
     evaluated: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
-    smallest: tuple[Choice, Memory] | None = None
+    smallest: tuple[ParallelConfig, Memory] | None = None
 
-    def try_grid(self, grid: Choice) -> None:
+    def try_grid(self, grid: ParallelConfig) -> None:
         """Adds a grid's best way to run a step, where it is valid and fits."""
         best: StepCost | None = None
         valid = far = False
@@ -174,13 +193,13 @@ class _Search:
         elif far:
             self.far += 1
 
-    def _is_valid(self, choice: Choice) -> bool:
+    def _is_valid(self, choice: ParallelConfig) -> bool:
         why = choice.refusal(self.model)
         if why is not None:
             self.refusals[why] = self.refusals.get(why, 0) + 1
         return why is None
 
-    def state_fits(self, grid: Choice) -> bool:
+    def state_fits(self, grid: ParallelConfig) -> bool:
         """Whether what no way to run a step changes fits: weights, gradients, optimizer."""
         asked = self.pins.recompute or RECOMPUTE[-1]
         least = replace(grid, microbatch=self.pins.microbatch or 1, chunks=1, recompute=asked)
@@ -192,18 +211,18 @@ class _Search:
         self._note(least, memory)
         return False
 
-    def _note(self, choice: Choice, memory: Memory) -> None:
+    def _note(self, choice: ParallelConfig, memory: Memory) -> None:
         if self.smallest is None or memory.total < self.smallest[1].total:
             self.smallest = (choice, memory)
 
-    def _least(self, choice: Choice) -> float:
+    def _least(self, choice: ParallelConfig) -> float:
         """Seconds that a step takes at the least: those of the fullest stage's layers."""
         placement = self.placement or of_choice(choice, self.cluster)
         layer = layer_cost(self.model, choice, self.machine, placement.spreads)
         each = layer.forward_total + layer.backward_total
         return choice.microbatches(self.model) * choice.stage_layers(self.model).last * each
 
-    def _cost(self, choice: Choice, memory: Memory | None) -> StepCost:
+    def _cost(self, choice: ParallelConfig, memory: Memory | None) -> StepCost:
         self.evaluated += 1
         return step_cost(
             self.model, choice, self.cluster, machine=self.machine, memory=memory,
@@ -227,7 +246,7 @@ class _Search:
             else:
                 yield [(replace(each, order=order), memory) for each, memory in fitting]
 
-    def least_recomputed(self, choice: Choice) -> tuple[Choice, Memory] | None:
+    def least_recomputed(self, choice: ParallelConfig) -> tuple[ParallelConfig, Memory] | None:
         """The choice with as little computed again as fits, since that only costs time."""
         limit = memory_limit(self.cluster, self.pins)
         for recompute in [self.pins.recompute] if self.pins.recompute else RECOMPUTE:
@@ -245,7 +264,7 @@ def memory_limit(cluster: Cluster, pins: Pins) -> float:
     return HEADROOM * cluster.device.memory if pins.max_memory is None else pins.max_memory
 
 
-def _grids(model: Model, world_size: int, pins: Pins) -> Iterator[Choice]:
+def _grids(model: Model, world_size: int, pins: Pins) -> Iterator[ParallelConfig]:
     """Every factorisation into axes that may be valid; what never is, is left out early."""
     for tp in _sizes(world_size, pins.tp, LARGEST_TP):
         if model.heads % tp and pins.tp is None:
@@ -265,7 +284,7 @@ def _grids(model: Model, world_size: int, pins: Pins) -> Iterator[Choice]:
                 yield from _expert_grids(model, base, pins)
 
 
-def _expert_grids(model: Model, base: Choice, pins: Pins) -> Iterator[Choice]:
+def _expert_grids(model: Model, base: ParallelConfig, pins: Pins) -> Iterator[ParallelConfig]:
     if not model.experts:
         if pins.ep in (None, 1) and pins.etp is None:
             yield base
@@ -298,7 +317,7 @@ def _divisors(number: int, most: int) -> tuple[int, ...]:
     return tuple(size for size in divisors(number) if size <= most)
 
 
-def _ways(model: Model, grid: Choice, pins: Pins) -> Iterator[list[Choice]]:
+def _ways(model: Model, grid: ParallelConfig, pins: Pins) -> Iterator[list[ParallelConfig]]:
     """For each microbatch the numbers of chunks that its stages can have."""
     per_rank = max(model.batch // grid.dp, 1)
     layers = -(-model.layers // grid.pp)
@@ -317,7 +336,7 @@ def _ways(model: Model, grid: Choice, pins: Pins) -> Iterator[list[Choice]]:
 # ---- where nothing fits -------------------------------------------------------------------------
 
 
-def first_fit(model: Model, world_size: int, cluster: Cluster, pins: Pins) -> Choice | None:
+def first_fit(model: Model, world_size: int, cluster: Cluster, pins: Pins) -> ParallelConfig | None:
     """Any choice that is valid and fits; None where there is none."""
     search = _Search(model, cluster, pins, Machine(cluster, CALIBRATION))
     for grid in _grids(model, world_size, pins):
@@ -393,10 +412,10 @@ def _what_would(search: _Search, world_size: int) -> list[str]:
     return told
 
 
-def describe(choice: Choice) -> str:
+def describe(choice: ParallelConfig) -> str:
     """A grid's sizes above 1.
 
-    >>> describe(Choice(tp=8, pp=4, dp=16))
+    >>> describe(ParallelConfig(tp=8, pp=4, dp=16))
     'tp 8 · pp 4 · dp 16'
     """
     sizes = {axis: getattr(choice, axis) for axis in AXES if axis != "etp"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from commgrid.planning.choice import RECOMPUTE
+from commgrid.planning.parallel_config import RECOMPUTE
 from commgrid.planning.step_cost import PARTS, StepCost
 
 NAMES: Mapping[str, str] = MappingProxyType(

@@ -41,7 +41,8 @@ class Mailbox:
         store: where ranks find each other's addresses.
         prefix: what their keys begin with.
         address: of this host, at which the others reach it.
-        heard: is called by `read` with a rank and its message, and None when it has gone.
+        heard: called by `read` as heard(rank, message); the message is None once the rank
+            disconnects.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ class OrderCheck:
         """Hears no more."""
         torch_calls.stop(self)
         self._mail.close()
-        self._take_back()
+        self._delete_state()
 
     def _refresh(self) -> None:
         """Knows the grid's communicators, some of which may be new after a suspension."""
@@ -157,7 +157,7 @@ class OrderCheck:
         if torch_calls.is_blocking():  # it will wait for the others anyway
             until = time.monotonic() + torch_world.group_timeout(self._grid.timeout)
             if self._await(call, lambda: self._has_failed or time.monotonic() > until):
-                self._take_back()
+                self._delete_state()
         elif channel.polls:
             # gloo ends a process that gets more than it expects.
             self._hear(call, _GLOO_SECONDS)
@@ -232,7 +232,7 @@ class OrderCheck:
                 told = self._poll(work, call, told)
         finally:
             if told:
-                self._take_back()
+                self._delete_state()
 
     def _await(self, call: Issued, is_over: Callable[[], bool]) -> bool:
         """Wait until a call was compared, or has ended.
@@ -254,7 +254,7 @@ class OrderCheck:
         """Whether the grid's watch knows of a failure, with which torch's call ends."""
         return self._grid.watch is not None and self._grid.watch.failure is not None
 
-    def _take_back(self) -> None:
+    def _delete_state(self) -> None:
         """Delete this rank's state from the store, once it no longer waits."""
         self._circle = []
         with suppress(RuntimeError):

@@ -26,11 +26,11 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from commgrid.planning.calibration import CALIBRATION, Calibration
-from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import CLUSTERS, Cluster
 from commgrid.planning.layer_cost import Machine
 from commgrid.planning.model import Model
 from commgrid.planning.model_zoo import MODELS
+from commgrid.planning.parallel_config import ParallelConfig
 from commgrid.planning.step_cost import StepCost, step_cost
 from commgrid.planning.tune import Pins, describe, tune
 from commgrid.planning.tune_words import why_worse
@@ -57,7 +57,7 @@ class Run:
 
     name: str
     model: Model
-    choice: Choice
+    choice: ParallelConfig
     microbatches: tuple[int, ...]
     chunks: int | None
     recompute: str | None
@@ -102,7 +102,7 @@ def _gpt(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
         section["vocabulary"], section["sequence"], row["batch"], biases=True, dropout=True,
         tied=True, attention="plain",
     )  # fmt: skip
-    choice = Choice(
+    choice = ParallelConfig(
         tp=row["tp"], pp=row["pp"], dp=row["gpus"] // row["tp"] // row["pp"],
         recompute="full" if old else "selective", sequence_parallel=not old, shard="none",
         gradient_bytes=2 if old else 4, overlap=False,
@@ -127,7 +127,7 @@ def _llama(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Ru
     model = replace(
         MODELS["llama3-405b"], sequence=row["sequence"], batch=row["batch_per_dp"] * row["dp"]
     )
-    choice = Choice(tp=row["tp"], cp=row["cp"], pp=row["pp"], dp=row["dp"])
+    choice = ParallelConfig(tp=row["tp"], cp=row["cp"], pp=row["pp"], dp=row["dp"])
     causal = model.flops_per_token - 1.5 * model.layers * model.score_flops
     seconds = causal * model.tokens / row["gpus"] / row["tflops_per_gpu"] / 1e12
     return Run(
@@ -138,7 +138,7 @@ def _llama(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Ru
 
 def _nemotron(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
     model = replace(MODELS["nemotron-4-340b"], batch=row["batch"])
-    choice = Choice(tp=row["tp"], pp=row["pp"], dp=row["dp"])
+    choice = ParallelConfig(tp=row["tp"], pp=row["pp"], dp=row["dp"])
     return Run(
         "Nemotron-4 340B", model, choice, (1, 2, 4), None, None, _cluster(section), row["step_s"],
         "", calibrates,
@@ -147,7 +147,7 @@ def _nemotron(section: dict[str, Any], row: dict[str, Any], calibrates: bool) ->
 
 def _experts(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
     model = replace(MODELS[section["model"]], batch=row["batch"])
-    choice = Choice(
+    choice = ParallelConfig(
         tp=row["tp"], pp=row["pp"], dp=row["dp"], ep=row["ep"], etp=row["etp"],
         microbatch=row["microbatch"], recompute=row["recompute"],
     )  # fmt: skip
@@ -186,7 +186,7 @@ def predict(run: Run, calibration: Calibration = CALIBRATION) -> StepCost:
     return min(fitting or costs, key=lambda cost: cost.seconds)
 
 
-def _possible(run: Run) -> Iterator[Choice]:
+def _possible(run: Run) -> Iterator[ParallelConfig]:
     layers = run.choice.stage_layers(run.model).most
     for microbatch in run.microbatches:
         for chunks in [run.chunks] if run.chunks else range(1, layers + 1):

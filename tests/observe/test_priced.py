@@ -13,10 +13,10 @@ from commgrid.observe import trace_files, traces
 from commgrid.observe.call import Call, Group
 from commgrid.observe.priced import pricer
 from commgrid.observe.traces import Trace
-from commgrid.planning.choice import Choice
 from commgrid.planning.cluster import CLUSTERS
 from commgrid.planning.cost import collective_time
 from commgrid.planning.model import Model
+from commgrid.planning.parallel_config import ParallelConfig
 from commgrid.planning.step_cost import step_cost
 from commgrid.planning.step_traffic import traffic
 from commgrid.testing import run_on_ranks
@@ -79,7 +79,7 @@ def test_a_dry_step_costs_what_the_model_says(tmp_path: Path) -> None:
         batch=BATCH, biases=True,
     )  # fmt: skip
     micro = BATCH // 2 // MICROBATCHES
-    choice = Choice(tp=2, dp=2, pp=2, microbatch=micro, sequence_parallel=False)
+    choice = ParallelConfig(tp=2, dp=2, pp=2, microbatch=micro, sequence_parallel=False)
     model_says = step_cost(model, choice, H100)
     whole = micro * SEQUENCE * HIDDEN * 2
     mine = [each for each in trace.calls if each.group.first == "tp" and each.bytes == whole]
