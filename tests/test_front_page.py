@@ -14,6 +14,7 @@ import pytest
 import commgrid
 from commgrid.cli import main
 from commgrid.testing import run_on_ranks
+from tests.benchmarks.draw import main as draw
 from tests.docs.pages import in_shell
 from tests.examples.curves import load
 
@@ -123,7 +124,8 @@ def test_what_a_rank_that_differs_prints() -> None:
 
 # -- the pictures ---------------------------------------------------------------------------
 
-DRAWN = re.findall(r"^(commgrid show .*-o (docs/images/\S+))$", README, re.MULTILINE)
+COMMANDS = r"^((?:commgrid show|python tests/benchmarks/draw\.py) .*-o (docs/images/\S+))$"
+DRAWN = re.findall(COMMANDS, README, re.MULTILINE)
 
 
 def test_each_picture_has_its_command() -> None:
@@ -139,7 +141,11 @@ def texts(picture: str) -> list[str]:
 def test_pictures_are_up_to_date(command: str, path: str, tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed (group viz)")
     new = tmp_path / "new.svg"
-    main([str(new) if word == path else word for word in shlex.split(command)[1:]])
+    program, *words = [str(new) if word == path else word for word in shlex.split(command)]
+    if program == "python":
+        assert draw(words[1:]) == 0
+    else:
+        main(words)
     ours, drawn = (ROOT / path).read_text(), new.read_text()
     assert texts(drawn)
     assert texts(drawn) == texts(ours)
