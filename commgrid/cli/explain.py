@@ -12,9 +12,9 @@ from commgrid.cli.grid_options import (
     read_nodes,
     read_spec,
     resolve,
+    whole,
 )
 from commgrid.cli.output import give
-from commgrid.errors import SpecError
 from commgrid.planning.cluster import Cluster
 from commgrid.planning.crossing import check_within
 from commgrid.planning.plan import GroupPlan
@@ -44,9 +44,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     read_nodes(args)
     spec, cluster = resolve(read_spec(args), args.world_size), read_cluster(args)
-    if not args.rank.isdecimal():
-        raise SpecError(f"--rank {args.rank}: expected a rank from 0 on")
-    plan = GroupPlan.for_rank(spec, int(args.rank))
+    plan = GroupPlan.for_rank(spec, whole("rank", args.rank, 0))
     if cluster is not None:
         if spec.ranks is None:
             cluster.check_world(spec.world_size)

@@ -46,10 +46,6 @@ def write_grid(path: Path, spec: GridSpec, source: str) -> None:
     Raises:
         SpecError: it cannot be written.
     """
-    if path.suffix not in (".yaml", ".yml"):
-        raise SpecError(
-            f"-o {path}: expected a name that ends in .yaml; with --model also .svg, .png, .pdf"
-        )
     try:
         path.write_text(f"# {source}\n{spec.to_yaml()}", encoding="utf-8")
     except OSError as error:

@@ -29,6 +29,7 @@ from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.planning.reasons import Why, as_lines
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
+from commgrid.viz.figure import SUFFIXES, check_suffix
 
 ASKS = {
     "region": "all ranks of a group to issue collectives, asynchronous ones too, in one order on "
@@ -78,7 +79,10 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     read_nodes(args)
-    if args.auto or args.model is not None:
+    has_steps = args.auto or args.model is not None
+    for path in args.output:
+        check_suffix(path, (".yaml", ".yml", *(SUFFIXES if has_steps else ())))
+    if has_steps:
         from commgrid.cli import plan_model  # only a step needs it
 
         return plan_model.run(args)

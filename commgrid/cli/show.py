@@ -21,6 +21,7 @@ from commgrid.cli.grid_options import (
     read_spec,
     refuse_unused,
     resolve,
+    whole,
 )
 from commgrid.cli.output import MARKS, give
 from commgrid.cli.show_bench import ShownBench, add_bench_options
@@ -198,9 +199,7 @@ def _check_beside_grid(args: argparse.Namespace) -> None:
 
 def _view(args: argparse.Namespace) -> GridView:
     names = args.names.split(",") if args.names else []
-    if args.rank is not None and not args.rank.isdecimal():
-        raise SpecError(f"--rank {args.rank}: expected a rank from 0 on")
-    rank = None if args.rank is None else int(args.rank)
+    rank = None if args.rank is None else whole("rank", args.rank, 0)
     cluster = read_cluster(args)
     spec = resolve(read_spec(args), args.world_size)
     if cluster is None:

@@ -90,7 +90,7 @@ def find_crossings(
         SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
     """
     check_room(spec, cluster, hosts)
-    units = _Units(cluster, spec, hosts)
+    units = Units(cluster, spec, hosts)
     known: dict[Hashable, Crossing] = {}
     found = {}
     for name, definition in spec.definitions.items():
@@ -117,29 +117,7 @@ def check_room(spec: GridSpec, cluster: Cluster, hosts: Hosts | None) -> None:
         cluster.check_ranks(spec.grid_ranks)
 
 
-def worst_spread(
-    layout: RankLayout, axes: Sequence[str], cluster: Cluster, spec: GridSpec, hosts: Hosts | None
-) -> tuple[int, ...]:
-    """The spread of the group along axes that crosses most, of all ranks one by one."""
-    units = _Units(cluster, spec, hosts)
-    return units.crossing(GroupDef("", "", tuple(axes)), layout).spread
-
-
-def ranks_per_unit(spec: GridSpec, cluster: Cluster, hosts: Hosts | None) -> tuple[int, ...]:
-    """For each level, the most of a spec's ranks that a unit has."""
-    units = _Units(cluster, spec, hosts)
-    counts, found = Counter(units.unit.values()), []
-    for level in range(len(cluster.levels)):
-        found.append(max(counts.values()))
-        if level + 1 < len(cluster.levels):
-            above: Counter[int] = Counter()
-            for unit, count in counts.items():
-                above[units.above([unit], level + 1)[0]] += count
-            counts = above
-    return tuple(found)
-
-
-class _Units:
+class Units:
     """The unit of every level that each rank is in, looked up once."""
 
     def __init__(self, cluster: Cluster, spec: GridSpec, hosts: Hosts | None) -> None:
@@ -169,6 +147,22 @@ class _Units:
             if level + 1 < len(self.levels):
                 units = self.above(distinct, level + 1)
         return tuple(found)
+
+    def most_ranks(self) -> tuple[int, ...]:
+        """For each level, the most ranks that a unit has."""
+        counts, found = Counter(self.unit.values()), []
+        for level in range(len(self.levels)):
+            found.append(max(counts.values()))
+            if level + 1 < len(self.levels):
+                above: Counter[int] = Counter()
+                for unit, count in counts.items():
+                    above[self.above([unit], level + 1)[0]] += count
+                counts = above
+        return tuple(found)
+
+    def worst_spread(self, layout: RankLayout, axes: Sequence[str]) -> tuple[int, ...]:
+        """The spread of the group along axes that crosses most."""
+        return self.crossing(GroupDef("", "", tuple(axes)), layout).spread
 
     def crossing(self, definition: GroupDef, layout: RankLayout) -> Crossing:
         """The worst group of a name, and how many share a link there."""
@@ -311,7 +305,7 @@ def check_within(spec: GridSpec, cluster: Cluster) -> None:
     Raises:
         SpecError: a group does, or the cluster has no such level.
     """
-    units = _Units(cluster, spec, None) if spec.constraints else None
+    units = Units(cluster, spec, None) if spec.constraints else None
     for name, level in spec.constraints.items():
         assert units is not None
         try:

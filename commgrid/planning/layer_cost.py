@@ -49,22 +49,22 @@ class LayerCost:
 
     Args:
         forward, backward: seconds of its kernels, what is computed again included in the backward.
-        messages: its collectives.
+        collectives: its collectives.
     """
 
     forward: float
     backward: float
-    messages: tuple[Collective, ...]
+    collectives: tuple[Collective, ...]
 
     @cached_property
     def forward_total(self) -> float:
         """Seconds with communication."""
-        return self.forward + sum(each.forward for each in self.messages)
+        return self.forward + sum(each.forward for each in self.collectives)
 
     @cached_property
     def backward_total(self) -> float:
         """Seconds with communication."""
-        return self.backward + sum(each.backward for each in self.messages)
+        return self.backward + sum(each.backward for each in self.collectives)
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ def _layer_cost(
         again, times = forward, 2
     elif choice.recompute == "selective":
         again = attention if model.attention == "plain" else machine.bytes(lighter)
-    messages = (
+    collectives = (
         *_tp(model, choice, machine, tokens, spreads, times),
         *_ep(model, choice, machine, tokens, spreads, times),
         *_cp(model, choice, machine, tokens, spreads, times, attention, attention_back),
     )
-    return LayerCost(forward, backward + again, messages)
+    return LayerCost(forward, backward + again, collectives)
 
 
 def _products(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from commgrid.planning.cluster import Cluster, Hosts
-from commgrid.planning.crossing import check_room, ranks_per_unit, worst_spread
+from commgrid.planning.crossing import Units, check_room
 from commgrid.planning.parallel_config import ORDERS, ParallelConfig
 from commgrid.planning.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec
@@ -102,6 +102,7 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
         SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
     """
     check_room(spec, cluster, hosts)
+    units = None if spec.ranks is None and hosts is None else Units(cluster, spec, hosts)
     data = [axis for axis in spec.regions[0].axes if axis.startswith("dp")]
     found: dict[str, Spread] = {}
     for region, names in (
@@ -113,14 +114,13 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
         for name, along in names.items() if layout is not None else ():
             assert layout is not None
             axes = [axis for axis in along if axis in layout.shape]
-            if spec.ranks is None and hosts is None:
+            if units is None:
                 modes = (mode for axis in axes for mode in layout.axis(axis).modes)
                 found[name] = spread_of(cluster, tuple(modes), spec.world_size)
             else:
-                found[name] = worst_spread(layout, axes, cluster, spec, hosts)
-    if spec.ranks is None and hosts is None:
-        return Placement(found, _held(cluster, spec.world_size))
-    return Placement(found, ranks_per_unit(spec, cluster, hosts))
+                found[name] = units.worst_spread(layout, axes)
+    held = _held(cluster, spec.world_size) if units is None else units.most_ranks()
+    return Placement(found, held)
 
 
 def _held(cluster: Cluster, world_size: int) -> tuple[int, ...]:

@@ -167,7 +167,7 @@ def _terms(
             "bubble", f"({choice.pp} stages - 1) / {choice.chunks} chunks · a stage's mean",
             (choice.pp - 1) / choice.chunks, mean,
         )  # fmt: skip
-    for each in layer.messages:
+    for each in layer.collectives:
         # A stage with most layers sends most; the slowest one may have fewer.
         yield Term(
             each.part, all_layers, count * layers, each.forward + each.backward, each.group,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError
 from commgrid.viz.figure import INK, colour, new_figure
 from commgrid.viz.json_lines import filled, read_json
+from tests.benchmarks.report import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,25 +20,7 @@ _LOG_FROM = 30.0
 """The least ratio of the largest to the smallest value for a logarithmic scale."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One row of a benchmark; less is better.
-
-    Args:
-        case, metric, unit: what was measured.
-        ours: commgrid's value.
-        peer, peer_value: who it is compared with; None where the peer cannot do the case.
-    """
-
-    case: str
-    metric: str
-    unit: str
-    ours: float
-    peer: str
-    peer_value: float | None
-
-
-def read_benchmark(path: Path, wanted: Sequence[str] = ()) -> list[Measured]:
+def read_benchmark(path: Path, wanted: Sequence[str] = ()) -> list[Row]:
     """The rows of a benchmark's JSON, or those whose metric or case holds one of `wanted`.
 
     Raises:
@@ -57,15 +39,15 @@ def read_benchmark(path: Path, wanted: Sequence[str] = ()) -> list[Measured]:
     return kept
 
 
-def _row(row: Any) -> Measured:
-    theirs = row["peer_value"]
-    return Measured(
+def _row(row: Any) -> Row:
+    theirs, ratio, spread = row["peer_value"], row.get("ratio"), row.get("spread")
+    return Row(
         str(row["case"]), str(row["metric"]), str(row["unit"]), float(row["ours"]),
-        str(row["peer"]), None if theirs is None else float(theirs),
+        str(row["peer"]), None if theirs is None else float(theirs), ratio, spread,
     )  # fmt: skip
 
 
-def as_text(rows: Sequence[Measured]) -> str:
+def as_text(rows: Sequence[Row]) -> str:
     """A line for each row."""
     width = max(len(f"{row.case}: {row.metric}") for row in rows)
     return "\n".join(
@@ -84,9 +66,9 @@ def value(number: float) -> str:
     return f"{number:,.0f}" if number == int(number) or number >= 1000 else f"{number:.3g}"
 
 
-def draw_benchmark(rows: Sequence[Measured]) -> Figure:
+def draw_benchmark(rows: Sequence[Row]) -> Figure:
     """A panel for each metric and peer; in it two bars for each case."""
-    panels: dict[tuple[str, str, str], list[Measured]] = {}
+    panels: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         panels.setdefault((row.metric, row.unit, row.peer), []).append(row)
     across = min(2, len(panels))
@@ -101,7 +83,7 @@ def draw_benchmark(rows: Sequence[Measured]) -> Figure:
     return figure
 
 
-def _draw_panel(axes: Axes, metric: str, unit: str, peer: str, rows: Sequence[Measured]) -> None:
+def _draw_panel(axes: Axes, metric: str, unit: str, peer: str, rows: Sequence[Row]) -> None:
     values = [v for row in rows for v in (row.ours, row.peer_value) if v]
     if values and max(values) / min(values) > _LOG_FROM:
         axes.set_xscale("log")

@@ -204,7 +204,7 @@ def test_plan_shows_what_only_other_ranks_hold(
             "explain --world-size 4 --rank 4",
             "rank 4 is not in this grid, which covers",
         ),
-        ("explain --world-size 4 --rank -1", "--rank -1: expected a rank"),
+        ("explain --world-size 4 --rank -1", "--rank -1: expected a whole number from 0 on"),
     ],
 )
 def test_wrong_input_is_one_line(argv: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
          f"--model llama3-8b: {NOTHING} does not go with --sharding"),
         (["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4", "--rank", "1"],
          f"--rank 1: {NOTHING} goes with a grid, and there is none"),
-        (["explain", "--tp", "2", "--world-size", "4", "--rank", "²"], "--rank ²: expected a rank"),
+        (["explain", "--tp", "2", "--world-size", "4", "--rank", "²"],
+         "--rank ²: expected a whole number from 0 on"),
         (["show", "--sharding", "9", "--cp", "²"], "--cp ²: expected a whole number"),
     ],
 )  # fmt: skip
@@ -122,7 +123,7 @@ def test_a_plan_is_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     assert f"microbatch {best['microbatch']}, " in path.read_text().splitlines()[0]
     assert main(["plan", "--tp", "2", "--world-size", "4", "-o", str(tmp_path / "x.json")]) == 2
-    assert "expected a name that ends in .yaml" in capsys.readouterr().err
+    assert "expected a file that ends in .yaml, .yml" in capsys.readouterr().err
 
 
 def test_a_step_keeps_to_within_and_a_refused_one_writes_nothing(
