@@ -96,13 +96,13 @@ def test_each_of_16384_ranks_is_looked_up_once_for_names_of_equal_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Counted, since a clock tells of the machine."""
-    spread, looked_up = crossings._Units.spread, []
+    spread, looked_up = crossings.Units.spread, []
 
     def counting(units: Any, ranks: Sequence[int]) -> tuple[int, ...]:
         looked_up.append(len(ranks))
         return spread(units, ranks)
 
-    monkeypatch.setattr(crossings._Units, "spread", counting)
+    monkeypatch.setattr(crossings.Units, "spread", counting)
     spec = GridSpec.build(tp=8, pp=16, cp=2, ep=8, etp=1).resolve(16384)
     found = find_crossings(spec, CLUSTERS["gb200"])  # racks of 72: groups lie differently
     different = {crossings._key(spec.definitions[n], spec.layouts[spec.definitions[n].region])
