@@ -29,8 +29,8 @@ from commgrid.on_demand import on_demand
 from commgrid.version import VERSION
 
 if TYPE_CHECKING:
+    from commgrid.advisor.cluster import Cluster
     from commgrid.observe import trace, verify
-    from commgrid.planning.cluster import Cluster
     from commgrid.planning.layout import RankLayout
     from commgrid.planning.plan import GroupPlan
     from commgrid.planning.spec import GridSpec
@@ -97,7 +97,7 @@ __all__ = [
 
 # They load when first asked for: many of them with torch, which planning does not need.
 _ON_DEMAND = {
-    "Cluster": "commgrid.planning.cluster",
+    "Cluster": "commgrid.advisor.cluster",
     "GridSpec": "commgrid.planning.spec",
     "GroupPlan": "commgrid.planning.plan",
     "RankLayout": "commgrid.planning.layout",

@@ -61,10 +61,10 @@ MUTANTS = (
     ),
     Mutant(
         "an all-reduce costs one pass of the ring",
-        "commgrid/planning/cost.py",
+        "commgrid/advisor/collectives.py",
         "return 2 * _ring_pass(size, spread, levels)",
         "return _ring_pass(size, spread, levels)",
-        ("tests/test_costs.py",),
+        ("tests/advisor/test_collective_costs.py",),
     ),
     Mutant(
         "the emptiest replicas stay after a failure",

@@ -17,13 +17,13 @@ import pytest
 import torch.distributed as dist
 
 import commgrid
+from commgrid.advisor.cluster import CLUSTERS, find_cluster
+from commgrid.advisor.collectives import COLLECTIVES, collective_time
+from commgrid.advisor.fitting import Measured
 from commgrid.cli import main
 from commgrid.cli.bench import as_table
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.observe.bench import Effort, bench
-from commgrid.planning.cluster import CLUSTERS, find_cluster
-from commgrid.planning.cost import COLLECTIVES, collective_time
-from commgrid.planning.fitting import Measured
 from commgrid.testing import run_on_ranks
 
 BOX = CLUSTERS["h100"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from commgrid import GridSpec
-from commgrid.planning.cluster import CLUSTERS
-from commgrid.planning.crossing import find_crossings
+from commgrid.advisor.cluster import CLUSTERS
+from commgrid.advisor.crossing import find_crossings
 from commgrid.planning.layout import RankLayout
 from tests.enumeration import coordinates, groups_along
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commgrid.advisor.cluster import Cluster, find_cluster
+from commgrid.advisor.collectives import COLLECTIVES
+from commgrid.advisor.fitting import Measured, fit, too_fast
 from commgrid.cli.grid_options import add_command, read_spec, whole
 from commgrid.cli.output import give
 from commgrid.cli.terminal import BOLD, CYAN
 from commgrid.errors import SpecError
-from commgrid.planning.cluster import Cluster, find_cluster
-from commgrid.planning.cost import COLLECTIVES
-from commgrid.planning.fitting import Measured, fit, too_fast
 from commgrid.planning.names import canonical
 from commgrid.planning.spec import GridSpec
 
@@ -130,7 +130,7 @@ def read_collectives(given: str | None) -> list[str]:
     Raises:
         SpecError: an unknown one.
     """
-    from commgrid.planning.cost import bus_factor
+    from commgrid.advisor.collectives import bus_factor
 
     chosen = [one.strip().replace("-", "_") for one in _listed(given)] or list(COLLECTIVES)
     for one in chosen:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from commgrid.advisor.search import Pins
 from commgrid.cli import plan_model
 from commgrid.cli.grid_options import (
     add_cluster_options,
@@ -20,7 +21,6 @@ from commgrid.planning.diff import compare
 from commgrid.planning.names import nearest
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.tune import Pins
 from commgrid.planning.yaml_io import read_change
 
 _EXAMPLES = """examples:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.crossing import check_within
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -15,8 +17,6 @@ from commgrid.cli.grid_options import (
     whole,
 )
 from commgrid.cli.output import give
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.crossing import check_within
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import Ranks
 from commgrid.planning.summary import around, several, where

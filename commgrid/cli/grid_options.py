@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from commgrid.advisor.cluster import CLUSTERS, Cluster, find_cluster, nodes_of
 from commgrid.cli.commands import COMMANDS
 from commgrid.cli.terminal import fit
 from commgrid.errors import SpecError
-from commgrid.planning.cluster import CLUSTERS, Cluster, find_cluster, nodes_of
 from commgrid.planning.constraints import BY_RANK, PLACE_CHOICES
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.region import AXES, SIZED

@@ -8,6 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from commgrid.advisor.calibration import NCCL_GB, SOURCES
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.crossing import check_within, find_crossings
+from commgrid.advisor.reasons import Why, as_lines
 from commgrid.cli import plan_cluster, plan_options
 from commgrid.cli.grid_options import (
     add_cluster_options,
@@ -22,11 +26,7 @@ from commgrid.cli.output import MARKS, give, write_grid
 from commgrid.cli.terminal import DIM, GREEN, YELLOW, columns
 from commgrid.errors import SpecError
 from commgrid.planning import sockets
-from commgrid.planning.calibration import NCCL_GB, SOURCES
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.crossing import check_within, find_crossings
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
-from commgrid.planning.reasons import Why, as_lines
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
 from commgrid.viz.figure import SUFFIXES, check_suffix

@@ -8,23 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from commgrid.cli.grid_options import read_cluster, read_spec, refuse_unused, resolve, whole
-from commgrid.cli.output import MARKS, give, write_grid
-from commgrid.cli.terminal import DIM, GREEN
-from commgrid.errors import SpecError
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.crossing import check_within
-from commgrid.planning.model import Model
-from commgrid.planning.model_zoo import find_model
-from commgrid.planning.parallel_config import ORDERS, RECOMPUTE, ParallelConfig
-from commgrid.planning.placement import of_spec
-from commgrid.planning.reasons import as_lines
-from commgrid.planning.spec import GridSpec
-from commgrid.planning.step_cost import StepCost
-from commgrid.planning.step_memory import MEMORY_PARTS
-from commgrid.planning.step_traffic import traffic
-from commgrid.planning.step_why import why
-from commgrid.planning.tune import (
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.comparison import NAMES, limits, why_worse
+from commgrid.advisor.config import ORDERS, RECOMPUTE, ParallelConfig
+from commgrid.advisor.crossing import check_within
+from commgrid.advisor.memory import MEMORY_PARTS
+from commgrid.advisor.model import Model
+from commgrid.advisor.models import find_model
+from commgrid.advisor.placement import of_spec
+from commgrid.advisor.reasons import as_lines
+from commgrid.advisor.search import (
     AXES,
     Pins,
     Tuning,
@@ -33,7 +26,14 @@ from commgrid.planning.tune import (
     memory_limit,
     tune,
 )
-from commgrid.planning.tune_words import NAMES, limits, why_worse
+from commgrid.advisor.step import StepCost
+from commgrid.advisor.traffic import traffic
+from commgrid.advisor.why import why
+from commgrid.cli.grid_options import read_cluster, read_spec, refuse_unused, resolve, whole
+from commgrid.cli.output import MARKS, give, write_grid
+from commgrid.cli.terminal import DIM, GREEN
+from commgrid.errors import SpecError
+from commgrid.planning.spec import GridSpec
 from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.steps_picture import draw_steps
 

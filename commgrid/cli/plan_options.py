@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from commgrid.planning.parallel_config import HEADROOM, RECOMPUTE, SHARD
+from commgrid.advisor.config import HEADROOM, RECOMPUTE, SHARD
 
 FLAGS = ("batch", "sequence", "microbatch", "chunks", "recompute", "shard", "max_memory", "top")
 """Flags of a step, which need a model."""

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commgrid.advisor.crossing import check_within
+from commgrid.advisor.search import Pins
 from commgrid.cli import plan_model
 from commgrid.cli.grid_options import (
     GRID_FLAGS,
@@ -30,10 +32,8 @@ from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
-from commgrid.planning.crossing import check_within
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.tune import Pins
 from commgrid.resharding.traffic import as_table
 from commgrid.viz.figure import check_suffix, drawing, save
 from commgrid.viz.grid_picture import draw_grid

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commgrid.advisor.collectives import collective_time
+from commgrid.advisor.fitting import Measured
 from commgrid.cli.grid_options import read_cluster
 from commgrid.errors import SpecError
-from commgrid.planning.cost import collective_time
-from commgrid.planning.fitting import Measured
 from commgrid.viz.costs_picture import draw_costs
 from commgrid.viz.json_lines import filled, read_json
 

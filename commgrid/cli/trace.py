@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from commgrid.advisor.cluster import Cluster, find_cluster
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.observe import diagnosis, priced, trace_files, traces
 from commgrid.observe.call import Call
-from commgrid.planning.cluster import Cluster, find_cluster
 from commgrid.viz.page import write_page
 from commgrid.viz.trace_page import draw_trace_page
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level
+from commgrid.advisor.collectives import COLLECTIVES
+from commgrid.advisor.fitting import Measured
 from commgrid.collectives.objects import gathered
 from commgrid.errors import SpecError
-from commgrid.planning.cluster import CLUSTERS, Cluster, Device, Level
-from commgrid.planning.cost import COLLECTIVES
-from commgrid.planning.fitting import Measured
 from commgrid.planning.names import canonical, nearest
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.addresses import own_host
@@ -80,7 +80,7 @@ def bench(
     Args:
         grid: with a group of all its ranks (`whole_name`).
         names: of groups; none: every communicator of more than one rank, equal ones once.
-        collectives: of `commgrid.planning.cost.COLLECTIVES`. A send/receive passes a message to the
+        collectives: of `advisor.collectives.COLLECTIVES`. A send/receive passes a message to the
             next rank of the group and takes one from the previous.
         sizes: bytes as nccl-tests counts them; rounded down to equal shares of the group's ranks,
             from one element a rank on.
@@ -289,7 +289,7 @@ def find_hosts(grid: HyperCommGrid) -> list[int]:
 def find_cluster(grid: HyperCommGrid) -> Cluster:
     """The nodes that the grid runs on, and their device as it is or was measured; all ranks call.
 
-    The latencies and bandwidths of its levels are NaN until `commgrid.planning.fitting.fit`.
+    The latencies and bandwidths of its levels are NaN until `commgrid.advisor.fitting.fit`.
 
     Args:
         grid: with a group of all its ranks.

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+from commgrid.advisor.calibration import CALIBRATION, Calibration
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.layer import Machine
 from commgrid.observe.call import Call
 from commgrid.observe.traces import Trace
-from commgrid.planning.calibration import CALIBRATION, Calibration
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.layer_cost import Machine
 
 _AS = {"barrier": "all_reduce", "reduce": "broadcast", "gather": "send_recv",
        "scatter": "send_recv", "send": "send_recv", "recv": "send_recv"}  # fmt: skip
@@ -36,7 +36,7 @@ def pricer(
         calibration: the share of a datasheet's bandwidth that is reached.
 
     Example:
-        >>> from commgrid.planning.cluster import CLUSTERS
+        >>> from commgrid.advisor.cluster import CLUSTERS
         >>> from commgrid.observe.call import Group
         >>> call = Call(Group("tp", tuple(range(8))), "all_reduce", bytes=10**9)
         >>> f"{1e3 * pricer(CLUSTERS['h100'])(Trace(0, (), 0, {}), call):.1f} ms"

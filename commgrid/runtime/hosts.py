@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from commgrid.advisor.crossing import members_of
 from commgrid.errors import SpecError
 from commgrid.planning.constraints import BY_HOST, BY_RANK, order_by_host
-from commgrid.planning.crossing import members_of
 from commgrid.planning.rank_lists import describe_ranks, pack_order, unpack_order
 from commgrid.planning.ranks import RankTuple, as_ranks
 from commgrid.planning.spec import GridSpec

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from commgrid.planning.step_cost import PARTS, StepCost
-from commgrid.planning.tune import describe
-from commgrid.planning.tune_words import NAMES
+from commgrid.advisor.comparison import NAMES
+from commgrid.advisor.search import describe
+from commgrid.advisor.step import PARTS, StepCost
 from commgrid.viz.figure import INK, colour, new_figure
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.crossing import Crossing, find_crossings
 from commgrid.errors import SpecError
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.crossing import Crossing, find_crossings
 from commgrid.planning.ranks import as_index
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several

@@ -18,10 +18,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.collectives import collective_time
+from commgrid.advisor.fitting import Measured, fit
 from commgrid.observe.bench import Effort, bench, find_cluster
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.cost import collective_time
-from commgrid.planning.fitting import Measured, fit
 from tests.benchmarks.report import Row, main, run_on_ranks
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -25,15 +25,15 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from commgrid.planning.calibration import CALIBRATION, Calibration
-from commgrid.planning.cluster import CLUSTERS, Cluster
-from commgrid.planning.layer_cost import Machine
-from commgrid.planning.model import Model
-from commgrid.planning.model_zoo import MODELS
-from commgrid.planning.parallel_config import ParallelConfig
-from commgrid.planning.step_cost import StepCost, step_cost
-from commgrid.planning.tune import Pins, describe, tune
-from commgrid.planning.tune_words import why_worse
+from commgrid.advisor.calibration import CALIBRATION, Calibration
+from commgrid.advisor.cluster import CLUSTERS, Cluster
+from commgrid.advisor.comparison import why_worse
+from commgrid.advisor.config import ParallelConfig
+from commgrid.advisor.layer import Machine
+from commgrid.advisor.model import Model
+from commgrid.advisor.models import MODELS
+from commgrid.advisor.search import Pins, describe, tune
+from commgrid.advisor.step import StepCost, step_cost
 
 DATA = Path(__file__).parents[1] / "data" / "published_runs.yaml"
 KINDS = {"A100-80GB": "a100", "H100-80GB": "h100", "GB200-186GB": "gb200"}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from commgrid import Cluster
+from commgrid.advisor.cluster import CLUSTERS
+from commgrid.advisor.crossing import find_crossings
 from commgrid.cli import main
-from commgrid.planning.cluster import CLUSTERS
-from commgrid.planning.crossing import find_crossings
 from commgrid.planning.ranks import Mode, RankSet, RankTuple
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import around

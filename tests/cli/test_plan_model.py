@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from commgrid.advisor.config import ORDERS, ParallelConfig
+from commgrid.advisor.models import MODELS
 from commgrid.cli import main
 from commgrid.cli.plan_model import start_lines
-from commgrid.planning.model_zoo import MODELS
-from commgrid.planning.parallel_config import ORDERS, ParallelConfig
 from commgrid.planning.spec import GridSpec
 
 GPT = ["--model", "gpt-175b", "--batch", "512", "--cluster", "h100", "--world-size", "256"]

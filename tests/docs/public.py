@@ -17,7 +17,7 @@ PUBLIC = [
     "commgrid.context_parallel",
     "commgrid.data_parallel",
     "commgrid.expert", "commgrid.failures", "commgrid.parameters", "commgrid.pipeline",
-    "commgrid.planning.cost", "commgrid.planning.fitting", "commgrid.planning.redistribution",
+    "commgrid.advisor.collectives", "commgrid.advisor.fitting", "commgrid.advisor.redistribution",
     "commgrid.sharding", "commgrid.tensor_parallel", "commgrid.testing", "commgrid.trace",
     "commgrid.transfer", "commgrid.verify",
     "megatron_adapter",

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from commgrid.planning.cluster import CLUSTERS
-from commgrid.planning.model_zoo import MODELS
+from commgrid.advisor.cluster import CLUSTERS
+from commgrid.advisor.models import MODELS
 from commgrid.planning.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]

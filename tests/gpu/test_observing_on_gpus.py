@@ -12,10 +12,10 @@ from torch import nn
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.advisor.collectives import COLLECTIVES, bus_bandwidth
+from commgrid.advisor.fitting import fit
 from commgrid.checkpoint import staging
 from commgrid.observe import bench as benches
-from commgrid.planning.cost import COLLECTIVES, bus_bandwidth
-from commgrid.planning.fitting import fit
 from tests.gpu.on_gpus import on_gpus
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from commgrid import cli
+from commgrid.advisor.cluster import CLUSTERS
+from commgrid.advisor.collectives import collective_time
+from commgrid.advisor.config import ParallelConfig
+from commgrid.advisor.model import Model
+from commgrid.advisor.step import step_cost
+from commgrid.advisor.traffic import traffic
 from commgrid.observe import trace_files, traces
 from commgrid.observe.call import Call, Group
 from commgrid.observe.priced import pricer
 from commgrid.observe.traces import Trace
-from commgrid.planning.cluster import CLUSTERS
-from commgrid.planning.cost import collective_time
-from commgrid.planning.model import Model
-from commgrid.planning.parallel_config import ParallelConfig
-from commgrid.planning.step_cost import step_cost
-from commgrid.planning.step_traffic import traffic
 from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TEXT
 from tests.observe.test_trace_files import saved

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from commgrid import GridSpec
+from commgrid.advisor.cluster import CLUSTERS
+from commgrid.advisor.collectives import collective_time
+from commgrid.advisor.models import MODELS
+from commgrid.advisor.search import describe, tune
+from commgrid.advisor.step import PARTS
 from commgrid.cli import main
-from commgrid.planning.cluster import CLUSTERS
-from commgrid.planning.cost import collective_time
-from commgrid.planning.model_zoo import MODELS
-from commgrid.planning.step_cost import PARTS
-from commgrid.planning.tune import describe, tune
 from commgrid.viz.figure import drawing
 from commgrid.viz.steps_picture import draw_steps
 

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from commgrid.planning.calibration import CALIBRATION, Calibration
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.cost import bus_factor
-from commgrid.planning.layer_cost import LINEAR_BYTES, Collective, LayerCost, Machine, layer_cost
-from commgrid.planning.model import Model
-from commgrid.planning.parallel_config import ParallelConfig
-from commgrid.planning.placement import Placement, Spread, of_choice
-from commgrid.planning.step_memory import Memory, memory_of, parameters_of_rank
+from commgrid.advisor.calibration import CALIBRATION, Calibration
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.collectives import bus_factor
+from commgrid.advisor.config import ParallelConfig
+from commgrid.advisor.layer import LINEAR_BYTES, Collective, LayerCost, Machine, layer_cost
+from commgrid.advisor.memory import Memory, memory_of, parameters_of_rank
+from commgrid.advisor.model import Model
+from commgrid.advisor.placement import Placement, Spread, of_choice
 
 PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")
 """The parts of a step's time."""

@@ -7,12 +7,12 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from commgrid.planning.calibration import Calibration
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.cost import collective_time
-from commgrid.planning.model import Model
-from commgrid.planning.parallel_config import ParallelConfig
-from commgrid.planning.placement import Spread
+from commgrid.advisor.calibration import Calibration
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.collectives import collective_time
+from commgrid.advisor.config import ParallelConfig
+from commgrid.advisor.model import Model
+from commgrid.advisor.placement import Spread
 
 LINEAR_BYTES = 2
 """Of a number in 16 bits, as activations and weights are sent."""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from commgrid import GridSpec, SpecError
-from commgrid.planning import crossing as crossings
-from commgrid.planning.cluster import CLUSTERS, Cluster, Device, Level, find_cluster, nodes_of
-from commgrid.planning.crossing import find_crossings, warnings
+from commgrid.advisor import crossing as crossings
+from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level, find_cluster, nodes_of
+from commgrid.advisor.crossing import find_crossings, warnings
 
 H100 = CLUSTERS["h100"]
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from commgrid.advisor.cluster import CLUSTERS, Cluster
+from commgrid.advisor.crossing import find_crossings
 from commgrid.errors import SpecError
-from commgrid.planning.cluster import CLUSTERS, Cluster
-from commgrid.planning.crossing import find_crossings
 from commgrid.planning.spec import GridSpec
 
 NODE, ABOVE = CLUSTERS["h100"].levels

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from commgrid.planning.cluster import Cluster, Hosts
-from commgrid.planning.crossing import Units, check_room
-from commgrid.planning.parallel_config import ORDERS, ParallelConfig
+from commgrid.advisor.cluster import Cluster, Hosts
+from commgrid.advisor.config import ORDERS, ParallelConfig
+from commgrid.advisor.crossing import Units, check_room
 from commgrid.planning.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec
 
@@ -37,7 +37,7 @@ def spread_of(cluster: Cluster, axes: tuple[tuple[int, int], ...], world: int) -
         axes: size and stride of each.
         world: ranks there are.
 
-    >>> from commgrid.planning.cluster import CLUSTERS
+    >>> from commgrid.advisor.cluster import CLUSTERS
     >>> spread_of(CLUSTERS["h100"], ((4, 8), (2, 1)), 32)
     (2, 4)
     """

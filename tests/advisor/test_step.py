@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import pytest
 
+from commgrid.advisor.calibration import CALIBRATION, SOURCES
+from commgrid.advisor.cluster import CLUSTERS
+from commgrid.advisor.config import ORDERS, ParallelConfig
+from commgrid.advisor.layer import Machine, layer_cost
+from commgrid.advisor.memory import MEMORY_PARTS, layer_activations, memory_of
+from commgrid.advisor.model import Model
+from commgrid.advisor.models import MODELS
+from commgrid.advisor.placement import of_choice
+from commgrid.advisor.step import PARTS, step_cost
+from commgrid.advisor.why import why
 from commgrid.pipeline.schedule import interleaved, one_f_one_b
 from commgrid.pipeline.simulator import Times, simulate
-from commgrid.planning.calibration import CALIBRATION, SOURCES
-from commgrid.planning.cluster import CLUSTERS
-from commgrid.planning.layer_cost import Machine, layer_cost
-from commgrid.planning.model import Model
-from commgrid.planning.model_zoo import MODELS
-from commgrid.planning.parallel_config import ORDERS, ParallelConfig
-from commgrid.planning.placement import of_choice
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.step_cost import PARTS, step_cost
-from commgrid.planning.step_memory import MEMORY_PARTS, layer_activations, memory_of
-from commgrid.planning.step_why import why
 
 H100 = CLUSTERS["h100"]
 GPT = Model(

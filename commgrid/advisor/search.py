@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
+from commgrid.advisor.calibration import CALIBRATION, Calibration
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.config import HEADROOM, ORDERS, RECOMPUTE, ParallelConfig
+from commgrid.advisor.layer import Machine, layer_cost
+from commgrid.advisor.memory import MEMORY_PARTS, Memory, memory_of
+from commgrid.advisor.model import Model
+from commgrid.advisor.placement import Placement, of_choice
+from commgrid.advisor.step import StepCost, step_cost
 from commgrid.errors import SpecError
-from commgrid.planning.calibration import CALIBRATION, Calibration
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.layer_cost import Machine, layer_cost
-from commgrid.planning.model import Model
 from commgrid.planning.names import nearest
-from commgrid.planning.parallel_config import HEADROOM, ORDERS, RECOMPUTE, ParallelConfig
-from commgrid.planning.placement import Placement, of_choice
 from commgrid.planning.ranks import divisors
-from commgrid.planning.step_cost import StepCost, step_cost
-from commgrid.planning.step_memory import MEMORY_PARTS, Memory, memory_of
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 MICROBATCHES = (1, 2, 4, 8, 16)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commgrid.planning.calibration import CALIBRATION, NCCL_GB, SOURCES, Calibration
-from commgrid.planning.layer_cost import Machine
-from commgrid.planning.reasons import Why
-from commgrid.planning.step_cost import StepCost
-from commgrid.planning.step_memory import communicators_of, layer_activations, parameters_of_rank
+from commgrid.advisor.calibration import CALIBRATION, NCCL_GB, SOURCES, Calibration
+from commgrid.advisor.layer import Machine
+from commgrid.advisor.memory import communicators_of, layer_activations, parameters_of_rank
+from commgrid.advisor.reasons import Why
+from commgrid.advisor.step import StepCost
 
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198"
 _ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
-_FORMS = "ring, tree and hierarchical forms of commgrid/planning/cost.py, which names their sources"
+_FORMS = "forms of commgrid/advisor/collectives.py (ring, tree, hierarchical), with its sources"
 _NAMES = {"compute": "kernels", "pp": "sends"} | {
     part: part for part in ("bubble", "tp", "cp", "ep", "dp", "optimizer")
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from commgrid.planning.parallel_config import RECOMPUTE
-from commgrid.planning.step_cost import PARTS, StepCost
+from commgrid.advisor.config import RECOMPUTE
+from commgrid.advisor.step import PARTS, StepCost
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {

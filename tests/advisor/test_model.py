@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from commgrid.advisor.model import Model
+from commgrid.advisor.models import MODELS, find_model
 from commgrid.errors import SpecError
-from commgrid.planning.model import Model
-from commgrid.planning.model_zoo import MODELS, find_model
 
 GPT = Model(
     "gpt", layers=96, hidden=12288, heads=96, vocabulary=51200, sequence=2048, batch=64,

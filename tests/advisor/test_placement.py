@@ -9,22 +9,22 @@ from dataclasses import replace
 
 import pytest
 
+from commgrid.advisor.calibration import CALIBRATION
+from commgrid.advisor.cluster import CLUSTERS, Cluster
+from commgrid.advisor.collectives import bus_factor, collective_time
+from commgrid.advisor.config import ORDERS, RECOMPUTE, SHARD, ParallelConfig
+from commgrid.advisor.fit import Fit
+from commgrid.advisor.fitting import Measured, fit
+from commgrid.advisor.layer import Machine
+from commgrid.advisor.models import MODELS
+from commgrid.advisor.placement import Placement, of_choice, of_spec, spread_of
+from commgrid.advisor.search import Pins, tune
+from commgrid.advisor.step import PARTS, StepCost, step_cost
+from commgrid.advisor.traffic import traffic
+from commgrid.advisor.why import why
 from commgrid.cli.plan_model import given_step, spec_of
 from commgrid.errors import SpecError
-from commgrid.planning.calibration import CALIBRATION
-from commgrid.planning.cluster import CLUSTERS, Cluster
-from commgrid.planning.cost import bus_factor, collective_time
-from commgrid.planning.fitted import Fit
-from commgrid.planning.fitting import Measured, fit
-from commgrid.planning.layer_cost import Machine
-from commgrid.planning.model_zoo import MODELS
-from commgrid.planning.parallel_config import ORDERS, RECOMPUTE, SHARD, ParallelConfig
-from commgrid.planning.placement import Placement, of_choice, of_spec, spread_of
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.step_cost import PARTS, StepCost, step_cost
-from commgrid.planning.step_traffic import traffic
-from commgrid.planning.step_why import why
-from commgrid.planning.tune import Pins, tune
 
 H100 = CLUSTERS["h100"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commgrid.planning.calibration import NCCL_GB, RESERVED_GB
-from commgrid.planning.model import Model
-from commgrid.planning.parallel_config import ParallelConfig
+from commgrid.advisor.calibration import NCCL_GB, RESERVED_GB
+from commgrid.advisor.config import ParallelConfig
+from commgrid.advisor.model import Model
 
 WEIGHT, MASTER, MOMENTS = 2, 4, 8
 """Bytes of a parameter: in bf16, in fp32, and Adam's two moments in fp32."""

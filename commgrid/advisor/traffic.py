@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from commgrid.planning.step_cost import StepCost, Term
+from commgrid.advisor.step import StepCost, Term
 
 
 @dataclass(frozen=True)

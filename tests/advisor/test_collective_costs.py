@@ -12,20 +12,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from commgrid.errors import SpecError
-from commgrid.planning.cluster import CLUSTERS, Cluster, Device, Level
-from commgrid.planning.cost import (
+from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level
+from commgrid.advisor.collectives import (
     COLLECTIVES,
     algorithms,
     bus_bandwidth,
     bus_factor,
     collective_time,
 )
-from commgrid.planning.redistribution import (
+from commgrid.advisor.redistribution import (
     redistribution,
     redistribution_bytes,
     redistribution_time,
 )
+from commgrid.errors import SpecError
 from commgrid.testing import run_on_ranks
 
 ALPHA, BETA = 2e-6, 1e-10  # seconds a hop, seconds a byte

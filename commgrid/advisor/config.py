@@ -10,7 +10,7 @@ from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
 
 if TYPE_CHECKING:
-    from commgrid.planning.model import Model
+    from commgrid.advisor.model import Model
 
 RECOMPUTE = ("none", "selective", "full")
 """The part of a layer's forward to compute again in the backward.
@@ -125,7 +125,7 @@ class ParallelConfig:
         Where the stages do not divide the layers, the last stage has one less, then the
         first, which have the output layer and the embedding; then the others.
 
-        >>> from commgrid.planning.model_zoo import MODELS
+        >>> from commgrid.advisor.models import MODELS
         >>> ParallelConfig(pp=16).stage_layers(MODELS["llama3-405b"])
         Stages(first=7, most=8, last=7)
         """

@@ -35,7 +35,7 @@ class Fit:
     Args:
         collective: which.
         level: the name of the level.
-        algorithm: the form (see `commgrid.planning.cost`) that fits best.
+        algorithm: the form (see `commgrid.advisor.collectives`) that fits best.
         latency: the form's, in seconds.
         bandwidth: the form's, in bytes a second.
         rest: for each number of ranks that was measured, sizes in bytes with measured time over the

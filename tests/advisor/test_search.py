@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from commgrid.advisor.cluster import CLUSTERS, Cluster
+from commgrid.advisor.comparison import limits, why_worse
+from commgrid.advisor.config import ORDERS, RECOMPUTE, ParallelConfig
+from commgrid.advisor.model import Model
+from commgrid.advisor.models import MODELS
+from commgrid.advisor.search import FAR, Pins, describe, tune
+from commgrid.advisor.step import StepCost, Term, step_cost
 from commgrid.errors import SpecError
-from commgrid.planning.cluster import CLUSTERS, Cluster
-from commgrid.planning.model import Model
-from commgrid.planning.model_zoo import MODELS
-from commgrid.planning.parallel_config import ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.step_cost import StepCost, Term, step_cost
-from commgrid.planning.tune import FAR, Pins, describe, tune
-from commgrid.planning.tune_words import limits, why_worse
 
 H100 = CLUSTERS["h100"]
 SMALL = Model("small", layers=12, hidden=4096, heads=32, vocabulary=32000, sequence=4096, batch=48,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from commgrid.advisor.cluster import Cluster, Device, Level, find_cluster
+from commgrid.advisor.collectives import collective_time, one_level_time
+from commgrid.advisor.fit import Fit
+from commgrid.advisor.fitting import Measured, fit, too_fast
 from commgrid.errors import SpecError
-from commgrid.planning.cluster import Cluster, Device, Level, find_cluster
-from commgrid.planning.cost import collective_time, one_level_time
-from commgrid.planning.fitted import Fit
-from commgrid.planning.fitting import Measured, fit, too_fast
 
 LEVELS = (Level("node", 8, math.nan, math.nan), Level("cluster", None, math.nan, math.nan))
 TWO = Cluster("two", Device("any", 1e12, 1e9, 1e9), LEVELS, "a test")

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.collectives import HIERARCHICAL, algorithms, bus_bandwidth, one_level_time
+from commgrid.advisor.fit import Curve, Fit
 from commgrid.errors import SpecError
-from commgrid.planning.cluster import Cluster
-from commgrid.planning.cost import HIERARCHICAL, algorithms, bus_bandwidth, one_level_time
-from commgrid.planning.fitted import Curve, Fit
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Measured:
     Args:
         group: the name.
         names: all whose groups have the same ranks and options.
-        collective: one of `commgrid.planning.cost.COLLECTIVES`.
+        collective: one of `commgrid.advisor.collectives.COLLECTIVES`.
         size: bytes, as nccl-tests counts them.
         count: elements that a rank gives, as nccl-tests counts them.
         ranks: of a group.
@@ -56,10 +56,10 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
     """The cluster with a fit for each collective on each level that was measured.
 
     A level's fits come from groups that lie on that level alone; what crosses several is put
-    together of them. Each is a form of `commgrid.planning.cost` whose latency and bandwidth have
-    the least squares of relative errors, and what remains at the sizes and numbers of ranks that
-    were measured. A level's own latency and bandwidth become those of its all-reduce, or of the
-    first collective that was measured.
+    together of them. Each is a form of `commgrid.advisor.collectives` whose latency and bandwidth
+    have the least squares of relative errors, and what remains at the sizes and numbers of ranks
+    that were measured. A level's own latency and bandwidth become those of its all-reduce, or of
+    the first collective that was measured.
 
     Args:
         rows: of groups that communicated at once, as in training.

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from commgrid.planning.cluster import CLUSTERS
-from commgrid.planning.model_zoo import find_model
-from commgrid.planning.parallel_config import ParallelConfig
-from commgrid.planning.step_cost import step_cost
-from commgrid.planning.step_traffic import Traffic, traffic
+from commgrid.advisor.cluster import CLUSTERS
+from commgrid.advisor.config import ParallelConfig
+from commgrid.advisor.models import find_model
+from commgrid.advisor.step import step_cost
+from commgrid.advisor.traffic import Traffic, traffic
 
 GPT = replace(find_model("gpt-175b"), batch=64)
 H100 = CLUSTERS["h100"]

@@ -1,0 +1,470 @@
+"""Clusters: devices in nodes, nodes under switches, and the speed of each level.
+
+A cluster is a few numbers. Bandwidth is that of one device in one direction while all devices send,
+as training does: 8 GPUs of a node that share 8 adapters of 400 Gb/s have 50 GB/s each.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from commgrid.advisor.fit import Fit, fits_from
+from commgrid.errors import SpecError
+from commgrid.planning.checks import above_zero, check_keys, flag, named
+from commgrid.planning.names import nearest
+from commgrid.planning.yaml_io import load_yaml
+
+Hosts = Mapping[int, int] | Sequence[int]
+"""By rank, the number of the node that it runs on."""
+
+
+MOST_RANKS = 2_000_000
+"""The most ranks to place on a cluster one by one; a million take 9 s."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator.
+
+    Args:
+        name: as its maker calls it.
+        flops: dense 16-bit floating-point operations a second, as its maker states them.
+        memory: bytes.
+        memory_bandwidth: bytes a second.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_bandwidth: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """Units of one size, and the links within one of them.
+
+    Args:
+        name: of a unit, such as `node`.
+        size: how many units of the level below it holds, of the lowest how many devices; None, of
+            the highest alone: as many as there are.
+        bandwidth: bytes a second that a device sends to others in its unit while all send.
+        latency: seconds until the first byte of a message is there.
+        measured: whether bandwidth and latency were, so that nothing is deducted from them.
+    """
+
+    name: str
+    size: int | None
+    bandwidth: float
+    latency: float
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, and the levels of links between them.
+
+    Rank r runs on device r: ranks 0 to 7 on the first node of 8. Where they run otherwise, the
+    hosts of the ranks say so (`spread`).
+
+    Args:
+        name: what it is called.
+        device: what each rank has.
+        levels: the lowest first, most often nodes.
+        source: where the numbers are from.
+        fits: of collectives that were measured on a level; `commgrid bench -o` writes them.
+
+    Example:
+        >>> cluster = CLUSTERS["h100"]
+        >>> [(level.name, level.size, level.bandwidth / 1e9) for level in cluster.levels]
+        [('node', 8, 450.0), ('cluster', None, 50.0)]
+        >>> cluster.spread(range(16)), cluster.spread(range(0, 256, 8))
+        ((8, 2), (1, 32))
+    """
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    source: str
+    fits: tuple[Fit, ...] = ()
+
+    @property
+    def node_level(self) -> int:
+        """The place of the level `node`; of the lowest, if none is called so."""
+        names = [level.name for level in self.levels]
+        return names.index("node") if "node" in names else 0
+
+    @property
+    def per_node(self) -> int:
+        """Devices of a node; 1 where the level has no size."""
+        size = self.unit_size(self.node_level)
+        return 1 if math.isinf(size) else int(size)
+
+    def node(self, rank: int) -> int:
+        """The number of the node that a rank is on."""
+        return self.unit(self.node_level, rank)
+
+    def unit_size(self, level: int) -> float:
+        """Devices of a unit of a level; infinite for a level without a size."""
+        return math.prod(each.size or math.inf for each in self.levels[: level + 1])
+
+    def find_level(self, name: str) -> int:
+        """The place of a level, by its name.
+
+        Raises:
+            SpecError: there is none.
+        """
+        names = [level.name for level in self.levels]
+        if name not in names:
+            raise SpecError(
+                f"level {name!r}: cluster {self.name!r} has {', '.join(names)}"
+                f"{nearest(str(name), names)}"
+            )
+        return names.index(name)
+
+    def unit(self, level: int, rank: int) -> int:
+        """The number of the unit of a level that a rank is in."""
+        size = self.unit_size(level)
+        return 0 if math.isinf(size) else rank // int(size)
+
+    def spread(self, ranks: Iterable[int], hosts: Hosts | None = None) -> tuple[int, ...]:
+        """Count a group's ranks by level: the most in a node, then the most nodes in a unit of the
+        next level, and so on.
+
+        Args:
+            ranks: of the group.
+            hosts: by rank, the number of the node that it runs on; None: rank // nodes' size.
+
+        Returns:
+            A number for each level; their product is the group's size where it lies evenly.
+        """
+        units = self.lowest_units(ranks, hosts)
+        found = [max(Counter(units).values(), default=0)]
+        distinct: Iterable[int] = set(units)
+        for level in self.levels[1:]:
+            above = [0 if level.size is None else unit // level.size for unit in distinct]
+            found.append(max(Counter(above).values(), default=0))
+            distinct = set(above)
+        return tuple(found)
+
+    def lowest_units(self, ranks: Iterable[int], hosts: Hosts | None = None) -> list[int]:
+        """The unit of the lowest level that each of the ranks is in.
+
+        Args:
+            ranks, hosts: as of `spread`. Below nodes, the ranks of a host fill one unit after
+                another.
+        """
+        size = self.levels[0].size
+        if hosts is None:
+            return [0 if size is None else rank // size for rank in ranks]
+        if self.node_level == 0 or size is None:
+            return [hosts[rank] for rank in ranks]
+        places: dict[int, int] = {}
+        counts: Counter[int] = Counter()
+        for rank in sorted(hosts) if isinstance(hosts, Mapping) else range(len(hosts)):
+            places[rank] = counts[hosts[rank]]
+            counts[hosts[rank]] += 1
+        units = self.per_node // size
+        # A host with more ranks than a node has devices keeps them all.
+        return [hosts[rank] * units + min(places[rank] // size, units - 1) for rank in ranks]
+
+    def highest(self, spread: Sequence[int]) -> int:
+        """The place of the highest level that a group of this `spread` crosses; 0 for one rank."""
+        return max((level for level, n in enumerate(spread) if n > 1), default=0)
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse a number of ranks that does not fill nodes.
+
+        Raises:
+            SpecError: it does not, with the nearest numbers that do.
+        """
+        if world_size > MOST_RANKS:
+            raise SpecError(
+                f"world_size={world_size}: more than {MOST_RANKS:,} ranks are not reckoned on a "
+                "cluster, since where each of them is takes too long; leave the cluster out"
+            )
+        if world_size <= self.per_node:
+            return
+        if world_size % self.per_node:
+            below = world_size // self.per_node * self.per_node
+            raise SpecError(
+                f"world_size={world_size}: does not fill nodes of {self.per_node} devices "
+                f"(cluster {self.name!r}); take {below} or {below + self.per_node}"
+            )
+        largest = self.unit_size(len(self.levels) - 1)
+        if world_size > largest:
+            raise SpecError(
+                f"world_size={world_size}: cluster {self.name!r} has {int(largest)} devices; leave "
+                f"out the size of its highest level, {self.levels[-1].name!r}, where it has more"
+            )
+
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """Refuse listed ranks beyond the cluster's devices.
+
+        Raises:
+            SpecError: naming the highest.
+        """
+        largest, highest = self.unit_size(len(self.levels) - 1), max(ranks)
+        if highest >= largest:
+            raise SpecError(
+                f"ranks: rank {highest} is beyond the {int(largest)} devices of cluster "
+                f"{self.name!r}; leave out the size of its highest level, "
+                f"{self.levels[-1].name!r}, where it has more"
+            )
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Cluster:
+        """A cluster from the mapping that YAML holds; see `to_dict`.
+
+        Raises:
+            SpecError: a key is missing or unknown, or a number is not above 0.
+        """
+        check_keys("", config, _CLUSTER, ("source", "fits"))
+        device = config["device"]
+        check_keys("device.", device, _DEVICE)
+        levels = config["levels"]
+        if not isinstance(levels, list) or not levels:
+            raise SpecError(f"levels={levels!r}: expected a list of levels, the lowest first")
+        made = []
+        for place, level in enumerate(levels):
+            key = f"levels[{place}]."
+            last = place == len(levels) - 1
+            check_keys(key, level, _LEVEL, ("size", "measured") if last else ("measured",))
+            size = level.get("size")
+            if size is not None and (type(size) is not int or size < 1):
+                raise SpecError(f"{key}size={size!r}: expected a whole number from 1 on")
+            made.append(
+                Level(
+                    named(key, level),
+                    size,
+                    above_zero(key, level, "gb_per_s") * 1e9,
+                    above_zero(key, level, "latency_us") / 1e6,
+                    flag(key, level, "measured"),
+                )
+            )
+        names = [level.name for level in made]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise SpecError(f"levels: {twice!r} is the name of two; names must differ")
+        cluster = cls(
+            name=named("", config),
+            device=Device(
+                named("device.", device),
+                above_zero("device.", device, "peak_tflops") * 1e12,
+                above_zero("device.", device, "memory_gb") * 1e9,
+                above_zero("device.", device, "memory_gb_per_s") * 1e9,
+            ),
+            levels=tuple(made),
+            source=str(config.get("source", "")),
+            fits=fits_from(config.get("fits", [])),
+        )
+        for one in cluster.fits:
+            cluster.find_level(one.level)
+        return cluster
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Cluster:
+        """A cluster from a YAML file.
+
+        Raises:
+            SpecError: the file is not there, not YAML, or describes no cluster.
+        """
+        try:
+            return cls.from_dict(load_yaml(Path(path), "levels: […]"))
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_launcher(
+        cls, base: Cluster | None = None, environ: Mapping[str, str] | None = None
+    ) -> Cluster:
+        """A cluster whose nodes are as large as the launcher's variables say; they say no more.
+
+        torchrun's LOCAL_WORLD_SIZE; else SLURM's SLURM_GPUS_ON_NODE, as where torchrun is to start
+        a rank for each GPU, SLURM_NTASKS_PER_NODE, or SLURM_TASKS_PER_NODE.
+
+        Args:
+            base: what has everything else; None: speeds are not known (`nodes_of`).
+            environ: the variables; None: this process's.
+
+        Returns:
+            `base` itself if no variable is set.
+
+        Raises:
+            SpecError: a variable that is no number above 0, nodes that differ, or neither a
+                variable nor `base`.
+
+        Example:
+            >>> variables = {"SLURM_TASKS_PER_NODE": "4(x2)"}
+            >>> Cluster.from_launcher(CLUSTERS["h100"], variables).per_node
+            4
+        """
+        environ = os.environ if environ is None else environ
+        for variable in _NODE_SIZES:
+            if variable in environ:
+                size = _node_size(variable, environ[variable])
+                return nodes_of(size) if base is None else base.with_node(size)
+        if base is None:
+            raise SpecError(
+                f"environment: none of {', '.join(_NODE_SIZES)} is set, so that how many ranks a "
+                "node has is not known; give the number"
+            )
+        return base
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mapping that `from_dict` reads, in units people use."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "device": {
+                "name": self.device.name,
+                "peak_tflops": self.device.flops / 1e12,
+                "memory_gb": self.device.memory / 1e9,
+                "memory_gb_per_s": self.device.memory_bandwidth / 1e9,
+            },
+            "levels": [
+                {
+                    "name": level.name,
+                    **({} if level.size is None else {"size": level.size}),
+                    "gb_per_s": level.bandwidth / 1e9,
+                    "latency_us": level.latency * 1e6,
+                    **({"measured": True} if level.measured else {}),
+                }
+                for level in self.levels
+            ],
+            **({"fits": [one.to_dict() for one in self.fits]} if self.fits else {}),
+        }
+
+    def with_node(self, devices: int) -> Cluster:
+        """The same with nodes of another number of devices.
+
+        Raises:
+            SpecError: the number is below 1.
+        """
+        node = self.node_level
+        below = int(self.unit_size(node - 1)) if node else 1
+        if devices < 1 or devices % below:
+            inner = f", in whole {self.levels[node - 1].name}s of {below}" if node else ""
+            raise SpecError(f"gpus_per_node={devices}: expected a whole number from 1 on{inner}")
+        made = replace(self.levels[node], size=devices // below)
+        return replace(self, levels=(*self.levels[:node], made, *self.levels[node + 1 :]))
+
+
+def nodes_of(devices: int) -> Cluster:
+    """A cluster of which only the size of its nodes is known; its other numbers are NaN.
+
+    Raises:
+        SpecError: the size is below 1.
+    """
+    unknown = math.nan
+    return Cluster(
+        name="nodes",
+        device=Device("", unknown, unknown, unknown),
+        levels=(Level("node", 1, unknown, unknown), Level("cluster", None, unknown, unknown)),
+        source="",
+    ).with_node(devices)
+
+
+_NODE_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+)
+"""Variables with the number of ranks of a node; the first one set counts."""
+
+
+def _node_size(variable: str, value: str) -> int:
+    """A number, or SLURM's list such as `8(x2)`, of nodes that are alike."""
+    parts = [re.fullmatch(r"(\d+)(?:\(x\d+\))?", part) for part in value.split(",")]
+    sizes = {int(part[1]) for part in parts if part}
+    if None in parts or 0 in sizes:
+        raise SpecError(f"environment: {variable}={value!r}: expected a number above 0")
+    if len(sizes) > 1:
+        raise SpecError(
+            f"environment: {variable}={value!r}: nodes have "
+            f"{' and '.join(map(str, sorted(sizes)))} ranks; a cluster's nodes are alike, so start "
+            "equally many on each"
+        )
+    return sizes.pop()
+
+
+_CLUSTER = ("name", "device", "levels", "source", "fits")
+_DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
+_LEVEL = ("name", "size", "gb_per_s", "latency_us", "measured")
+
+
+def _cluster(name: str, source: str, device: Device, *levels: Level) -> Cluster:
+    return Cluster(name, device, levels, source)
+
+
+_GB = 1e9
+_US = 1e-6
+_ESTIMATED = "latencies are estimates"
+_ALL = (
+    _cluster(
+        "a100",
+        "NVIDIA DGX A100 80GB datasheet: NVLink 600 GB/s both ways, 8 adapters of 200 Gb/s; "
+        f"{_ESTIMATED}",
+        Device("A100-80GB", 312e12, 80 * _GB, 2039 * _GB),
+        Level("node", 8, 300 * _GB, 3 * _US),
+        Level("cluster", None, 25 * _GB, 8 * _US),
+    ),
+    _cluster(
+        "h100",
+        "NVIDIA DGX H100 datasheet: NVLink 900 GB/s both ways, 8 adapters of 400 Gb/s; "
+        f"{_ESTIMATED}",
+        Device("H100-80GB", 989e12, 80 * _GB, 3350 * _GB),
+        Level("node", 8, 450 * _GB, 3 * _US),
+        Level("cluster", None, 50 * _GB, 8 * _US),
+    ),
+    _cluster(
+        "b200",
+        "NVIDIA DGX B200 datasheet: NVLink 1,800 GB/s both ways, 8 adapters of 400 Gb/s; "
+        f"{_ESTIMATED}",
+        Device("B200-180GB", 2250e12, 180 * _GB, 8000 * _GB),
+        Level("node", 8, 900 * _GB, 3 * _US),
+        Level("cluster", None, 50 * _GB, 8 * _US),
+    ),
+    _cluster(
+        "gb200",
+        "NVIDIA GB200 NVL72 datasheet: 18 trays of 4 in one NVLink domain, 1,800 GB/s both ways; "
+        f"an adapter of 400 Gb/s a GPU; {_ESTIMATED}",
+        Device("GB200-186GB", 2500e12, 186 * _GB, 8000 * _GB),
+        Level("node", 4, 900 * _GB, 3 * _US),
+        Level("rack", 18, 900 * _GB, 3 * _US),
+        Level("cluster", None, 50 * _GB, 8 * _US),
+    ),
+    _cluster(
+        "cpu",
+        "one CPU box with a process a core over gloo's loopback: orders of magnitude, not "
+        "measurements; `commgrid bench` measures yours",
+        Device("CPU core", 50e9, 4 * _GB, 5 * _GB),
+        Level("node", None, 1 * _GB, 50 * _US),
+    ),
+)
+
+CLUSTERS: Mapping[str, Cluster] = MappingProxyType({cluster.name: cluster for cluster in _ALL})
+"""The built-in ones, by name."""
+
+
+def find_cluster(given: str) -> Cluster:
+    """A built-in cluster by its name, or one from a YAML file by its path.
+
+    Raises:
+        SpecError: there is neither, or the file describes none.
+    """
+    if given in CLUSTERS:
+        return CLUSTERS[given]
+    if given.endswith((".yaml", ".yml")) or "/" in given:
+        return Cluster.from_yaml(given)
+    raise SpecError(
+        f"cluster {given!r}: expected one of {', '.join(CLUSTERS)}, or the path of a YAML file"
+        f"{nearest(given, CLUSTERS)}"
+    )
