@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.planning.layout import RankLayout
+from commgrid.planning.options import DEFAULT_SHARE
 from commgrid.planning.ranks import as_index
-from commgrid.planning.spec import DEFAULT_SHARE
 from commgrid.runtime.audited import audit_sizes
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.seconds import Seconds

@@ -23,8 +23,9 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
+from commgrid.planning.options import DEFAULT_SHARE
 from commgrid.planning.ranks import as_index
-from commgrid.planning.spec import DEFAULT_SHARE, GridSpec
+from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml_io import load_yaml
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.names import MEGATRON_GROUPS, OPTIONAL, hierarchical, hybrid

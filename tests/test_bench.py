@@ -194,8 +194,8 @@ def test_the_table_has_nccl_tests_columns() -> None:
     [
         (["--sizes", "1K,big"], "--sizes big: expected bytes, such as 65536, 64K or 1M"),
         (["--sizes", "0"], "--sizes 0: expected bytes"),
-        (["--sizes", "1K", "--factor", "2"], "--sizes beside --factor"),
-        (["--min-bytes", "1M", "--max-bytes", "1K"], "--min-bytes 1M: above --max-bytes 1024"),
+        (["--sizes", "1K", "--factor", "2"], "--factor 2: would change nothing"),
+        (["--min-bytes", "1M", "--max-bytes", "1K"], "--min-bytes 1048576: above --max-bytes 1024"),
         (["--factor", "1"], "--factor 1: expected a whole number from 2 on"),
         (["--iters", "0"], "--iters 0: expected a whole number from 1 on"),
         (["--seconds", "soon"], "--seconds soon: expected a number above 0"),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from commgrid import GridSpec, GroupPlan, RankLayout, SpecError
 from commgrid.planning.groups import GroupDef
-from commgrid.planning.spec import SHARE_CHOICES
+from commgrid.planning.options import OPTIONS
 from tests.enumeration import (
     coordinates,
     factorizations,
@@ -179,7 +179,7 @@ def random_specs(draw: st.DrawFn) -> GridSpec:
     return GridSpec.from_dict(
         {
             "axes": sizes, "order": "-".join(order), "regions": regions,
-            "share": draw(st.sampled_from(SHARE_CHOICES)),
+            "share": draw(st.sampled_from(OPTIONS["share"].words)),
             "groups": {"embedding": {"of": "pp", "pick": ["first", "last"]},
                        "fsdp": "dp_cp", "ag": {"of": "dp_cp", "own": True},
                        "levels": {"of": "dp_cp", "split": {"outer": -1, "inner": sizes["cp"]}}},
@@ -279,7 +279,7 @@ def test_who_shares_equals_enumeration(world: int) -> None:
     for number, cut in enumerate(cuts):
         spec, rank = GridSpec.build(**cut).resolve(world), number % world  # type: ignore[arg-type]
         found: list[set[frozenset[str]]] = []
-        for share in SHARE_CHOICES:
+        for share in OPTIONS["share"].words:
             shared = replace(spec, share=share)
             found.append(names_sharing(shared, rank))
             assert found[-1] == expected_sharing(shared, rank), (shared, rank)
@@ -347,7 +347,7 @@ def test_own_and_options_keep_communicators_apart() -> None:
         "fsdp": "dp_cp", "ag": {"of": "dp_cp", "own": True}, "slow": {"of": "dp_cp", "timeout": 9},
         "slow_too": "slow", "emb": {"of": "pp", "pick": ["first", "last"]},
     }  # fmt: skip
-    for share in SHARE_CHOICES:
+    for share in OPTIONS["share"].words:
         spec = GridSpec.build(tp=2, cp=2, pp=2, groups=groups, share=share).resolve(16)
         shared = names_sharing(spec)
         assert frozenset({"ag"}) in shared
@@ -398,7 +398,7 @@ def test_only_what_is_named_connects() -> None:
 @pytest.mark.parametrize("world", [64, 1024, 16_384, 131_072])
 def test_communicators_do_not_grow_with_the_world(world: int) -> None:
     counts = {}
-    for share in SHARE_CHOICES:
+    for share in OPTIONS["share"].words:
         spec = GridSpec.build(tp=8, pp=4, cp=2, ep=8, etp=1, share=share).resolve(world)
         counts[share] = len(GroupPlan.for_rank(spec, world - 1).communicators)
     # 15 names of dense axes and 14 of the experts' (pp is of both), one of them of one rank; with
@@ -442,7 +442,7 @@ def _calls(call: Callable[[], object]) -> int:
     return entered
 
 
-@pytest.mark.parametrize("share", SHARE_CHOICES)
+@pytest.mark.parametrize("share", OPTIONS["share"].words)
 def test_rows_made_of_an_own_group_have_their_own_ranks_and_options(share: str) -> None:
     groups = {
         "a": {"of": "pp", "own": True}, "alias": "a", "ends": {"of": "a", "pick": [0, "last"]},
@@ -474,7 +474,7 @@ TABLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("share", SHARE_CHOICES)
+@pytest.mark.parametrize("share", OPTIONS["share"].words)
 @pytest.mark.parametrize(
     ("sizes", "ranks"),
     [
@@ -496,7 +496,7 @@ def test_plans_over_lists_equal_enumeration(
     check_whole(spec)
 
 
-@pytest.mark.parametrize("share", SHARE_CHOICES)
+@pytest.mark.parametrize("share", OPTIONS["share"].words)
 @pytest.mark.parametrize("ranks", [None, (7, 6, 0, 1, 3, 2, 4, 5)])
 def test_rows_that_list_ranks(share: str, ranks: tuple[int, ...] | None) -> None:
     groups = {

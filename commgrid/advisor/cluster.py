@@ -10,11 +10,11 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from commgrid.advisor.fit import Fit, fits_from
 from commgrid.errors import SpecError
@@ -65,6 +65,69 @@ class Level:
     bandwidth: float
     latency: float
     measured: bool = False
+
+
+class Span(NamedTuple):
+    """How a group lies on a cluster, with two numbers for each level, the lowest first.
+
+    Args:
+        spread: the most of its ranks in a node, then the most nodes in a unit of the next level,
+            and so on.
+        narrow: the same of the units with fewest of its ranks, whose few links its collectives
+            wait for. It is `spread` where all units have as many, and their product is then the
+            group's size.
+    """
+
+    spread: tuple[int, ...]
+    narrow: tuple[int, ...]
+
+    @property
+    def place(self) -> int:
+        """The place of the highest level that the group crosses; 0 for one rank."""
+        return highest(self.spread)
+
+    @classmethod
+    def of(cls, units: Sequence[int], levels: Sequence[Level]) -> Span:
+        """Count a group's ranks.
+
+        Args:
+            units: the unit of the lowest level that each rank is in.
+            levels: of the cluster.
+
+        Example:
+            >>> Span.of([0, 0, 0, 0, 1, 1], CLUSTERS["h100"].levels)
+            Span(spread=(4, 2), narrow=(2, 3))
+        """
+        if len(set(units)) == 1:
+            alone = (len(units), *[1] * (len(levels) - 1))
+            return cls(alone, alone)
+        held = Counter(units)
+        fewest = min(held.values(), default=0)
+        spread, narrow = [max(held.values(), default=0)], [fewest]
+        for level in levels[1:]:
+            ranks: Counter[int] = Counter()
+            below: Counter[int] = Counter()
+            for unit, count in held.items():
+                above = 0 if level.size is None else unit // level.size
+                ranks[above] += count
+                below[above] += 1
+            spread.append(max(below.values(), default=0))
+            before, fewest = max(fewest, 1), min(ranks.values(), default=0)
+            narrow.append(-(-fewest // before))
+            held = ranks
+        return cls(tuple(spread), tuple(narrow))
+
+
+def highest(spread: Sequence[int]) -> int:
+    """The place of the highest level that a group of this spread crosses; 0 for one rank."""
+    return max((place for place, count in enumerate(spread) if count > 1), default=0)
+
+
+def widest(spans: Collection[Span]) -> Span:
+    """Of all groups of a name the spread that crosses most, and where they cross it, the narrowest
+    units: the others wait for these."""
+    spread = max((span.spread for span in spans), key=lambda each: each[::-1])
+    return Span(spread, min(span.narrow for span in spans if span.place == highest(spread)))
 
 
 @dataclass(frozen=True)
@@ -145,14 +208,11 @@ class Cluster:
         Returns:
             A number for each level; their product is the group's size where it lies evenly.
         """
-        units = self.lowest_units(ranks, hosts)
-        found = [max(Counter(units).values(), default=0)]
-        distinct: Iterable[int] = set(units)
-        for level in self.levels[1:]:
-            above = [0 if level.size is None else unit // level.size for unit in distinct]
-            found.append(max(Counter(above).values(), default=0))
-            distinct = set(above)
-        return tuple(found)
+        return self.span(ranks, hosts).spread
+
+    def span(self, ranks: Iterable[int], hosts: Hosts | None = None) -> Span:
+        """Count a group's ranks by level; arguments as of `spread`."""
+        return Span.of(self.lowest_units(ranks, hosts), self.levels)
 
     def lowest_units(self, ranks: Iterable[int], hosts: Hosts | None = None) -> list[int]:
         """The unit of the lowest level that each of the ranks is in.
@@ -174,10 +234,6 @@ class Cluster:
         units = self.per_node // size
         # A host with more ranks than a node has devices keeps them all.
         return [hosts[rank] * units + min(places[rank] // size, units - 1) for rank in ranks]
-
-    def highest(self, spread: Sequence[int]) -> int:
-        """The place of the highest level that a group of this `spread` crosses; 0 for one rank."""
-        return max((level for level, n in enumerate(spread) if n > 1), default=0)
 
     def check_world(self, world_size: int) -> None:
         """Refuse a number of ranks that does not fill nodes.
@@ -286,8 +342,9 @@ class Cluster:
     ) -> Cluster:
         """A cluster whose nodes are as large as the launcher's variables say; they say no more.
 
-        torchrun's LOCAL_WORLD_SIZE; else SLURM's SLURM_GPUS_ON_NODE, as where torchrun is to start
-        a rank for each GPU, SLURM_NTASKS_PER_NODE, or SLURM_TASKS_PER_NODE.
+        torchrun's LOCAL_WORLD_SIZE; else the number of SLURM's tasks, SLURM_NTASKS_PER_NODE or
+        SLURM_TASKS_PER_NODE. A single task is torchrun, which starts a rank for each GPU:
+        SLURM_GPUS_ON_NODE, where it is set.
 
         Args:
             base: what has everything else; None: speeds are not known (`nodes_of`).
@@ -306,10 +363,11 @@ class Cluster:
             4
         """
         environ = os.environ if environ is None else environ
-        for variable in _NODE_SIZES:
-            if variable in environ:
-                size = _node_size(variable, environ[variable])
-                return nodes_of(size) if base is None else base.with_node(size)
+        found = [_node_size(v, environ[v]) for v in _NODE_SIZES if v in environ]
+        if found and "LOCAL_WORLD_SIZE" not in environ:
+            found.sort(key=lambda size: size == 1)
+        if found:
+            return nodes_of(found[0]) if base is None else base.with_node(found[0])
         if base is None:
             raise SpecError(
                 f"environment: none of {', '.join(_NODE_SIZES)} is set, so that how many ranks a "
@@ -342,18 +400,27 @@ class Cluster:
         }
 
     def with_node(self, devices: int) -> Cluster:
-        """The same with nodes of another number of devices.
+        """The same with nodes of another number of devices; what holds nodes has as many devices.
 
         Raises:
-            SpecError: the number is below 1.
+            SpecError: the number is below 1, or units of another level cannot be made of it.
         """
         node = self.node_level
         below = int(self.unit_size(node - 1)) if node else 1
         if devices < 1 or devices % below:
             inner = f", in whole {self.levels[node - 1].name}s of {below}" if node else ""
             raise SpecError(f"gpus_per_node={devices}: expected a whole number from 1 on{inner}")
-        made = replace(self.levels[node], size=devices // below)
-        return replace(self, levels=(*self.levels[:node], made, *self.levels[node + 1 :]))
+        levels = list(self.levels)
+        levels[node] = replace(levels[node], size=devices // below)
+        if node + 1 < len(levels) and levels[node + 1].size is not None:
+            whole, above = int(self.unit_size(node + 1)), levels[node + 1]
+            if whole % devices:
+                raise SpecError(
+                    f"gpus_per_node={devices}: does not divide the {whole} devices of a "
+                    f"{above.name} (cluster {self.name!r}); describe yours in a YAML file"
+                )
+            levels[node + 1] = replace(above, size=whole // devices)
+        return replace(self, levels=tuple(levels))
 
 
 def nodes_of(devices: int) -> Cluster:
@@ -373,11 +440,12 @@ def nodes_of(devices: int) -> Cluster:
 
 _NODE_SIZES = (
     "LOCAL_WORLD_SIZE",
-    "SLURM_GPUS_ON_NODE",
     "SLURM_NTASKS_PER_NODE",
     "SLURM_TASKS_PER_NODE",
+    "SLURM_GPUS_ON_NODE",
 )
-"""Variables with the number of ranks of a node; the first one set counts."""
+"""Variables with the number of ranks of a node; the first one set counts, of SLURM's the first
+above 1."""
 
 
 def _node_size(variable: str, value: str) -> int:

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from commgrid.advisor.cluster import Cluster, Level
+from commgrid.advisor.cluster import Cluster, Level, highest
 from commgrid.advisor.fit import FORMS
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
@@ -234,12 +234,8 @@ def _pairwise(size: float, spread: Spread, levels: Levels) -> float:
 
 def _direct(size: float, spread: Spread, levels: Levels) -> float:
     """One message over the highest level that the group crosses."""
-    level = levels[_highest(spread)]
+    level = levels[highest(spread)]
     return level.latency + size / level.bandwidth
-
-
-def _highest(spread: Spread) -> int:
-    return max((place for place, n in enumerate(spread) if n > 1), default=0)
 
 
 _Form = Callable[[float, Spread, Levels], float]
@@ -266,14 +262,14 @@ def _hierarchical(collective: str, size: float, spread: Spread, cluster: Cluster
     reduce-scatter up; an all-to-all moves all bytes at each level, in fewer and larger messages
     (Hwang et al., "Tutel", MLSys 2023: two-dimensional all-to-all).
     """
-    highest = _highest(spread)
+    top = highest(spread)
     total, part = 0.0, size
     for place, n in enumerate(spread):
         if n == 1:
             continue
         if collective != "all_reduce":
             total += _on_level(collective, part, n, place, cluster)
-        elif place == highest:
+        elif place == top:
             total += _on_level("all_reduce", part, n, place, cluster)
         else:
             total += _on_level("reduce_scatter", part, n, place, cluster)

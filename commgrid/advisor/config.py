@@ -1,4 +1,4 @@
-"""The choices for a job: the sizes of its grid, and how it runs a step."""
+"""How a job is parallelised: the sizes of its grid, and how it runs a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ RECOMPUTE = ("none", "selective", "full")
 `selective`: attention's scores where they are kept in memory (Korthikanti et al. 2022), else norms
 and the MLP's activation function, which cost little; `full`: the whole layer.
 """
-SHARD = ("none", "optimizer", "weights")
-"""The state to shard over data-parallel ranks: none, the optimizer's (ZeRO-1, Megatron's
-distributed optimizer), or also gradients and weights (ZeRO-3, FSDP)."""
+ZERO_STAGES = (0, 1, 3)
+"""The state to shard over data-parallel ranks: 0 none, 1 the optimizer's (Megatron's distributed
+optimizer), 3 also gradients and weights (FSDP). Stage 2 is not modelled."""
 HEADROOM = 0.9
-"""Share of a device's memory that a choice may fill; fragments and peaks need the rest."""
+"""Share of a device's memory that a job may fill; fragments and peaks need the rest."""
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 """Orders with dp or with pp next to tp and cp, which load the links differently."""
 
@@ -44,11 +44,11 @@ class ParallelConfig:
         etp: tensor parallel size of experts; None: tp.
         order: of the axes; one of `ORDERS`, but for a grid that is given.
         microbatch: sequences that go through a stage at once.
-        chunks: of a stage's layers, for the interleaved schedule; 1: plain 1F1B.
+        virtual_stages: of a rank, for the interleaved schedule; 1: plain 1F1B.
         recompute: one of `RECOMPUTE`.
         sequence_parallel: activations between tp's layers are split over tp as well.
-        shard: one of `SHARD`.
-        copies: of the shards, as of HSDP: dp_replicate of the dp ranks.
+        zero_stage: one of `ZERO_STAGES`.
+        dp_replicate: copies of the shards among the dp ranks, as of HSDP.
         gradient_bytes: of one gradient, as summed over data-parallel ranks.
         overlap: data-parallel communication runs behind forward and backward.
     """
@@ -61,21 +61,25 @@ class ParallelConfig:
     etp: int | None = None
     order: str = ORDERS[0]
     microbatch: int = 1
-    chunks: int = 1
+    virtual_stages: int = 1
     recompute: str = "none"
     sequence_parallel: bool = True
-    shard: str = "optimizer"
-    copies: int = 1
+    zero_stage: int = 1
+    dp_replicate: int = 1
     gradient_bytes: int = 4
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for key, known in (("recompute", RECOMPUTE), ("shard", SHARD)):
-            given = getattr(self, key)
-            if given not in known:
-                raise SpecError(
-                    f"{key}={given!r}: expected {', '.join(known)}{nearest(str(given), known)}"
-                )
+        if self.recompute not in RECOMPUTE:
+            raise SpecError(
+                f"recompute={self.recompute!r}: expected {', '.join(RECOMPUTE)}"
+                f"{nearest(str(self.recompute), RECOMPUTE)}"
+            )
+        if self.zero_stage not in ZERO_STAGES:
+            raise SpecError(
+                f"zero_stage={self.zero_stage!r}: expected 0, 1 (optimizer state) or 3 (weights "
+                "and gradients as well)"
+            )
 
     @cached_property
     def world_size(self) -> int:
@@ -93,18 +97,18 @@ class ParallelConfig:
         return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
 
     @cached_property
-    def sharers(self) -> int:
+    def shard_size(self) -> int:
         """Ranks over which dense parameters, or their optimizer's state, are sharded."""
-        return self.dp * self.cp // self.copies
+        return self.dp * self.cp // self.dp_replicate
 
     @cached_property
-    def expert_sharers(self) -> int:
+    def expert_shard_size(self) -> int:
         """The same for parameters of experts."""
-        return max(self.edp // self.copies, 1)
+        return max(self.edp // self.dp_replicate, 1)
 
     @cached_property
-    def split(self) -> int:
-        """Over how many ranks of tp the activations outside its layers are split."""
+    def sp(self) -> int:
+        """Ranks over which sequence parallelism splits the activations outside tp's layers."""
         return self.tp if self.sequence_parallel else 1
 
     def microbatches(self, model: Model) -> int:
@@ -112,12 +116,12 @@ class ParallelConfig:
         return model.batch // (self.dp * self.microbatch)
 
     def in_flight(self, model: Model) -> float:
-        """Microbatches of a whole stage that the first stage keeps: p of 1F1B, and
-        p · (1 + (p - 1) / (p · v)) with v chunks (Korthikanti et al. 2022, section 4.2.3)."""
+        """Microbatches of a whole stage that the first stage keeps: p of 1F1B, and with v virtual
+        stages p · (1 + (p - 1) / (p · v)) (Korthikanti et al. 2022, section 4.2.3)."""
         most = self.microbatches(model)
-        if self.chunks == 1:
+        if self.virtual_stages == 1:
             return min(self.pp, most)
-        return min(self.pp + (self.pp - 1) / self.chunks, most)
+        return min(self.pp + (self.pp - 1) / self.virtual_stages, most)
 
     def stage_layers(self, model: Model) -> Stages:
         """Layers of the first stage, of the fullest, and of the last.
@@ -125,7 +129,7 @@ class ParallelConfig:
         Where the stages do not divide the layers, the last stage has one less, then the
         first, which have the output layer and the embedding; then the others.
 
-        >>> from commgrid.advisor.models import MODELS
+        >>> from commgrid.advisor.model import MODELS
         >>> ParallelConfig(pp=16).stage_layers(MODELS["llama3-405b"])
         Stages(first=7, most=8, last=7)
         """
@@ -139,22 +143,22 @@ class ParallelConfig:
         tp, experts = self.tp, model.experts
         if model.heads % tp:
             return f"tp={tp}: does not divide {model.heads} heads"
-        if model.groups % tp and tp % model.groups:
-            return f"tp={tp}: neither divides {model.groups} heads of keys and values nor is a \
-multiple of them"
+        if model.num_kv_heads % tp and tp % model.num_kv_heads:
+            heads = f"{model.num_kv_heads} heads of keys and values"
+            return f"tp={tp}: neither divides {heads} nor is a multiple of them"
         dense = model.shared_ffn if experts else model.width
         if dense % tp:  # a vocabulary is filled up to a multiple, as all do it
             return f"tp={tp}: does not divide {dense} features of the MLP"
         if self.cp > 1 and (model.sequence % (2 * self.cp) or model.attention != "flash"):
-            return f"cp={self.cp}: needs attention: flash, and 2 · cp to divide the sequence of \
-{model.sequence}"
+            needs = f"attention: flash, and 2 · cp to divide the sequence of {model.sequence}"
+            return f"cp={self.cp}: needs {needs}"
         if self.sequence_parallel and model.sequence // self.cp % tp:
             return f"tp={tp}: does not divide a rank's {model.sequence // self.cp} tokens"
         if self.pp > model.layers:
             return f"pp={self.pp}: more stages than the {model.layers} layers"
         if model.batch % (self.dp * self.microbatch):
-            return f"dp={self.dp}: times {self.microbatch} sequences of a microbatch does not \
-divide the batch of {model.batch}"
+            times = f"times {self.microbatch} sequences of a microbatch"
+            return f"dp={self.dp}: {times} does not divide the batch of {model.batch}"
         if not experts and (self.ep > 1 or self.etp is not None):
             return f"ep={self.ep}: model {model.name!r} has no experts"
         if experts and experts % self.ep:
@@ -164,15 +168,15 @@ divide the batch of {model.batch}"
         if experts and tp * self.cp * self.dp % (self.ep * self.expert_tp):
             return f"ep={self.ep}: times etp={self.expert_tp} does not divide tp · cp · dp"
         if experts and self.order == ORDERS[1] and tp * self.cp != self.ep * self.expert_tp:
-            return (
-                f"order={self.order}: experts and the rest have other pp groups, unless tp · cp is \
-ep · etp"
-            )
-        if self.chunks > 1 and (
+            unless = "experts and the rest have other pp groups, unless tp · cp is ep · etp"
+            return f"order={self.order}: {unless}"
+        if self.virtual_stages > 1 and (
             self.pp == 1
             or self.microbatches(model) % self.pp
-            or -(-model.layers // self.pp) % self.chunks
+            or -(-model.layers // self.pp) % self.virtual_stages
         ):
-            return f"chunks={self.chunks}: needs pp above 1 that divides the microbatches, and \
-layers of a stage that it divides"
+            needs = (
+                "pp above 1 that divides the microbatches, and layers of a stage that it divides"
+            )
+            return f"virtual_stages={self.virtual_stages}: needs {needs}"
         return None

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from commgrid.advisor.cluster import Cluster, Hosts, Level
+from commgrid.advisor.cluster import Cluster, Hosts, Level, Span, highest, widest
 from commgrid.errors import SpecError
 from commgrid.planning.groups import GroupDef
 from commgrid.planning.layout import RankLayout
@@ -49,7 +49,7 @@ class Crossing:
     @property
     def place(self) -> int:
         """The place of the highest level that it crosses; 0 also for a group of one rank."""
-        return max((place for place, count in enumerate(self.spread) if count > 1), default=0)
+        return highest(self.spread)
 
     @property
     def level(self) -> Level:
@@ -137,16 +137,10 @@ class Units:
             found = set(self.above(found, each))
         return found
 
-    def spread(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """As `Cluster.spread`."""
+    def span(self, ranks: Iterable[int]) -> Span:
+        """As `Cluster.span`."""
         unit = self.unit
-        units, found = [unit[rank] for rank in ranks], []
-        for level in range(len(self.levels)):
-            distinct = set(units)
-            found.append(_most(units, len(distinct)))
-            if level + 1 < len(self.levels):
-                units = self.above(distinct, level + 1)
-        return tuple(found)
+        return Span.of([unit[rank] for rank in ranks], self.levels)
 
     def most_ranks(self) -> tuple[int, ...]:
         """For each level, the most ranks that a unit has."""
@@ -160,14 +154,14 @@ class Units:
                 counts = above
         return tuple(found)
 
-    def worst_spread(self, layout: RankLayout, axes: Sequence[str]) -> tuple[int, ...]:
-        """The spread of the group along axes that crosses most."""
-        return self.crossing(GroupDef("", "", tuple(axes)), layout).spread
+    def worst(self, definition: GroupDef, layout: RankLayout) -> Span:
+        """The widest of the groups of a name."""
+        return widest({self.span(ranks) for ranks in members_of(definition, layout)})
 
     def crossing(self, definition: GroupDef, layout: RankLayout) -> Crossing:
         """The worst group of a name, and how many share a link there."""
         groups = list(members_of(definition, layout))
-        spreads = [self.spread(ranks) for ranks in groups]
+        spreads = [self.span(ranks).spread for ranks in groups]
         spread = max(set(spreads), key=lambda each: each[::-1])
         worst = groups[spreads.index(spread)]
         made = Crossing(definition.name, len(worst), spread, self.levels, 1)
@@ -179,13 +173,6 @@ class Units:
             if each[place] > 1:
                 sharing.update(self.held(ranks, place - 1))
         return replace(made, at_once=max(sharing.values()))
-
-
-def _most(units: list[int], distinct: int) -> int:
-    """How often the most frequent of them is there."""
-    if distinct == 1:
-        return len(units)
-    return 1 if distinct == len(units) else max(Counter(units).values())
 
 
 def _key(definition: GroupDef, layout: RankLayout) -> Hashable:

@@ -45,7 +45,7 @@ class Memory:
 
 
 def parameters_of_rank(
-    model: Model, choice: ParallelConfig, layers: int, ends: int
+    model: Model, config: ParallelConfig, layers: int, ends: int
 ) -> tuple[float, float]:
     """Parameters that a rank of a stage holds, of experts and of all the rest.
 
@@ -56,92 +56,92 @@ def parameters_of_rank(
     Returns:
         Parameters of experts, and all others.
     """
-    dense = (model.attention_parameters + model.dense_parameters) / choice.tp
+    dense = (model.attention_parameters + model.dense_parameters) / config.tp
     rest = layers * (dense + model.small_parameters) + (
-        ends * model.embedding_parameters / choice.tp
+        ends * model.embedding_parameters / config.tp
     )
-    local = model.experts / choice.ep
-    return layers * local * model.expert_parameters / choice.expert_tp, rest
+    local = model.experts / config.ep
+    return layers * local * model.expert_parameters / config.expert_tp, rest
 
 
-def layer_activations(model: Model, choice: ParallelConfig, recompute: str | None = None) -> float:
+def layer_activations(model: Model, config: ParallelConfig, recompute: str | None = None) -> float:
     """Bytes that one layer keeps of one microbatch until its backward.
 
     Args:
-        recompute: None: as the choice says.
+        recompute: None: as the config says.
 
     For GPT: s·b·h(10 + 24/t + 5·a·s/(h·t)); with sequence parallelism s·b·h/t(34 + 5·a·s/h), and
     s·b·h·34/t where attention is computed again (Korthikanti et al. 2022, table 2).
     """
-    tokens = choice.microbatch * model.sequence / choice.cp
-    recompute = choice.recompute if recompute is None else recompute
-    hidden, outside = model.hidden, choice.split
+    tokens = config.microbatch * model.sequence / config.cp
+    recompute = config.recompute if recompute is None else recompute
+    hidden, outside = model.hidden, config.sp
     if recompute == "full":
         return tokens * 2 * hidden / outside
     again = recompute == "selective"
     norms = 0 if again and model.attention == "flash" else 2 * 2 * hidden
     kept = (2 * 2 * hidden + (2 * hidden if model.dropout else 0) + norms) / outside
     heads = model.heads * model.head
-    kept += (2 * heads + 4 * model.groups * model.head + 2 * heads) / choice.tp
+    kept += (2 * heads + 4 * model.num_kv_heads * model.head + 2 * heads) / config.tp
     if model.attention == "plain" and not again:
-        kept += (5 if model.dropout else 2) * model.heads * model.sequence / choice.tp
+        kept += (5 if model.dropout else 2) * model.heads * model.sequence / config.tp
     inside = (4 if model.gated else 2) + (0 if again and model.attention == "flash" else 2)
     if model.experts:
         routed = model.top_k * (2 * 2 * hidden + inside * model.expert_width) / outside
-        kept += routed + inside * model.shared_ffn / choice.tp
+        kept += routed + inside * model.shared_ffn / config.tp
     else:
-        kept += inside * model.width / choice.tp
+        kept += inside * model.width / config.tp
     return tokens * kept
 
 
-def memory_of(model: Model, choice: ParallelConfig) -> Memory:
+def memory_of(model: Model, config: ParallelConfig) -> Memory:
     """Memory of the fullest rank: one of the first stage, of the next, or of the last."""
-    first, most, last = choice.stage_layers(model)
-    layer = layer_activations(model, choice)
-    in_flight = choice.in_flight(model)
-    if choice.pp == 1:
-        return _of_stage(model, choice, most, 2 - model.tied, layer * most * in_flight, True)
-    after = max(in_flight - choice.pp + 1, 1)
+    first, most, last = config.stage_layers(model)
+    layer = layer_activations(model, config)
+    in_flight = config.in_flight(model)
+    if config.pp == 1:
+        return _of_stage(model, config, most, 2 - model.tied, layer * most * in_flight, True)
+    after = max(in_flight - config.pp + 1, 1)
     stages = [
-        _of_stage(model, choice, first, 1, layer * first * in_flight),
-        _of_stage(model, choice, last, 1, layer * last * after, True),
+        _of_stage(model, config, first, 1, layer * first * in_flight),
+        _of_stage(model, config, last, 1, layer * last * after, True),
     ]
-    if choice.pp > 2 and most > first:
+    if config.pp > 2 and most > first:
         kept = layer * most * max(in_flight - 1, 1)
-        stages.append(_of_stage(model, choice, most, 0, kept))
+        stages.append(_of_stage(model, config, most, 0, kept))
     return max(stages, key=lambda memory: memory.total)
 
 
-def communicators_of(choice: ParallelConfig) -> int:
+def communicators_of(config: ParallelConfig) -> int:
     """Communicators of more than one rank that a step uses, one of each."""
-    sizes = [choice.tp, choice.cp, choice.pp, choice.sharers, choice.copies]
-    if choice.ep > 1:
-        sizes += [choice.ep, choice.expert_tp, choice.edp]
+    sizes = [config.tp, config.cp, config.pp, config.shard_size, config.dp_replicate]
+    if config.ep > 1:
+        sizes += [config.ep, config.expert_tp, config.edp]
     return sum(size > 1 for size in sizes)
 
 
 def _of_stage(
-    model: Model, choice: ParallelConfig, layers: int, ends: int, kept: float, output: bool = False
+    model: Model, config: ParallelConfig, layers: int, ends: int, kept: float, output: bool = False
 ) -> Memory:
     """Of a stage's rank that keeps so many bytes of its layers' activations."""
-    experts, rest = parameters_of_rank(model, choice, layers, ends)
+    experts, rest = parameters_of_rank(model, config, layers, ends)
     all_of_it = experts + rest
     shared = all_of_it
-    if choice.shard != "none":
-        shared = rest / choice.sharers + experts / choice.expert_sharers
+    if config.zero_stage:
+        shared = rest / config.shard_size + experts / config.expert_shard_size
     held, gathered = all_of_it, 0.0
-    if choice.shard == "weights":  # and the layer that is computed, whole
+    if config.zero_stage == 3:  # and the layer that is computed, whole
         held, gathered = shared, WEIGHT * all_of_it / layers
-    if choice.recompute == "full":  # what one layer needs while it is computed again
-        kept += layer_activations(model, choice, "none")
+    if config.recompute == "full":  # what one layer needs while it is computed again
+        kept += layer_activations(model, config, "none")
     if output:  # logits in 16 bits, and in 32 for the loss
-        tokens = choice.microbatch * model.sequence / choice.cp
-        kept += tokens * model.vocabulary * 6 / choice.tp
+        tokens = config.microbatch * model.sequence / config.cp
+        kept += tokens * model.vocabulary * 6 / config.tp
     return Memory(
         weights=WEIGHT * held + gathered,
-        gradients=choice.gradient_bytes * held,
+        gradients=config.gradient_bytes * held,
         optimizer=(MASTER + MOMENTS) * shared,
         activations=kept,
-        communicators=communicators_of(choice) * sum(NCCL_GB) / 2 * 1e9,
+        communicators=communicators_of(config) * sum(NCCL_GB) / 2 * 1e9,
         reserved=RESERVED_GB * 1e9,
     )

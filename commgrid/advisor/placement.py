@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from commgrid.advisor.cluster import Cluster, Hosts
+from commgrid.advisor.cluster import Cluster, Hosts, Span, widest
 from commgrid.advisor.config import ORDERS, ParallelConfig
 from commgrid.advisor.crossing import Units, check_room
+from commgrid.planning.groups import GroupDef
 from commgrid.planning.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec
 
 Spread = tuple[int, ...]
+Axes = tuple[tuple[int, int], ...]
+"""Size and stride of each axis that a group runs along."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +24,31 @@ class Placement:
     """A grid on a cluster.
 
     Args:
-        spreads: `Cluster.spread` of each group that a step communicates on, by name, of the one
-            that crosses most.
+        spans: of each group that a step communicates on, by name.
         held: for each level, the most of the grid's ranks that a unit has.
     """
 
-    spreads: Mapping[str, Spread]
+    spans: Mapping[str, Span]
     held: tuple[int, ...]
 
+    @property
+    def spreads(self) -> dict[str, Spread]:
+        """`Cluster.spread` by name, of the group that crosses most."""
+        return {name: span.spread for name, span in self.spans.items()}
 
-def spread_of(cluster: Cluster, axes: tuple[tuple[int, int], ...], world: int) -> Spread:
+    def timed(self, name: str) -> Spread:
+        """The spread that a group's collectives take as long as: that of its narrowest units.
+
+        Experts that are split as all else is have the groups of the dense layers.
+        """
+        span = self.spans.get(name) or self.spans.get(_INSTEAD.get(name, ""))
+        return () if span is None else span.narrow
+
+
+_INSTEAD = {"etp": "tp", "edp": "dp_cp", "edp_shard": "dp_shard_cp"}
+
+
+def spread_of(cluster: Cluster, axes: Axes, world: int) -> Spread:
     """`Cluster.spread` of the groups along axes; the group that crosses most counts.
 
     Args:
@@ -41,26 +59,31 @@ def spread_of(cluster: Cluster, axes: tuple[tuple[int, int], ...], world: int) -
     >>> spread_of(CLUSTERS["h100"], ((4, 8), (2, 1)), 32)
     (2, 4)
     """
+    return span_of(cluster, axes, world).spread
+
+
+def span_of(cluster: Cluster, axes: Axes, world: int) -> Span:
+    """How the groups along axes lie; arguments as of `spread_of`."""
     axes = tuple((size, stride) for size, stride in axes if size > 1)
     found, inside = [], 1
     for level in range(len(cluster.levels)):
         unit = cluster.unit_size(level)
         held = 1.0
         for size, stride in axes:
-            span = size * stride
-            if math.isinf(unit) or unit % span == 0:
+            reach = size * stride
+            if math.isinf(unit) or unit % reach == 0:
                 held *= size
-            elif unit % stride == 0 and span % unit == 0:
+            elif unit % stride == 0 and reach % unit == 0:
                 held *= unit // stride
             elif stride % unit:
                 return _counted(cluster, axes, world)
         found.append(int(held) // inside)
         inside = int(held)
-    return tuple(found)
+    return Span(tuple(found), tuple(found))
 
 
 @lru_cache(maxsize=50_000)
-def _counted(cluster: Cluster, axes: tuple[tuple[int, int], ...], world: int) -> Spread:
+def _counted(cluster: Cluster, axes: Axes, world: int) -> Span:
     """Of sizes that do not fill units: the group that crosses most, since all wait for it.
 
     Of tp 6 on nodes of 8 ranks 0 to 5 share a node, and 6 to 11 do not. Groups whose first ranks
@@ -77,11 +100,12 @@ def _counted(cluster: Cluster, axes: tuple[tuple[int, int], ...], world: int) ->
         starts.setdefault(start % largest, start)
         if len(starts) == largest:
             break
-    found = [cluster.spread([start + offset for offset in offsets]) for start in starts.values()]
-    return max(found, key=lambda spread: spread[::-1])
+    return widest(
+        {cluster.span([start + offset for offset in offsets]) for start in starts.values()}
+    )
 
 
-def _between(axes: tuple[tuple[int, int], ...], world: int) -> Iterator[Mode]:
+def _between(axes: Axes, world: int) -> Iterator[Mode]:
     """Modes of the groups' first ranks, which the axes leave."""
     stride = 1
     for size, at in sorted(axes, key=lambda axis: axis[1]):
@@ -103,22 +127,32 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
     """
     check_room(spec, cluster, hosts)
     units = None if spec.ranks is None and hosts is None else Units(cluster, spec, hosts)
-    data = [axis for axis in spec.regions[0].axes if axis.startswith("dp")]
-    found: dict[str, Spread] = {}
-    for region, names in (
-        ("dense", {"tp": ["tp"], "cp": ["cp"], "pp": ["pp"], "dp_cp": [*data, "cp"],
-                   "dp_shard_cp": ["dp_shard", "cp"], "dp_replicate": ["dp_replicate"]}),
-        ("expert", {"etp": ["etp"], "ep": ["ep"], "edp": ["edp"]}),
-    ):  # fmt: skip
-        layout = spec.layouts.get(region)
-        for name, along in names.items() if layout is not None else ():
-            assert layout is not None
-            axes = [axis for axis in along if axis in layout.shape]
-            if units is None:
-                modes = (mode for axis in axes for mode in layout.axis(axis).modes)
-                found[name] = spread_of(cluster, tuple(modes), spec.world_size)
-            else:
-                found[name] = units.worst_spread(layout, axes)
+    data = tuple(axis for axis in spec.regions[0].axes if axis.startswith("dp"))
+    groups = [GroupDef(axis, "dense", (axis,)) for axis in ("tp", "cp", "pp", "dp_replicate")]
+    groups += [GroupDef(axis, "expert", (axis,)) for axis in ("etp", "ep", "edp")]
+    groups += [
+        GroupDef("dp_cp", "dense", (*data, "cp")),
+        GroupDef("dp_shard_cp", "dense", ("dp_shard", "cp")),
+    ]
+    shape = spec.shape
+    if "edp" in shape and shape.get("dp_replicate", 1) > 1:
+        # Shards of experts: of edp the ranks that are not copies, which an inner axis puts first.
+        inner = data.index("dp_shard") < data.index("dp_replicate")
+        part = (shape["edp"] // shape["dp_replicate"], 1) if inner else None
+        groups.append(GroupDef("edp_shard", "expert", ("edp",), part=part))
+    found: dict[str, Span] = {}
+    for group in groups:
+        layout = spec.layouts.get(group.region)
+        if layout is None:
+            continue
+        axes = tuple(axis for axis in group.axes if axis in layout.shape)
+        definition = replace(group, axes=axes)
+        if units is not None or group.part is not None:
+            units = units or Units(cluster, spec, hosts)
+            found[group.name] = units.worst(definition, layout)
+        else:
+            modes = tuple(mode for axis in axes for mode in layout.axis(axis).modes)
+            found[group.name] = span_of(cluster, modes, spec.world_size)
     held = _held(cluster, spec.world_size) if units is None else units.most_ranks()
     return Placement(found, held)
 
@@ -130,26 +164,23 @@ def _held(cluster: Cluster, world_size: int) -> tuple[int, ...]:
     )
 
 
-def of_choice(choice: ParallelConfig, cluster: Cluster) -> Placement:
+def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:
     """The placement of a grid whose ranks are numbered as its order says, one of `ORDERS`."""
-    assert choice.order in ORDERS, choice.order
-    first = choice.order == ORDERS[0]
-    tp, cp, pp, dp = choice.tp, choice.cp, choice.pp, choice.dp
+    assert config.order in ORDERS, config.order
+    first = config.order == ORDERS[0]
+    tp, cp, pp, dp = config.tp, config.cp, config.pp, config.dp
     dp_stride, pp_stride = (tp * cp, tp * cp * dp) if first else (tp * cp * pp, tp * cp)
-    world = choice.world_size
-
-    def of(*axes: tuple[int, int]) -> Spread:
-        return spread_of(cluster, axes, world)
-
-    found = {
-        "tp": of((tp, 1)),
-        "cp": of((cp, tp)),
-        "pp": of((pp, pp_stride)),
-        "dp_cp": of((dp, dp_stride), (cp, tp)),
+    axes: dict[str, Axes] = {
+        "tp": ((tp, 1),),
+        "cp": ((cp, tp),),
+        "pp": ((pp, pp_stride),),
+        "dp_cp": ((dp, dp_stride), (cp, tp)),
     }
-    if choice.ep > 1 or choice.etp is not None:
-        etp, ep = choice.expert_tp, choice.ep
-        found["etp"] = of((etp, 1))
-        found["ep"] = of((ep, etp))
-        found["edp"] = of((choice.edp, etp * ep if first else etp * ep * pp))
-    return Placement(found, _held(cluster, world))
+    if config.ep > 1 or config.etp is not None:
+        etp, ep = config.expert_tp, config.ep
+        axes["etp"] = ((etp, 1),)
+        axes["ep"] = ((ep, etp),)
+        axes["edp"] = ((config.edp, etp * ep if first else etp * ep * pp),)
+    world = config.world_size
+    spans = {name: span_of(cluster, along, world) for name, along in axes.items()}
+    return Placement(spans, _held(cluster, world))

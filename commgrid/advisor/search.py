@@ -1,81 +1,50 @@
-"""The best grids for a model: all valid ones that fit, by the time of a step."""
+"""Search all grids of a model that are valid and fit, by the time of a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
 from commgrid.advisor.calibration import CALIBRATION, Calibration
 from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.config import HEADROOM, ORDERS, RECOMPUTE, ParallelConfig
-from commgrid.advisor.layer import Machine, layer_cost
+from commgrid.advisor.layer import Job, Machine, layer_cost
 from commgrid.advisor.memory import MEMORY_PARTS, Memory, memory_of
 from commgrid.advisor.model import Model
-from commgrid.advisor.placement import Placement, of_choice
+from commgrid.advisor.placement import Placement, of_config
 from commgrid.advisor.step import StepCost, step_cost
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
 from commgrid.planning.ranks import divisors
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
+SEARCHED = (*AXES, "order", "microbatch", "virtual_stages", "recompute")
+"""Fields of `ParallelConfig` that a search chooses where they are not given."""
 MICROBATCHES = (1, 2, 4, 8, 16)
 LARGEST_TP = 64
 FAR = 1.5
 
+Fixed = Mapping[str, Any]
+"""Fields of `ParallelConfig` that are given."""
 
-@dataclass(frozen=True)
-class Pins:
-    """Decisions of the user; None: open.
 
-    Args:
-        tp, cp, pp, dp, ep, etp: sizes of axes.
-        order, microbatch, chunks, recompute: as of `ParallelConfig`.
-        max_memory: bytes that a rank may need; None: `HEADROOM` of the device's.
-        base: what the rest is taken from: sequence parallelism, sharding, bytes of gradients.
-    """
-
-    tp: int | None = None
-    cp: int | None = None
-    pp: int | None = None
-    dp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    order: str | None = None
-    microbatch: int | None = None
-    chunks: int | None = None
-    recompute: str | None = None
-    max_memory: float | None = None
-    base: ParallelConfig = field(default_factory=ParallelConfig)
-
-    def __post_init__(self) -> None:
-        for key in (*AXES, "microbatch", "chunks"):
-            given = getattr(self, key)
-            if given is not None and (type(given) is not int or given < 1):
-                raise SpecError(f"{key}={given!r}: expected a whole number from 1 on")
-        if self.order not in (None, *ORDERS):
+def _check(fixed: Fixed) -> None:
+    known = [field.name for field in fields(ParallelConfig)]
+    for key, value in fixed.items():
+        if key not in known:
             raise SpecError(
-                f"order={self.order!r}: expected {', '.join(ORDERS)}"
-                f"{nearest(str(self.order), ORDERS)}"
+                f"{key}={value!r}: no field of ParallelConfig{nearest(key, known)}; expected some "
+                f"of {', '.join(known)}"
             )
-        if self.max_memory is not None and not self.max_memory > 0:
-            raise SpecError(f"max_memory={self.max_memory!r}: expected bytes above 0")
-
-    def given(self) -> dict[str, object]:
-        """Those that are decided."""
-        keys = (*AXES, "order", "microbatch", "chunks", "recompute", "max_memory")
-        return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
-
-    def without(self, key: str) -> Pins:
-        """The same with one of them left open."""
-        opened: dict[str, Any] = {key: None}
-        return replace(self, **opened)
+        if key in (*AXES, "microbatch", "virtual_stages") and (type(value) is not int or value < 1):
+            raise SpecError(f"{key}={value!r}: expected a whole number from 1 on")
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Found:
     """The grids that fit, best first.
 
     Args:
@@ -91,57 +60,110 @@ class Tuning:
     evaluated: int
 
 
-def tune(
+def search(
     model: Model,
     world_size: int,
     cluster: Cluster,
-    pins: Pins | None = None,
+    *,
+    max_memory: float | None = None,
     calibration: Calibration = CALIBRATION,
-) -> Tuning:
+    **fixed: Any,
+) -> Found:
     """The best grids of a model on so many devices, by the time of a step.
 
-    Of each grid the best order, microbatch and number of chunks, with as little computed again as
-    fits in memory. Grids whose layers alone take `FAR` times the best step are left out.
+    Of each grid the best order, microbatch and number of virtual stages, with as little computed
+    again as fits in memory. Grids whose layers alone take `FAR` times the best step are left out.
+
+    Args:
+        max_memory: bytes that a rank may need; None: `HEADROOM` of the device's.
+        **fixed: fields of `ParallelConfig` that are given, such as `tp=8` or `zero_stage=3`.
 
     Raises:
         SpecError: the cluster has no so many devices, no grid is valid, or none fits; says what
             would.
+
+    Example:
+        >>> from commgrid.advisor.cluster import CLUSTERS
+        >>> from commgrid.advisor.model import find_model
+        >>> found = search(find_model("llama3-70b"), 64, CLUSTERS["h100"], tp=8)
+        >>> describe(found.best[0].config)
+        'tp 8 · pp 8'
     """
-    search = _searched(model, world_size, cluster, pins or Pins(), calibration, None)
-    if not search.found:
-        _refuse(search, world_size)
-    found = sorted(search.found, key=lambda cost: (cost.seconds, cost.memory.total))
-    return Tuning(tuple(found), search.grids, search.far, search.evaluated)
+    if (order := fixed.get("order", ORDERS[0])) not in ORDERS:
+        raise SpecError(
+            f"order={order!r}: expected {', '.join(ORDERS)}{nearest(str(order), ORDERS)}"
+        )
+    job = _Job(model, world_size, cluster, max_memory, fixed)
+    cluster.check_world(world_size)
+    searching = _searched(job, calibration, None)
+    if not searching.found:
+        _refuse(searching)
+    found = sorted(searching.found, key=lambda cost: (cost.seconds, cost.memory.total))
+    return Found(tuple(found), searching.grids, searching.far, searching.evaluated)
 
 
 def fastest(
-    model: Model, world_size: int, cluster: Cluster, pins: Pins, placement: Placement
+    model: Model,
+    placement: Placement,
+    cluster: Cluster,
+    *,
+    max_memory: float | None = None,
+    **fixed: Any,
 ) -> StepCost | None:
     """The fastest way to run a step on a given grid; None: it is valid, and nothing fits.
+
+    Args:
+        placement: of the grid's ranks.
+        max_memory, **fixed: as of `search`; all sizes are given.
 
     Raises:
         SpecError: no way is valid.
     """
-    search = _searched(model, world_size, cluster, pins, CALIBRATION, placement)
-    if not search.found and search.smallest is None:
-        _refuse(search, world_size)
-    return min(search.found, key=lambda cost: cost.seconds, default=None)
+    world_size = math.prod(fixed[axis] for axis in ("tp", "cp", "pp", "dp"))
+    searching = _searched(
+        _Job(model, world_size, cluster, max_memory, fixed), CALIBRATION, placement
+    )
+    if not searching.found and searching.smallest is None:
+        _refuse(searching)
+    return min(searching.found, key=lambda cost: cost.seconds, default=None)
 
 
-def _searched(
-    model: Model,
-    world_size: int,
-    cluster: Cluster,
-    pins: Pins,
-    calibration: Calibration,
-    placement: Placement | None,
-) -> _Search:
-    if placement is None:
-        cluster.check_world(world_size)
-    search = _Search(model, cluster, pins, Machine(cluster, calibration), placement)
-    for grid in _grids(model, world_size, pins):
-        search.try_grid(grid)
-    return search
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of `search`."""
+
+    model: Model
+    world_size: int
+    cluster: Cluster
+    max_memory: float | None
+    fixed: Fixed
+
+    def __post_init__(self) -> None:
+        if self.max_memory is not None and not self.max_memory > 0:
+            raise SpecError(f"max_memory={self.max_memory!r}: expected bytes above 0")
+        _check(self.fixed)
+        _ = self.base  # which checks the rest
+
+    @cached_property
+    def base(self) -> ParallelConfig:
+        """A config of the given fields."""
+        return ParallelConfig(**self.fixed)
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a rank may need."""
+        return memory_limit(self.cluster, self.max_memory)
+
+    def any(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
+        """The values to try of a field: the given one, or all."""
+        return [self.fixed[key]] if key in self.fixed else values
+
+
+def _searched(job: _Job, calibration: Calibration, placement: Placement | None) -> _Search:
+    searching = _Search(job, Machine(job.cluster, calibration), placement)
+    for grid in _grids(job):
+        searching.try_grid(grid)
+    return searching
 
 
 _Fitting = tuple[ParallelConfig, Memory]
@@ -151,9 +173,7 @@ _Fitting = tuple[ParallelConfig, Memory]
 class _Search:
     """The state of a search."""
 
-    model: Model
-    cluster: Cluster
-    pins: Pins
+    job: _Job
     machine: Machine
     placement: Placement | None = None
     found: list[StepCost] = field(default_factory=list)
@@ -169,8 +189,8 @@ class _Search:
         best: StepCost | None = None
         valid = far = False
         small = self.state_fits(grid)
-        for ways in _ways(self.model, grid, self.pins):
-            possible = [choice for choice in ways if self._is_valid(choice)]
+        for ways in _ways(self.job, grid):
+            possible = [config for config in ways if self._is_valid(config)]
             if not possible:
                 continue
             valid = True
@@ -179,11 +199,11 @@ class _Search:
             if self._least(possible[0]) > FAR * self.best:
                 far = True
                 continue
-            made = [self.least_recomputed(choice) for choice in possible]
+            made = [self.least_recomputed(config) for config in possible]
             fitting = [each for each in made if each is not None]
             for placed in self._orders(fitting) if fitting else ():
-                for choice, memory in placed:
-                    cost = self._cost(choice, memory)
+                for config, memory in placed:
+                    cost = self._cost(config, memory)
                     if best is None or cost.seconds < best.seconds:
                         best = cost
         self.grids += valid
@@ -193,118 +213,116 @@ class _Search:
         elif far:
             self.far += 1
 
-    def _is_valid(self, choice: ParallelConfig) -> bool:
-        why = choice.refusal(self.model)
+    def _is_valid(self, config: ParallelConfig) -> bool:
+        why = config.refusal(self.job.model)
         if why is not None:
             self.refusals[why] = self.refusals.get(why, 0) + 1
         return why is None
 
     def state_fits(self, grid: ParallelConfig) -> bool:
         """Whether what no way to run a step changes fits: weights, gradients, optimizer."""
-        asked = self.pins.recompute or RECOMPUTE[-1]
-        least = replace(grid, microbatch=self.pins.microbatch or 1, chunks=1, recompute=asked)
-        if least.refusal(self.model) is not None:
+        fixed = self.job.fixed
+        least = replace(
+            grid, microbatch=fixed.get("microbatch", 1), virtual_stages=1,
+            recompute=fixed.get("recompute", RECOMPUTE[-1]),
+        )  # fmt: skip
+        if least.refusal(self.job.model) is not None:
             return True  # then nothing is known of it
-        memory = memory_of(self.model, least)
-        if memory.total - memory.activations <= memory_limit(self.cluster, self.pins):
+        memory = memory_of(self.job.model, least)
+        if memory.total - memory.activations <= self.job.limit:
             return True
         self._note(least, memory)
         return False
 
-    def _note(self, choice: ParallelConfig, memory: Memory) -> None:
+    def _note(self, config: ParallelConfig, memory: Memory) -> None:
         if self.smallest is None or memory.total < self.smallest[1].total:
-            self.smallest = (choice, memory)
+            self.smallest = (config, memory)
 
-    def _least(self, choice: ParallelConfig) -> float:
+    def _least(self, config: ParallelConfig) -> float:
         """Seconds that a step takes at the least: those of the fullest stage's layers."""
-        placement = self.placement or of_choice(choice, self.cluster)
-        layer = layer_cost(self.model, choice, self.machine, placement.spreads)
+        placement = self.placement or of_config(config, self.job.cluster)
+        layer = layer_cost(Job(self.job.model, config, self.machine, placement))
         each = layer.forward_total + layer.backward_total
-        return choice.microbatches(self.model) * choice.stage_layers(self.model).last * each
+        return config.microbatches(self.job.model) * config.stage_layers(self.job.model).last * each
 
-    def _cost(self, choice: ParallelConfig, memory: Memory | None) -> StepCost:
+    def _cost(self, config: ParallelConfig, memory: Memory | None) -> StepCost:
         self.evaluated += 1
         return step_cost(
-            self.model, choice, self.cluster, machine=self.machine, memory=memory,
+            self.job.model, config, self.job.cluster, machine=self.machine, memory=memory,
             placement=self.placement,
         )  # fmt: skip
 
     def _orders(self, fitting: list[_Fitting]) -> Iterator[list[_Fitting]]:
-        """The same choices in each order that they may have; it changes no memory."""
-        choice = fitting[0][0]
+        """The same configs in each order that they may have; it changes no memory."""
+        config = fitting[0][0]
         if self.placement is not None:  # a grid that is given has its order
             yield fitting
             return
-        orders = [self.pins.order] if self.pins.order else [ORDERS[0]]
-        if self.pins.order is None and choice.pp > 1 and choice.dp > 1:
-            orders = [*ORDERS]
-        for order in orders:
-            if not self._is_valid(replace(choice, order=order)):
+        matters = config.pp > 1 and config.dp > 1
+        for order in self.job.any("order", ORDERS if matters else ORDERS[:1]):
+            if not self._is_valid(replace(config, order=order)):
                 continue
-            if order == choice.order:
+            if order == config.order:
                 yield fitting
             else:
                 yield [(replace(each, order=order), memory) for each, memory in fitting]
 
-    def least_recomputed(self, choice: ParallelConfig) -> tuple[ParallelConfig, Memory] | None:
-        """The choice with as little computed again as fits, since that only costs time."""
-        limit = memory_limit(self.cluster, self.pins)
-        for recompute in [self.pins.recompute] if self.pins.recompute else RECOMPUTE:
-            same = choice.recompute == recompute
-            tried = choice if same else replace(choice, recompute=recompute)
-            memory = memory_of(self.model, tried)
-            if memory.total <= limit:
+    def least_recomputed(self, config: ParallelConfig) -> tuple[ParallelConfig, Memory] | None:
+        """The config with as little computed again as fits, since that only costs time."""
+        for recompute in self.job.any("recompute", RECOMPUTE):
+            same = config.recompute == recompute
+            tried = config if same else replace(config, recompute=recompute)
+            memory = memory_of(self.job.model, tried)
+            if memory.total <= self.job.limit:
                 return tried, memory
         self._note(tried, memory)
         return None
 
 
-def memory_limit(cluster: Cluster, pins: Pins) -> float:
+def memory_limit(cluster: Cluster, max_memory: float | None) -> float:
     """Bytes that a rank may need."""
-    return HEADROOM * cluster.device.memory if pins.max_memory is None else pins.max_memory
+    return HEADROOM * cluster.device.memory if max_memory is None else max_memory
 
 
-def _grids(model: Model, world_size: int, pins: Pins) -> Iterator[ParallelConfig]:
+def _grids(job: _Job) -> Iterator[ParallelConfig]:
     """Every factorisation into axes that may be valid; what never is, is left out early."""
-    for tp in _sizes(world_size, pins.tp, LARGEST_TP):
-        if model.heads % tp and pins.tp is None:
+    model, fixed, world_size = job.model, job.fixed, job.world_size
+    for tp in _sizes(job, "tp", world_size, LARGEST_TP):
+        if model.heads % tp and "tp" not in fixed:
             continue
-        for cp in _sizes(world_size // tp, pins.cp, world_size):
-            if (
-                cp > 1
-                and pins.cp is None
-                and (model.attention != "flash" or model.sequence % (2 * cp * tp))
-            ):
+        for cp in _sizes(job, "cp", world_size // tp, world_size):
+            can = model.attention == "flash" and model.sequence % (2 * cp * tp) == 0
+            if cp > 1 and not can and "cp" not in fixed:
                 continue
-            for pp in _sizes(world_size // tp // cp, pins.pp, model.layers):
+            for pp in _sizes(job, "pp", world_size // tp // cp, model.layers):
                 dp = world_size // tp // cp // pp
-                if pins.dp not in (None, dp) or (pins.dp is None and model.batch % dp):
+                if "dp" not in fixed and model.batch % dp:
                     continue
-                base = replace(pins.base, tp=tp, cp=cp, pp=pp, dp=dp)
-                yield from _expert_grids(model, base, pins)
+                if fixed.get("dp", dp) != dp:
+                    continue
+                yield from _expert_grids(job, replace(job.base, tp=tp, cp=cp, pp=pp, dp=dp))
 
 
-def _expert_grids(model: Model, base: ParallelConfig, pins: Pins) -> Iterator[ParallelConfig]:
+def _expert_grids(job: _Job, base: ParallelConfig) -> Iterator[ParallelConfig]:
+    model, fixed = job.model, job.fixed
     if not model.experts:
-        if pins.ep in (None, 1) and pins.etp is None:
-            yield base
-        elif pins.ep is not None:
-            yield replace(base, ep=pins.ep, etp=pins.etp)
+        yield base  # which says that there are no experts, where some are asked for
         return
     inner = base.tp * base.cp * base.dp
-    for ep in _sizes(inner, pins.ep, model.experts):
-        if model.experts % ep and pins.ep is None:
+    for ep in _sizes(job, "ep", inner, model.experts):
+        if model.experts % ep and "ep" not in fixed:
             continue
-        for etp in sorted({1, base.tp}) if pins.etp is None else [pins.etp]:
-            if inner % (ep * etp) == 0 or pins.etp is not None:
+        for etp in job.any("etp", sorted({1, base.tp})):
+            if inner % (ep * etp) == 0 or "etp" in fixed:
                 yield replace(base, ep=ep, etp=etp)
 
 
-def _sizes(whole: int, pinned: int | None, most: int) -> list[int]:
-    """The divisors up to a size, or the decided one if it divides."""
-    if pinned is not None:
-        return [pinned] if whole % pinned == 0 else []
-    return list(_divisors(whole, most))
+def _sizes(job: _Job, axis: str, whole: int, most: int) -> Sequence[int]:
+    """The divisors up to a size, or the given one if it divides."""
+    if axis in job.fixed:
+        given = job.fixed[axis]
+        return [] if whole % given else [given]
+    return _divisors(whole, most)
 
 
 @lru_cache(maxsize=10_000)
@@ -317,64 +335,58 @@ def _divisors(number: int, most: int) -> tuple[int, ...]:
     return tuple(size for size in divisors(number) if size <= most)
 
 
-def _ways(model: Model, grid: ParallelConfig, pins: Pins) -> Iterator[list[ParallelConfig]]:
-    """For each microbatch the numbers of chunks that its stages can have."""
-    per_rank = max(model.batch // grid.dp, 1)
-    layers = -(-model.layers // grid.pp)
-    sizes: tuple[int, ...] = MICROBATCHES
-    if grid.cp > 1 and pins.cp is None:
-        sizes = (1,)  # as many tokens a rank with cp halved and twice the sequences cost less
-    for microbatch in [pins.microbatch] if pins.microbatch else sizes:
-        if pins.microbatch is None and per_rank % microbatch:
+def _ways(job: _Job, grid: ParallelConfig) -> Iterator[list[ParallelConfig]]:
+    """For each microbatch the numbers of virtual stages that a rank can have."""
+    per_rank = max(job.model.batch // grid.dp, 1)
+    layers = -(-job.model.layers // grid.pp)
+    # As many tokens a rank with cp halved and twice the sequences cost less.
+    sizes = (1,) if grid.cp > 1 and "cp" not in job.fixed else MICROBATCHES
+    for microbatch in job.any("microbatch", sizes):
+        if per_rank % microbatch and "microbatch" not in job.fixed:
             continue
-        chunks = [pins.chunks] if pins.chunks else [1]
-        if pins.chunks is None and grid.pp > 1 and per_rank // microbatch % grid.pp == 0:
-            chunks = list(_divisors(layers, layers))
-        yield [replace(grid, microbatch=microbatch, chunks=count) for count in chunks]
+        can = grid.pp > 1 and per_rank // microbatch % grid.pp == 0
+        counts = job.any("virtual_stages", _divisors(layers, layers) if can else (1,))
+        yield [replace(grid, microbatch=microbatch, virtual_stages=count) for count in counts]
 
 
 # ---- where nothing fits -------------------------------------------------------------------------
 
 
-def first_fit(model: Model, world_size: int, cluster: Cluster, pins: Pins) -> ParallelConfig | None:
-    """Any choice that is valid and fits; None where there is none."""
-    search = _Search(model, cluster, pins, Machine(cluster, CALIBRATION))
-    for grid in _grids(model, world_size, pins):
-        if not search.state_fits(grid):
+def _first_fit(job: _Job) -> ParallelConfig | None:
+    """Any config that is valid and fits; None where there is none."""
+    searching = _Search(job, Machine(job.cluster, CALIBRATION))
+    for grid in _grids(job):
+        if not searching.state_fits(grid):
             continue
-        for ways in _ways(model, grid, pins):
-            for choice in ways:
-                if choice.refusal(model) is None:
-                    made = search.least_recomputed(choice)
-                    if made is not None:
-                        return made[0]
+        for config in (config for ways in _ways(job, grid) for config in ways):
+            if config.refusal(job.model) is None:
+                made = searching.least_recomputed(config)
+                if made is not None:
+                    return made[0]
     return None
 
 
-def _refuse(search: _Search, world_size: int) -> NoReturn:
+def _refuse(searching: _Search) -> NoReturn:
     """Why no grid is left, and what would leave one."""
-    model, pins = search.model, search.pins
-    would = "; ".join(_what_would(search, world_size)) or _NO_WAY
-    if search.smallest is None:
-        raise SpecError(
-            f"model {model.name!r} on {world_size:,} devices: no grid is valid{_cause(search)}; "
-            f"{would}"
-        )
-    choice, memory = search.smallest
+    job = searching.job
+    would = "; ".join(_what_would(job)) or _NO_WAY
+    where = f"model {job.model.name!r} on {job.world_size:,} devices"
+    if searching.smallest is None:
+        raise SpecError(f"{where}: no grid is valid{_cause(searching)}; {would}")
+    config, memory = searching.smallest
     parts = {name: getattr(memory, name) for name in MEMORY_PARTS}
     largest = max(parts, key=lambda name: parts[name])
     raise SpecError(
-        f"model {model.name!r} on {world_size:,} devices: no grid fits in "
-        f"{memory_limit(search.cluster, pins) / 1e9:.0f} GB; the nearest, {describe(choice)} with "
-        f"recompute={choice.recompute}, needs {memory.total / 1e9:.1f}, of which "
+        f"{where}: no grid fits in {job.limit / 1e9:.0f} GB; the nearest, {describe(config)} with "
+        f"recompute={config.recompute}, needs {memory.total / 1e9:.1f}, of which "
         f"{parts[largest] / 1e9:.1f} are {largest}; {would}"
     )
 
 
-def _cause(search: _Search) -> str:
-    if search.refusals:
-        return f"; {max(search.refusals, key=lambda why: search.refusals[why])}"
-    given = ", ".join(f"{key}={value}" for key, value in search.pins.given().items())
+def _cause(searching: _Search) -> str:
+    if searching.refusals:
+        return f"; {max(searching.refusals, key=lambda why: searching.refusals[why])}"
+    given = ", ".join(f"{key}={value}" for key, value in searching.job.fixed.items())
     beside = f" with {given}" if given else ""
     return f"{beside}, since sizes must divide the devices and dp the batch"
 
@@ -383,43 +395,40 @@ _NO_WAY = "no single change that was tried makes it fit"
 _MOST_DEVICES = 1024
 
 
-def _what_would(search: _Search, world_size: int) -> list[str]:
+def _what_would(job: _Job) -> list[str]:
     """Single changes that leave a grid that fits."""
-    model, cluster, pins = search.model, search.cluster, search.pins
-    told = []
-    for key in pins.given():
-        if key == "max_memory":
-            continue
-        found = first_fit(model, world_size, cluster, pins.without(key))
-        if found is not None:
-            told.append(f"without {key}={getattr(pins, key)} {describe(found)} fits")
-    if pins.max_memory is None:
-        whole = cluster.device.memory
-        found = first_fit(model, world_size, cluster, replace(pins, max_memory=whole))
-        if found is not None:
-            told.append(f"with --max-memory {whole / 1e9:g}, all of it, {describe(found)} fits")
-    if pins.base.shard != "weights":
-        shared = replace(pins, base=replace(pins.base, shard="weights"))
-        found = first_fit(model, world_size, cluster, shared)
-        if found is not None:
-            told.append(f"with shard=weights {describe(found)} fits")
+    fixed = job.fixed
+    changes: dict[str, _Job] = {
+        f"without {key}={fixed[key]}": _without(job, key) for key in SEARCHED if key in fixed
+    }
+    if job.max_memory is None:
+        whole = job.cluster.device.memory
+        changes[f"with --max-memory {whole / 1e9:g}, all of it,"] = replace(job, max_memory=whole)
+    if job.base.zero_stage != 3:
+        changes["with zero_stage=3"] = replace(job, fixed={**fixed, "zero_stage": 3})
+    fitting = {change: _first_fit(tried) for change, tried in changes.items()}
+    told = [f"{change} {describe(found)} fits" for change, found in fitting.items() if found]
     times = 2
     while not told and times <= _MOST_DEVICES:
-        found = first_fit(model, times * world_size, cluster, replace(pins, dp=None))
+        found = _first_fit(replace(_without(job, "dp"), world_size=times * job.world_size))
         if found is not None:
-            told.append(f"on {times * world_size:,} devices {describe(found)} fits")
+            told.append(f"on {times * job.world_size:,} devices {describe(found)} fits")
         times *= 2
     return told
 
 
-def describe(choice: ParallelConfig) -> str:
+def _without(job: _Job, field: str) -> _Job:
+    return replace(job, fixed={key: value for key, value in job.fixed.items() if key != field})
+
+
+def describe(config: ParallelConfig) -> str:
     """A grid's sizes above 1.
 
     >>> describe(ParallelConfig(tp=8, pp=4, dp=16))
     'tp 8 · pp 4 · dp 16'
     """
-    sizes = {axis: getattr(choice, axis) for axis in AXES if axis != "etp"}
+    sizes = {axis: getattr(config, axis) for axis in AXES if axis != "etp"}
     told = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    if choice.expert_tp != choice.tp or choice.ep > 1:
-        told.append(f"etp {choice.expert_tp}")
+    if config.expert_tp != config.tp or config.ep > 1:
+        told.append(f"etp {config.expert_tp}")
     return " · ".join(told) or "dp 1"

@@ -4,24 +4,27 @@
          + (p - 1) / v · (forward + backward of the mean stage)
          + what of data-parallel communication nothing hides + the optimizer
 
-with m microbatches, p stages of v chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+with m microbatches, and p stages of v virtual ones (Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2).
 Time, traffic and the reasons for both are sums and views of the same terms.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from commgrid.advisor.calibration import CALIBRATION, Calibration
-from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.cluster import Cluster, highest
 from commgrid.advisor.collectives import bus_factor
 from commgrid.advisor.config import ParallelConfig
-from commgrid.advisor.layer import LINEAR_BYTES, Collective, LayerCost, Machine, layer_cost
+from commgrid.advisor.layer import LINEAR_BYTES, Job, LayerCost, Machine, layer_cost
 from commgrid.advisor.memory import Memory, memory_of, parameters_of_rank
 from commgrid.advisor.model import Model
-from commgrid.advisor.placement import Placement, Spread, of_choice
+from commgrid.advisor.placement import Placement, Spread, of_config
 
 PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")
 """The parts of a step's time."""
@@ -37,7 +40,7 @@ class Term:
         times: how often.
         each: seconds of one without the hidden part.
         group: that communicates, by name; "": none does.
-        collective, bytes: of one, as `cost.collective_time` takes them.
+        collective, bytes: of one, as `collective_time` takes them.
         ranks: of the group.
         spread: of the group over the cluster's levels.
         sends: how many of them a rank takes part in.
@@ -72,14 +75,14 @@ class StepCost:
     """The time and memory of a model's step on a grid.
 
     Args:
-        model, choice, cluster: as given.
+        model, config, cluster: as given.
         placement: of the grid's ranks on the cluster.
         terms: what the slowest stage does.
         memory: of the rank that needs most.
     """
 
     model: Model
-    choice: ParallelConfig
+    config: ParallelConfig
     cluster: Cluster
     placement: Placement
     terms: tuple[Term, ...]
@@ -107,7 +110,7 @@ class StepCost:
     def flops_per_device(self) -> float:
         """Floating-point operations a second and device, as `Model.flops_per_token` counts them."""
         work = self.model.flops_per_token * self.model.tokens
-        return work / self.seconds / self.choice.world_size
+        return work / self.seconds / self.config.world_size
 
     @property
     def mfu(self) -> float:
@@ -117,7 +120,7 @@ class StepCost:
 
 def step_cost(
     model: Model,
-    choice: ParallelConfig,
+    config: ParallelConfig,
     cluster: Cluster,
     calibration: Calibration = CALIBRATION,
     *,
@@ -131,28 +134,23 @@ def step_cost(
         machine: of cluster and calibration, kept by who reckons many steps; None: a new one.
         memory: where it is known.
         placement: of a grid, from `placement.of_spec`; None: of ranks that are numbered as the
-            choice's order says.
+            config's order says.
     """
     machine = machine or Machine(cluster, calibration)
-    placement = placement or of_choice(choice, cluster)
-    layer = layer_cost(model, choice, machine, placement.spreads)
-    terms = tuple(_terms(model, choice, machine, placement.spreads, layer))
-    return StepCost(model, choice, cluster, placement, terms, memory or memory_of(model, choice))
+    job = Job(model, config, machine, placement or of_config(config, cluster))
+    terms = tuple(_terms(job, layer_cost(job)))
+    memory = memory or memory_of(model, config)
+    return StepCost(model, config, cluster, job.placement, terms, memory)
 
 
-def _terms(
-    model: Model,
-    choice: ParallelConfig,
-    machine: Machine,
-    spreads: Mapping[str, Spread],
-    layer: LayerCost,
-) -> Iterator[Term]:
-    _, most, last = choice.stage_layers(model)
-    output = output_time(model, choice, machine)
-    count = choice.microbatches(model)
+def _terms(job: Job, layer: LayerCost) -> Iterator[Term]:
+    model, config = job.model, job.config
+    _, most, last = config.stage_layers(model)
+    output = output_time(job)
+    count = config.microbatches(model)
     per_layer = layer.forward_total + layer.backward_total
     # The slowest stage: the last has the output layer, others perhaps a layer more.
-    is_last = choice.pp == 1 or last * per_layer + output >= most * per_layer
+    is_last = config.pp == 1 or last * per_layer + output >= most * per_layer
     layers = last if is_last else most
     all_layers = f"{count:,} microbatches · {layers} layers"
     yield Term(
@@ -161,11 +159,12 @@ def _terms(
     )  # fmt: skip
     if is_last:
         yield Term("compute", f"{count:,} microbatches · output layer and loss", count, output)
-    if choice.pp > 1:
-        mean = (model.layers * per_layer + output) / choice.pp
+    if config.pp > 1:
+        mean = (model.layers * per_layer + output) / config.pp
         yield Term(
-            "bubble", f"({choice.pp} stages - 1) / {choice.chunks} chunks · a stage's mean",
-            (choice.pp - 1) / choice.chunks, mean,
+            "bubble",
+            f"({config.pp} stages - 1) / {config.virtual_stages} virtual stages · a stage's mean",
+            (config.pp - 1) / config.virtual_stages, mean,
         )  # fmt: skip
     for each in layer.collectives:
         # A stage with most layers sends most; the slowest one may have fewer.
@@ -173,122 +172,173 @@ def _terms(
             each.part, all_layers, count * layers, each.forward + each.backward, each.group,
             each.collective, each.bytes, each.ranks, each.spread, count * most * each.times,
         )  # fmt: skip
-    if choice.pp > 1:
-        yield _send(model, choice, machine, spreads, count)
-    yield from _data_parallel(model, choice, machine, spreads, layer)
-    yield Term("optimizer", "one update", 1, _optimizer(model, choice, machine))
+    if config.pp > 1:
+        yield _send(job, count)
+    yield from _data_parallel(job, layer)
+    yield Term("optimizer", "one update", 1, _optimizer(job))
 
 
-def output_time(model: Model, choice: ParallelConfig, machine: Machine) -> float:
+def output_time(job: Job) -> float:
     """Seconds of logits and loss of one microbatch, forward and backward."""
-    tokens = choice.microbatch * model.sequence / choice.cp
-    shape = (tokens, model.vocabulary / choice.tp, model.hidden)
-    products = machine.gemm(*shape) + machine.gemm_backward(*shape, choice.gradient_bytes)
-    return products + machine.bytes(tokens * model.vocabulary / choice.tp * 16)
+    vocabulary, machine = job.model.vocabulary / job.config.tp, job.machine
+    shape = (job.tokens, vocabulary, job.model.hidden)
+    products = machine.gemm(*shape) + machine.gemm_backward(*shape, job.config.gradient_bytes)
+    return products + machine.bytes(job.tokens * vocabulary * 16)
 
 
-def _send(
-    model: Model,
-    choice: ParallelConfig,
-    machine: Machine,
-    spreads: Mapping[str, Spread],
-    count: int,
-) -> Term:
+def _send(job: Job, count: int) -> Term:
     """Of activations to the next stage and gradients back; with tp each rank sends its part
     (Narayanan et al. 2021, section 4.1)."""
-    tokens = choice.microbatch * model.sequence / choice.cp
-    size = tokens * model.hidden * LINEAR_BYTES / choice.tp
+    config = job.config
+    size = job.tokens * job.model.hidden * LINEAR_BYTES / config.tp
     return Term(
         "pp",
-        f"there and back, ({count:,} microbatches · {choice.chunks} chunks + {choice.pp} stages "
-        "- 1)",
-        2 * (count * choice.chunks + choice.pp - 1),
-        machine.collective("send_recv", size, spreads["pp"]),
-        "pp", "send_recv", size, choice.pp, spreads["pp"], 2 * count * choice.chunks,
+        f"there and back, ({count:,} microbatches · {config.virtual_stages} virtual stages + "
+        f"{config.pp} stages - 1)",
+        2 * (count * config.virtual_stages + config.pp - 1),
+        job.collective("send_recv", size, "pp"),
+        "pp", "send_recv", size, config.pp, job.placement.timed("pp"),
+        2 * count * config.virtual_stages,
     )  # fmt: skip
 
 
-def _data_parallel(
-    model: Model,
-    choice: ParallelConfig,
-    machine: Machine,
-    spreads: Mapping[str, Spread],
-    layer: LayerCost,
-) -> Iterator[Term]:
-    """Of gradients and weights: what the backward of the last microbatch and the forward of the
-    first do not hide; with `shard="weights"`, of every microbatch."""
-    most = choice.stage_layers(model).most
-    experts, rest = parameters_of_rank(model, choice, most, 1 if choice.pp > 1 else 2 - model.tied)
-    out = "all_reduce" if choice.shard == "none" else "reduce_scatter"
-    found: list[tuple[Collective, bool]] = []  # and whether it is of gradients
-    dense = "dp_cp" if choice.copies == 1 else "dp_shard_cp"
-    for group, ranks, count in (
-        (dense, choice.sharers, rest), ("edp", choice.expert_sharers, experts),
-    ):  # fmt: skip
-        spread = spreads.get(group, spreads[dense])
+class _Sum(NamedTuple):
+    """A collective of data parallelism: of gradients, or else of weights."""
+
+    group: str
+    collective: str
+    bytes: float
+    ranks: int
+    spread: Spread
+    of_gradients: bool
+
+
+def _sums(job: Job) -> Iterator[_Sum]:
+    """Of a stage with most layers; where weights are sharded, of one microbatch."""
+    model, config = job.model, job.config
+    layers = config.stage_layers(model).most
+    experts, rest = parameters_of_rank(
+        model, config, layers, 1 if config.pp > 1 else 2 - model.tied
+    )
+    reduce = "reduce_scatter" if config.zero_stage else "all_reduce"
+    copied = config.dp_replicate > 1
+    for group, placed, ranks, count in (
+        ("dp_shard_cp" if copied else "dp_cp", "", config.shard_size, rest),
+        ("edp", "edp_shard" if copied else "", config.expert_shard_size, experts),
+    ):
+        spread = job.placement.timed(placed or group)
         if count and ranks > 1:
-            found.append((_whole(group, out, count * choice.gradient_bytes, ranks, spread), True))
-            if choice.shard != "none":
-                size = count * LINEAR_BYTES
-                found.append((_whole(group, "all_gather", size, ranks, spread), False))
-    if choice.copies > 1:  # of the gradients' shards
-        size = (rest / choice.sharers + experts / choice.expert_sharers) * choice.gradient_bytes
-        spread = spreads["dp_replicate"]
-        found.append((_whole("dp_replicate", "all_reduce", size, choice.copies, spread), True))
-    seconds = [machine.collective(each.collective, each.bytes, each.spread) for each, _ in found]
+            yield _Sum(group, reduce, count * config.gradient_bytes, ranks, spread, True)
+            if config.zero_stage:
+                yield _Sum(group, "all_gather", count * LINEAR_BYTES, ranks, spread, False)
+    if copied:  # of the gradients' shards
+        count = rest / config.shard_size + experts / config.expert_shard_size
+        spread = job.placement.timed("dp_replicate")
+        size = count * config.gradient_bytes
+        yield _Sum("dp_replicate", "all_reduce", size, config.dp_replicate, spread, True)
+
+
+def _data_parallel(job: Job, layer: LayerCost) -> Iterator[Term]:
+    """Of gradients and weights: what the backward of the last microbatch and the forward of the
+    first do not hide; with ZeRO stage 3, of every microbatch."""
+    config, found = job.config, list(_sums(job))
+    seconds = [job.machine.collective(each.collective, each.bytes, each.spread) for each in found]
     total = {
-        is_out: sum(s for s, (_, kind) in zip(seconds, found, strict=True) if kind is is_out)
-        for is_out in (True, False)
+        kind: sum(s for s, each in zip(seconds, found, strict=True) if each.of_gradients is kind)
+        for kind in (True, False)
     }
-    forward, backward = most * layer.forward_total, most * layer.backward_total
-    times = choice.microbatches(model) if choice.shard == "weights" else 1
-    for (each, is_out), one in zip(found, seconds, strict=True):
-        share = one / total[is_out] if total[is_out] else 0.0
-        visible = _visible(choice, total, forward, backward, most, is_out)
-        # Gathered for the forward and again for the backward, where weights are shared out.
-        twice = choice.shard == "weights" and not is_out
-        what = "gradients" if is_out else "weights"
-        often = f"{times:,} microbatches · " if choice.shard == "weights" else ""
-        hidden = "what is not hidden of " if choice.overlap else ""
+    whole = config.zero_stage == 3
+    times = config.microbatches(job.model) if whole else 1
+    for each, one in zip(found, seconds, strict=True):
+        share = one / total[each.of_gradients] if total[each.of_gradients] else 0.0
+        # Gathered for the forward and again for the backward, where weights are sharded.
+        twice = whole and not each.of_gradients
+        what = "gradients" if each.of_gradients else "weights"
+        often = f"{times:,} microbatches · " if whole else ""
+        hidden = "what is not hidden of " if config.overlap else ""
         yield Term(
-            "dp", f"{often}{hidden}{what}", times, share * visible, each.group, each.collective,
+            "dp", f"{often}{hidden}{what}", times,
+            share * _visible(job, layer, total, each.of_gradients), each.group, each.collective,
             each.bytes, each.ranks, each.spread, times * (1 + twice),
         )  # fmt: skip
 
 
-def _whole(group: str, collective: str, size: float, ranks: int, spread: Spread) -> Collective:
-    return Collective("dp", group, collective, size, ranks, spread, 1, 0.0, 0.0)
-
-
-def _visible(
-    choice: ParallelConfig,
-    total: Mapping[bool, float],
-    forward: float,
-    backward: float,
-    most: int,
-    is_out: bool,
-) -> float:
+def _visible(job: Job, layer: LayerCost, total: Mapping[bool, float], of_gradients: bool) -> float:
     """Seconds of all gradients' collectives, or of all weights', that computation does not hide."""
-    out, into = total[True], total[False]
-    if choice.shard != "weights":
-        behind = backward if is_out else forward
-        return total[is_out] if not choice.overlap else max(
-            total[is_out] - behind, total[is_out] / most
-        )  # fmt: skip
-    if not choice.overlap:
-        return out if is_out else 2 * into
+    config, most = job.config, job.config.stage_layers(job.model).most
+    forward, backward = most * layer.forward_total, most * layer.backward_total
+    reduced, gathered = total[True], total[False]
+    if config.zero_stage != 3:
+        own = total[of_gradients]
+        behind = backward if of_gradients else forward
+        return max(own - behind, own / most) if config.overlap else own
+    if not config.overlap:
+        return reduced if of_gradients else 2 * gathered
     # Behind a backward go the gradients and the second gathering; what shows is of both.
-    shows = max(into + out - backward, out / most)
-    both = into + out
-    part = shows * total[is_out] / both if both else 0.0
-    return part if is_out else part + max(into - forward, into / most)
+    shows = max(gathered + reduced - backward, reduced / most)
+    both = gathered + reduced
+    part = shows * total[of_gradients] / both if both else 0.0
+    return part if of_gradients else part + max(gathered - forward, gathered / most)
 
 
-def _optimizer(model: Model, choice: ParallelConfig, machine: Machine) -> float:
+def _optimizer(job: Job) -> float:
     """Adam reads gradient, master weight and moments, and writes the latter three and
     the weight."""
-    most = choice.stage_layers(model).most
-    experts, rest = parameters_of_rank(model, choice, most, 1)
-    if choice.shard != "none":
-        rest, experts = rest / choice.sharers, experts / choice.expert_sharers
-    return machine.bytes((rest + experts) * (choice.gradient_bytes + 12 + 12 + 2))
+    config = job.config
+    experts, rest = parameters_of_rank(job.model, config, config.stage_layers(job.model).most, 1)
+    if config.zero_stage:
+        rest, experts = rest / config.shard_size, experts / config.expert_shard_size
+    return job.machine.bytes((rest + experts) * (config.gradient_bytes + 12 + 12 + 2))
+
+
+# ---- what it sends ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes sent in a step on the groups of one name.
+
+    Each rank's bytes are those of the step's terms: over n ranks a ring's all-reduce of s bytes
+    sends 2 s (n - 1) / n, its reduce-scatter and its all-gather s (n - 1) / n each (Patarasuk &
+    Yuan 2009), and an all-to-all of s bytes as much as one of these. Of each ring one rank in a
+    unit sends on to the next unit, so the link that leaves a unit carries as much as one rank
+    sends, once for each group that shares it. In an all-to-all every rank of the unit sends to the
+    others.
+
+    Args:
+        name: of the groups.
+        sent: bytes that a rank sends, of a stage with most layers.
+        level: the place of the highest level that they cross, 0 within a node.
+        link: bytes over the link that leaves a unit of the level below, of all groups that share
+            it; 0 within a node.
+    """
+
+    name: str
+    sent: float
+    level: int
+    link: float
+
+
+def traffic(cost: StepCost) -> tuple[Traffic, ...]:
+    """Bytes sent in a step by group name, the most first; names without any are left out."""
+    found: dict[str, list[Term]] = {}
+    for term in cost.terms:
+        if term.sent > 0:
+            found.setdefault(term.group, []).append(term)
+    made = []
+    for name, terms in found.items():
+        level = max(highest(term.spread) for term in terms)
+        link = sum(_link(cost, term, level) for term in terms)
+        made.append(Traffic(name, sum(term.sent for term in terms), level, link))
+    return tuple(sorted(made, key=lambda each: -each.sent))
+
+
+def _link(cost: StepCost, term: Term, level: int) -> float:
+    """Bytes over the link of one unit below a level, of all groups that share it."""
+    if level == 0 or highest(term.spread) < level:
+        return 0.0
+    unit = cost.placement.held[level - 1]
+    if term.collective == "all_to_all":
+        units = term.spread[level]
+        return term.sends * term.bytes * (units - 1) / units * unit
+    return term.sent * unit / math.prod(term.spread[:level])

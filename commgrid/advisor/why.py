@@ -1,14 +1,31 @@
-"""Where each number of a step comes from: its formula, what goes in, and the source."""
+"""Why a number is what it is, and why one grid is worse than another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from commgrid.advisor.calibration import CALIBRATION, NCCL_GB, SOURCES, Calibration
+from commgrid.advisor.cluster import highest
+from commgrid.advisor.config import RECOMPUTE
 from commgrid.advisor.layer import Machine
 from commgrid.advisor.memory import communicators_of, layer_activations, parameters_of_rank
-from commgrid.advisor.reasons import Why
-from commgrid.advisor.step import StepCost
+from commgrid.advisor.step import PARTS, StepCost
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "compute": "kernels",
+        "bubble": "bubble",
+        "tp": "tp's collectives",
+        "cp": "cp's ring",
+        "ep": "experts' all-to-all",
+        "pp": "sends between stages",
+        "dp": "gradients and weights of dp",
+        "optimizer": "optimizer",
+    }
+)
+"""Names of the parts of a step."""
 
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198"
@@ -32,6 +49,30 @@ _SOURCES = {
 }
 
 
+@dataclass(frozen=True)
+class Why:
+    """One number: its name, its value as shown, its formula, and the source."""
+
+    name: str
+    value: str
+    formula: str
+    source: str
+
+    def to_dict(self) -> dict[str, str]:
+        return {"name": self.name, "value": self.value, "formula": self.formula,
+                "source": self.source}  # fmt: skip
+
+
+def as_lines(found: Sequence[Why]) -> list[str]:
+    """Where each number is from, as lines."""
+    lines = ["", "Where these numbers are from:"]
+    for each in found:
+        lines.append(f"  {each.name:18} {each.value:>11}  {each.formula}")
+        if each.source:
+            lines.append(f"  {'':18} {'':>11}  from: {each.source}")
+    return lines
+
+
 def why(cost: StepCost, calibration: Calibration = CALIBRATION) -> tuple[Why, ...]:
     """All numbers of a step's time and memory, in the order in which they are printed."""
     return (
@@ -43,7 +84,7 @@ def why(cost: StepCost, calibration: Calibration = CALIBRATION) -> tuple[Why, ..
 
 
 def _of_step(cost: StepCost) -> Iterator[Why]:
-    model, choice = cost.model, cost.choice
+    model, config = cost.model, cost.config
     yield Why(
         "step", _seconds(cost.seconds), "the sum of the parts below", f"{_NARAYANAN}, section 2.2"
     )
@@ -56,7 +97,7 @@ def _of_step(cost: StepCost) -> Iterator[Why]:
     yield Why(
         "MFU",
         f"{cost.mfu:.1%}",
-        f"{model.flops_per_token:.3g} operations a token · tokens/s / ({choice.world_size:,} "
+        f"{model.flops_per_token:.3g} operations a token · tokens/s / ({config.world_size:,} "
         f"devices · {cost.cluster.device.flops / 1e12:,.0f} TFLOP/s)",
         f"{_KORTHIKANTI}, appendix A; nothing computed again is counted, attention as not causal",
     )
@@ -68,7 +109,7 @@ def _of_time(cost: StepCost) -> Iterator[Why]:
         formula = f"{term.what}: {term.times:,g} · {term.each * 1e3:.6g} ms"
         source = _SOURCES[term.part]
         if term.group:
-            level = cost.cluster.levels[cost.cluster.highest(term.spread)]
+            level = cost.cluster.levels[highest(term.spread)]
             formula += (
                 f", {term.collective} of {term.bytes / 1e6:.4g} MB on {term.group}, over "
                 f"{level.bandwidth / 1e9:.0f} GB/s of a {level.name}"
@@ -78,23 +119,23 @@ def _of_time(cost: StepCost) -> Iterator[Why]:
 
 
 def _of_memory(cost: StepCost) -> Iterator[Why]:
-    model, choice, memory = cost.model, cost.choice, cost.memory
-    layers = choice.stage_layers(model).most
-    experts, rest = parameters_of_rank(model, choice, layers, 1)
+    model, config, memory = cost.model, cost.config, cost.memory
+    layers = config.stage_layers(model).most
+    experts, rest = parameters_of_rank(model, config, layers, 1)
     held = f"{(experts + rest) / 1e9:.3f} billion parameters ({layers} layers"
-    held += f", split over tp {choice.tp})" if choice.tp > 1 else ")"
+    held += f", split over tp {config.tp})" if config.tp > 1 else ")"
     yield Why("memory", _gb(memory.total), "the sum of the parts below, of the fullest rank", "")
-    shared = ", shared over dp · cp" if choice.shard == "weights" else ""
+    shared = ", shared over dp · cp" if config.zero_stage == 3 else ""
     yield Why(
         "weights", _gb(memory.weights), f"2 bytes · about {held}{shared}", f"{_ZERO}, section 3.1"
     )
     yield Why(
         "gradients",
         _gb(memory.gradients),
-        f"{choice.gradient_bytes} bytes · the same{shared}",
+        f"{config.gradient_bytes} bytes · the same{shared}",
         f"{_ZERO}, section 3.1; Megatron sums in fp32",
     )
-    shared = "" if choice.shard == "none" else f" / (dp · cp = {choice.dp * choice.cp})"
+    shared = "" if config.zero_stage == 0 else f" / (dp · cp = {config.dp * config.cp})"
     yield Why(
         "optimizer state",
         _gb(memory.optimizer),
@@ -104,15 +145,15 @@ def _of_memory(cost: StepCost) -> Iterator[Why]:
     yield Why(
         "activations",
         _gb(memory.activations),
-        f"{layer_activations(model, choice) / 1e9:.3f} GB a layer and microbatch "
-        f"(recompute={choice.recompute}) · up to {layers} layers · "
-        f"{choice.in_flight(model):.1f} microbatches in flight",
+        f"{layer_activations(model, config) / 1e9:.3f} GB a layer and microbatch "
+        f"(recompute={config.recompute}) · up to {layers} layers · "
+        f"{config.in_flight(model):.1f} microbatches in flight",
         f"{_KORTHIKANTI}, table 2 and section 4.2.3",
     )
     yield Why(
         "communicators",
         _gb(memory.communicators),
-        f"{communicators_of(choice)} that a step uses · {sum(NCCL_GB) / 2:.2f} GB, the middle of "
+        f"{communicators_of(config)} that a step uses · {sum(NCCL_GB) / 2:.2f} GB, the middle of "
         f"{NCCL_GB[0]} to {NCCL_GB[1]}",
         SOURCES["nccl"],
     )
@@ -143,3 +184,74 @@ def _seconds(seconds: float) -> str:
 
 def _gb(count: float) -> str:
     return f"{count / 1e9:.1f} GB"
+
+
+# ---- grids compared -----------------------------------------------------------------------------
+
+_Reason = Callable[[StepCost, StepCost], str]
+
+
+def limits(cost: StepCost) -> str:
+    """Parts of a step beside arithmetic, the largest first."""
+    shares = {part: cost.parts[part] / cost.seconds for part in PARTS if part != "compute"}
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:2]
+    told = [f"{NAMES[part]} {share:.0%}" for part, share in largest if share >= 0.01]
+    return ", ".join(told) or "arithmetic alone"
+
+
+def why_worse(cost: StepCost, best: StepCost) -> str:
+    """Why a grid takes longer than the best one: the part that grew most, and what is behind it."""
+    more = cost.seconds / best.seconds - 1
+    grown = {part: (cost.parts[part] - best.parts[part]) / best.seconds for part in PARTS}
+    part = max(grown, key=lambda each: grown[each])
+    reason = _REASONS[part](cost, best)
+    return f"+{more:.1%}: {NAMES[part]} +{grown[part]:.1%}{reason}"
+
+
+def _of_compute(cost: StepCost, best: StepCost) -> str:
+    places = [RECOMPUTE.index(each.config.recompute) for each in (cost, best)]
+    if places[0] > places[1]:
+        return f" (recompute {cost.config.recompute}, to fit)"
+    if cost.config.tp > best.config.tp:
+        return f" (smaller matrices with tp {cost.config.tp})"
+    if cost.config.microbatch < best.config.microbatch:
+        return f" (smaller matrices with microbatches of {cost.config.microbatch})"
+    if cost.config.pp > best.config.pp:
+        return f" (fuller stages with pp {cost.config.pp})"
+    return ""
+
+
+def _of_bubble(cost: StepCost, best: StepCost) -> str:
+    config, count = cost.config, cost.config.microbatches(cost.model)
+    return f" ({config.pp} stages of {config.virtual_stages} for {count} microbatches)"
+
+
+def _crossing(group: str, *axes: str) -> _Reason:
+    def reason(cost: StepCost, best: StepCost) -> str:
+        spread = cost.placement.spreads.get(group)
+        if spread is None:
+            return ""
+        levels, place = cost.cluster.levels, highest(spread)
+        sizes = {axis: getattr(cost.config, axis) for axis in axes}
+        large = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+        group_of = " · ".join(large) or f"{axes[0]} 1"
+        if place == 0:
+            return f" ({group_of})"
+        return (
+            f" ({group_of} leaves the {levels[place - 1].name}: "
+            f"{levels[place].bandwidth / 1e9:.0f} GB/s)"
+        )
+
+    return reason
+
+
+_REASONS: Mapping[str, _Reason] = {
+    "compute": _of_compute,
+    "bubble": _of_bubble,
+    "tp": _crossing("tp", "tp"),
+    "cp": _crossing("cp", "cp"),
+    "ep": _crossing("ep", "ep"),
+    "pp": _crossing("pp", "pp"),
+    "dp": _crossing("dp_cp", "dp", "cp"),
+    "optimizer": lambda cost, best: f" (shared by dp {cost.config.dp})",
+}

@@ -13,17 +13,19 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from commgrid.cli.commands import COMMANDS
-from commgrid.cli.output import guarded
-from commgrid.cli.terminal import RED, has_colour, is_completing, paint
-from commgrid.errors import CommGridError
+from commgrid.cli.output import guarded, is_completing
+from commgrid.errors import CommGridError, SpecError
 from commgrid.planning.names import nearest
 from commgrid.version import VERSION
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with the nearest command in its errors."""
+    """argparse, with the nearest command in its errors, and a flag's value on one line."""
 
     def error(self, message: str) -> NoReturn:
+        of_flag = re.fullmatch(r"argument (?:-\w/)?(--?[\w-]+)\S*: (.*)", message, re.DOTALL)
+        if of_flag:
+            raise SpecError(" ".join(of_flag.groups()))
         word = message.partition("invalid choice: '")[2].partition("'")[0]
         super().error(message + nearest(word, COMMANDS) if word else message)
 
@@ -44,19 +46,19 @@ def _run(argv: Sequence[str] | None) -> int:
     rest: list[str] = []
     if words[:1] == ["audit"] and "--" in words:  # what follows is another program's
         words, rest = words[: words.index("--")], words[words.index("--") + 1 :]
-    args, unknown = parser.parse_known_args(words)
-    args.rest = rest
-    if unknown:
-        _refuse(commands[args.command], unknown)
     try:
+        args, unknown = parser.parse_known_args(words)
+        args.rest = rest
+        if unknown:
+            _refuse(commands[args.command], unknown)
         status: int = args.run(args)
     except CommGridError as error:
-        return _fail(args.command, str(error))
+        return _fail(words[0], str(error))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         return _fail(
-            args.command,
+            words[0],
             "needs torch, which is not installed here (pip install torch); plan, explain, "
             "show, presets, diff, trace, diagnose, dump and verify do without it",
         )
@@ -65,9 +67,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _fail(command: str, message: str) -> int:
     """Says on one line what is wrong."""
-    who = f"commgrid {command}:"
-    head = paint(who, {re.escape(who): RED}) if has_colour(sys.stderr) else who
-    print(head, message, file=sys.stderr)
+    print(f"commgrid {command}: {message}", file=sys.stderr)
     return 2
 
 

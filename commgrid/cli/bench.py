@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,29 +12,29 @@ from typing import TYPE_CHECKING, Any
 from commgrid.advisor.cluster import Cluster, find_cluster
 from commgrid.advisor.collectives import COLLECTIVES
 from commgrid.advisor.fitting import Measured, fit, too_fast
-from commgrid.cli.grid_options import add_command, read_spec, whole
+from commgrid.cli.flags import above_zero, count_of_bytes, file_of, names, whole
+from commgrid.cli.grid_options import add_command, read_spec, refuse_unused
 from commgrid.cli.output import give
-from commgrid.cli.terminal import BOLD, CYAN
 from commgrid.errors import SpecError
-from commgrid.planning.names import canonical
+from commgrid.planning.names import canonical, nearest
 from commgrid.planning.spec import GridSpec
+from commgrid.viz.costs_picture import draw_costs
+from commgrid.viz.figure import SUFFIXES, drawing, save
 
 if TYPE_CHECKING:
-    from commgrid.observe.bench import Effort
     from commgrid.runtime.grid import HyperCommGrid
 
 _EXAMPLES = """examples:
   torchrun --standalone --nproc-per-node 8 -m commgrid bench --tp 2
   torchrun --standalone --nproc-per-node 8 -m commgrid bench --tp 2 --groups tp,dp --alone
   torchrun --standalone --nproc-per-node 8 -m commgrid bench grid.yaml \\
-      --collectives all_reduce,all_to_all --sizes 64K,1M,16M -o cluster.yaml
+      --collectives all_reduce,all_to_all --sizes 64K,1M,16M -o cluster.yaml -o costs.svg
 
 Sizes, counts and bandwidths are nccl-tests'. All groups of a name communicate at once, as
 in training; with --alone only its first. Times are medians of --repeats loops, of the
 slowest rank.
 """
 _START = "torchrun --standalone --nproc-per-node 8 -m commgrid bench --tp 2"
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def add_parser(commands: Any) -> None:
@@ -47,39 +46,58 @@ def add_parser(commands: Any) -> None:
         run=run,
         world_size=False,
     )
-    what = parser.add_argument_group("what")
-    what.add_argument("--groups", metavar="NAMES", help="with commas (default: every communicator)")
-    what.add_argument(
-        "--collectives", metavar="NAMES", help=f"with commas, of {', '.join(COLLECTIVES)}"
+    add = parser.add_argument_group("what").add_argument
+    add("--groups", type=names, metavar="NAMES", help="with commas (default: every communicator)")
+    add(
+        "--collectives", type=_collectives, default=list(COLLECTIVES), metavar="NAMES",
+        help=f"with commas, of {', '.join(COLLECTIVES)}",
+    )  # fmt: skip
+    size = count_of_bytes
+    add("--min-bytes", type=size, metavar="SIZE", help="the smallest message (default 1K)")
+    add("--max-bytes", type=size, metavar="SIZE", help="the largest (default 64M)")
+    add("--factor", type=whole(2), metavar="N", help="from one size to the next (default 4)")
+    add("--sizes", type=_sizes, metavar="SIZES", help="these instead, as 64K,1M")
+    add("--alone", action="store_true", help="only the first group of a name communicates")
+    add = parser.add_argument_group("how").add_argument
+    add(
+        "--iters", type=whole(1), default=20, metavar="N", help="calls a loop, at most (default 20)"
     )
-    what.add_argument("--min-bytes", metavar="SIZE", help="the smallest message (default 1K)")
-    what.add_argument("--max-bytes", metavar="SIZE", help="the largest (default 64M)")
-    what.add_argument("--factor", metavar="N", help="from one size to the next (default 4)")
-    what.add_argument("--sizes", metavar="SIZES", help="these instead, as 64K,1M")
-    what.add_argument(
-        "--alone", action="store_true", help="only the first group of a name communicates"
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--iters", default="20", metavar="N", help="calls a loop, at most (default 20)"
-    )
-    how.add_argument("--warmup", default="2", metavar="N", help="calls before (default 2)")
-    how.add_argument("--repeats", default="5", metavar="N", help="loops (default 5)")
-    how.add_argument(
-        "--seconds", default="1", metavar="S", help="of all loops of a row, at most (default 1)"
-    )
-    how.add_argument("--backend", help="gloo, nccl, … (default: NCCL where there is CUDA)")
-    parser.add_argument("-o", "--output", metavar="CLUSTER.yaml", help="a cluster fitted to it")
+    add("--warmup", type=whole(0), default=2, metavar="N", help="calls before (default 2)")
+    add("--repeats", type=whole(1), default=5, metavar="N", help="loops (default 5)")
+    add(
+        "--seconds", type=above_zero("a number above 0"), default=1.0, metavar="S",
+        help="of all loops of a row, at most (default 1)",
+    )  # fmt: skip
+    add("--backend", help="gloo, nccl, … (default: NCCL where there is CUDA)")
+    parser.add_argument(
+        "-o", "--output", type=file_of(".yaml", ".yml", *SUFFIXES), action="append", default=[],
+        metavar="FILE",
+        help="CLUSTER.yaml: a cluster fitted to it; .svg, .png or .pdf: times beside the fit; may "
+        "be repeated",
+    )  # fmt: skip
     parser.add_argument(
         "--cluster", metavar="NAME", help="whose device and levels the file has, in place of these"
     )
 
 
+def _collectives(text: str) -> list[str]:
+    """Of nccl-tests' spellings as well."""
+    chosen = [one.strip().replace("-", "_") for one in names(text)]
+    for one in chosen:
+        if one not in COLLECTIVES:
+            raise argparse.ArgumentTypeError(
+                f"{one}: expected some of {', '.join(COLLECTIVES)}{nearest(one, COLLECTIVES)}"
+            )
+    return list(dict.fromkeys(chosen)) or list(COLLECTIVES)
+
+
+def _sizes(text: str) -> list[int]:
+    return [count_of_bytes(each) for each in names(text)]
+
+
 def run(args: argparse.Namespace) -> int:
-    collectives, sizes = read_collectives(args.collectives), read_sizes(args)
-    effort = _read_effort(args)
-    if args.output is not None:
-        _check_output(args)
+    sizes = read_sizes(args)
+    _check_output(args)
     base = None if args.cluster is None else find_cluster(args.cluster)
     spec = _with_everyone(read_spec(args))
     from commgrid.observe import bench
@@ -97,22 +115,22 @@ def run(args: argparse.Namespace) -> int:
         cluster = base or bench.find_cluster(grid)
         rows = bench.bench(
             grid,
-            _listed(args.groups),
-            collectives,
+            args.groups or [],
+            args.collectives,
             sizes,
             cluster=cluster,
-            effort=effort,
+            effort=bench.Effort(args.iters, args.warmup, args.repeats, args.seconds),
             alone=args.alone,
             progress=_say if first else _say_nothing,
         )
         if first:
             backend = grid.communicators[0].backend
             found = as_json(rows, grid.world_size, backend, args.alone)
-            marks = {r"^\S.*$": BOLD, r"^  \w+": CYAN}
-            give(args, lambda: found, lambda: as_table(rows, args.alone), marks)
-            if args.output is not None:
+            give(args, lambda: found, lambda: as_table(rows, args.alone))
+            if args.output:
                 fitted = fit(rows, cluster)
-                _write(Path(args.output), fitted)
+                for path in args.output:
+                    _write(path, fitted, rows)
                 for line in too_fast(rows, fitted):
                     _say(line)
     finally:
@@ -124,20 +142,6 @@ def run(args: argparse.Namespace) -> int:
 # -- what was asked -------------------------------------------------------------------
 
 
-def read_collectives(given: str | None) -> list[str]:
-    """The collectives of `--collectives`, of which nccl-tests' spellings do as well.
-
-    Raises:
-        SpecError: an unknown one.
-    """
-    from commgrid.advisor.collectives import bus_factor
-
-    chosen = [one.strip().replace("-", "_") for one in _listed(given)] or list(COLLECTIVES)
-    for one in chosen:
-        bus_factor(one, 2)  # or it is an error that names the nearest
-    return list(dict.fromkeys(chosen))
-
-
 def read_sizes(args: argparse.Namespace) -> list[int]:
     """The message sizes of the flags, in bytes.
 
@@ -145,51 +149,29 @@ def read_sizes(args: argparse.Namespace) -> list[int]:
         SpecError: naming the flag.
     """
     if args.sizes is not None:
-        beside = [flag for flag in ("min_bytes", "max_bytes", "factor") if getattr(args, flag)]
-        if beside:
-            raise SpecError(
-                f"--sizes beside --{beside[0].replace('_', '-')}: give a list or a range, not both"
-            )
-        return [_bytes("sizes", each) for each in _listed(args.sizes)]
-    least = _bytes("min-bytes", args.min_bytes or "1K")
-    most = _bytes("max-bytes", args.max_bytes or "64M")
-    factor = whole("factor", args.factor or "4", 2)
+        why = "is about a range of sizes, and --sizes lists them"
+        refuse_unused(args, ("min_bytes", "max_bytes", "factor"), why)
+        return list(args.sizes)
+    least, most = args.min_bytes or 1 << 10, args.max_bytes or 64 << 20
+    factor = args.factor or 4
     if least > most:
-        raise SpecError(f"--min-bytes {args.min_bytes or '1K'}: above --max-bytes {most}")
+        raise SpecError(f"--min-bytes {least}: above --max-bytes {most}")
     sizes = [least]
     while sizes[-1] * factor <= most:
         sizes.append(sizes[-1] * factor)
     return sizes
 
 
-def _read_effort(args: argparse.Namespace) -> Effort:
-    from commgrid.observe.bench import Effort
-
-    try:
-        seconds = float(args.seconds)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < 1e9:
-        raise SpecError(f"--seconds {args.seconds}: expected a number above 0")
-    return Effort(
-        iters=whole("iters", args.iters, 1),
-        warmup=whole("warmup", args.warmup, 0),
-        repeats=whole("repeats", args.repeats, 1),
-        seconds=seconds,
-    )
-
-
 def _check_output(args: argparse.Namespace) -> None:
     """Before anything is measured."""
-    if args.alone:
-        raise SpecError(
-            f"--output {args.output} with --alone: a cluster is fitted to groups that communicate "
-            "at once, as in training; leave --alone out"
-        )
-    if not args.output.endswith((".yaml", ".yml")):
-        raise SpecError(f"--output {args.output}: expected a name that ends in .yaml")
-    if not Path(args.output).absolute().parent.is_dir():
-        raise SpecError(f"--output {args.output}: there is no such folder")
+    for path in args.output:
+        if args.alone:
+            raise SpecError(
+                f"--output {path} with --alone: a cluster is fitted to groups that communicate at "
+                "once, as in training; leave --alone out"
+            )
+        if not path.absolute().parent.is_dir():
+            raise SpecError(f"--output {path}: there is no such folder")
 
 
 def _with_everyone(spec: GridSpec) -> GridSpec:
@@ -199,17 +181,6 @@ def _with_everyone(spec: GridSpec) -> GridSpec:
     if spec.create == "all" or whole in spec.create:
         return spec
     return replace(spec, create=(*spec.create, whole))
-
-
-def _listed(given: str | None) -> list[str]:
-    return [] if given is None else [one for one in given.split(",") if one]
-
-
-def _bytes(flag: str, text: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not found or not int(found[1]):
-        raise SpecError(f"--{flag} {text}: expected bytes, such as 65536, 64K or 1M")
-    return int(found[1]) * _UNITS[found[2].upper()]
 
 
 # -- what was found -------------------------------------------------------------------
@@ -285,7 +256,12 @@ def _summary(rows: Sequence[Measured]) -> list[str]:
     return lines
 
 
-def _write(path: Path, cluster: Cluster) -> None:
+def _write(path: Path, cluster: Cluster, rows: Sequence[Measured]) -> None:
+    """The cluster, or a picture of it beside the rows, by the file's suffix."""
+    if path.suffix in SUFFIXES:
+        with drawing():
+            save(draw_costs(rows, (), cluster), path)
+        return
     import yaml
 
     for level in cluster.levels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from commgrid.cli.flags import above_zero
 from commgrid.cli.grid_options import add_command, read_spec
 from commgrid.cli.output import give
 
@@ -30,7 +31,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--backend", help="gloo, nccl, … (default: NCCL where there is CUDA)")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=above_zero("seconds above 0"),
         default=60.0,
         metavar="S",
         help="seconds for start-up, and for each communicator (default 60)",

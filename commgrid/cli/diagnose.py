@@ -44,5 +44,5 @@ def run(args: argparse.Namespace) -> int:
     if not args.patience >= 0:
         raise SpecError(f"--patience {args.patience:g}: expected seconds, 0 or more")
     found = diagnosis.diagnose(diagnosis.read(args.folder), args.patience)
-    give(args, found.as_dict, lambda: str(found), {})
+    give(args, found.as_dict, lambda: str(found))
     return 3 if found.is_open else 1 if found else 0

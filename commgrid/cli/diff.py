@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from commgrid.advisor.search import Pins
 from commgrid.cli import plan_model
+from commgrid.cli.flags import whole
 from commgrid.cli.grid_options import (
     add_cluster_options,
     new_command,
@@ -15,7 +15,7 @@ from commgrid.cli.grid_options import (
     refuse_unused,
     resolve,
 )
-from commgrid.cli.output import MARKS, give
+from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.planning.diff import compare
 from commgrid.planning.names import nearest
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         dest="changes",
         help="another value of a key of AFTER, such as axes.tp=2; may be repeated",
     )
-    parser.add_argument("--world-size", metavar="N", help="number of ranks of both")
+    parser.add_argument("--world-size", type=whole(), metavar="N", help="number of ranks of both")
     parser.add_argument(
         "--model", metavar="NAME", help="of whose step time and memory are compared"
     )
@@ -74,16 +74,15 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         why = "is for a step's time and memory; give --model NAME as well"
         refuse_unused(args, [] if args.nodes else ["cluster", "gpus_per_node"], why)
-        give(args, found.to_dict, lambda: str(found), MARKS)
+        give(args, found.to_dict, lambda: str(found))
         return 0
     model, cluster = plan_model.read_job(args)
-    old, new = (plan_model.given_step(spec, model, cluster, Pins()) for spec in (before, after))
+    old, new = (plan_model.given_step(spec, model, cluster) for spec in (before, after))
     give(
         args,
         lambda: {**found.to_dict(), "steps": {
             "before": plan_model.step_json(old), "after": plan_model.step_json(new)}},
         lambda: "\n".join([str(found), "", *plan_model.change_text(old, new)]),
-        MARKS,
     )  # fmt: skip
     return 0
 

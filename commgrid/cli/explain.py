@@ -7,6 +7,7 @@ from typing import Any
 
 from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.crossing import check_within
+from commgrid.cli.flags import whole
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -14,7 +15,6 @@ from commgrid.cli.grid_options import (
     read_nodes,
     read_spec,
     resolve,
-    whole,
 )
 from commgrid.cli.output import give
 from commgrid.planning.plan import GroupPlan
@@ -37,14 +37,14 @@ def add_parser(commands: Any) -> None:
         examples=_EXAMPLES,
         run=run,
     )
-    parser.add_argument("--rank", required=True, metavar="R", help="the global rank")
+    parser.add_argument("--rank", required=True, type=whole(0), metavar="R", help="the global rank")
     add_cluster_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     read_nodes(args)
     spec, cluster = resolve(read_spec(args), args.world_size), read_cluster(args)
-    plan = GroupPlan.for_rank(spec, whole("rank", args.rank, 0))
+    plan = GroupPlan.for_rank(spec, args.rank)
     if cluster is not None:
         if spec.ranks is None:
             cluster.check_world(spec.world_size)
@@ -93,7 +93,7 @@ def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
 
 def _level(cluster: Cluster, ranks: Ranks) -> str:
     """The lowest level of which one unit holds the whole group."""
-    return cluster.levels[cluster.highest(cluster.spread(ranks))].name
+    return cluster.levels[cluster.span(ranks).place].name
 
 
 def _around(cluster: Cluster, members: Ranks, rank: int) -> str:

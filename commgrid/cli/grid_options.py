@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from commgrid.advisor.cluster import CLUSTERS, Cluster, find_cluster, nodes_of
 from commgrid.cli.commands import COMMANDS
-from commgrid.cli.terminal import fit
+from commgrid.cli.flags import names, pair, sized, whole
 from commgrid.errors import SpecError
-from commgrid.planning.constraints import BY_RANK, PLACE_CHOICES
+from commgrid.planning.options import OPTIONS
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.region import AXES, SIZED
-from commgrid.planning.spec import (
-    CONNECT_CHOICES,
-    DEFAULT_ORDER,
-    DEFAULT_SHARE,
-    SHARE_CHOICES,
-    GridSpec,
-)
+from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml_io import read_change
 
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """argparse's help, whose examples and notes fit the terminal as well."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = textwrap.dedent(text).strip().split("\n\n")
-        return "\n\n".join(
-            fit(each, width) if "\n  " in each else textwrap.fill(each, width)
-            for each in paragraphs
-        )
+if TYPE_CHECKING:
+    from commgrid.advisor.cluster import Cluster
 
 
 def new_command(
@@ -51,7 +36,7 @@ def new_command(
         help=COMMANDS[name],
         description=description,
         epilog=examples,
-        formatter_class=_Help,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.set_defaults(run=run)
@@ -65,6 +50,17 @@ def add_command(commands: Any, name: str, *, world_size: bool = True, **about: A
     return parser
 
 
+def flag_of(key: str) -> str:
+    """A flag by its name in Python: `--dp-shard` of `dp_shard`."""
+    return f"--{key.replace('_', '-')}"
+
+
+def add_sizes(parser: Any) -> None:
+    """Adds a flag for the size of each axis that has a meaning."""
+    for axis in SIZED:
+        parser.add_argument(flag_of(axis), dest=axis, type=whole(), metavar="N", help=AXES[axis])
+
+
 def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True) -> None:
     """Adds the grid's flags."""
     grid = parser.add_argument_group("grid", "a YAML file, a preset, or sizes; one size may be -1")
@@ -76,46 +72,47 @@ def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
         help="another value of a key of the file or preset, such as axes.tp=2; may be repeated",
     )  # fmt: skip
-    for name, meaning in ((axis, AXES[axis]) for axis in SIZED):
-        flag = f"--{name.replace('_', '-')}"
-        grid.add_argument(flag, dest=name, metavar="N", help=meaning)
+    add_sizes(grid)
     grid.add_argument(
-        "--axis", action="append", default=[], metavar="NAME=N", help="a further axis, in --order"
-    )
-    grid.add_argument("--order", help=f"axes, fastest first (default {DEFAULT_ORDER})")
-    grid.add_argument("--create", metavar="NAMES", help="all, or names with commas")
-    grid.add_argument(
-        "--connect",
-        metavar="NAMES",
-        help=f"{', '.join(CONNECT_CHOICES)}, or names with commas",
-    )
-    grid.add_argument(
-        "--ranks",
-        metavar="LIST",
-        help="the global ranks in the grid's order, as 0,1,2,4 or 0-3,6 or 0-14/2 (every second); "
-        "also beside GRID.yaml, where the key ranks takes the same (default: all)",
-    )
-    grid.add_argument("--share", help=f"{', '.join(SHARE_CHOICES)} (default {DEFAULT_SHARE})")
-    grid.add_argument(
-        "--within", action="append", default=[], metavar="NAME=LEVEL",
-        help="a group that may not leave a node or another level, as tp=node; may be repeated",
+        "--axis", action="append", default=[], type=sized, metavar="NAME=N",
+        help="a further axis, in --order; may be repeated",
     )  # fmt: skip
-    grid.add_argument("--place", help=f"{' or '.join(PLACE_CHOICES)} (default {BY_RANK})")
+    for key, option in OPTIONS.items():
+        if option.metavar:
+            words = ", ".join(filter(None, (*option.words, option.value)))
+            default = "" if option.default is None else f" (default {option.default})"
+            repeated: dict[str, Any] = {}
+            if "=" in option.metavar:
+                level = partial(pair, such_as="NAME=LEVEL, such as --within tp=node")
+                repeated = {"action": "append", "default": [], "type": level}
+                words = "may be repeated"
+            grid.add_argument(
+                flag_of(key), metavar=option.metavar, help=f"{option.about}: {words}{default}",
+                **repeated,
+            )  # fmt: skip
     if world_size:
-        grid.add_argument("--world-size", metavar="N", help="number of ranks, one per device")
+        grid.add_argument(
+            "--world-size", type=whole(), metavar="N", help="number of ranks, one per device"
+        )
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say what the grid runs on."""
     group = parser.add_argument_group("cluster", "what the ranks run on: rank r on device r")
     group.add_argument(
-        "--cluster", metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, or a YAML file"
+        "--cluster", metavar="NAME|FILE", help="a known one such as h100, or a YAML file"
     )
     group.add_argument(
-        "--gpus-per-node", metavar="N",
+        "--gpus-per-node", type=_devices, metavar="N",
         help="devices of a node; `launcher`: as torchrun's or SLURM's variables say",
     )  # fmt: skip
-    group.add_argument("--nodes", metavar="N", help="how many, in place of --world-size")
+    group.add_argument(
+        "--nodes", type=whole(1), metavar="N", help="how many, in place of --world-size"
+    )
+
+
+def _devices(text: str) -> int | str:
+    return text if text == "launcher" else whole(1)(text)
 
 
 def read_nodes(args: argparse.Namespace) -> None:
@@ -128,13 +125,13 @@ def read_nodes(args: argparse.Namespace) -> None:
         return
     if args.world_size is not None:
         raise SpecError(f"--nodes {args.nodes} beside --world-size: give one of them")
-    nodes, cluster = whole("nodes", args.nodes, 1), read_cluster(args)
+    cluster = read_cluster(args)
     if cluster is None or math.isinf(cluster.unit_size(cluster.node_level)):
         raise SpecError(
-            f"--nodes {nodes}: how many devices a node has is not known; add --cluster NAME or "
-            "--gpus-per-node N, or give --world-size"
+            f"--nodes {args.nodes}: how many devices a node has is not known; add --cluster NAME "
+            "or --gpus-per-node N, or give --world-size"
         )
-    args.world_size = str(nodes * cluster.per_node)
+    args.world_size = args.nodes * cluster.per_node
 
 
 def read_cluster(args: argparse.Namespace) -> Cluster | None:
@@ -143,30 +140,35 @@ def read_cluster(args: argparse.Namespace) -> Cluster | None:
     Raises:
         SpecError: naming the flag, or the key of the cluster's file.
     """
+    if args.cluster is None and args.gpus_per_node is None:
+        return None
+    from commgrid.advisor.cluster import Cluster, find_cluster, nodes_of  # slow, and often unused
+
     base = None if args.cluster is None else find_cluster(args.cluster)
-    if args.gpus_per_node is None:
-        return base
-    if args.gpus_per_node == "launcher":
+    devices = args.gpus_per_node
+    if devices == "launcher":
         return Cluster.from_launcher(base)
-    devices = whole("gpus_per_node", args.gpus_per_node, 1)
+    if devices is None:
+        return base
     return nodes_of(devices) if base is None else base.with_node(devices)
 
 
 GRID_FLAGS = (
-    *SIZED, "yaml", "preset", "changes", "axis", "order", "create", "connect", "ranks", "share",
-    "within", "place", "world_size",
+    *SIZED, *(key for key, option in OPTIONS.items() if option.metavar), "yaml", "preset",
+    "changes", "axis", "world_size",
 )  # fmt: skip
 """Flags that describe a grid."""
 
 
-def grid_flags_given(args: argparse.Namespace) -> bool:
-    """Whether a file or any flag says something of a grid."""
-    return any(getattr(args, key, None) not in (None, []) for key in GRID_FLAGS)
+def is_given(args: argparse.Namespace, key: str) -> bool:
+    """Whether a flag is there."""
+    value = getattr(args, key, None)
+    return value is not None and value is not False and value != []
 
 
 def read_sizes(args: argparse.Namespace) -> dict[str, int]:
     """The sizes that flags give, by axis."""
-    return {name: whole(name, getattr(args, name)) for name in SIZED if getattr(args, name)}
+    return {axis: getattr(args, axis) for axis in SIZED if is_given(args, axis)}
 
 
 def read_spec(args: argparse.Namespace) -> GridSpec:
@@ -176,31 +178,21 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         SpecError: naming the flag or the file's key.
     """
     sizes: dict[str, Any] = {**read_sizes(args)}
-    for given in args.axis:
-        name, _, size = given.partition("=")
-        if not size:
-            raise SpecError(f"--axis {given}: expected NAME=N, such as --axis node=4")
+    for name, size in args.axis:
         if name in sizes:
-            raise SpecError(f"--axis {given}: {name} is {sizes[name]} already; give it once")
-        sizes[name] = whole(f"axis {name}", size)
-    rest: dict[str, Any] = {
-        k: getattr(args, k) for k in ("order", "share", "place") if getattr(args, k)
+            raise SpecError(f"--axis {name}={size}: {name} is {sizes[name]} already; give it once")
+        sizes[name] = size
+    options = {
+        key: _value(key, getattr(args, key))
+        for key, option in OPTIONS.items()
+        if option.metavar and key != "ranks" and is_given(args, key)
     }
-    if args.within:
-        rest["within"] = levels = dict(map(_level_of, args.within))
-        if len(levels) < len(set(args.within)):
-            given = " ".join(f"--within {each}" for each in args.within)
-            raise SpecError(f"{given}: says two things of a name; keep the lowest level of each")
-    for key, words in (("create", ("all",)), ("connect", CONNECT_CHOICES)):
-        value = getattr(args, key)
-        if value:
-            rest[key] = value if value in words else value.split(",")
     changes = dict(map(read_change, args.changes))
     if args.preset is not None:
         if args.yaml is not None:
             raise SpecError(f"--preset {args.preset} beside {args.yaml}: give one of them")
         return GridSpec.from_preset(
-            args.preset, ranks=args.ranks, changes={**rest, **changes}, **sizes
+            args.preset, ranks=args.ranks, changes={**options, **changes}, **sizes
         )
     if args.yaml is None:
         if changes:
@@ -208,9 +200,9 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
                 f"--set {args.changes[0]}: changes a file or a preset, and there is none; give "
                 "GRID.yaml or --preset NAME, or sizes as flags"
             )
-        return GridSpec.build(**sizes, **rest, ranks=args.ranks)
-    if sizes or rest:
-        beside = ", ".join(f"--{key.replace('_', '-')}" for key in (*sizes, *rest))
+        return GridSpec.build(**sizes, **options, ranks=args.ranks)
+    if sizes or options:
+        beside = ", ".join(map(flag_of, (*sizes, *options)))
         raise SpecError(
             f"{beside} beside {args.yaml}: the file describes the whole grid; change it with "
             "--set, as --set axes.tp=2"
@@ -219,10 +211,21 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
     return spec if args.ranks is None else replace(spec, ranks=as_ranks(args.ranks))
 
 
-def resolve(spec: GridSpec, world_size: str | None) -> GridSpec:
+def _value(key: str, given: Any) -> Any:
+    """The value of a flag in the form that a file has."""
+    if key == "within":
+        if len(dict(given)) < len(set(given)):
+            flags = " ".join(f"--within {name}={level}" for name, level in given)
+            raise SpecError(f"{flags}: says two things of a name; keep the lowest level of each")
+        return dict(given)
+    is_list = key in ("create", "connect") and given not in OPTIONS[key].words
+    return names(given) if is_list else given
+
+
+def resolve(spec: GridSpec, world_size: int | None) -> GridSpec:
     """The spec over `--world-size` ranks, or over the product of its sizes."""
     if world_size is not None:
-        return spec.resolve(whole("world_size", world_size))
+        return spec.resolve(world_size)
     if spec.ranks is not None:
         return spec.resolve()
     if not spec.regions[0].is_resolved:
@@ -242,35 +245,10 @@ def refuse_unused(args: argparse.Namespace, flags: Iterable[str], why: str) -> N
         SpecError: one of them is given.
     """
     for flag in flags:
-        given = getattr(args, flag, None)
-        if given not in (None, False, []):
-            value = "" if given is True else f" {given[0] if isinstance(given, list) else given}"
-            raise SpecError(f"--{flag.replace('_', '-')}{value}: would change nothing; it {why}")
-
-
-def _level_of(given: str) -> tuple[str, str]:
-    name, _, level = given.partition("=")
-    if not level:
-        raise SpecError(f"--within {given}: expected NAME=LEVEL, such as --within tp=node")
-    return name, level
-
-
-def whole(name: str, text: str, least: int | None = None) -> int:
-    """The number that a flag gives.
-
-    Args:
-        name: of the flag, such as `world_size`.
-        text: as typed.
-        least: the smallest that is allowed; None: any.
-
-    Raises:
-        SpecError: it is none.
-    """
-    try:
-        number = int(text)
-    except ValueError:
-        number = None
-    if number is None or (least is not None and number < least):
-        least_one = "" if least is None else f" from {least} on"
-        raise SpecError(f"--{name.replace('_', '-')} {text}: expected a whole number{least_one}")
-    return number
+        if is_given(args, flag):
+            given = getattr(args, flag)
+            first = given[0] if isinstance(given, list) else given
+            if isinstance(first, tuple):
+                first = "=".join(map(str, first))
+            value = "" if given is True else f" {first}"
+            raise SpecError(f"{flag_of(flag)}{value}: would change nothing; it {why}")

@@ -6,15 +6,15 @@ import argparse
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from commgrid.cli.terminal import BOLD, CYAN, Marks, columns, fit, has_colour, paint
 from commgrid.errors import CommGridError, SpecError
 
 if TYPE_CHECKING:
@@ -26,18 +26,31 @@ JSON_VERSION = 1
 # As a shell reports what these signals ended.
 _PIPE_CLOSED, _INTERRUPTED, _TERMINATED = 141, 130, 143
 
-MARKS: Marks = {r"\[\d+\]": CYAN, r"^\S.*$": BOLD}
-"""Colours of most tables: the own rank, and the lines that head others."""
+NARROWEST = 20
+"""Columns below which nothing is made narrower."""
 
 
 def give(
-    args: argparse.Namespace,
-    found: Callable[[], Mapping[str, Any]],
-    text: Callable[[], str],
-    marks: Marks = MARKS,
+    args: argparse.Namespace, found: Callable[[], Mapping[str, Any]], text: Callable[[], str]
 ) -> None:
     """Prints what a command has found: as JSON where `--json` asks for it, else as text."""
-    _write(as_json(found()) if args.json else as_shown(text(), marks, sys.stdout))
+    _write(as_json(found()) if args.json else text())
+
+
+def is_completing() -> bool:
+    """Whether a shell asks for completions of its command line, by argcomplete."""
+    return "_ARGCOMPLETE" in os.environ
+
+
+def columns() -> int | None:
+    """How wide text may be: on a terminal COLUMNS or its own width; elsewhere None, any.
+
+    Output to a file or a pipe is for programs. COLUMNS does not count there: a Python that has
+    loaded readline hands its terminal's on to every process that it starts.
+    """
+    if not sys.stdout.isatty():
+        return None
+    return max(shutil.get_terminal_size().columns, NARROWEST)
 
 
 def write_grid(path: Path, spec: GridSpec, source: str) -> None:
@@ -60,12 +73,6 @@ def as_json(found: Mapping[str, Any]) -> str:
     """
     assert "version" not in found
     return json.dumps(_finite({"version": JSON_VERSION, **found}), allow_nan=False)
-
-
-def as_shown(text: str, marks: Marks, stream: TextIO) -> str:
-    """The text as a stream can show it."""
-    fitting = fit(text, columns(stream))
-    return paint(fitting, marks) if has_colour(stream) else fitting
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from commgrid.advisor.calibration import NCCL_GB, SOURCES
 from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.crossing import check_within, find_crossings
-from commgrid.advisor.reasons import Why, as_lines
+from commgrid.advisor.why import Why, as_lines
 from commgrid.cli import plan_cluster, plan_options
 from commgrid.cli.grid_options import (
     add_cluster_options,
@@ -22,8 +21,7 @@ from commgrid.cli.grid_options import (
     refuse_unused,
     resolve,
 )
-from commgrid.cli.output import MARKS, give, write_grid
-from commgrid.cli.terminal import DIM, GREEN, YELLOW, columns
+from commgrid.cli.output import columns, give, write_grid
 from commgrid.errors import SpecError
 from commgrid.planning import sockets
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
@@ -96,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
     give(
         args,
         lambda: as_json(spec, backend, cluster, why=args.why),
-        lambda: as_text(spec, backend, columns(sys.stdout), cluster, why=args.why),
-        {r"  connects ": GREEN, r"  (?:first use|never) ": DIM, r"^  slow: .*": YELLOW, **MARKS},
+        lambda: as_text(spec, backend, columns(), cluster, why=args.why),
     )
     return 0
 

@@ -9,29 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.comparison import NAMES, limits, why_worse
 from commgrid.advisor.config import ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.advisor.crossing import check_within
 from commgrid.advisor.memory import MEMORY_PARTS
-from commgrid.advisor.model import Model
-from commgrid.advisor.models import find_model
+from commgrid.advisor.model import Model, find_model
 from commgrid.advisor.placement import of_spec
-from commgrid.advisor.reasons import as_lines
-from commgrid.advisor.search import (
-    AXES,
-    Pins,
-    Tuning,
-    describe,
-    fastest,
-    memory_limit,
-    tune,
+from commgrid.advisor.search import AXES, Found, describe, fastest, memory_limit, search
+from commgrid.advisor.step import StepCost, traffic
+from commgrid.advisor.why import NAMES, as_lines, limits, why, why_worse
+from commgrid.cli.grid_options import (
+    flag_of,
+    is_given,
+    read_cluster,
+    read_spec,
+    refuse_unused,
+    resolve,
 )
-from commgrid.advisor.step import StepCost
-from commgrid.advisor.traffic import traffic
-from commgrid.advisor.why import why
-from commgrid.cli.grid_options import read_cluster, read_spec, refuse_unused, resolve, whole
-from commgrid.cli.output import MARKS, give, write_grid
-from commgrid.cli.terminal import DIM, GREEN
+from commgrid.cli.output import give, write_grid
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 from commgrid.viz.figure import SUFFIXES, drawing, save
@@ -42,44 +36,50 @@ _NOT_WITH_AUTO = (
     "dp_shard", "within", "place",
 )  # fmt: skip
 
+_OF_A_STEP = ("microbatch", "virtual_stages", "recompute", "zero_stage")
+
 
 def run(args: argparse.Namespace) -> int:
     """Of `commgrid plan` with `--model` or `--auto`."""
     refuse_unused(args, ["backend"], "counts open files of a grid alone; leave out --model")
     model, cluster = read_job(args)
+    max_memory = None if args.max_memory is None else args.max_memory * 1e9
+    fixed = {key: getattr(args, key) for key in _OF_A_STEP if is_given(args, key)}
     if not args.auto:
         refuse_unused(args, ["top"], "goes with --auto")
-        pins = _run_pins(args)
         spec = resolve(read_spec(args), args.world_size)
         check_within(spec, cluster)
-        cost = given_step(spec, model, cluster, pins, args.shard)
+        cost = given_step(spec, model, cluster, max_memory=max_memory, **fixed)
         _write(args, read_spec(args), [cost], _way_comment(args, None))
-        limit = pins.max_memory or cluster.device.memory
+        limit = max_memory or cluster.device.memory
         give(
             args,
-            lambda: {**_about(model, cluster, cost.choice.world_size, limit),
+            lambda: {**_about(model, cluster, cost.config.world_size, limit),
                      "step": step_json(cost), **_why_json(args, cost)},
             lambda: "\n".join([*step_text(cost, limit), *_why_text(args, cost)]),
-            {r"does not fit.*$": DIM, **MARKS},
         )  # fmt: skip
         return 0
-    pins, top = _pins(args), whole("top", args.top or "5", 1)
+    for key in _NOT_WITH_AUTO:
+        if is_given(args, key):
+            raise SpecError(
+                f"--auto beside {'GRID.yaml' if key == 'yaml' else flag_of(key)}: it chooses the "
+                "grid itself, but for sizes and --order"
+            )
     if args.world_size is None:
         raise SpecError("--world-size: needed; --auto fills so many devices")
-    world_size = whole("world-size", args.world_size, 1)
-    tuning = tune(model, world_size, cluster, pins)
-    limit = memory_limit(cluster, pins)
-    best = tuning.best[0].choice
-    _write(args, spec_of(best, model), tuning.best[:top], _way_comment(args, best))
+    fixed |= {key: getattr(args, key) for key in (*AXES, "order") if is_given(args, key)}
+    found = search(model, args.world_size, cluster, max_memory=max_memory, **fixed)
+    limit, top = memory_limit(cluster, max_memory), args.top or 5
+    best = found.best[0].config
+    _write(args, spec_of(best, model), found.best[:top], _way_comment(args, best))
     give(
         args,
-        lambda: {**_about(model, cluster, world_size, limit), **_tuning_json(tuning, top),
-                 **_why_json(args, tuning.best[0])},
+        lambda: {**_about(model, cluster, args.world_size, limit), **_found_json(found, top),
+                 **_why_json(args, found.best[0])},
         lambda: "\n".join([
-            *tuning_text(tuning, limit, top), "", *start_lines(best, job_flags(args)),
-            *_why_text(args, tuning.best[0]),
+            *found_text(found, limit, top), "", *start_lines(best, job_flags(args)),
+            *_why_text(args, found.best[0]),
         ]),
-        {r"^commgrid .*$": GREEN, **MARKS},
     )  # fmt: skip
     return 0
 
@@ -110,78 +110,33 @@ def read_job(args: argparse.Namespace) -> tuple[Model, Cluster]:
             raise SpecError(f"--{key}: needed for the time and memory of a step; give its name or "
                             "a YAML file")  # fmt: skip
     model = find_model(args.model)
-    changed: dict[str, Any] = {
-        key: whole(key, getattr(args, key), 1)
-        for key in ("batch", "sequence")
-        if getattr(args, key, None)
-    }
+    changed = {key: getattr(args, key) for key in ("batch", "sequence") if is_given(args, key)}
     cluster = read_cluster(args)
     assert cluster is not None  # one is given
     return replace(model, **changed), cluster
 
 
-def _pins(args: argparse.Namespace) -> Pins:
-    """Pins of a search from flags."""
-    for key in _NOT_WITH_AUTO:
-        if getattr(args, key, None) not in (None, []):
-            raise SpecError(
-                f"--auto beside {'GRID.yaml' if key == 'yaml' else '--' + key.replace('_', '-')}: "
-                "it chooses the grid itself, but for sizes and --order"
-            )
-    given: dict[str, Any] = {
-        axis: whole(axis, getattr(args, axis), 1) for axis in AXES if getattr(args, axis)
-    }
-    return replace(_run_pins(args), order=args.order, **given)
-
-
-def _run_pins(args: argparse.Namespace) -> Pins:
-    """Pins of a step from flags."""
-    asked = ParallelConfig(
-        shard=args.shard or ParallelConfig().shard,
-        recompute=args.recompute or ParallelConfig().recompute,
-    )  # which checks them
-    memory = None
-    if args.max_memory is not None:
-        try:
-            memory = float(args.max_memory) * 1e9
-        except ValueError:
-            memory = math.nan
-        if not 0 < memory < math.inf:
-            raise SpecError(f"--max-memory {args.max_memory}: expected GB above 0")
-    return Pins(
-        microbatch=whole("microbatch", args.microbatch, 1) if args.microbatch else None,
-        chunks=whole("chunks", args.chunks, 1) if args.chunks else None,
-        recompute=args.recompute,
-        max_memory=memory,
-        base=ParallelConfig(shard=asked.shard),
-    )
-
-
 def given_step(
-    spec: GridSpec, model: Model, cluster: Cluster, pins: Pins, shard: str | None = None
+    spec: GridSpec, model: Model, cluster: Cluster, *, max_memory: float | None = None, **fixed: Any
 ) -> StepCost:
     """The fastest way to run a step on a grid that fits in memory, or the one of least memory.
 
     Args:
-        shard: what dp shares out; None: the weights too where the grid has dp_shard, as FSDP and
-            HSDP do, else the optimizer's state.
+        max_memory: bytes; None: `HEADROOM` of the device's, or where nothing fits there, all.
+        **fixed: fields of `ParallelConfig` that are given. Weights are sharded, ZeRO stage 3,
+            where the grid has dp_shard, as FSDP and HSDP do, unless it is given.
     """
-    shard = shard or ("weights" if spec.shape.get("dp_shard", 1) > 1 else pins.base.shard)
-    copies = spec.shape.get("dp_replicate", 1) if shard != "none" else 1
-    base = replace(pins.base, shard=shard, copies=copies, order=_order(spec))
-    pins = replace(pins, base=base, **_sizes(spec, model))
-    world_size = len(spec.grid_ranks)
+    fixed.setdefault("zero_stage", 3 if spec.shape.get("dp_shard", 1) > 1 else 1)
+    if fixed["zero_stage"]:
+        fixed["dp_replicate"] = spec.shape.get("dp_replicate", 1)
+    fixed |= {"order": _order(spec), **_sizes(spec, model)}
     placement = of_spec(spec, cluster)
-    all_of_it = pins.max_memory or cluster.device.memory
-    for limit in dict.fromkeys((pins.max_memory, all_of_it)):
-        found = fastest(model, world_size, cluster, replace(pins, max_memory=limit), placement)
+    for limit in dict.fromkeys((max_memory, max_memory or cluster.device.memory)):
+        found = fastest(model, placement, cluster, max_memory=limit, **fixed)
         if found is not None:
             return found
-    least = replace(
-        pins, max_memory=math.inf, recompute=pins.recompute or RECOMPUTE[-1],
-        microbatch=pins.microbatch or 1, chunks=pins.chunks or 1,
-    )  # fmt: skip
-    found = fastest(model, world_size, cluster, least, placement)
+    least = {"recompute": RECOMPUTE[-1], "microbatch": 1, "virtual_stages": 1, **fixed}
+    found = fastest(model, placement, cluster, max_memory=math.inf, **least)
     assert found is not None  # any memory is enough
     return found
 
@@ -201,7 +156,7 @@ def _sizes(spec: GridSpec, model: Model) -> dict[str, Any]:
     if "expert" in regions and (model.experts or regions["expert"].get("ep", 1) > 1):
         sizes |= {"ep": regions["expert"].get("ep", 1), "etp": regions["expert"].get("etp", 1)}
     else:  # experts are split over tp as all else is
-        sizes |= {"ep": 1, "etp": sizes["tp"] if model.experts else None}
+        sizes |= {"ep": 1, "etp": sizes["tp"]} if model.experts else {"ep": 1}
     return sizes
 
 
@@ -217,72 +172,77 @@ def _order(spec: GridSpec) -> str:
 # ---- text ---------------------------------------------------------------------------------------
 
 
-def tuning_text(tuning: Tuning, limit: float, top: int) -> list[str]:
+def found_text(found: Found, limit: float, top: int) -> list[str]:
     """The best grids as a table, and how to start the first."""
-    best = tuning.best[0]
+    best = found.best[0]
     lines = [
-        f"{_title(best)} on {best.choice.world_size:,} devices of {best.cluster.name}",
-        f"  {tuning.grids:,} grids are valid: {len(tuning.best):,} fit in {limit / 1e9:.0f} GB and "
-        f"are near the best, {tuning.far:,} take far longer",
+        f"{_title(best)} on {best.config.world_size:,} devices of {best.cluster.name}",
+        f"  {found.grids:,} grids are valid: {len(found.best):,} fit in {limit / 1e9:.0f} GB and "
+        f"are near the best, {found.far:,} take far longer",
         "",
         f"  {'step':>8} {'tokens/s':>12} {'MFU':>6} {'memory':>7}  grid, and how a step is run",
     ]
-    for cost in tuning.best[:top]:
+    for cost in found.best[:top]:
         told = f"limited by {limits(cost)}" if cost is best else why_worse(cost, best)
         lines += [
             f"  {_time(cost.seconds):>8} {cost.tokens_per_second:12,.0f} {cost.mfu:6.1%} "
-            f"{cost.memory.total / 1e9:4.0f} GB  {describe(cost.choice)}; {_way(cost)}",
+            f"{cost.memory.total / 1e9:4.0f} GB  {describe(cost.config)}; {_way(cost)}",
             f"  {'':>8} {'':>12} {'':>6} {'':>7}  {told}",
         ]
     return lines
 
 
-def spec_of(choice: ParallelConfig, model: Model) -> GridSpec:
-    """The grid of a choice, dp still open."""
-    sizes: dict[str, Any] = {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "ep")}
-    if model.experts and (choice.ep > 1 or choice.expert_tp != choice.tp):
-        sizes["etp"] = choice.expert_tp
-    return GridSpec.build(**sizes, order=choice.order)
+def spec_of(config: ParallelConfig, model: Model) -> GridSpec:
+    """The grid of a config, dp still open."""
+    sizes: dict[str, Any] = {axis: getattr(config, axis) for axis in ("tp", "cp", "pp", "ep")}
+    if model.experts and (config.ep > 1 or config.expert_tp != config.tp):
+        sizes["etp"] = config.expert_tp
+    return GridSpec.build(**sizes, order=config.order)
 
 
 def job_flags(args: argparse.Namespace) -> str:
-    """The flags that say of which job a choice was made."""
-    keys = ("model", "batch", "sequence", "cluster", "gpus_per_node", "shard", "max_memory")
+    """The flags that say of which job a config was made."""
+    keys = ("model", "batch", "sequence", "cluster", "gpus_per_node", "zero_stage", "max_memory")
     given = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
-    return "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
-
-
-def _way_comment(args: argparse.Namespace, choice: ParallelConfig | None) -> str:
-    """The comment of a grid's file: its origin."""
-    if choice is None:
-        return f"of `commgrid plan{job_flags(args)}`"
-    return (
-        f"of `commgrid plan --auto{job_flags(args)} --world-size {choice.world_size}`; train with "
-        f"microbatch {choice.microbatch}, chunks {choice.chunks}, recompute {choice.recompute}, "
-        f"shard {choice.shard}"
+    return "".join(
+        f" {flag_of(key)} {f'{value:g}' if isinstance(value, float) else value}"
+        for key, value in given.items()
     )
 
 
-def start_lines(choice: ParallelConfig, job: str = "") -> list[str]:
+def _way_comment(args: argparse.Namespace, config: ParallelConfig | None) -> str:
+    """The comment of a grid's file: its origin."""
+    if config is None:
+        return f"of `commgrid plan{job_flags(args)}`"
+    way = {
+        "microbatch": config.microbatch, "virtual stages": config.virtual_stages,
+        "recompute": config.recompute, "ZeRO stage": config.zero_stage,
+    }  # fmt: skip
+    told = ", ".join(f"{what} {value}" for what, value in way.items())
+    command = f"commgrid plan --auto{job_flags(args)} --world-size {config.world_size}"
+    return f"of `{command}`; train with {told}"
+
+
+def start_lines(config: ParallelConfig, job: str = "") -> list[str]:
     """How to start a grid, on the command line and in Python.
 
     Args:
         job: flags of the model and the cluster, from `job_flags`; then how a step is run follows.
     """
-    sizes = {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "ep")}
+    sizes = {axis: getattr(config, axis) for axis in ("tp", "cp", "pp", "ep")}
     given = {axis: str(size) for axis, size in sizes.items() if size > 1}
-    if choice.expert_tp != choice.tp or choice.ep > 1:
-        given["etp"] = str(choice.expert_tp)
-    order = choice.order != ParallelConfig().order and choice.pp > 1
+    if config.expert_tp != config.tp or config.ep > 1:
+        given["etp"] = str(config.expert_tp)
+    order = config.order != ParallelConfig().order and config.pp > 1
     flags = "".join(f" --{axis} {size}" for axis, size in given.items())
-    code = "".join(f"{axis}={size}, " for axis, size in given.items()) + f"dp={choice.dp}"
+    code = "".join(f"{axis}={size}, " for axis, size in given.items()) + f"dp={config.dp}"
     if order:
-        flags, code = f"{flags} --order {choice.order}", f"{code}, order={choice.order!r}"
-    way = f" --microbatch {choice.microbatch} --recompute {choice.recompute}" if job else ""
-    if job and choice.pp > 1:
-        way += f" --chunks {choice.chunks}"
+        flags, code = f"{flags} --order {config.order}", f"{code}, order={config.order!r}"
+    way = f" --microbatch {config.microbatch} --recompute {config.recompute}" if job else ""
+    if job and config.pp > 1:
+        way += f" --virtual-stages {config.virtual_stages}"
     return [
-        f"commgrid plan{flags} --world-size {choice.world_size}{job}{way}",
+        f"commgrid plan{flags} --world-size {config.world_size}{job}{way}",
         f"commgrid.initialize({code})",
     ]
 
@@ -290,7 +250,7 @@ def start_lines(choice: ParallelConfig, job: str = "") -> list[str]:
 def step_text(cost: StepCost, limit: float) -> list[str]:
     """A step's time and memory in parts."""
     lines = [
-        f"{_title(cost)} on {describe(cost.choice)} of {cost.cluster.name}",
+        f"{_title(cost)} on {describe(cost.config)} of {cost.cluster.name}",
         f"  {_way(cost)}",
         "",
         f"Step: {_time(cost.seconds)}, {cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.1%}",
@@ -317,7 +277,7 @@ def traffic_notes(cost: StepCost) -> dict[str, str]:
             told += f", {each.link / 1e9:.3g} over a {unit}'s link"
         found[each.name] = told
     for name, other in (("dp_cp", "dp"), ("dp_shard_cp", "dp_shard")):
-        if cost.choice.cp == 1 and name in found:
+        if cost.config.cp == 1 and name in found:
             found[other] = found[name]
     return found
 
@@ -370,17 +330,17 @@ def _title(cost: StepCost) -> str:
 
 
 def _way(cost: StepCost) -> str:
-    choice = cost.choice
-    told = [f"microbatch {choice.microbatch}"]
-    if choice.pp > 1:
-        told.append(f"chunks {choice.chunks}")
-    told.append(f"recompute {choice.recompute}")
-    if choice.shard != "optimizer":
-        told.append(f"shard {choice.shard}")
-    if choice.copies > 1:
-        told.append(f"over {choice.sharers} ranks, {choice.copies} copies")
-    if choice.order != ParallelConfig().order and choice.pp > 1:
-        told.append(f"order {choice.order}")
+    config = cost.config
+    told = [f"microbatch {config.microbatch}"]
+    if config.pp > 1:
+        told.append(f"virtual stages {config.virtual_stages}")
+    told.append(f"recompute {config.recompute}")
+    if config.zero_stage != 1:
+        told.append(f"ZeRO stage {config.zero_stage}")
+    if config.dp_replicate > 1:
+        told.append(f"over {config.shard_size} ranks, {config.dp_replicate} copies")
+    if config.order != ParallelConfig().order and config.pp > 1:
+        told.append(f"order {config.order}")
     return ", ".join(told)
 
 
@@ -402,15 +362,18 @@ def _about(model: Model, cluster: Cluster, world_size: int, limit: float) -> dic
 
 def step_json(cost: StepCost) -> dict[str, Any]:
     """A step for machines."""
-    choice = cost.choice
+    config = cost.config
     return {
-        "axes": {axis: getattr(choice, axis) for axis in ("tp", "cp", "pp", "dp", "ep")},
-        "etp": choice.expert_tp if cost.model.experts else None,
-        "order": choice.order,
-        "microbatch": choice.microbatch,
-        "chunks": choice.chunks,
-        "recompute": choice.recompute,
-        "shard": choice.shard,
+        "axes": {axis: getattr(config, axis) for axis in ("tp", "cp", "pp", "dp", "ep")},
+        "etp": config.expert_tp if cost.model.experts else None,
+        "order": config.order,
+        "microbatch": config.microbatch,
+        "virtual_stages": config.virtual_stages,
+        "recompute": config.recompute,
+        "zero_stage": config.zero_stage,
+        # By their names until release 0.3.
+        "chunks": config.virtual_stages,
+        "shard": {0: "none", 1: "optimizer", 3: "weights"}[config.zero_stage],
         "step_s": cost.seconds,
         "tokens_per_s": cost.tokens_per_second,
         "mfu": cost.mfu,
@@ -422,14 +385,14 @@ def step_json(cost: StepCost) -> dict[str, Any]:
     }
 
 
-def _tuning_json(tuning: Tuning, top: int) -> dict[str, Any]:
-    best = tuning.best[0]
+def _found_json(found: Found, top: int) -> dict[str, Any]:
+    best = found.best[0]
     return {
-        "grids": {"valid": tuning.grids, "near": len(tuning.best), "far": tuning.far},
+        "grids": {"valid": found.grids, "near": len(found.best), "far": found.far},
         "best": [
             {**step_json(cost), "limits": limits(cost),
              "worse": None if cost is best else why_worse(cost, best)}
-            for cost in tuning.best[:top]
+            for cost in found.best[:top]
         ],
     }  # fmt: skip
 

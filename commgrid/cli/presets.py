@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from commgrid.cli.grid_options import new_command, read_sizes, refuse_unused
-from commgrid.cli.output import give
-from commgrid.cli.terminal import BOLD, CYAN, columns
+from commgrid.cli.grid_options import add_sizes, new_command, read_sizes, refuse_unused
+from commgrid.cli.output import columns, give
 from commgrid.planning.presets import PRESETS, Preset, find_preset
-from commgrid.planning.region import AXES, SIZED
+from commgrid.planning.region import SIZED
 from commgrid.planning.spec import GridSpec
 
 _EXAMPLES = """examples:
@@ -34,9 +32,7 @@ def add_parser(commands: Any) -> None:
         run=run,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the one to print as YAML")
-    for axis in SIZED:
-        flag = f"--{axis.replace('_', '-')}"
-        parser.add_argument(flag, dest=axis, metavar="N", help=f"of the YAML: {AXES[axis]}")
+    add_sizes(parser.add_argument_group("sizes", "of the YAML that is printed"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
         ]
     }  # fmt: skip
     if args.name is None:
-        give(args, lambda: found, lambda: as_table(columns(sys.stdout)), {r"^  \w+": CYAN})
+        give(args, lambda: found, lambda: as_table(columns()))
     else:
-        give(args, lambda: found, lambda: as_yaml(chosen[0], sizes), {r"^#.*": BOLD})
+        give(args, lambda: found, lambda: as_yaml(chosen[0], sizes))
     return 0
 
 

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.advisor.crossing import check_within
-from commgrid.advisor.search import Pins
 from commgrid.cli import plan_model
+from commgrid.cli.flags import names, whole
 from commgrid.cli.grid_options import (
     GRID_FLAGS,
     add_cluster_options,
     add_command,
-    grid_flags_given,
+    is_given,
     read_cluster,
     read_nodes,
     read_spec,
     refuse_unused,
     resolve,
-    whole,
 )
-from commgrid.cli.output import MARKS, give
-from commgrid.cli.show_bench import ShownBench, add_bench_options
+from commgrid.cli.output import columns, give
 from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
-from commgrid.cli.terminal import BLUE, GREEN, YELLOW, Marks, columns
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate
@@ -57,21 +53,18 @@ _EXAMPLES = """examples:
   commgrid show --schedule 1f1b --stages 2 --microbatches 4 --spans runs/spans*.jsonl -o run.svg
   commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
   commgrid show --transfer plan.json -o plan.svg
-  commgrid show --bench bench.json --cluster measured.yaml -o costs.svg
 
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
-_KINDS: Mapping[str, Callable[[argparse.Namespace], ShownSharding | ShownBench]] = {
-    "sharding": ShownSharding, "bench": ShownBench,
-}  # fmt: skip
-_SIZES = ("stages", "microbatches", "chunks")
+_SIZES = {
+    "stages": "of the pipeline",
+    "microbatches": "of a step",
+    "chunks": "virtual stages of a rank, of interleaved (default 1)",
+}
 _OF_A_GRID = (
     "names", "rank", "model", "beside_presets", "cluster", "gpus_per_node", "nodes",
 )  # fmt: skip
-_ALONE: Mapping[str, tuple[str, ...]] = {
-    "transfer": (),
-    "sharding": ("cp", "mask"), "bench": ("cluster", "gpus_per_node"),
-}  # fmt: skip
+_ALONE: Mapping[str, tuple[str, ...]] = {"transfer": (), "sharding": ("cp", "mask")}
 """Pictures that are of one file or list, and the flags that they take."""
 _FLAGS = (*_OF_A_GRID, *_SIZES, "spans", "schedule", "mask", *_ALONE, *GRID_FLAGS)
 _PARTS = 4  # of a staircase that is folded to the terminal's width
@@ -89,9 +82,12 @@ def add_parser(commands: Any) -> None:
         "-o", "--output", type=Path, metavar="FILE", help=".svg, .png, .pdf or .html"
     )
     parser.add_argument(
-        "--names", metavar="NAMES", help="groups to draw, with commas (default: the axes)"
+        "--names",
+        type=names,
+        metavar="NAMES",
+        help="groups to draw, with commas (default: the axes)",
     )
-    parser.add_argument("--rank", metavar="R", help="a global rank to point out")
+    parser.add_argument("--rank", type=whole(0), metavar="R", help="a global rank to point out")
     add_cluster_options(parser)
     parser.add_argument(
         "--model", metavar="NAME",
@@ -103,14 +99,13 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     pipeline = parser.add_argument_group("schedule")
     pipeline.add_argument("--schedule", help="gpipe, 1f1b, interleaved or zb-h1")
-    for size in _SIZES:
-        pipeline.add_argument(f"--{size}", type=int, metavar="N")
+    for size, meaning in _SIZES.items():
+        pipeline.add_argument(f"--{size}", type=whole(1), metavar="N", help=meaning)
     pipeline.add_argument(
         "--spans", nargs="+", type=Path, default=[], metavar="FILE",
         help="what Pipeline.write_spans wrote on each stage, drawn beside the plan",
     )  # fmt: skip
     add_sharding_options(parser)
-    add_bench_options(parser)
     parser.add_argument(
         "--transfer", type=Path, metavar="FILE",
         help="a plan that transfer.plan.save wrote: bytes from rank to rank",
@@ -124,13 +119,12 @@ def run(args: argparse.Namespace) -> int:
         check_suffix(args.output)
     if args.transfer is not None:
         plan = read_traffic(args.transfer)
-        return _give(args, plan.as_dict, lambda: as_table(plan), lambda: draw_transfer(plan), {})
-    for given, kind in _KINDS.items():
-        if getattr(args, given):
-            shown = kind(args)
-            return _give(args, shown.as_dict, shown.as_text, shown.draw, {})
+        return _give(args, plan.as_dict, lambda: as_table(plan), lambda: draw_transfer(plan))
+    if args.sharding:
+        shown = ShownSharding(args)
+        return _give(args, shown.as_dict, shown.as_text, shown.draw)
     simulation = _simulation(args)
-    if simulation is not None and not grid_flags_given(args):
+    if simulation is not None and not _has_grid(args):
         return _show_schedule(args, simulation)
     _check_beside_grid(args)
     view = _view(args)
@@ -153,9 +147,8 @@ def _show_schedule(args: argparse.Namespace, simulation: Simulation) -> int:
     return _give(
         args,
         lambda: about,
-        lambda: _staircase(simulation, columns(sys.stdout)),
+        lambda: _staircase(simulation, columns()),
         lambda: draw_schedule(simulation, measured),
-        {r"\bF\S*": BLUE, r"\b[BI]\S*": YELLOW, r"\bW\S*": GREEN},
     )
 
 
@@ -180,8 +173,12 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, picture):
             others = [flag for flag in _FLAGS if flag not in (picture, *own)]
             refuse_unused(args, others, f"does not go with --{picture}; leave it out")
-    if args.schedule and not grid_flags_given(args):
+    if args.schedule and not _has_grid(args):
         refuse_unused(args, _OF_A_GRID, "goes with a grid, and there is none; give its sizes")
+
+
+def _has_grid(args: argparse.Namespace) -> bool:
+    return any(is_given(args, key) for key in GRID_FLAGS)
 
 
 def _check_beside_grid(args: argparse.Namespace) -> None:
@@ -198,22 +195,20 @@ def _check_beside_grid(args: argparse.Namespace) -> None:
 
 
 def _view(args: argparse.Namespace) -> GridView:
-    names = args.names.split(",") if args.names else []
-    rank = None if args.rank is None else whole("rank", args.rank, 0)
     cluster = read_cluster(args)
     spec = resolve(read_spec(args), args.world_size)
     if cluster is None:
         if args.model is not None:
             raise SpecError(f"--model {args.model}: goes with --cluster, as --cluster h100")
-        return GridView(spec, DEFAULT_GPUS_PER_NODE, names, rank)
+        return GridView(spec, DEFAULT_GPUS_PER_NODE, args.names or [], args.rank)
     check_within(spec, cluster)
     node = cluster.unit_size(cluster.node_level)
     per_node = spec.world_size if math.isinf(node) else int(node)
     notes: dict[str, str] = {}
     if args.model is not None:
         model, cluster = plan_model.read_job(args)
-        notes = plan_model.traffic_notes(plan_model.given_step(spec, model, cluster, Pins()))
-    return GridView(spec, per_node, names, rank, cluster, notes)
+        notes = plan_model.traffic_notes(plan_model.given_step(spec, model, cluster))
+    return GridView(spec, per_node, args.names or [], args.rank, cluster, notes)
 
 
 def _presets_beside(view: GridView) -> dict[str, GridView]:
@@ -251,11 +246,10 @@ def _give(
     found: Callable[[], Mapping[str, Any]],
     text: Callable[[], str],
     draw: Callable[[], Figure],
-    marks: Marks = MARKS,
 ) -> int:
     """The picture where -o says so, else JSON or text."""
     if args.output is None:
-        give(args, found, text, marks)
+        give(args, found, text)
         return 0
     if args.output.suffix == ".html":
         raise SpecError(f"-o {args.output}: a page shows a grid; give its sizes or GRID.yaml")
@@ -266,5 +260,5 @@ def _give(
 
 def _written(args: argparse.Namespace) -> int:
     path = str(args.output)
-    give(args, lambda: {"written": path}, lambda: f"wrote {path}", {})
+    give(args, lambda: {"written": path}, lambda: f"wrote {path}")
     return 0

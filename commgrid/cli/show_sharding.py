@@ -6,7 +6,6 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from commgrid.cli.grid_options import whole
 from commgrid.context_parallel.balance import Mask, balance, pairs_of
 from commgrid.context_parallel.drawing import draw_ranges
 from commgrid.context_parallel.ranges import count
@@ -39,11 +38,11 @@ class ShownSharding:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        if args.cp is None:
+        if args.cp is None or args.cp < 1:
             raise SpecError(f"--sharding {args.sharding}: needs --cp N, the number of ranks")
         self.lengths = _lengths(args.sharding)
         self.mask = _mask(args.mask)
-        self.held = balance(self.lengths, whole("cp", args.cp, 1), self.mask)
+        self.held = balance(self.lengths, args.cp, self.mask)
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.advisor.cluster import Cluster, find_cluster
+from commgrid.cli.flags import whole
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
@@ -48,13 +49,11 @@ def add_parser(commands: Any) -> None:
         help="seconds as the cost model has them there, instead of those recorded",
     )  # fmt: skip
     parser.add_argument(
-        "--top", type=int, default=30, metavar="N", help="lines of the table (default 30)"
+        "--top", type=whole(1), default=30, metavar="N", help="lines of the table (default 30)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.top < 1:
-        raise SpecError(f"--top {args.top}: expected at least 1")
     if args.output is not None and args.output.suffix not in (".html", ".json"):
         raise SpecError(
             f"-o {args.output}: expected a name that ends in .html, for a page, or in .json, for "
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             write_page(page, args.output)
         else:
             write_page(json.dumps(traces.as_events(found)), args.output)
-        give(args, lambda: {"written": str(args.output)}, lambda: f"wrote {args.output}", {})
+        give(args, lambda: {"written": str(args.output)}, lambda: f"wrote {args.output}")
         return 0
     cluster = None if args.cluster is None else find_cluster(args.cluster)
     price = None

@@ -9,7 +9,6 @@ from typing import Any
 
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
-from commgrid.cli.terminal import BOLD, RED, Marks
 from commgrid.observe import trace_files
 from commgrid.observe.recorded import from_traces, missing, whole
 from commgrid.observe.verify import Verdict, check
@@ -27,7 +26,6 @@ A run over gloo that came to its end may not over NCCL, where calls of one commu
 after another. Exit status: 0 where all finish, 1 where ranks would wait for ever, which names the
 calls, 2 where the folder cannot be read, 3 where all finish of which there are records.
 """
-_MARKS: Marks = {r"^cannot finish.*$": RED, r"\[[a-z][^\]]*\]": BOLD}
 
 
 def add_parser(commands: Any) -> None:
@@ -70,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and wrong is not None:
         with drawing():
             save(draw_verdict(wrong), args.output)
-        give(args, lambda: {"written": f"{args.output}"}, lambda: f"wrote {args.output}", {})
+        give(args, lambda: {"written": f"{args.output}"}, lambda: f"wrote {args.output}")
         return _status(finishes, absent)
     give(
         args,
@@ -82,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
             ],
         },
         lambda: _as_text(found, strict) + _not_checked(absent) + _not_drawn(args.output),
-        _MARKS,
     )  # fmt: skip
     return _status(finishes, absent)
 

@@ -60,7 +60,7 @@ def pricer(
         elif call.operation == "barrier":
             size = _NUMBER
         collective = _AS.get(call.operation, call.operation)
-        return machine.collective(collective, size, cluster.spread(ranks))
+        return machine.collective(collective, size, cluster.span(ranks).narrow)
 
     return price
 

@@ -6,10 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
-
-BY_RANK, BY_HOST = "by_rank", "by_host"
-PLACE_CHOICES = (BY_RANK, BY_HOST)
-"""How the ranks of a grid come to their places: as they are listed, or host after host."""
+from commgrid.planning.options import BY_HOST, OPTIONS
 
 
 def parse_within(within: object) -> tuple[tuple[str, str], ...]:
@@ -49,10 +46,10 @@ def check_place(place: object, ranks: range | Sequence[int] | None) -> None:
     Raises:
         SpecError: it is none, or ranks are listed in an order that it would change.
     """
-    if place not in PLACE_CHOICES:
+    words = OPTIONS["place"].words
+    if place not in words:
         raise SpecError(
-            f"place={place!r}: expected {' or '.join(PLACE_CHOICES)}"
-            f"{nearest(str(place), PLACE_CHOICES)}"
+            f"place={place!r}: expected {' or '.join(words)}{nearest(str(place), words)}"
         )
     if place == BY_HOST and ranks is not None and list(ranks) != sorted(ranks):
         raise SpecError(

@@ -16,6 +16,7 @@ from commgrid.errors import SpecError
 from commgrid.planning.constraints import check_level
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.names import nearest
+from commgrid.planning.options import ROW_OPTIONS
 from commgrid.planning.ranks import Ranks, RankTuple, as_index, check_ranks
 
 NCCL_OPTIONS = {
@@ -36,8 +37,6 @@ NCCL_OPTIONS = {
 
 UNWANTED = "_"
 """The part of a split that takes up its place and gets no group."""
-
-_ENTRY_KEYS = ("of", "own", "pick", "split", "ranks", "within", "backend", "timeout", "nccl")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class GroupEntry:
 
     @classmethod
     def parse(cls, name: object, value: object) -> GroupEntry:
-        """A row from YAML or a dict: a string (another name), or a mapping of `_ENTRY_KEYS`."""
+        """A row from YAML or a dict: a string (another name), or a mapping of `ROW_OPTIONS`."""
         if not isinstance(name, str) or not name.isidentifier():
             raise SpecError(f"groups.{name}: expected a name such as dp_cp_ag as the key")
         if isinstance(value, str):
@@ -103,13 +102,13 @@ class GroupEntry:
         if not isinstance(value, Mapping):
             raise SpecError(
                 f"groups.{name}={value!r}: expected the name of a group, or a mapping with "
-                f"some of {', '.join(_ENTRY_KEYS)}"
+                f"some of {', '.join(ROW_OPTIONS)}"
             )
         for key in value:
-            if key not in _ENTRY_KEYS:
+            if key not in ROW_OPTIONS:
                 raise SpecError(
                     f"groups.{name}.{key}: unknown key, expected some of "
-                    f"{', '.join(_ENTRY_KEYS)}{nearest(str(key), _ENTRY_KEYS)}"
+                    f"{', '.join(ROW_OPTIONS)}{nearest(str(key), ROW_OPTIONS)}"
                 )
         level = value.get("within")
         within = None if level is None else check_level(f"groups.{name}.within", level)

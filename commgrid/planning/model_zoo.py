@@ -1,3 +1,3 @@
-"""`commgrid.advisor.models` by its earlier name, which goes with release 0.3."""
+"""`commgrid.advisor.model` by its earlier name, which goes with release 0.3."""
 
-from commgrid.advisor.models import *  # noqa: F403
+from commgrid.advisor.model import *  # noqa: F403

@@ -9,6 +9,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
+from commgrid.planning.options import REGION_OPTIONS
 from commgrid.planning.ranks import as_index, divisors
 
 AXES = {
@@ -323,10 +324,10 @@ def region_from(name: object, entry: object, dense: tuple[str, ...]) -> Region:
     if not isinstance(entry, Mapping):
         raise SpecError(f"{where}={entry!r}: expected a mapping of axes and order")
     for key in entry:
-        if key not in ("axes", "order"):
+        if key not in REGION_OPTIONS:
             raise SpecError(
-                f"{where}.{key}: unknown key, expected axes and order"
-                f"{nearest(str(key), ('axes', 'order'))}"
+                f"{where}.{key}: unknown key, expected {' and '.join(REGION_OPTIONS)}"
+                f"{nearest(str(key), REGION_OPTIONS)}"
             )
     sizes, order = entry.get("axes"), entry.get("order")
     if not isinstance(sizes, Mapping) or not sizes:

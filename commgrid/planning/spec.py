@@ -8,7 +8,7 @@ naming the key, the value and a fix before anything of it becomes a communicator
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.planning import names, summary
-from commgrid.planning.constraints import BY_RANK, check_place, parse_within
+from commgrid.planning.constraints import check_place, parse_within
 from commgrid.planning.group_table import define_groups, find_name
 from commgrid.planning.groups import UNWANTED, GroupDef, GroupEntry
 from commgrid.planning.layout import RankLayout
+from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS
 from commgrid.planning.presets import find_preset
 from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks
 from commgrid.planning.region import (
@@ -35,12 +36,7 @@ from commgrid.planning.region import (
 )
 from commgrid.planning.yaml_io import changed, load_yaml
 
-DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-SHARE_CHOICES = ("aliases", "region", "all")
-DEFAULT_SHARE = "aliases"
-CONNECT_CHOICES = ("axes", "all", "none")
-_KEYS = ("axes", "order", "regions", "create", "connect", "share", "groups", "ranks", "within",
-         "place")  # fmt: skip
+_OF_REGIONS = ("axes", "order", "regions")
 
 
 @dataclass(frozen=True)
@@ -74,8 +70,8 @@ class GridSpec:
     """
 
     regions: tuple[Region, ...]
-    create: str | tuple[str, ...] = "all"
-    connect: str | tuple[str, ...] = "axes"
+    create: str | tuple[str, ...] = OPTIONS["create"].default
+    connect: str | tuple[str, ...] = OPTIONS["connect"].default
     share: str = DEFAULT_SHARE
     groups: tuple[GroupEntry, ...] = ()
     ranks: range | tuple[int, ...] | None = None
@@ -95,9 +91,9 @@ class GridSpec:
         if self.share == "none":
             raise SpecError(
                 "share='none': this is now called 'aliases', and the default; expected "
-                f"{', '.join(SHARE_CHOICES)}"
+                f"{', '.join(OPTIONS['share'].words)}"
             )
-        self._check_choice("share", SHARE_CHOICES, ())
+        self._check_choice("share", ())
         if self.is_resolved and self.world_size > MOST_RANK:
             raise SpecError(f"axes: the sizes make more ranks than there can be, {MOST_RANK}")
         if self.is_resolved and len(self.grid_ranks) != self.world_size:
@@ -107,8 +103,8 @@ class GridSpec:
             )
         self._check_regions_agree()
         known = tuple(self.definitions)
-        object.__setattr__(self, "create", self._check_choice("create", ("all",), known))
-        object.__setattr__(self, "connect", self._check_choice("connect", CONNECT_CHOICES, known))
+        object.__setattr__(self, "create", self._check_choice("create", known))
+        object.__setattr__(self, "connect", self._check_choice("connect", known))
         for name in () if isinstance(self.connect, str) else self.connect:
             if name not in self.created_names:
                 raise SpecError(f"connect: group {name!r} is not created; add it to create")
@@ -177,7 +173,10 @@ class GridSpec:
         regions = [dense]
         if etp is not None or ep != 1:
             regions.append(expert_region(dense, placed, ep, etp))
-        return cls._assemble(regions, create, connect, share, groups, ranks, within, place)
+        return cls._assemble(
+            regions, create=create, connect=connect, share=share, groups=groups, ranks=ranks,
+            within=within, place=place,
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> GridSpec:
@@ -189,11 +188,11 @@ class GridSpec:
         if not isinstance(config, Mapping):
             raise SpecError(f"config: expected a mapping, got {type(config).__name__}")
         for key in config:
-            if key not in _KEYS:
-                hint = names.nearest(str(key), _KEYS)
+            if key not in OPTIONS:
+                hint = names.nearest(str(key), OPTIONS)
                 if key in AXES:
                     hint = f"; sizes go under axes, as axes: {{{key}: {config[key]}}}"
-                raise SpecError(f"{key}: unknown key, expected some of {', '.join(_KEYS)}{hint}")
+                raise SpecError(f"{key}: unknown key, expected some of {', '.join(OPTIONS)}{hint}")
         if "axes" not in config:
             raise SpecError("axes: missing; expected a mapping of axis names to sizes")
         given = {} if config.get("regions") is None else config["regions"]
@@ -207,7 +206,7 @@ class GridSpec:
             raise SpecError(f"regions={given!r}: expected a mapping of region names")
         for name, entry in given.items():
             regions.append(region_from(name, entry, regions[0].axes))
-        rest = {key: config[key] for key in _KEYS[3:] if config.get(key) is not None}
+        rest = {key: value for key, value in config.items() if key not in _OF_REGIONS}
         return cls._assemble(regions, **rest)
 
     @classmethod
@@ -268,29 +267,14 @@ class GridSpec:
         return cls.from_dict(config)
 
     @classmethod
-    def _assemble(
-        cls,
-        regions: Sequence[Region],
-        create: Any = "all",
-        connect: Any = "axes",
-        share: str = DEFAULT_SHARE,
-        groups: Mapping[str, Any] | None = None,
-        ranks: range | Sequence[int] | Mapping[str, int] | str | None = None,
-        within: Mapping[str, str] | None = None,
-        place: str = BY_RANK,
-    ) -> GridSpec:
-        if groups is not None and not isinstance(groups, Mapping):
-            raise SpecError(f"groups={groups!r}: expected a mapping of group names")
-        return cls(
-            regions=tuple(regions),
-            create=tuple(create) if isinstance(create, list | tuple) else create,
-            connect=tuple(connect) if isinstance(connect, list | tuple) else connect,
-            share=share,
-            groups=tuple(GroupEntry.parse(name, row) for name, row in (groups or {}).items()),
-            ranks=None if ranks is None else as_ranks(ranks),
-            within=parse_within(within),
-            place=place,
-        )
+    def _assemble(cls, regions: Sequence[Region], **options: Any) -> GridSpec:
+        """A spec from values of `OPTIONS` as a file or a call gives them; None: the default."""
+        read = {
+            key: _READERS[key](value) if key in _READERS else value
+            for key, value in options.items()
+            if value is not None
+        }
+        return cls(tuple(regions), **read)
 
     # -- reading it ---------------------------------------------------------------------
 
@@ -496,10 +480,9 @@ class GridSpec:
 
     # -- checking it --------------------------------------------------------------------
 
-    def _check_choice(
-        self, key: str, choices: tuple[str, ...], known: Iterable[str]
-    ) -> str | tuple[str, ...]:
+    def _check_choice(self, key: str, known: Iterable[str]) -> str | tuple[str, ...]:
         value: str | tuple[str, ...] = getattr(self, key)
+        choices = OPTIONS[key].words
         if isinstance(value, tuple) and known:
             for name in value:
                 if (
@@ -556,6 +539,23 @@ class GridSpec:
                         f"group {ours[:]} in {known.name} and {theirs[:]} in {region.name}; put "
                         f"{axis} last in both orders, or give the axes before it equal products"
                     )
+
+
+def _names(given: object) -> object:
+    return tuple(given) if isinstance(given, list | tuple) else given
+
+
+def _rows(given: object) -> tuple[GroupEntry, ...]:
+    if not isinstance(given, Mapping):
+        raise SpecError(f"groups={given!r}: expected a mapping of group names")
+    return tuple(GroupEntry.parse(name, row) for name, row in given.items())
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "create": _names, "connect": _names, "groups": _rows, "ranks": as_ranks,
+    "within": parse_within,
+}  # fmt: skip
+"""By option, from a given value to the one in a spec."""
 
 
 def _highest(ranks: range | tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import product
 
 from commgrid.errors import SpecError
-from commgrid.planning.constraints import BY_RANK
+from commgrid.planning.options import BY_RANK
 from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.region import Region

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from commgrid.advisor.crossing import members_of
 from commgrid.errors import SpecError
-from commgrid.planning.constraints import BY_HOST, BY_RANK, order_by_host
+from commgrid.planning.constraints import order_by_host
+from commgrid.planning.options import BY_HOST, BY_RANK
 from commgrid.planning.rank_lists import describe_ranks, pack_order, unpack_order
 from commgrid.planning.ranks import RankTuple, as_ranks
 from commgrid.planning.spec import GridSpec

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 from commgrid.errors import NotInGridError, SpecError
 from commgrid.planning.audited import VARIABLE, spec_over
-from commgrid.planning.constraints import BY_RANK
 from commgrid.planning.names import nearest
+from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.ranks import as_ranks
 from commgrid.planning.region import HSDP
-from commgrid.planning.spec import DEFAULT_ORDER, DEFAULT_SHARE, GridSpec
+from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts
 from commgrid.runtime import order as order_check

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from commgrid.advisor.comparison import NAMES
 from commgrid.advisor.search import describe
 from commgrid.advisor.step import PARTS, StepCost
+from commgrid.advisor.why import NAMES
 from commgrid.viz.figure import INK, colour, new_figure
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def draw_steps(rows: Sequence[StepCost]) -> Figure:
             said, (starts[place], place), xytext=(4, 0), textcoords="offset points", va="center",
             color=INK,
         )  # fmt: skip
-    axes.set_yticks(range(len(rows)), [describe(step.choice) for step in rows])
+    axes.set_yticks(range(len(rows)), [describe(step.config) for step in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, longest * 1.22)
     axes.set_xlabel("seconds of a step")
@@ -46,7 +46,7 @@ def draw_steps(rows: Sequence[StepCost]) -> Figure:
     axes.tick_params(left=False)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     axes.set_title(
-        f"{first.model.name} on {first.choice.world_size:,} devices of {first.cluster.name}",
+        f"{first.model.name} on {first.config.world_size:,} devices of {first.cluster.name}",
         loc="left",
     )
     return figure

@@ -30,6 +30,14 @@ def test_a_node_is_the_level_of_that_name() -> None:
         cluster().with_node(6)
 
 
+def test_racks_keep_their_devices() -> None:
+    """Nodes of 8 made racks of 144."""
+    wide = CLUSTERS["gb200"].with_node(8)
+    assert [level.size for level in wide.levels] == [8, 9, None]
+    with pytest.raises(SpecError, match="gpus_per_node=16: does not divide the 72 devices of a ra"):
+        CLUSTERS["gb200"].with_node(16)
+
+
 def test_hosts_are_nodes() -> None:
     """Ranks of a host fill one domain after another, for any numbers of ranks."""
     hosts = [rank % 2 for rank in range(16)]

@@ -12,7 +12,7 @@ import pytest
 
 from commgrid import GridSpec, SpecError
 from commgrid.advisor import crossing as crossings
-from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level, find_cluster, nodes_of
+from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level, Span, find_cluster, nodes_of
 from commgrid.advisor.crossing import find_crossings, warnings
 
 H100 = CLUSTERS["h100"]
@@ -96,13 +96,13 @@ def test_each_of_16384_ranks_is_looked_up_once_for_names_of_equal_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Counted, since a clock tells of the machine."""
-    spread, looked_up = crossings.Units.spread, []
+    spread, looked_up = crossings.Units.span, []
 
-    def counting(units: Any, ranks: Sequence[int]) -> tuple[int, ...]:
+    def counting(units: Any, ranks: Sequence[int]) -> Span:
         looked_up.append(len(ranks))
         return spread(units, ranks)
 
-    monkeypatch.setattr(crossings.Units, "spread", counting)
+    monkeypatch.setattr(crossings.Units, "span", counting)
     spec = GridSpec.build(tp=8, pp=16, cp=2, ep=8, etp=1).resolve(16384)
     found = find_crossings(spec, CLUSTERS["gb200"])  # racks of 72: groups lie differently
     different = {crossings._key(spec.definitions[n], spec.layouts[spec.definitions[n].region])
@@ -241,6 +241,8 @@ def test_a_cluster_reads_back_and_names_are_found() -> None:
     [
         ({"LOCAL_WORLD_SIZE": "4", "SLURM_GPUS_ON_NODE": "8"}, 4),
         ({"SLURM_GPUS_ON_NODE": "8", "SLURM_TASKS_PER_NODE": "1(x2)"}, 8),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4"}, 4),  # two GPUs a rank
+        ({"SLURM_GPUS_ON_NODE": "1", "SLURM_NTASKS_PER_NODE": "1"}, 1),
         ({"SLURM_NTASKS_PER_NODE": "6"}, 6),
         ({"SLURM_TASKS_PER_NODE": "2(x3)"}, 2),
         ({"SLURM_TASKS_PER_NODE": "2(x3),2"}, 2),

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from commgrid.advisor.model import Model
-from commgrid.advisor.models import MODELS, find_model
+from commgrid.advisor.model import MODELS, Model, find_model
 from commgrid.errors import SpecError
 
 GPT = Model(

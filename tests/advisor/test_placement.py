@@ -6,21 +6,21 @@ import math
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from commgrid.advisor.calibration import CALIBRATION
-from commgrid.advisor.cluster import CLUSTERS, Cluster
+from commgrid.advisor.cluster import CLUSTERS, Cluster, Span
 from commgrid.advisor.collectives import bus_factor, collective_time
-from commgrid.advisor.config import ORDERS, RECOMPUTE, SHARD, ParallelConfig
+from commgrid.advisor.config import ORDERS, RECOMPUTE, ZERO_STAGES, ParallelConfig
 from commgrid.advisor.fit import Fit
 from commgrid.advisor.fitting import Measured, fit
 from commgrid.advisor.layer import Machine
-from commgrid.advisor.models import MODELS
-from commgrid.advisor.placement import Placement, of_choice, of_spec, spread_of
-from commgrid.advisor.search import Pins, tune
-from commgrid.advisor.step import PARTS, StepCost, step_cost
-from commgrid.advisor.traffic import traffic
+from commgrid.advisor.model import MODELS
+from commgrid.advisor.placement import Placement, of_config, of_spec, spread_of
+from commgrid.advisor.search import search
+from commgrid.advisor.step import PARTS, StepCost, step_cost, traffic
 from commgrid.advisor.why import why
 from commgrid.cli.plan_model import given_step, spec_of
 from commgrid.errors import SpecError
@@ -39,20 +39,21 @@ def on(*sizes: int | None) -> Cluster:
 
 
 def random_choice(draw: random.Random, world: int = 0) -> tuple[ParallelConfig, str]:
-    """A choice that its model can run."""
+    """A config that its model can run."""
     while True:
         name = draw.choice(list(MODELS))
         pick = draw.choice
         experts = MODELS[name].experts
-        choice = ParallelConfig(
+        config = ParallelConfig(
             tp=pick([1, 2, 4, 8, 16]), cp=pick([1, 1, 2, 4]), pp=pick([1, 2, 4, 8]),
             dp=pick([1, 2, 4, 8, 16]), ep=pick([1, 2, 4, 8]) if experts else 1,
             etp=pick([None, 1, 2]) if experts else None, order=pick(ORDERS),
-            microbatch=pick([1, 2, 4]), chunks=pick([1, 1, 2]), recompute=pick(RECOMPUTE),
-            sequence_parallel=pick([True, False]), shard=pick(SHARD), overlap=pick([True, False]),
+            microbatch=pick([1, 2, 4]), virtual_stages=pick([1, 1, 2]), recompute=pick(RECOMPUTE),
+            sequence_parallel=pick([True, False]), zero_stage=pick(ZERO_STAGES),
+            overlap=pick([True, False]),
         )  # fmt: skip
-        if choice.refusal(MODELS[name]) is None and world in (0, choice.world_size):
-            return choice, name
+        if config.refusal(MODELS[name]) is None and world in (0, config.world_size):
+            return config, name
 
 
 def counted(cluster: Cluster, groups: list[list[int]]) -> tuple[int, ...]:
@@ -91,36 +92,64 @@ def test_every_start_of_a_group_counts() -> None:
 
 def test_order_and_ranks_change_the_step() -> None:
     model, plain = MODELS["llama3-8b"], GridSpec.build(tp=8, dp=8).resolve(64)
-    choice = ParallelConfig(tp=8, dp=8, microbatch=8)
+    config = ParallelConfig(tp=8, dp=8, microbatch=8)
 
     def seconds(spec: GridSpec) -> float:
-        return step_cost(model, choice, H100, placement=of_spec(spec, H100)).seconds
+        return step_cost(model, config, H100, placement=of_spec(spec, H100)).seconds
 
     inside = seconds(plain)
-    assert inside == step_cost(model, choice, H100).seconds
+    assert inside == step_cost(model, config, H100).seconds
     across = seconds(GridSpec.build(tp=8, dp=8, order="dp-tp-cp-ep-pp").resolve(64))
     ranks = [node * 8 + place for place in range(8) for node in range(8)]
     assert seconds(replace(plain, ranks=tuple(ranks))) == across
     expected = collective_time("all_gather", 1e9, (1, 8), H100) / collective_time(
         "all_gather", 1e9, (8, 1), H100
     )
+    inside_node = of_config(config, H100)
+    between = Placement({**inside_node.spans, "tp": Span((1, 8), (1, 8))}, inside_node.held)
     tp = [
-        sum(t.seconds for t in step_cost(model, choice, H100, placement=p).terms if t.part == "tp")
-        for p in (Placement({**of_choice(choice, H100).spreads, "tp": (1, 8)}, (8, 64)), None)
+        sum(t.seconds for t in step_cost(model, config, H100, placement=p).terms if t.part == "tp")
+        for p in (between, inside_node)
     ]
     assert across > 3 * inside
     assert tp[0] / tp[1] == pytest.approx(expected, rel=0.01)  # latencies are the rest
 
 
+def test_groups_wait_for_the_unit_with_fewest_links() -> None:
+    """7 ranks of a node and 1 of another send over 1 link; they were reckoned as if over 7."""
+    draw, machine = random.Random(3), Machine(H100, CALIBRATION)
+    link = H100.levels[1].bandwidth * CALIBRATION.network
+    for _ in range(200):
+        held = [draw.randint(1, 8) for _ in range(draw.randint(2, 5))]
+        ranks = [8 * node + place for node, count in enumerate(held) for place in range(count)]
+        span = H100.span(ranks)
+        assert span.spread == (max(held), len(held))
+        if len(set(held)) == 1:
+            assert span.narrow == span.spread
+        # What the smallest unit has not has to come in over its links.
+        least = (len(ranks) - min(held)) / len(ranks) * 1e9 / (link * min(held))
+        seconds = machine.collective("all_gather", 1e9, span.narrow)
+        assert 0.999 * least <= seconds <= 1.5 * least + 1e-3, held
+
+
+def test_a_grid_on_part_of_a_node_is_slower() -> None:
+    model, config = MODELS["llama3-8b"], ParallelConfig(tp=8, microbatch=8)
+    seconds = {}
+    for ranks in ("0-6,8", "0-3,8-11"):
+        placement = of_spec(GridSpec.build(tp=8, ranks=ranks).resolve(), H100)
+        seconds[ranks] = step_cost(model, config, H100, placement=placement).parts["tp"]
+    assert seconds["0-6,8"] > 3 * seconds["0-3,8-11"]
+
+
 def test_nodes_can_be_exchanged() -> None:
     """Numbers of nodes change neither ranks, traffic nor time."""
-    draw, model, choice = random.Random(1), MODELS["llama3-8b"], ParallelConfig(tp=4, pp=2, dp=8)
+    draw, model, config = random.Random(1), MODELS["llama3-8b"], ParallelConfig(tp=4, pp=2, dp=8)
     spec = GridSpec.build(tp=4, pp=2, dp=8).resolve(64)
-    expected = step_cost(model, choice, H100, placement=of_spec(spec, H100))
+    expected = step_cost(model, config, H100, placement=of_spec(spec, H100))
     for _ in range(5):
         nodes = draw.sample(range(8), 8)
         moved = replace(spec, ranks=tuple(8 * node + place for node in nodes for place in range(8)))
-        cost = step_cost(model, choice, H100, placement=of_spec(moved, H100))
+        cost = step_cost(model, config, H100, placement=of_spec(moved, H100))
         assert cost.seconds == expected.seconds
         assert traffic(cost) == traffic(expected)
 
@@ -148,9 +177,9 @@ def products(cost: StepCost) -> float:
 def test_time_traffic_and_reasons_are_of_the_same_terms(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(500):
-        choice, name = random_choice(draw)
+        config, name = random_choice(draw)
         cluster = draw.choice([*CLUSTERS.values(), on(6, 7, None), on(400, None)])
-        cost = step_cost(MODELS[name], choice, cluster)
+        cost = step_cost(MODELS[name], config, cluster)
         assert sum(cost.parts[part] for part in PARTS) == cost.seconds
         assert products(cost) == pytest.approx(cost.seconds, rel=2e-5)  # six digits are shown
         sent: dict[str, float] = {}
@@ -165,12 +194,13 @@ def test_time_traffic_and_reasons_are_of_the_same_terms(seed: int) -> None:
 def test_tp_out_of_a_node_is_never_faster(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(200):
-        choice, name = random_choice(draw)
-        inside = of_choice(choice, H100)
+        config, name = random_choice(draw)
+        inside = of_config(config, H100)
         count, nodes = inside.spreads["tp"]
-        apart = replace(inside, spreads={**inside.spreads, "tp": (1, count * nodes)})
+        spread = (1, count * nodes)
+        apart = replace(inside, spans={**inside.spans, "tp": Span(spread, spread)})
         times = [
-            step_cost(MODELS[name], choice, H100, placement=each).seconds
+            step_cost(MODELS[name], config, H100, placement=each).seconds
             for each in (inside, apart)
         ]
         assert times[1] >= times[0] * (1 - 1e-12)  # the last digit, of sums in another order
@@ -178,9 +208,9 @@ def test_tp_out_of_a_node_is_never_faster(seed: int) -> None:
 
 def test_experts_links_carry_what_the_time_says() -> None:
     """Each rank of a node sends a token's copies to the other nodes itself."""
-    model, choice = MODELS["qwen3-235b-a22b"], ParallelConfig(tp=4, pp=8, dp=32, ep=32, etp=1)
-    assert choice.refusal(model) is None
-    cost = step_cost(model, choice, H100)
+    model, config = MODELS["qwen3-235b-a22b"], ParallelConfig(tp=4, pp=8, dp=32, ep=32, etp=1)
+    assert config.refusal(model) is None
+    cost = step_cost(model, config, H100)
     assert cost.placement.spreads["ep"] == (8, 4)
     across = [each for each in cost.terms if each.group == "ep" and each.spread == (1, 4)]
     (ep,) = [each for each in traffic(cost) if each.name == "ep"]
@@ -221,19 +251,19 @@ def test_measured_levels_are_not_discounted() -> None:
 def test_any_order_of_a_given_grid_is_reckoned_as_it_is() -> None:
     """Stages next to each other, with experts: the two orders of a search do not matter here."""
     spec = GridSpec.build(pp=2, tp=2, ep=4, etp=1, order="pp-tp-cp-ep-dp").resolve(16)
-    cost = given_step(spec, MODELS["mixtral-8x22b"], H100, Pins())
-    assert cost.choice.order == "pp-tp-cp-dp"
+    cost = given_step(spec, MODELS["mixtral-8x22b"], H100)
+    assert cost.config.order == "pp-tp-cp-dp"
     assert cost.placement.spreads["pp"] == (2, 1)
     for order in ORDERS:
         spec = GridSpec.build(pp=2, tp=2, order=order).resolve(16)
-        assert given_step(spec, MODELS["llama3-8b"], H100, Pins()).choice.order == order
+        assert given_step(spec, MODELS["llama3-8b"], H100).config.order == order
 
 
 def test_a_searched_order_is_one_that_the_grid_can_have() -> None:
     """Experts and the rest had other pp groups, and the grid could not be made."""
-    pins = Pins(order=ORDERS[1], pp=2, tp=2, cp=1, ep=8, etp=1)
+    given: dict[str, Any] = {"order": ORDERS[1], "pp": 2, "tp": 2, "cp": 1, "ep": 8, "etp": 1}
     with pytest.raises(SpecError, match="experts and the rest have other pp groups"):
-        tune(MODELS["mixtral-8x7b"], 64, H100, pins)
+        search(MODELS["mixtral-8x7b"], 64, H100, **given)
 
 
 def test_copies_of_shards_take_memory_and_send() -> None:
@@ -241,7 +271,7 @@ def test_copies_of_shards_take_memory_and_send() -> None:
     model, found = MODELS["llama3-8b"], {}
     for replicate, shard in ((1, 32), (2, 16), (16, 2)):
         spec = GridSpec.build(dp_replicate=replicate, dp_shard=shard).resolve(32)
-        found[replicate] = given_step(spec, model, H100, Pins(microbatch=1, recompute="full"))
+        found[replicate] = given_step(spec, model, H100, microbatch=1, recompute="full")
     parameters = model.parameters
     for replicate, cost in found.items():
         expected = 12 * parameters * replicate / 32
@@ -250,8 +280,21 @@ def test_copies_of_shards_take_memory_and_send() -> None:
         assert ("dp_replicate" in sent) == (replicate > 1)
         if replicate > 1:
             each = 2 * (replicate - 1) / replicate * 4 * parameters * replicate / 32
-            microbatches = cost.choice.microbatches(model)
+            microbatches = cost.config.microbatches(model)
             assert sent["dp_replicate"] == pytest.approx(each * microbatches, rel=0.02)
+
+
+def test_shards_of_experts_lie_within_a_copy() -> None:
+    """The collectives of experts took the spread of all that hold them, copies too."""
+    order = "tp-cp-ep-dp_shard-dp_replicate-pp"
+    spec = GridSpec.build(tp=2, dp_shard=8, dp_replicate=4, ep=4, etp=1, order=order).resolve(64)
+    dense, expert = spec.layout("dense"), spec.layout("expert")
+    copies: dict[tuple[int, int], list[int]] = {}
+    for rank in range(64):
+        copy, at = dense.coordinate(rank)["dp_replicate"], expert.coordinate(rank)["ep"]
+        copies.setdefault((copy, at), []).append(rank)
+    found = of_spec(spec, H100)
+    assert found.spreads["edp_shard"] == counted(H100, list(copies.values()))
 
 
 def test_ranks_beyond_the_devices_are_refused() -> None:
@@ -266,13 +309,13 @@ def test_a_choice_lies_as_the_grid_that_starts_it(seed: int) -> None:
     """The search's closed form, and that of the spec, which has axes and regions of its own."""
     draw = random.Random(seed)
     for _ in range(100):
-        choice, name = random_choice(draw)
-        spec = spec_of(choice, MODELS[name]).resolve(choice.world_size)
+        config, name = random_choice(draw)
+        spec = spec_of(config, MODELS[name]).resolve(config.world_size)
         for cluster in (H100, CLUSTERS["gb200"], on(1, 4, None)):
-            if choice.world_size > cluster.per_node and choice.world_size % cluster.per_node:
+            if config.world_size > cluster.per_node and config.world_size % cluster.per_node:
                 continue  # it does not fill nodes
             found = of_spec(spec, cluster)
-            expected = of_choice(choice, cluster)
+            expected = of_config(config, cluster)
             for group, spread in expected.spreads.items():
-                assert found.spreads.get(group, spread) == spread, (choice, cluster.name, group)
+                assert found.spreads.get(group, spread) == spread, (config, cluster.name, group)
             assert found.held == expected.held

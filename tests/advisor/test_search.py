@@ -4,16 +4,16 @@ import itertools
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from commgrid.advisor.cluster import CLUSTERS, Cluster
-from commgrid.advisor.comparison import limits, why_worse
 from commgrid.advisor.config import ORDERS, RECOMPUTE, ParallelConfig
-from commgrid.advisor.model import Model
-from commgrid.advisor.models import MODELS
-from commgrid.advisor.search import FAR, Pins, describe, tune
+from commgrid.advisor.model import MODELS, Model
+from commgrid.advisor.search import FAR, describe, search
 from commgrid.advisor.step import StepCost, Term, step_cost
+from commgrid.advisor.why import limits, why_worse
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 
@@ -24,7 +24,7 @@ EXPERTS = replace(SMALL, name="experts", experts=8, top_k=2, expert_ffn=4096)
 
 
 def brute(model: Model, world: int, cluster: Cluster, limit: float) -> dict[str, StepCost]:
-    """The best step of every grid, by trying everything that a choice can be."""
+    """The best step of every grid, by trying everything that a config can be."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     best: dict[str, StepCost] = {}
     for tp, cp, pp, ep in itertools.product(sizes, sizes, sizes, sizes if model.experts else [1]):
@@ -34,14 +34,14 @@ def brute(model: Model, world: int, cluster: Cluster, limit: float) -> dict[str,
             (1, 2, 4, 8, 16), range(1, 13), RECOMPUTE, ORDERS,
             sorted({1, tp}) if model.experts else [None],
         )  # fmt: skip
-        for microbatch, chunks, recompute, order, etp in ways:
-            choice = ParallelConfig(
+        for microbatch, virtual_stages, recompute, order, etp in ways:
+            config = ParallelConfig(
                 tp=tp, cp=cp, pp=pp, dp=world // (tp * cp * pp), ep=ep, etp=etp, order=order,
-                microbatch=microbatch, chunks=chunks, recompute=recompute,
+                microbatch=microbatch, virtual_stages=virtual_stages, recompute=recompute,
             )  # fmt: skip
-            if choice.refusal(model) is None:
-                cost = step_cost(model, choice, cluster)
-                key = describe(choice)
+            if config.refusal(model) is None:
+                cost = step_cost(model, config, cluster)
+                key = describe(config)
                 known = best.get(key)
                 if cost.memory.total <= limit and (not known or cost.seconds < known.seconds):
                     best[key] = cost
@@ -73,10 +73,10 @@ def test_the_choice_is_that_of_trying_everything_on_small_cases(seed: int) -> No
         every = brute(model, world, cluster, limit)
         if not every:
             with pytest.raises(SpecError, match=r"no grid"):
-                tune(model, world, cluster, Pins(max_memory=limit))
+                search(model, world, cluster, max_memory=limit)
             continue
         first = min(every.values(), key=lambda cost: cost.seconds)
-        found = tune(model, world, cluster, Pins(max_memory=limit)).best[0]
+        found = search(model, world, cluster, max_memory=limit).best[0]
         assert found.seconds == pytest.approx(first.seconds, rel=1e-9), (model, world, cluster.name)
 
 
@@ -86,15 +86,15 @@ def test_the_choice_is_that_of_trying_everything_on_small_cases(seed: int) -> No
 )
 def test_the_best_is_that_of_trying_everything(model: Model, world: int, gb: int) -> None:
     every = brute(model, world, H100, gb * 1e9)
-    found = tune(model, world, H100, Pins(max_memory=gb * 1e9))
+    found = search(model, world, H100, max_memory=gb * 1e9)
     first = min(every.values(), key=lambda cost: cost.seconds)
     assert found.best[0].seconds == pytest.approx(first.seconds, rel=1e-9)
-    assert describe(found.best[0].choice) == describe(first.choice)
+    assert describe(found.best[0].config) == describe(first.config)
     seconds = [cost.seconds for cost in found.best]
     assert seconds == sorted(seconds)
-    ours = {describe(cost.choice): cost for cost in found.best}
+    ours = {describe(cost.config): cost for cost in found.best}
     for key, cost in every.items():
-        if cost.choice.cp > 1:
+        if cost.config.cp > 1:
             continue  # with several sequences at once it is another grid with fewer cp
         if key in ours:
             assert ours[key].seconds == pytest.approx(cost.seconds, rel=1e-9), key
@@ -102,43 +102,43 @@ def test_the_best_is_that_of_trying_everything(model: Model, world: int, gb: int
             assert cost.seconds > FAR * first.seconds, key
 
 
-def test_pins_are_obeyed() -> None:
+def test_what_is_given_stays() -> None:
     model = replace(MODELS["gpt-175b"], batch=512)
-    free = tune(model, 256, H100).best[0]
-    for pins in (
-        Pins(tp=8), Pins(pp=4, microbatch=1), Pins(recompute="full"), Pins(order=ORDERS[1]),
-        Pins(chunks=3), Pins(tp=2, cp=2, pp=16, dp=4), Pins(max_memory=60e9),
-        Pins(base=ParallelConfig(shard="weights")),
-    ):  # fmt: skip
-        found = tune(model, 256, H100, pins).best
+    free = search(model, 256, H100).best[0]
+    every: list[dict[str, Any]] = [
+        {"tp": 8}, {"pp": 4, "microbatch": 1}, {"recompute": "full"}, {"order": ORDERS[1]},
+        {"virtual_stages": 3}, {"tp": 2, "cp": 2, "pp": 16, "dp": 4}, {"max_memory": 60e9},
+        {"zero_stage": 3},
+    ]  # fmt: skip
+    for given in every:
+        found = search(model, 256, H100, **given).best
         for cost in found:
-            for key, value in pins.given().items():
+            for key, value in given.items():
                 if key == "max_memory":
                     assert cost.memory.total <= 60e9
                 else:
-                    assert getattr(cost.choice, key) == value
-            assert cost.choice.shard == pins.base.shard
-            assert cost.choice.world_size == 256
-        if pins.base.shard == "optimizer":
+                    assert getattr(cost.config, key) == value
+            assert cost.config.world_size == 256
+        if "zero_stage" not in given:
             assert found[0].seconds >= free.seconds
 
 
 def test_every_grid_that_is_found_is_a_real_one() -> None:
     model = replace(MODELS["mixtral-8x22b"], batch=256)
-    for cost in tune(model, 128, H100).best:
-        choice = cost.choice
+    for cost in search(model, 128, H100).best:
+        config = cost.config
         spec = GridSpec.build(
-            tp=choice.tp, cp=choice.cp, pp=choice.pp, dp=choice.dp, ep=choice.ep,
-            etp=choice.expert_tp, order=choice.order,
+            tp=config.tp, cp=config.cp, pp=config.pp, dp=config.dp, ep=config.ep,
+            etp=config.expert_tp, order=config.order,
         ).resolve(128)  # fmt: skip
         expert = spec.layout("expert").shape
-        assert expert["ep"] == choice.ep
-        assert expert["edp"] == choice.edp
+        assert expert["ep"] == config.ep
+        assert expert["edp"] == config.edp
         assert cost.memory.total <= H100.device.memory
 
 
 def test_the_same_again() -> None:
-    first, second = (tune(MODELS["llama3-70b"], 128, H100) for _ in range(2))
+    first, second = (search(MODELS["llama3-70b"], 128, H100) for _ in range(2))
     assert first == second
 
 
@@ -147,13 +147,13 @@ def test_the_search_is_small_at_any_size() -> None:
     """Counted, since a clock tells of the machine: 16,384 devices within seconds."""
     for name in ("llama3-405b", "mixtral-8x22b"):
         model = replace(MODELS[name], batch=2048)
-        assert tune(model, 16384, H100).evaluated < 5000
+        assert search(model, 16384, H100).evaluated < 5000
 
 
 def test_why_the_next_is_worse_is_told_by_its_parts() -> None:
     model = replace(MODELS["gpt-175b"], batch=1536)
-    best = tune(model, 1024, H100, Pins(tp=8)).best[0]
-    wide = tune(model, 1024, H100, Pins(tp=32)).best[0]
+    best = search(model, 1024, H100, tp=8).best[0]
+    wide = search(model, 1024, H100, tp=32).best[0]
     told = re.fullmatch(r"\+(.+)%: tp's collectives \+(.+)% \((.+)\)", why_worse(wide, best))
     assert told is not None
     assert told[3] == "tp 32 leaves the node: 50 GB/s"
@@ -167,8 +167,8 @@ def test_why_the_next_is_worse_is_told_by_its_parts() -> None:
 def test_why_names_the_axes_that_share_gradients() -> None:
     """It said that "dp 1" leaves the node, where gradients are summed over cp as well."""
     model = replace(MODELS["llama3-8b"], batch=7)
-    costs = tune(model, 64, H100).best
-    wide = next(cost for cost in costs if (cost.choice.dp, cost.choice.cp) == (1, 8))
+    costs = search(model, 64, H100).best
+    wide = next(cost for cost in costs if (cost.config.dp, cost.config.cp) == (1, 8))
     slower = replace(wide, terms=(*wide.terms, Term("dp", "a second more", 1, 1.0)))
     told = why_worse(slower, costs[0])
     assert "gradients and weights of dp +" in told
@@ -179,32 +179,39 @@ def test_a_model_with_a_million_times_the_layers_is_refused_at_once() -> None:
     """A typing error: every number up to the layers of a stage was tried as its chunks."""
     model = replace(MODELS["llama3-8b"], layers=100_000_000)
     with pytest.raises(SpecError, match=r"no grid fits in 72 GB; .*no single change"):
-        tune(model, 64, H100)
+        search(model, 64, H100)
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "pins", "said"),
+    ("name", "world", "given", "said"),
     [
-        ("gpt-1t", 64, Pins(), r"no grid fits in 72 GB; the nearest, .* needs 2\d\d\.\d, of which "
+        ("gpt-1t", 64, {}, r"no grid fits in 72 GB; the nearest, .* needs 2\d\d\.\d, of which "
          r"\d+\.\d are optimizer; .*on 512 devices tp 2 · pp 128 · dp 2 fits"),
-        ("gpt-175b", 64, Pins(tp=5), r"no grid is valid with tp=5, .*; without tp=5 .* fits"),
-        ("gpt-175b", 64, Pins(tp=8, dp=8), r"no grid fits .*; without dp=8 .*; with shard=weights"),
-        ("gpt-175b", 64, Pins(ep=2), r"no grid is valid; ep=2: model 'gpt-175b' has no experts"),
-        ("gpt-175b", 64, Pins(recompute="none", max_memory=54e9), "without recompute=none .* fits"),
-        ("gpt-22b", 8, Pins(max_memory=1e9), "no single change that was tried makes it fit"),
+        ("gpt-175b", 64, {"tp": 5}, r"no grid is valid with tp=5, .*; without tp=5 .* fits"),
+        ("gpt-175b", 64, {"tp": 8, "dp": 8},
+         r"no grid fits .*; without dp=8 .*; with zero_stage=3"),
+        ("gpt-175b", 64, {"ep": 2}, r"no grid is valid; ep=2: model 'gpt-175b' has no experts"),
+        ("gpt-175b", 64, {"recompute": "none", "max_memory": 54e9},
+         "without recompute=none .* fits"),
+        ("gpt-22b", 8, {"max_memory": 1e9}, "no single change that was tried makes it fit"),
     ],
 )  # fmt: skip
 def test_where_nothing_fits_it_says_what_would(
-    name: str, world: int, pins: Pins, said: str
+    name: str, world: int, given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(SpecError, match=said):
-        tune(MODELS[name], world, H100, pins)
+        search(MODELS[name], world, H100, **given)
 
 
-def test_pins_that_are_no_numbers_are_refused() -> None:
-    with pytest.raises(SpecError, match="tp=0: expected a whole number from 1 on"):
-        Pins(tp=0)
-    with pytest.raises(SpecError, match="max_memory=-1: expected bytes above 0"):
-        Pins(max_memory=-1)
-    with pytest.raises(SpecError, match=r"recompute='ful': .*; did you mean 'full'\?"):
-        ParallelConfig(recompute="ful")
+def test_what_cannot_be_given_is_refused() -> None:
+    model = MODELS["gpt-175b"]
+    for given, said in (
+        ({"tp": 0}, "tp=0: expected a whole number from 1 on"),
+        ({"max_memory": -1}, "max_memory=-1: expected bytes above 0"),
+        ({"recompute": "ful"}, r"recompute='ful': .*; did you mean 'full'\?"),
+        ({"zero_stage": 2}, "zero_stage=2: expected 0, 1"),
+        ({"order": "dp-tp"}, "order='dp-tp': expected tp-cp-ep-dp-pp"),
+        ({"microbatches": 2}, "microbatches=2: no field of ParallelConfig; did you mean"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            search(model, 64, H100, **given)

@@ -8,11 +8,10 @@ import pytest
 from commgrid.advisor.calibration import CALIBRATION, SOURCES
 from commgrid.advisor.cluster import CLUSTERS
 from commgrid.advisor.config import ORDERS, ParallelConfig
-from commgrid.advisor.layer import Machine, layer_cost
+from commgrid.advisor.layer import Job, Machine, layer_cost
 from commgrid.advisor.memory import MEMORY_PARTS, layer_activations, memory_of
-from commgrid.advisor.model import Model
-from commgrid.advisor.models import MODELS
-from commgrid.advisor.placement import of_choice
+from commgrid.advisor.model import MODELS, Model
+from commgrid.advisor.placement import of_config
 from commgrid.advisor.step import PARTS, step_cost
 from commgrid.advisor.why import why
 from commgrid.pipeline.schedule import interleaved, one_f_one_b
@@ -41,19 +40,19 @@ def test_activations_are_those_of_the_papers_table(t: int, b: int) -> None:
         (split, "selective"): sbh * 34 / t,
         (plain, "full"): sbh * 2,
     }
-    for (choice, recompute), bytes_ in table.items():
-        assert layer_activations(GPT, choice, recompute) == pytest.approx(bytes_, rel=1e-12)
+    for (config, recompute), bytes_ in table.items():
+        assert layer_activations(GPT, config, recompute) == pytest.approx(bytes_, rel=1e-12)
 
 
 def test_attention_in_one_kernel_keeps_no_scores() -> None:
-    flash, choice = replace(GPT, attention="flash"), ParallelConfig()
-    fewer = layer_activations(GPT, choice) - layer_activations(flash, choice)
+    flash, config = replace(GPT, attention="flash"), ParallelConfig()
+    fewer = layer_activations(GPT, config) - layer_activations(flash, config)
     assert fewer == 5 * GPT.heads * GPT.sequence**2
 
 
-@pytest.mark.parametrize(("shard", "bytes_"), [("none", 18.0), ("optimizer", 6 + 12 / 8)])
-def test_model_state_is_18_bytes_a_parameter(shard: str, bytes_: float) -> None:
-    memory = memory_of(GPT, ParallelConfig(dp=8, shard=shard))
+@pytest.mark.parametrize(("zero_stage", "bytes_"), [(0, 18.0), (1, 6 + 12 / 8)])
+def test_model_state_is_18_bytes_a_parameter(zero_stage: int, bytes_: float) -> None:
+    memory = memory_of(GPT, ParallelConfig(dp=8, zero_stage=zero_stage))
     state = memory.weights + memory.gradients + memory.optimizer
     # A stage counts what is on it: positions, which are few, are not.
     known = GPT.parameters - GPT.sequence * GPT.hidden
@@ -64,30 +63,30 @@ def test_model_state_is_18_bytes_a_parameter(shard: str, bytes_: float) -> None:
 def test_all_ranks_hold_the_whole_model_once() -> None:
     """Parameters of experts and of the rest over tp, pp and ep, where stages are even."""
     model = replace(MODELS["mixtral-8x22b"], batch=64)
-    choice = ParallelConfig(tp=2, pp=4, dp=8, ep=8, etp=1, shard="none")
-    memory = memory_of(model, choice)
-    layers = model.layers // choice.pp
+    config = ParallelConfig(tp=2, pp=4, dp=8, ep=8, etp=1, zero_stage=0)
+    memory = memory_of(model, config)
+    layers = model.layers // config.pp
     experts = layers * model.experts * model.expert_parameters / 8
     rest = model.attention_parameters + model.dense_parameters
     held = layers * (rest / 2 + model.small_parameters) + model.embedding_parameters / 2
     assert memory.weights == 2 * (experts + held)
-    assert choice.edp == 2 * 8 // 8
+    assert config.edp == 2 * 8 // 8
 
 
 @pytest.mark.parametrize(("pp", "chunks", "count"), [(4, 1, 8), (2, 1, 2), (4, 2, 8), (4, 3, 12)])
 def test_bubble_and_live_microbatches_are_the_simulators(pp: int, chunks: int, count: int) -> None:
     model = replace(GPT, layers=pp * chunks * 2, batch=count, vocabulary=8)
-    choice = ParallelConfig(pp=pp, chunks=chunks)
-    cost = step_cost(model, choice, H100)
+    config = ParallelConfig(pp=pp, virtual_stages=chunks)
+    cost = step_cost(model, config, H100)
     machine = Machine(H100, CALIBRATION)
-    layer = layer_cost(model, choice, machine, of_choice(choice, H100).spreads)
+    layer = layer_cost(Job(model, config, machine, of_config(config, H100)))
     forward, backward = 2 * layer.forward_total, 2 * layer.backward_total
     schedule = one_f_one_b(pp, count) if chunks == 1 else interleaved(pp, count, num_chunks=chunks)
     ran = simulate(schedule, Times(forward, backward / 2, backward / 2))
     assert cost.parts["compute"] + cost.parts["bubble"] == pytest.approx(
         ran.makespan, rel=2e-3
     )  # 8 words of output
-    assert choice.in_flight(model) * chunks == pytest.approx(max(ran.peak_live), abs=chunks)
+    assert config.in_flight(model) * chunks == pytest.approx(max(ran.peak_live), abs=chunks)
 
 
 def test_the_fullest_stage_sets_the_pace() -> None:
@@ -97,9 +96,9 @@ def test_the_fullest_stage_sets_the_pace() -> None:
         first, most, last = ParallelConfig(pp=pp).stage_layers(model)
         assert 1 <= min(first, last) <= most == -(-126 // pp)
     even = step_cost(model, ParallelConfig(tp=8, pp=14, dp=8), H100)
-    assert even.choice.stage_layers(model) == (9, 9, 9)
+    assert even.config.stage_layers(model) == (9, 9, 9)
     heavy = replace(model, vocabulary=8 * model.vocabulary)
-    assert step_cost(heavy, even.choice, H100).parts["compute"] > 1.2 * even.parts["compute"]
+    assert step_cost(heavy, even.config, H100).parts["compute"] > 1.2 * even.parts["compute"]
 
 
 @pytest.mark.full
@@ -108,56 +107,56 @@ def test_groups_lie_as_a_real_grids_do() -> None:
     sizes = [1, 2, 3, 4, 8]
     for tp, cp, dp, pp in itertools.product(sizes, [1, 2], sizes, [1, 2, 4]):
         for order, cluster in itertools.product(ORDERS, (CLUSTERS["h100"], CLUSTERS["gb200"])):
-            choice = ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp, order=order)
+            config = ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp, order=order)
             layout = (
                 GridSpec.build(tp=tp, cp=cp, pp=pp, dp=dp, order=order)
-                .resolve(choice.world_size)
+                .resolve(config.world_size)
                 .layout("dense")
             )
-            found = of_choice(choice, cluster).spreads
+            found = of_config(config, cluster).spreads
             for name in ("tp", "cp", "pp", "dp_cp"):
                 every = [cluster.spread(ranks) for ranks in layout.groups(*name.split("_"))]
                 worst = max(every, key=lambda spread: spread[::-1])
-                assert found[name] == worst, (choice, name)
+                assert found[name] == worst, (config, name)
 
 
 def test_expert_groups_lie_as_a_real_grids_do() -> None:
     for tp, dp, pp, ep, etp in itertools.product([1, 2, 4], [4, 8], [1, 2], [2, 4, 8], [1, 2]):
         if tp * dp % (ep * etp):
             continue
-        choice = ParallelConfig(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
-        spec = GridSpec.build(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp).resolve(choice.world_size)
-        found = of_choice(choice, H100).spreads
+        config = ParallelConfig(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
+        spec = GridSpec.build(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp).resolve(config.world_size)
+        found = of_config(config, H100).spreads
         for name, axis in (("ep", "ep"), ("etp", "etp"), ("edp", "edp")):
             ranks = spec.layout("expert").group(0, axis)
-            assert found[name] == H100.spread(ranks), (choice, name)
+            assert found[name] == H100.spread(ranks), (config, name)
 
 
 def test_less_is_never_slower() -> None:
     """More computed again, slower links, a smaller share of the peak: each takes longer."""
-    model, choice = MODELS["llama3-70b"], ParallelConfig(tp=8, pp=4, dp=8)
-    base = step_cost(model, choice, H100).seconds
+    model, config = MODELS["llama3-70b"], ParallelConfig(tp=8, pp=4, dp=8)
+    base = step_cost(model, config, H100).seconds
     none, some, full = (
-        step_cost(model, replace(choice, recompute=each), H100)
+        step_cost(model, replace(config, recompute=each), H100)
         for each in ("none", "selective", "full")
     )
     assert none.seconds < some.seconds < full.seconds
     assert none.memory.total > some.memory.total > full.memory.total
     slow = replace(CALIBRATION, gemm=(("H100-80GB", 0.3),))
-    assert step_cost(model, choice, H100, slow).seconds > base
+    assert step_cost(model, config, H100, slow).seconds > base
     links = replace(H100, levels=tuple(replace(e, bandwidth=e.bandwidth / 4) for e in H100.levels))
-    slower = step_cost(model, choice, links)
+    slower = step_cost(model, config, links)
     assert slower.parts["tp"] > 3 * none.parts["tp"]
     assert slower.seconds > base
-    plain = step_cost(model, replace(choice, overlap=False), H100)
+    plain = step_cost(model, replace(config, overlap=False), H100)
     assert plain.parts["dp"] > none.parts["dp"]
 
 
 def test_a_measured_cluster_is_taken_as_it_is() -> None:
-    model, choice = MODELS["llama3-70b"], ParallelConfig(tp=8, pp=4, dp=8)
-    told = step_cost(model, choice, H100)
+    model, config = MODELS["llama3-70b"], ParallelConfig(tp=8, pp=4, dp=8)
+    told = step_cost(model, config, H100)
     own = replace(H100, source="measured")
-    measured = step_cost(model, choice, own)
+    measured = step_cost(model, config, own)
     links = {each.value for each in why(measured) if each.name == "share of links"}
     assert links == {"1"}
     assert measured.parts["tp"] == pytest.approx(0.8 * told.parts["tp"], rel=0.05)
@@ -193,7 +192,7 @@ def test_every_number_says_where_it_is_from() -> None:
         ({"pp": 64}, "pp=64: more stages than the 48 layers"),
         ({"dp": 3}, "dp=3: times 1 sequences of a microbatch does not divide the batch of 64"),
         ({"ep": 2}, "ep=2: model 'gpt' has no experts"),
-        ({"pp": 4, "chunks": 5}, "chunks=5: needs pp above 1"),
+        ({"pp": 4, "virtual_stages": 5}, "virtual_stages=5: needs pp above 1"),
     ],
 )
 def test_what_cannot_run_says_why(sizes: dict[str, int], said: str) -> None:

@@ -8,23 +8,22 @@ import pytest
 
 from commgrid.advisor.cluster import CLUSTERS
 from commgrid.advisor.config import ParallelConfig
-from commgrid.advisor.models import find_model
-from commgrid.advisor.step import step_cost
-from commgrid.advisor.traffic import Traffic, traffic
+from commgrid.advisor.model import find_model
+from commgrid.advisor.step import Traffic, step_cost, traffic
 
 GPT = replace(find_model("gpt-175b"), batch=64)
 H100 = CLUSTERS["h100"]
 
 
-def of(model: str, **choice: int | str) -> dict[str, Traffic]:
+def of(model: str, **config: int | str) -> dict[str, Traffic]:
     given = GPT if model == "gpt" else find_model(model)
-    cost = step_cost(given, ParallelConfig(**choice), H100)  # type: ignore[arg-type]
+    cost = step_cost(given, ParallelConfig(**config), H100)  # type: ignore[arg-type]
     return {each.name: each for each in traffic(cost)}
 
 
 def test_tensor_parallel_bytes_are_those_of_the_paper() -> None:
     """8 b s h (t - 1) / t numbers a layer and microbatch (Narayanan et al. 2021, section 3.2)."""
-    found = of("gpt", tp=8, pp=4, dp=2, microbatch=1, chunks=1)["tp"]
+    found = of("gpt", tp=8, pp=4, dp=2, microbatch=1, virtual_stages=1)["tp"]
     paper = 8 * 1 * 2048 * 12288 * 7 / 8 * 2  # of 2 bytes
     assert found.sent == pytest.approx(paper * 96 / 4 * 32)  # layers of a stage, microbatches
     assert (found.level, found.link) == (0, 0.0)
@@ -35,17 +34,17 @@ def test_tensor_parallel_bytes_are_those_of_the_paper() -> None:
 def test_pipeline_bytes_are_those_of_the_paper() -> None:
     """b s h numbers for each microbatch, forward and backward, a v-th of the layers at a time;
     with tp each rank sends its part (section 4.1)."""
-    found = of("gpt", tp=8, pp=4, dp=2, microbatch=1, chunks=3)["pp"]
+    found = of("gpt", tp=8, pp=4, dp=2, microbatch=1, virtual_stages=3)["pp"]
     assert found.sent == pytest.approx(2 * 3 * 32 * 2048 * 12288 * 2 / 8)
     # dp 2 and pp 4 over 8 nodes: a node's 8 ranks send on their own.
     assert (found.level, found.link) == (1, pytest.approx(8 * found.sent))
 
 
-@pytest.mark.parametrize(("shard", "each"), [("none", 8.0), ("optimizer", 6.0)])
-def test_data_parallel_bytes_are_a_rings(shard: str, each: float) -> None:
+@pytest.mark.parametrize(("zero_stage", "each"), [(0, 8.0), (1, 6.0)])
+def test_data_parallel_bytes_are_a_rings(zero_stage: int, each: float) -> None:
     """fp32 gradients all-reduced, or reduce-scattered with 16-bit weights gathered: 8 and 6 bytes
     a parameter, times (n - 1) / n."""
-    found = of("gpt", tp=8, pp=4, dp=2, shard=shard)["dp_cp"]
+    found = of("gpt", tp=8, pp=4, dp=2, zero_stage=zero_stage)["dp_cp"]
     layer = 12 * 12288**2 / 8
     assert found.sent == pytest.approx(each * (24 * layer + 51200 * 12288 / 8) / 2, rel=2e-3)
     assert found.link == pytest.approx(8 * found.sent)
@@ -61,10 +60,10 @@ def test_a_group_over_two_nodes_sends_over_their_link_once() -> None:
 def test_experts_send_their_tokens_there_and_back() -> None:
     """top_k copies of 16-bit tokens, to experts and from them, forward and backward."""
     model = find_model("mixtral-8x22b")
-    choice = ParallelConfig(tp=2, ep=8, etp=1, pp=4, dp=16, microbatch=1)
+    config = ParallelConfig(tp=2, ep=8, etp=1, pp=4, dp=16, microbatch=1)
     found = of("mixtral-8x22b", tp=2, ep=8, etp=1, pp=4, dp=16, microbatch=1)["ep"]
     copies = model.sequence / 2 * model.top_k * model.hidden * 2
-    layers, count = model.layers / 4, choice.microbatches(model)
+    layers, count = model.layers / 4, config.microbatches(model)
     assert found.sent == pytest.approx(4 * copies * 7 / 8 * layers * count)
 
 

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import megatron_adapter
-from commgrid.planning.spec import SHARE_CHOICES
+from commgrid.planning.options import OPTIONS
 from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.peers import parallel_state as theirs
 
@@ -63,7 +63,7 @@ LARGE = {
         "expert_tensor_parallel_size": 1,
     }
 }  # fmt: skip
-CONTESTANTS = (*SHARE_CHOICES, "megatron-core")
+CONTESTANTS = (*OPTIONS["share"].words, "megatron-core")
 """The adapter with each choice of `share=`, and Megatron itself."""
 
 
@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
                 for name in CONTESTANTS
             }
             calls, held, on_gpu = found["megatron-core"]
-            for share in SHARE_CHOICES:
+            for share in OPTIONS["share"].words:
                 mine = found[share]
                 where = f"{world:,} ranks: {case}, share={share}"
                 peer = "megatron-core"

@@ -4,9 +4,9 @@
 
 `tests/data/published_runs.yaml` holds the runs. Every third of them, in its order, calibrates one
 number for each device: the reached share of the peak of matrix products, chosen for no mean error.
-All others are predicted. Choices that a paper leaves open (microbatch, chunks) are the model's best
-ones that fit. Llama's paper does not say how it counts attention; half of `Model.flops_per_token`'s
-is taken, as for causal attention.
+All others are predicted. What a paper leaves open (microbatch, virtual stages) is the model's best
+that fits. Llama's paper does not say how it counts attention; half of `Model.flops_per_token`'s is
+taken, as for causal attention.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from commgrid.advisor.calibration import CALIBRATION, Calibration
 from commgrid.advisor.cluster import CLUSTERS, Cluster
-from commgrid.advisor.comparison import why_worse
 from commgrid.advisor.config import ParallelConfig
 from commgrid.advisor.layer import Machine
-from commgrid.advisor.model import Model
-from commgrid.advisor.models import MODELS
-from commgrid.advisor.search import Pins, describe, tune
+from commgrid.advisor.model import MODELS, Model
+from commgrid.advisor.search import describe, search
 from commgrid.advisor.step import StepCost, step_cost
+from commgrid.advisor.why import why_worse
 
 DATA = Path(__file__).parents[1] / "data" / "published_runs.yaml"
 KINDS = {"A100-80GB": "a100", "H100-80GB": "h100", "GB200-186GB": "gb200"}
@@ -46,8 +45,8 @@ class Run:
 
     Args:
         name: of it, as the table shows it.
-        choice: the grid that was used, and how a step was run as far as is known.
-        microbatches, chunks: that it may have had; None: any.
+        config: the grid that was used, and how a step was run as far as is known.
+        microbatches, virtual_stages: that it may have had; None: any.
         recompute: what was computed again, where the paper says it.
         seconds: of its step.
         beyond: why the model is not expected to hold; empty: it is.
@@ -57,9 +56,9 @@ class Run:
 
     name: str
     model: Model
-    choice: ParallelConfig
+    config: ParallelConfig
     microbatches: tuple[int, ...]
-    chunks: int | None
+    virtual_stages: int | None
     recompute: str | None
     cluster: Cluster
     seconds: float
@@ -102,17 +101,17 @@ def _gpt(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
         section["vocabulary"], section["sequence"], row["batch"], biases=True, dropout=True,
         tied=True, attention="plain",
     )  # fmt: skip
-    choice = ParallelConfig(
+    config = ParallelConfig(
         tp=row["tp"], pp=row["pp"], dp=row["gpus"] // row["tp"] // row["pp"],
-        recompute="full" if old else "selective", sequence_parallel=not old, shard="none",
+        recompute="full" if old else "selective", sequence_parallel=not old, zero_stage=0,
         gradient_bytes=2 if old else 4, overlap=False,
     )  # fmt: skip
     work = model.recomputed_flops_per_token * model.tokens
     seconds = work / row["gpus"] / row["tflops_per_gpu"] / 1e12 if old else row["step_s"]
     who = "Narayanan 2021" if old else "Korthikanti 2022"
     return Run(
-        f"{who}, GPT {row['params_b']:g}B", model, choice, (1, 2, 4, 8, 16),
-        row.get("interleave"), choice.recompute, _cluster(section), seconds, "", calibrates,
+        f"{who}, GPT {row['params_b']:g}B", model, config, (1, 2, 4, 8, 16),
+        row.get("interleave"), config.recompute, _cluster(section), seconds, "", calibrates,
     )  # fmt: skip
 
 
@@ -127,27 +126,27 @@ def _llama(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Ru
     model = replace(
         MODELS["llama3-405b"], sequence=row["sequence"], batch=row["batch_per_dp"] * row["dp"]
     )
-    choice = ParallelConfig(tp=row["tp"], cp=row["cp"], pp=row["pp"], dp=row["dp"])
+    config = ParallelConfig(tp=row["tp"], cp=row["cp"], pp=row["pp"], dp=row["dp"])
     causal = model.flops_per_token - 1.5 * model.layers * model.score_flops
     seconds = causal * model.tokens / row["gpus"] / row["tflops_per_gpu"] / 1e12
     return Run(
-        f"Llama 3 405B, {row['sequence'] // 1024}k", model, choice, (1,), None, "none",
+        f"Llama 3 405B, {row['sequence'] // 1024}k", model, config, (1,), None, "none",
         _cluster(section), seconds, "", calibrates,
     )  # fmt: skip
 
 
 def _nemotron(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
     model = replace(MODELS["nemotron-4-340b"], batch=row["batch"])
-    choice = ParallelConfig(tp=row["tp"], pp=row["pp"], dp=row["dp"])
+    config = ParallelConfig(tp=row["tp"], pp=row["pp"], dp=row["dp"])
     return Run(
-        "Nemotron-4 340B", model, choice, (1, 2, 4), None, None, _cluster(section), row["step_s"],
+        "Nemotron-4 340B", model, config, (1, 2, 4), None, None, _cluster(section), row["step_s"],
         "", calibrates,
     )  # fmt: skip
 
 
 def _experts(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> Run:
     model = replace(MODELS[section["model"]], batch=row["batch"])
-    choice = ParallelConfig(
+    config = ParallelConfig(
         tp=row["tp"], pp=row["pp"], dp=row["dp"], ep=row["ep"], etp=row["etp"],
         microbatch=row["microbatch"], recompute=row["recompute"],
     )  # fmt: skip
@@ -157,7 +156,7 @@ def _experts(section: dict[str, Any], row: dict[str, Any], calibrates: bool) -> 
     else:
         seconds = row.get("step_s") or work / row["gpus"] / row["tflops_per_gpu"] / 1e12
     return Run(
-        model.name, model, choice, (row["microbatch"],), row["interleave"], row["recompute"],
+        model.name, model, config, (row["microbatch"],), row["interleave"], row["recompute"],
         _cluster(section), seconds, section.get("beyond", ""), calibrates,
     )  # fmt: skip
 
@@ -180,22 +179,22 @@ def predict(run: Run, calibration: Calibration = CALIBRATION) -> StepCost:
     """
     machine = Machine(run.cluster, calibration)
     costs = [
-        step_cost(run.model, choice, run.cluster, machine=machine) for choice in _possible(run)
+        step_cost(run.model, config, run.cluster, machine=machine) for config in _possible(run)
     ]
     fitting = [cost for cost in costs if cost.memory.total <= run.cluster.device.memory]
     return min(fitting or costs, key=lambda cost: cost.seconds)
 
 
 def _possible(run: Run) -> Iterator[ParallelConfig]:
-    layers = run.choice.stage_layers(run.model).most
+    layers = run.config.stage_layers(run.model).most
     for microbatch in run.microbatches:
-        for chunks in [run.chunks] if run.chunks else range(1, layers + 1):
+        for count in [run.virtual_stages] if run.virtual_stages else range(1, layers + 1):
             for recompute in [run.recompute] if run.recompute else ["none", "selective"]:
-                choice = replace(
-                    run.choice, microbatch=microbatch, chunks=chunks, recompute=recompute
+                config = replace(
+                    run.config, microbatch=microbatch, virtual_stages=count, recompute=recompute
                 )
-                if choice.refusal(run.model) is None:
-                    yield choice
+                if config.refusal(run.model) is None:
+                    yield config
 
 
 def fit(first: int = 0) -> Calibration:
@@ -234,16 +233,18 @@ class Compared:
 def compare(run: Run) -> Compared:
     """A run's prediction, and the place of its grid among all fitting ones."""
     old = run.cluster.device.name == "A100-80GB"
-    base = replace(run.choice, tp=1, pp=1, cp=1, dp=1, ep=1, etp=None, microbatch=1, chunks=1)
-    pins = Pins(base=base, recompute=run.recompute if old else None)
-    tuning = tune(run.model, run.choice.world_size, run.cluster, pins)
-    sizes = [(each.choice.tp, each.choice.cp, each.choice.pp) for each in tuning.best]
+    keys = ("sequence_parallel", "zero_stage", "dp_replicate", "gradient_bytes", "overlap")
+    given = {key: getattr(run.config, key) for key in keys}
+    if old and run.recompute:
+        given["recompute"] = run.recompute
+    found = search(run.model, run.config.world_size, run.cluster, **given)
+    sizes = [(each.config.tp, each.config.cp, each.config.pp) for each in found.best]
     order = list(dict.fromkeys(sizes))
-    own = (run.choice.tp, run.choice.cp, run.choice.pp)
+    own = (run.config.tp, run.config.cp, run.config.pp)
     place = order.index(own) + 1 if own in order else None
-    best, reason = tuning.best[0], ""
+    best, reason = found.best[0], ""
     if place is not None and place > 1:
-        reason = why_worse(tuning.best[sizes.index(own)], best)
+        reason = why_worse(found.best[sizes.index(own)], best)
     return Compared(run, predict(run), place, len(order), best, reason)
 
 
@@ -266,11 +267,11 @@ def markdown(compared: list[Compared]) -> str:
         run, best = each.run, each.best
         place = f"{each.place} of {each.of}" if each.place else f"none of {each.of}"
         if each.place is None or each.place > 3:
-            place += f"; ours {describe(best.choice)}; {each.reason or 'far slower'}"
+            place += f"; ours {describe(best.config)}; {each.reason or 'far slower'}"
         mark = " (calibrated)" if run.calibrates else " (beyond)" if run.beyond else ""
         mark = " (added)" if run.added else mark
         lines.append(
-            f"| {run.name}{mark} | {run.choice.world_size:,} | {describe(run.choice)} | "
+            f"| {run.name}{mark} | {run.config.world_size:,} | {describe(run.config)} | "
             f"{run.seconds:.2f} s | {each.cost.seconds:.2f} s | {each.error:+.1%} | "
             f"{each.cost.mfu:.1%} | {place} |"
         )
@@ -301,7 +302,7 @@ def as_json(compared: list[Compared]) -> dict[str, Any]:
 
     rows = [
         Row(
-            f"{c.run.name}, {c.run.choice.world_size} GPUs", "step", "s", c.cost.seconds,
+            f"{c.run.name}, {c.run.config.world_size} GPUs", "step", "s", c.cost.seconds,
             "published", c.run.seconds, c.cost.seconds / c.run.seconds, None,
         )
         for c in compared

@@ -11,7 +11,7 @@ import pytest
 
 from commgrid import GridSpec, GroupPlan
 from commgrid.cli import main
-from commgrid.planning.spec import SHARE_CHOICES
+from commgrid.planning.options import OPTIONS
 from commgrid.testing import run_on_ranks
 
 
@@ -125,7 +125,7 @@ def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_json_says_what_sharing_would_save(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tp", "8", "--pp", "4", "--cp", "2", "--ep", "8", "--etp", "1", "--connect", "all"]
     tables = []
-    for share in SHARE_CHOICES:
+    for share in OPTIONS["share"].words:
         flagged = [*flags, "--share", share, "--world-size", "1024", "--json"]
         found = json.loads(output(capsys, "plan", *flagged))
         tables.append(found["sharing"])

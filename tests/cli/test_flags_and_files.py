@@ -32,8 +32,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     [
         *((["plan", "--tp", "8", "--world-size", "64", flag, value], f"{flag} {value}: {STEP}")
           for flag, value in (
-              ("--recompute", "nonsense"), ("--batch", "zz"), ("--sequence", "1"), ("--top", "3"),
-              ("--microbatch", "1"), ("--chunks", "1"), ("--shard", "none"), ("--max-memory", "1"),
+              ("--recompute", "full"), ("--batch", "8"), ("--sequence", "1"), ("--top", "3"),
+              ("--microbatch", "1"), ("--virtual-stages", "1"), ("--zero-stage", "0"),
+              ("--max-memory", "1.0"),
           )),
         (["plan", "--tp", "8", "--world-size", "64", *JOB, "--backend", "nonsense"],
          f"--backend nonsense: {NOTHING} counts open files of a grid alone"),
@@ -41,8 +42,14 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
          f"--top 3: {NOTHING} goes with --auto"),
         (["plan", "--tp", "8", "--world-size", "64", "--backend", "nonsense"],
          "what 'nonsense' opens is not known"),
+        (["plan", "--tp", "8", "--world-size", "64", "--recompute", "nonsense"],
+         "--recompute nonsense: expected none, selective or full"),
+        (["plan", "--tp", "8", "--world-size", "64", "--batch", "zz"],
+         "--batch zz: expected a whole number from 1 on"),
         (["diff", "megatron", "torchtitan", "--world-size", "8", "--gpus-per-node", "nonsense"],
-         f"--gpus-per-node nonsense: {JOBS}"),
+         "--gpus-per-node nonsense: expected a whole number from 1 on"),
+        (["diff", "megatron", "torchtitan", "--world-size", "8", "--gpus-per-node", "8"],
+         f"--gpus-per-node 8: {JOBS}"),
         (["diff", "megatron", "torchtitan", "--world-size", "8", "--cluster", "h100"],
          f"--cluster h100: {JOBS}"),
         ([*SHARDING, "--names", "tp"], f"--names tp: {NOTHING} does not go with --sharding"),
@@ -69,26 +76,6 @@ def test_a_preset_is_not_a_folder_of_its_name(
     (tmp_path / "megatron").mkdir()
     assert main(["diff", "megatron", "torchtitan", "--world-size", "8"]) == 0
     assert "dp_shard" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flag", "held", "said"),
-    [
-        ("--bench", {"rows": []}, "it has no rows"),
-        ("--bench", {"rows": None}, "None is no list"),
-        ("--bench", {"rows": [{"size": float("inf")}]}, "Infinity is no number of JSON's"),
-    ],
-)
-@pytest.mark.parametrize("picture", [False, True])
-def test_a_file_without_numbers_is_refused(
-    flag: str, held: dict[str, object], said: str, picture: bool, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    path = tmp_path / "held.json"
-    path.write_text(json.dumps(held))
-    cluster = ["--cluster", "h100"] if flag == "--bench" else []
-    drawn = ["-o", str(tmp_path / "picture.svg")] if picture else []
-    assert said in refused(capsys, "show", flag, str(path), *cluster, *drawn)
 
 
 def test_a_grid_without_groups_is_explained(

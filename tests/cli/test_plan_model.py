@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commgrid.advisor.config import ORDERS, ParallelConfig
-from commgrid.advisor.models import MODELS
+from commgrid.advisor.model import MODELS
 from commgrid.cli import main
 from commgrid.cli.plan_model import start_lines
 from commgrid.planning.spec import GridSpec
@@ -126,7 +126,7 @@ def test_flags_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     for each in best:
         assert each["axes"]["tp"] == 8
         assert (each["order"], each["microbatch"]) == (ORDERS[1], 2)
-        assert (each["recompute"], each["shard"]) == ("full", "weights")
+        assert (each["recompute"], each["zero_stage"], each["shard"]) == ("full", 3, "weights")
         assert each["total_gb"] <= 50
     assert told["limit_gb"] == 50
     assert told["model"]["batch"] == 512  # type: ignore[index]
@@ -156,10 +156,12 @@ def test_why_has_every_number(capsys: pytest.CaptureFixture[str]) -> None:
         (["--auto", *GPT[:-2]], "--world-size: needed; --auto fills so many devices"),
         (["--auto", *GPT, "--preset", "ddp"], "--auto beside --preset: it chooses the grid itself"),
         (["--auto", *GPT, "--top", "0"], "--top 0: expected a whole number from 1 on"),
-        (["--auto", *GPT, "--tp", "x"], "--tp x: expected a whole number from 1 on"),
+        (["--auto", *GPT, "--tp", "x"], "--tp x: expected a whole number"),
         (["--auto", *GPT, "--max-memory", "nan"], "--max-memory nan: expected GB above 0"),
         (["--auto", *GPT, "--order", "pp-tp"], "order='pp-tp': expected tp-cp-ep-dp-pp, "),
-        (["--auto", *GPT, "--shard", "all"], "shard='all': expected none, optimizer, weights"),
+        (["--auto", *GPT, "--tp", "0"], "tp=0: expected a whole number from 1 on"),
+        (["--auto", *GPT, "--zero-stage", "2"], "--zero-stage 2: expected 0, 1 or 3"),
+        (["--auto", *GPT, "--shard", "all"], "--zero-stage all: expected 0, 1 or 3"),
         ([*GPT, "--axis", "node=2", "--order", "tp-cp-ep-node-dp-pp"], "axes.node: a step's model"),
         ([*GPT, "--tp", "8", "--ep", "2"], "no grid is valid; ep=2: model 'gpt-175b' has no exper"),
         (["--auto", *GPT[:-1], "252"], "does not fill nodes of 8 devices"),

@@ -208,7 +208,6 @@ def output(command: str, folder: Path) -> str:
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
         contextlib.suppress(SystemExit),
-        mock.patch.dict(os.environ, {"NO_COLOR": "1"}),
         mock.patch("sys.argv", [launched[1], *argv]),
     ):
         os.environ.pop("COLUMNS", None)  # as wide as it is
@@ -257,7 +256,7 @@ def in_shell(commands: str, folder: Path) -> tuple[str, str]:
     done = subprocess.run(
         ["bash", "-c", _SHELL.format(python=sys.executable) + commands],
         cwd=folder, capture_output=True, text=True, timeout=600, errors="replace",
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "NO_COLOR": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"},
     )  # fmt: skip
     return done.stdout, done.stderr
 

@@ -31,11 +31,6 @@ TYPES = {
 }
 
 GRID = ["--tp", "2", "--pp", "2", "--ep", "2", "--world-size", "8"]
-BENCHED = {
-    "group": "tp", "names": ["tp"], "ranks": 8, "groups": 1, "spread": [8, 1],
-    "collective": "all_reduce", "size": 1024, "count": 256, "type": "float", "time_us": 20.0,
-    "least_us": 19.0, "most_us": 21.0, "algbw": 0.05, "busbw": 0.09,
-}  # fmt: skip
 TRACE = {
     "format": 1, "rank": 0, "wall": 1.0, "monotonic": 0, "dropped": 0, "members": {"tp": [0]},
     "calls": [["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 0, 10, 20]],
@@ -73,7 +68,6 @@ def paths(value: Any, known: dict[str, str], at: str = "") -> dict[str, list[Any
 
 def printed(which: str, folder: Path) -> Any:
     Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128}).save(folder / "c.json")
-    (folder / "e.json").write_text(json.dumps({"rows": [BENCHED]}))
     (folder / "rank_00000.json").write_text(json.dumps(TRACE))
     argv = {
         "plan": ["plan", *GRID, "--cluster", "h100", "--gpus-per-node", "1"],
@@ -84,7 +78,6 @@ def printed(which: str, folder: Path) -> Any:
         "show --schedule": ["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
         "show --sharding": ["show", "--sharding", "900,90x4", "--cp", "4"],
         "show --transfer": ["show", "--transfer", str(folder / "c.json")],
-        "show --bench": ["show", "--bench", str(folder / "e.json"), "--cluster", "h100"],
         "trace": ["trace", str(folder)],
         "diagnose": ["diagnose", str(folder)],
         "verify": ["verify", str(folder)],
@@ -104,7 +97,7 @@ def schema(which: str) -> dict[str, str]:
     [
         "plan", "plan --model", "plan --auto", "explain", "show for a grid", "show --schedule",
         "show --sharding", "show --transfer",
-        "show --bench", "trace", "diagnose", "verify",
+        "trace", "diagnose", "verify",
     ],
 )  # fmt: skip
 def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:

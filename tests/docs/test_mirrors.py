@@ -11,15 +11,14 @@ import pytest
 
 import commgrid.errors
 import megatron_adapter.errors
-from commgrid import GridSpec, SpecError, cli
 from commgrid.errors import CommGridError
-from commgrid.planning import groups, spec
+from commgrid.planning import groups
+from commgrid.planning.options import OPTIONS, REGION_OPTIONS, ROW_OPTIONS
+from tests.docs import generate
 from tests.docs.pages import DOCS, ROOT, entries, sections
 
 ARCHITECTURE = DOCS / "architecture.md"
 COMMANDS, YAML, ERRORS = (DOCS / f"{name}.md" for name in ("command_line", "yaml", "errors"))
-COMMON = "Describing the grid"
-FLAG = r"`(--?[a-z][\w-]*)"
 CLASSES = [
     one
     for module in (commgrid.errors, megatron_adapter.errors)
@@ -28,26 +27,17 @@ CLASSES = [
 ]
 
 
-def flags(command: str) -> set[str]:
-    parser = cli._parsers()[1][command]
-    every = {flag for action in parser._actions for flag in action.option_strings}
-    return every - {"-h", "--help", "--output"}
+@pytest.mark.parametrize("page", generate.PAGES, ids=lambda page: page.name)
+def test_tables_are_made_from_the_source(page: Path) -> None:
+    """`python tests/docs/generate.py` writes them."""
+    text = page.read_text(encoding="utf-8")
+    assert generate.made(text) == text
 
 
-def test_commands() -> None:
-    listed = entries(COMMANDS, r"^\| \[`commgrid (\w+)`\]")
-    assert sorted(listed) == sorted(cli._parsers()[1])
-    every = set[str]().union(*map(flags, listed))
-    assert set(entries(COMMANDS, FLAG + "[ `]", COMMON)) <= every
-
-
-@pytest.mark.parametrize("command", cli._parsers()[1])
-def test_flags_of_a_command(command: str) -> None:
-    section = f"`commgrid {command}`"
-    told = {*entries(COMMANDS, FLAG, section), *entries(COMMANDS, FLAG, COMMON)}
-    rows = " ".join(entries(COMMANDS, r"^\| `-.*", section))
-    assert flags(command) <= told
-    assert set(re.findall(FLAG + "[ `]", rows)) <= flags(command)
+def test_every_table_is_on_a_page() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in generate.PAGES)
+    missing = [t for t in generate.tables() if f"<!-- made from the source: {t} -->" not in pages]
+    assert missing == []
 
 
 def test_variables_that_the_code_reads() -> None:
@@ -70,23 +60,16 @@ def test_commands_of_the_adapter() -> None:
 
 def keys_of_a_file() -> list[str]:
     """Every key of a grid's YAML, as the page heads it."""
-    with pytest.raises(SpecError) as raised:
-        GridSpec.from_dict({"axes": {"dp": 1}, "regions": {"expert": {"?": 1}}})
-    of_region = re.search(r"expected (\w+) and (\w+)$", str(raised.value))
-    assert of_region
     return [
-        *spec._KEYS,
-        *(f"regions.NAME.{key}" for key in of_region.groups()),
-        *(f"groups.NAME.{key}" for key in groups._ENTRY_KEYS),
+        *OPTIONS,
+        *(f"regions.NAME.{key}" for key in REGION_OPTIONS),
+        *(f"groups.NAME.{key}" for key in ROW_OPTIONS),
     ]
 
 
-def test_keys_of_a_file_have_a_type_and_a_default() -> None:
+def test_keys_of_a_file_have_a_section() -> None:
     shown = {heading.strip("`") for heading in sections(YAML) if heading.startswith("`")}
     assert shown == set(keys_of_a_file())
-    for key in shown:
-        assert entries(YAML, r"^\| type \| .+ \|$", f"`{key}`"), key
-        assert entries(YAML, r"^\| default \| .+ \|$", f"`{key}`"), key
 
 
 def test_nccl_options() -> None:

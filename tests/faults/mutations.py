@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from commgrid.advisor.cluster import CLUSTERS
-from commgrid.advisor.models import MODELS
+from commgrid.advisor.model import MODELS
 from commgrid.planning.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]

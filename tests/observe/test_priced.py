@@ -13,8 +13,7 @@ from commgrid.advisor.cluster import CLUSTERS
 from commgrid.advisor.collectives import collective_time
 from commgrid.advisor.config import ParallelConfig
 from commgrid.advisor.model import Model
-from commgrid.advisor.step import step_cost
-from commgrid.advisor.traffic import traffic
+from commgrid.advisor.step import step_cost, traffic
 from commgrid.observe import trace_files, traces
 from commgrid.observe.call import Call, Group
 from commgrid.observe.priced import pricer

@@ -1,0 +1,97 @@
+"""Types of flags: from a word of the command line to its value, or an error that says what fits."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from commgrid.planning.names import nearest
+
+Whole = Callable[[str], int]
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def whole(least: int | None = None) -> Whole:
+    """Whole numbers from `least` on; None: any."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = None
+        if number is None or (least is not None and number < least):
+            least_one = "" if least is None else f" from {least} on"
+            raise argparse.ArgumentTypeError(f"{text}: expected a whole number{least_one}")
+        return number
+
+    return read
+
+
+def above_zero(what: str) -> Callable[[str], float]:
+    """Numbers above 0, of which an error says `what`, as `GB above 0`."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: expected {what}")
+        return number
+
+    return read
+
+
+def one_of(*words: str) -> Callable[[str], str]:
+    """One of some words."""
+
+    def read(text: str) -> str:
+        if text not in words:
+            listed = f"{', '.join(words[:-1])} or {words[-1]}"
+            raise argparse.ArgumentTypeError(f"{text}: expected {listed}{nearest(text, words)}")
+        return text
+
+    return read
+
+
+def names(text: str) -> list[str]:
+    """Names with commas between."""
+    return [name for name in text.split(",") if name]
+
+
+def pair(text: str, *, such_as: str) -> tuple[str, str]:
+    """Two words with `=` between; `such_as` is an example."""
+    first, _, second = text.partition("=")
+    if not (first and second):
+        raise argparse.ArgumentTypeError(f"{text}: expected {such_as}")
+    return first, second
+
+
+def sized(text: str) -> tuple[str, int]:
+    """A name and a whole number."""
+    name, size = pair(text, such_as="NAME=N, such as --axis node=4")
+    return name, whole()(size)
+
+
+def count_of_bytes(text: str) -> int:
+    """Bytes, as 65536, 64K or 1M."""
+    found = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text}: expected bytes, such as 65536, 64K or 1M")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def file_of(*suffixes: str) -> Callable[[str], Path]:
+    """Paths that end in one of some suffixes."""
+
+    def read(text: str) -> Path:
+        path = Path(text)
+        if path.suffix not in suffixes:
+            listed = ", ".join(suffixes)
+            raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {listed}")
+        return path
+
+    return read

@@ -1,0 +1,94 @@
+"""Tables of pages that are made from the source: the commands, their flags, the keys of a file.
+
+    python tests/docs/generate.py
+
+writes them anew, each between its two comments. A test compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from commgrid import cli
+from commgrid.cli.commands import COMMANDS
+from commgrid.planning.options import OPTIONS, REGION_OPTIONS, ROW_OPTIONS, Option
+from tests.docs.pages import DOCS
+
+PAGES = (DOCS / "command_line.md", DOCS / "yaml.md")
+_TABLE = re.compile(r"<!-- made from the source: ([^>]+) -->\n.*?<!-- end -->\n", re.DOTALL)
+_OF_A_GRID = "grid"
+
+
+def tables() -> dict[str, str]:
+    """Every table by the name that its first comment has."""
+    found = {
+        "commands": _table(
+            "command", "does",
+            ((f"[`commgrid {name}`](#commgrid-{name})", text) for name, text in COMMANDS.items()),
+        ),
+        "keys": _keys(OPTIONS),
+        "keys of a region": _keys(REGION_OPTIONS),
+        "keys of a row": _keys(ROW_OPTIONS),
+    }  # fmt: skip
+    for name, parser in cli._parsers()[1].items():
+        groups = {group.title: group for group in parser._action_groups}
+        shared = groups[_OF_A_GRID]._group_actions if _OF_A_GRID in groups else []
+        if name == "plan":
+            found["flags of a grid"] = _flags(parser, [*shared, *_json(parser)])
+        own = [a for a in parser._actions if a not in shared and "--help" not in a.option_strings]
+        found[f"flags of {name}"] = _flags(
+            parser, [a for a in own if not shared or a.dest != "json"]
+        )
+    return found
+
+
+def made(page: str) -> str:
+    """A page with its tables as they are now."""
+    found = tables()
+    return _TABLE.sub(
+        lambda at: f"<!-- made from the source: {at[1]} -->\n{found[at[1]]}<!-- end -->\n", page
+    )
+
+
+def _json(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.dest == "json"]
+
+
+def _flags(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action]) -> str:
+    formatter = parser._get_formatter()
+    rows = []
+    for action in actions:
+        value = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+        if not action.option_strings:
+            shown = f"`{value}`"
+        else:
+            takes = "" if action.nargs == 0 else f" {value}"
+            *others, last = action.option_strings
+            shown = ", ".join([*(f"`{flag}`" for flag in others), f"`{last}{takes}`"])
+        rows.append((shown.replace("|", "\\|"), formatter._expand_help(action)))
+    return _table("flag", "means", rows)
+
+
+def _keys(options: Mapping[str, Option]) -> str:
+    lines = ["| key | says | type | default |", "|---|---|---|---|"]
+    for key, option in options.items():
+        words = ", ".join(f"`{word}`" for word in option.words)
+        kind = ", or ".join(filter(None, (words, option.value)))
+        lines.append(f"| `{key}` | {option.about} | {kind} | {option.shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(first: str, second: str, rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"| {first} | {second} |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")
