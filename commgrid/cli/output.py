@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +47,8 @@ def columns() -> int | None:
     """
     if not sys.stdout.isatty():
         return None
+    import shutil  # slow to load
+
     return max(shutil.get_terminal_size().columns, NARROWEST)
 
 
@@ -71,6 +70,8 @@ def as_json(found: Mapping[str, Any]) -> str:
     >>> as_json({"world_size": 8, "loss": float("nan")})
     '{"version": 1, "world_size": 8, "loss": null}'
     """
+    import json  # slow to load, and most output is text
+
     assert "version" not in found
     return json.dumps(_finite({"version": JSON_VERSION, **found}), allow_nan=False)
 
@@ -96,8 +97,7 @@ def guarded(run: Callable[[], int]) -> int:
 @contextmanager
 def _terminated() -> Iterator[None]:
     """SIGTERM ends what runs as an exception does: through everyone's `finally`."""
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
 
@@ -105,7 +105,11 @@ def _terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
         raise SystemExit(_TERMINATED)
 
-    signal.signal(signal.SIGTERM, end)
+    try:
+        signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not in the main thread
+        yield
+        return
     try:
         yield
     finally:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commgrid.advisor.calibration import NCCL_GB, SOURCES
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.crossing import check_within, find_crossings
-from commgrid.advisor.why import Why, as_lines
-from commgrid.cli import plan_cluster, plan_options
+from commgrid.cli import plan_options
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -28,6 +27,11 @@ from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
 from commgrid.viz.figure import SUFFIXES, check_suffix
+
+if TYPE_CHECKING:  # what most plans do without, and is slow to load
+    from commgrid.advisor.cluster import Cluster
+    from commgrid.advisor.crossing import Crossing
+    from commgrid.advisor.why import Why
 
 ASKS = {
     "region": "all ranks of a group to issue collectives, asynchronous ones too, in one order on "
@@ -88,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     spec = resolve(read_spec(args), args.world_size)
     backend, cluster = _checked(args.backend or "nccl"), read_cluster(args)
     if cluster is not None:
+        from commgrid.advisor.crossing import check_within
+
         check_within(spec, cluster)
     for path in args.output:
         write_grid(path, read_spec(args), "of `commgrid plan`")
@@ -113,10 +119,14 @@ def as_json(
     spec: GridSpec, backend: str = "nccl", cluster: Cluster | None = None, *, why: bool = False
 ) -> dict[str, Any]:
     """The plan for machines."""
-    told = {"why": [each.to_dict() for each in _why(spec, backend)]} if why else {}
+    told = {"why": [asdict(each) for each in _why(spec, backend)]} if why else {}
     sizes = _group_sizes(spec)
     held, connecting = _counts(spec)
-    placed = {} if cluster is None else plan_cluster.as_json(spec, cluster)
+    placed: dict[str, Any] = {}
+    if cluster is not None:
+        from commgrid.cli import plan_cluster
+
+        placed = plan_cluster.as_json(spec, cluster)
     return {
         "world_size": spec.world_size,
         "spec": spec.to_dict(),
@@ -155,9 +165,21 @@ def as_text(
     if spec.ranks is not None:
         lines[0] += f": {spec.layout('dense').ranks.describe().removeprefix('ranks ')}"
     lines += [f"  {region}" for region in spec.regions]
-    found = {} if cluster is None else find_crossings(spec, cluster)
+    found: Mapping[str, Crossing] = {}
+    below: list[str] = []
+    if cluster is not None:
+        from commgrid.advisor.crossing import find_crossings
+        from commgrid.cli import plan_cluster
+
+        found = find_crossings(spec, cluster)
+        below = ["", *plan_cluster.as_lines(spec, cluster, found, _kinds(spec))]
+    elif spec.constraints:
+        rules = ", ".join(f"{name}={level}" for name, level in spec.constraints.items())
+        below = [
+            "", f"within {rules}: checked at start; here with --cluster or --gpus-per-node"
+        ]  # fmt: skip
     heads = f"  {'size':>7} {'groups':>8}  {'starts':<9} "
-    lines += ["", f"{heads}{plan_cluster.within('within', found)}names of one communicator"]
+    lines += ["", f"{heads}{_within('within', found)}names of one communicator"]
     small = [c for c in _kinds(spec) if c.size == 1]
     for communicator in _kinds(spec):
         if communicator.size > 1:
@@ -166,23 +188,30 @@ def as_text(
             names = ", ".join(communicator.names)
             level = found[communicator.name].level.name if found else ""
             numbers = f"  {communicator.size:7,} {count:8,}  {when:<9} "
-            lines.append(f"{numbers}{plan_cluster.within(level, found)}{names}")
+            lines.append(f"{numbers}{_within(level, found)}{names}")
     if small:
         names = ", ".join(name for c in small for name in c.names)
         numbers = f"  {1:7} {spec.world_size:8,}  {'never':<9} "
-        lines.append(f"{numbers}{plan_cluster.within('', found)}{names}")
-    if cluster is not None:
-        lines += ["", *plan_cluster.as_lines(spec, cluster, found, _kinds(spec))]
-    elif spec.constraints:
-        rules = ", ".join(f"{name}={level}" for name, level in spec.constraints.items())
-        told = f"within {rules}: checked at start; here with --cluster or --gpus-per-node"
-        lines += ["", told]
-    lines += ["", *_sockets(spec, backend, width), "", *_cost(spec)]
-    return "\n".join([*lines, *(as_lines(_why(spec, backend)) if why else ())])
+        lines.append(f"{numbers}{_within('', found)}{names}")
+    lines += [*below, "", *_sockets(spec, backend, width), "", *_cost(spec)]
+    if why:
+        from commgrid.advisor.why import as_lines
+
+        lines += as_lines(_why(spec, backend))
+    return "\n".join(lines)
+
+
+def _within(level: str, found: Mapping[str, Crossing]) -> str:
+    """The column that says which level's unit holds a whole group; nothing without a cluster."""
+    if not found:
+        return ""
+    return f"{level:<{max(len('within'), *(len(c.level.name) for c in found.values()))}}  "
 
 
 def _why(spec: GridSpec, backend: str) -> list[Why]:
     """Where each number of memory, files and threads is from."""
+    from commgrid.advisor.why import Why
+
     _, connecting = _counts(spec)
     start, most = sockets.total(_most_needed(spec, backend))
     low, high = (connecting * gb for gb in NCCL_GB)
@@ -295,11 +324,11 @@ def _sharing(spec: GridSpec) -> list[dict[str, Any]]:
     found = []
     for share, asks in ASKS.items():
         held, connects = _counts(replace(spec, share=share))
+        fewer = most - held
         saves = {
-            "communicators": most - held,
-            "connect": connecting - connects,
-            "nccl_gb": [(most - held) * gb for gb in NCCL_GB],
-        }
+            "communicators": fewer, "connect": connecting - connects,
+            "nccl_gb": [fewer * gb for gb in NCCL_GB],
+        }  # fmt: skip
         found.append(
             {"share": share, "communicators": held, "connect": connects, "saves": saves,
              "asks": asks}
@@ -315,7 +344,8 @@ def _show(choice: str | tuple[str, ...]) -> str:
     return choice if isinstance(choice, str) else ",".join(choice)
 
 
-def _plans(spec: GridSpec) -> list[GroupPlan]:
+@lru_cache(maxsize=16)  # tables and sums of one output ask again
+def _plans(spec: GridSpec) -> tuple[GroupPlan, ...]:
     """Plans of the first rank and, since picks and lists leave ranks out, of one rank for each
     position, and for each way of being in lists."""
     first = spec.grid_ranks[0]
@@ -331,7 +361,7 @@ def _plans(spec: GridSpec) -> list[GroupPlan]:
                 if held is None or position in held:
                     sizes.setdefault(rank, {})[definition.name] = len(members)
     alike = {tuple(found.items()): rank for rank, found in sizes.items()}
-    return [GroupPlan.for_rank(spec, rank) for rank in sorted({*ranks, *alike.values()})]
+    return tuple(GroupPlan.for_rank(spec, rank) for rank in sorted({*ranks, *alike.values()}))
 
 
 def _kinds(spec: GridSpec) -> list[PlannedCommunicator]:

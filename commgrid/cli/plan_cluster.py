@@ -12,13 +12,6 @@ from commgrid.planning.plan import PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 
 
-def within(level: str, found: Mapping[str, Crossing]) -> str:
-    """The column that says which level's unit holds a whole group; nothing without a cluster."""
-    if not found:
-        return ""
-    return f"{level:<{max(len('within'), *(len(c.level.name) for c in found.values()))}}  "
-
-
 def as_lines(
     spec: GridSpec,
     cluster: Cluster,

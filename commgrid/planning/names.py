@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 
 Words = Mapping[str, tuple[str, ...]]
@@ -70,5 +69,7 @@ def ambiguity(words: Words) -> tuple[str, frozenset[str], frozenset[str]] | None
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the known word most like this one, else nothing."""
+    import difflib  # slow to load, and only errors need it
+
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -21,7 +21,6 @@ from commgrid.planning.group_table import define_groups, find_name
 from commgrid.planning.groups import UNWANTED, GroupDef, GroupEntry
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS
-from commgrid.planning.presets import find_preset
 from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks
 from commgrid.planning.region import (
     AXES,
@@ -249,6 +248,8 @@ class GridSpec:
             >>> GridSpec.from_preset("hsdp", dp_shard=4).resolve(32).shape
             {'tp': 1, 'cp': 1, 'dp_shard': 4, 'dp_replicate': 8, 'pp': 1}
         """
+        from commgrid.planning.presets import find_preset  # most grids are of none
+
         preset = find_preset(name)
         config = preset.with_sizes(sizes, changes)
         try:

@@ -2,11 +2,13 @@
 
     python tests/benchmarks/startup.py --json                 # everything, some minutes
     python tests/benchmarks/startup.py --worlds 64 1024 --ranks 8
+    python tests/benchmarks/startup.py --worlds --ranks       # commands alone
 
 First on the fake backend, one process standing for one rank of 64 to 131,072 (tp 8, pp 4,
 cp 2, ep 8, etp 1): calls that create a group, distinct communicators, and seconds to plan
 and create. Then on real gloo ranks: wall time, open files and threads a rank. Each is
-measured for all of our names, and for just the names that the peer creates.
+measured for all of our names, and for just the names that the peer creates. Before them, how
+long commands take beside Python's own start.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -226,7 +229,38 @@ def plan_rows() -> Iterator[Row]:
     yield compare("plan, 1,048,576 ranks", "memory", "MB", "(no peer)", [peak], [])
 
 
+COMMANDS = {
+    "commgrid --help": ["--help"],
+    "commgrid plan --tp 8 --world-size 64": ["plan", "--tp", "8", "--world-size", "64"],
+    "commgrid plan … --cluster h100": ["plan", "--tp", "8", "--world-size", "64", "--cluster",
+                                       "h100"],
+}  # fmt: skip
+
+
+def command_rows(repeats: int) -> Iterator[Row]:
+    """Commands beside Python's own start, all from compiled files as an installed package has."""
+    with tempfile.TemporaryDirectory() as compiled:
+        environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        environ["PYTHONPYCACHEPREFIX"] = compiled
+
+        def seconds(*argv: str) -> float:
+            started = time.perf_counter()
+            subprocess.run(
+                [sys.executable, *argv], stdout=subprocess.DEVNULL, check=True, env=environ
+            )
+            return (time.perf_counter() - started) * 1e3
+
+        for case, argv in COMMANDS.items():
+            seconds("-m", "commgrid", *argv)  # which compiles
+            pairs = [
+                (seconds("-m", "commgrid", *argv), seconds("-c", "pass")) for _ in range(repeats)
+            ]
+            ours, own = map(list, zip(*pairs, strict=True))
+            yield compare(case, "time", "ms", "python -c pass", ours, own)
+
+
 def measure(args: argparse.Namespace) -> Iterator[Row]:
+    yield from command_rows(args.commands)
     yield from plan_rows()
     for world in args.worlds:
         yield from fake_rows(world, args.repeats)
@@ -244,5 +278,7 @@ if __name__ == "__main__":
                           "help": "sizes of the fake world"}),
             ("--ranks", {"type": int, "nargs": "*", "default": [8, 16, 32], "choices": list(GLOO),
                          "help": "numbers of gloo ranks"}),
+            ("--commands", {"type": int, "default": 25,
+                            "help": "repeats of each command (default 25)"}),
             ("--repeats", {"type": int, "default": 3, "help": "of each case (default 3)"}),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Habits of command lines: pipes, colours, exit codes."""
+"""Habits of command lines: pipes, exit codes, and what they load."""
 
 import os
 import signal
@@ -171,3 +171,30 @@ def test_look_ups_stand_beside_get_group() -> None:
             commgrid.size("tpp", grid="habits")
     finally:
         commgrid.shutdown()
+
+
+LOADED = """
+import sys
+from commgrid.cli import main
+assert main(sys.argv[1:]) == 0
+print(*sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "without"),
+    [
+        ("plan --tp 8 --world-size 64", "commgrid.advisor.cluster commgrid.advisor.step yaml"),
+        ("plan --tp 8 --world-size 64 --cluster h100", "commgrid.advisor.step yaml"),
+        ("explain --tp 8 --world-size 64 --rank 3", "commgrid.advisor.step yaml"),
+        ("presets", "commgrid.advisor.cluster"),
+    ],
+)
+def test_a_command_loads_what_it_uses(argv: str, without: str) -> None:
+    """Files that a command loads are most of the time it takes."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *argv.split()], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert not loaded & {"torch", *without.split()}
