@@ -26,10 +26,6 @@ Hosts = Mapping[int, int] | Sequence[int]
 """By rank, the number of the node that it runs on."""
 
 
-MOST_RANKS = 2_000_000
-"""The most ranks to place on a cluster one by one; a million take 9 s."""
-
-
 @dataclass(frozen=True)
 class Device:
     """An accelerator.
@@ -241,11 +237,6 @@ class Cluster:
         Raises:
             SpecError: it does not, with the nearest numbers that do.
         """
-        if world_size > MOST_RANKS:
-            raise SpecError(
-                f"world_size={world_size}: more than {MOST_RANKS:,} ranks are not reckoned on a "
-                "cluster, since where each of them is takes too long; leave the cluster out"
-            )
         if world_size <= self.per_node:
             return
         if world_size % self.per_node:

@@ -7,16 +7,14 @@ parallelism over 16 ranks on nodes of 8 crosses `cluster`, and its traffic the l
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from commgrid.advisor.cluster import Cluster, Hosts, Level, Span, highest, widest
+from commgrid.advisor.cluster import Cluster, Hosts, Level, highest
+from commgrid.advisor.placement import Places
 from commgrid.errors import SpecError
-from commgrid.planning.groups import GroupDef
-from commgrid.planning.layout import RankLayout
-from commgrid.planning.ranks import RankSet, RankTuple, divisors
+from commgrid.planning.ranks import RankTuple, divisors
 from commgrid.planning.spec import GridSpec
 
 
@@ -26,7 +24,7 @@ class Crossing:
 
     Args:
         name: of the groups.
-        size: ranks of the worst one.
+        size: ranks of the largest one.
         spread: as `Cluster.spread` has it: ranks in a node, nodes in a unit of the next level, …
         levels: of the cluster, the lowest first.
         at_once: how many groups of this name share the link that a unit of the level below has
@@ -89,112 +87,13 @@ def find_crossings(
     Raises:
         SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
     """
-    check_room(spec, cluster, hosts)
-    units = Units(cluster, spec, hosts)
-    known: dict[Hashable, Crossing] = {}
+    places = Places(spec, cluster, hosts)
     found = {}
-    for name, definition in spec.definitions.items():
+    for name, group in spec.definitions.items():
         if name in spec.created_names:
-            layout = spec.layouts[definition.region]
-            alike = _key(definition, layout)
-            if alike not in known:
-                known[alike] = units.crossing(definition, layout)
-            found[name] = replace(known[alike], name=name)
+            span, size = places.span(group), group.size(dict(spec.layouts[group.region].shape))
+            found[name] = Crossing(name, size, span.spread, cluster.levels, places.at_once(group))
     return found
-
-
-def check_room(spec: GridSpec, cluster: Cluster, hosts: Hosts | None) -> None:
-    """Refuse ranks that a cluster has no devices for.
-
-    Raises:
-        SpecError: they do not fill nodes, or are more than the cluster has devices.
-    """
-    if hosts is not None:
-        return
-    if spec.ranks is None:
-        cluster.check_world(spec.world_size)
-    else:
-        cluster.check_ranks(spec.grid_ranks)
-
-
-class Units:
-    """The unit of every level that each rank is in, looked up once."""
-
-    def __init__(self, cluster: Cluster, spec: GridSpec, hosts: Hosts | None) -> None:
-        self.levels = cluster.levels
-        ranks = spec.grid_ranks
-        self.unit = dict(zip(ranks, cluster.lowest_units(ranks, hosts), strict=True))
-
-    def above(self, units: Iterable[int], level: int) -> list[int]:
-        """The unit of a level that each unit of the one below is in."""
-        size = self.levels[level].size
-        return [0 if size is None else unit // size for unit in units]
-
-    def held(self, ranks: Iterable[int], level: int) -> set[int]:
-        """The units of a level that ranks are in."""
-        found = {self.unit[rank] for rank in ranks}
-        for each in range(1, level + 1):
-            found = set(self.above(found, each))
-        return found
-
-    def span(self, ranks: Iterable[int]) -> Span:
-        """As `Cluster.span`."""
-        unit = self.unit
-        return Span.of([unit[rank] for rank in ranks], self.levels)
-
-    def most_ranks(self) -> tuple[int, ...]:
-        """For each level, the most ranks that a unit has."""
-        counts, found = Counter(self.unit.values()), []
-        for level in range(len(self.levels)):
-            found.append(max(counts.values()))
-            if level + 1 < len(self.levels):
-                above: Counter[int] = Counter()
-                for unit, count in counts.items():
-                    above[self.above([unit], level + 1)[0]] += count
-                counts = above
-        return tuple(found)
-
-    def worst(self, definition: GroupDef, layout: RankLayout) -> Span:
-        """The widest of the groups of a name."""
-        return widest({self.span(ranks) for ranks in members_of(definition, layout)})
-
-    def crossing(self, definition: GroupDef, layout: RankLayout) -> Crossing:
-        """The worst group of a name, and how many share a link there."""
-        groups = list(members_of(definition, layout))
-        spreads = [self.span(ranks).spread for ranks in groups]
-        spread = max(set(spreads), key=lambda each: each[::-1])
-        worst = groups[spreads.index(spread)]
-        made = Crossing(definition.name, len(worst), spread, self.levels, 1)
-        place = made.place
-        if place == 0:
-            return made
-        sharing: Counter[int] = Counter()
-        for ranks, each in zip(groups, spreads, strict=True):
-            if each[place] > 1:
-                sharing.update(self.held(ranks, place - 1))
-        return replace(made, at_once=max(sharing.values()))
-
-
-def _key(definition: GroupDef, layout: RankLayout) -> Hashable:
-    """Names with equal keys have the same ranks: axes of size 1 change nothing."""
-    sizes = layout.shape
-    axes = tuple(axis for axis in definition.axes if sizes[axis] > 1)
-    return (definition.region, axes, definition.pick, definition.part, definition.lists)
-
-
-def members_of(definition: GroupDef, layout: RankLayout) -> Iterator[Sequence[int]]:
-    """The ranks of every group of a name; many times faster than `GroupDef.all_ranks`, in no order
-    that is promised."""
-    if not definition.is_whole:
-        yield from definition.all_ranks(layout)
-        return
-    modes = tuple(mode for name in definition.axes for mode in layout.axis(name).modes)
-    rest = (mode for a in layout.axes if a.name not in definition.axes for mode in a.modes)
-    steps = tuple(RankSet(0, modes))
-    listed = layout.listed
-    for base in RankSet(layout.offset, tuple(rest)):
-        places = [base + step for step in steps]
-        yield places if listed is None else [listed[place] for place in places]
 
 
 # -- what of it is slow -----------------------------------------------------------------
@@ -292,20 +191,18 @@ def check_within(spec: GridSpec, cluster: Cluster) -> None:
     Raises:
         SpecError: a group does, or the cluster has no such level.
     """
-    units = Units(cluster, spec, None) if spec.constraints else None
+    places = Places(spec, cluster) if spec.constraints else None
     for name, level in spec.constraints.items():
-        assert units is not None
+        assert places is not None
         try:
             place = cluster.find_level(level)
         except SpecError as error:
             raise SpecError(f"within.{name}={level!r}: {error}") from error
-        definition = spec.definitions[name]
-        for ranks in members_of(definition, spec.layouts[definition.region]):
-            held = units.held(ranks, place)
-            if len(held) > 1:
-                unit = int(cluster.unit_size(place))
-                raise SpecError(
-                    f"within.{name}={level!r}: {RankTuple(ranks).describe()}, a group of {name}, "
-                    f"lie on {len(held)} {level}s of {unit} devices; "
-                    f"{_fix(name, len(ranks), level, unit)}"
-                )
+        leaving = places.leaving(spec.definitions[name], place)
+        if leaving is not None:
+            ranks, units = leaving
+            unit = int(cluster.unit_size(place))
+            raise SpecError(
+                f"within.{name}={level!r}: {RankTuple(ranks).describe()}, a group of {name}, "
+                f"lie on {units} {level}s of {unit} devices; {_fix(name, len(ranks), level, unit)}"
+            )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from commgrid.advisor.cluster import Cluster, Hosts, Span, widest
 from commgrid.advisor.config import ORDERS, ParallelConfig
-from commgrid.advisor.crossing import Units, check_room
+from commgrid.errors import SpecError
 from commgrid.planning.groups import GroupDef
+from commgrid.planning.layout import RankLayout
 from commgrid.planning.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec
 
@@ -65,6 +67,11 @@ def spread_of(cluster: Cluster, axes: Axes, world: int) -> Spread:
 def span_of(cluster: Cluster, axes: Axes, world: int) -> Span:
     """How the groups along axes lie; arguments as of `spread_of`."""
     axes = tuple((size, stride) for size, stride in axes if size > 1)
+    return _closed(cluster, axes) or _counted(cluster, axes, world)
+
+
+def _closed(cluster: Cluster, axes: Axes) -> Span | None:
+    """Of sizes that fill units or are filled by them, so that all groups lie alike; else None."""
     found, inside = [], 1
     for level in range(len(cluster.levels)):
         unit = cluster.unit_size(level)
@@ -76,7 +83,7 @@ def span_of(cluster: Cluster, axes: Axes, world: int) -> Span:
             elif unit % stride == 0 and reach % unit == 0:
                 held *= unit // stride
             elif stride % unit:
-                return _counted(cluster, axes, world)
+                return None
         found.append(int(held) // inside)
         inside = int(held)
     return Span(tuple(found), tuple(found))
@@ -114,6 +121,133 @@ def _between(axes: Axes, world: int) -> Iterator[Mode]:
     yield Mode(max(world // stride, 1), stride)
 
 
+class Places:
+    """Where the ranks of a grid are.
+
+    In closed form where ranks are numbered as devices and a group has all ranks along its axes,
+    else by counting, rank by rank.
+
+    Args:
+        spec: a resolved one, in any order and over any ranks.
+        cluster: what its ranks run on.
+        hosts: by rank, the number of the node it runs on; None: rank // nodes' size.
+
+    Raises:
+        SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
+    """
+
+    def __init__(self, spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> None:
+        if hosts is None and spec.ranks is None:
+            cluster.check_world(spec.world_size)
+        elif hosts is None:
+            cluster.check_ranks(spec.grid_ranks)
+        self.spec, self.cluster, self.hosts = spec, cluster, hosts
+        self._is_numbered = hosts is None and spec.ranks is None
+        self._known: dict[Hashable, tuple[Span, int]] = {}
+        self._unit_of: dict[int, dict[int, int]] = {}
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """For each level, the most of the grid's ranks that a unit has."""
+        levels = range(len(self.cluster.levels))
+        if self._is_numbered:
+            return tuple(
+                int(min(self.cluster.unit_size(level), self.spec.world_size)) for level in levels
+            )
+        return tuple(max(Counter(self._units(level).values()).values()) for level in levels)
+
+    def span(self, group: GroupDef) -> Span:
+        """How the groups of a name lie; the one that crosses most counts."""
+        return self._lies(group)[0]
+
+    def at_once(self, group: GroupDef) -> int:
+        """How many groups of a name share the link that a unit of the level below has to the
+        others of the highest level they cross."""
+        return self._lies(group)[1]
+
+    def leaving(self, group: GroupDef, level: int) -> tuple[Sequence[int], int] | None:
+        """The ranks of a group that is in several units of a level, and how many; None: none is."""
+        if self.span(group).place <= level:
+            return None
+        unit = self._units(level)
+        for ranks in members_of(group, self.spec.layouts[group.region]):
+            if len(units := {unit[rank] for rank in ranks}) > 1:
+                return ranks, len(units)
+        raise AssertionError("a group that crosses a level has ranks in two of its units")
+
+    def _lies(self, group: GroupDef) -> tuple[Span, int]:
+        layout = self.spec.layouts[group.region]
+        # Names with equal keys have the same ranks, since axes of size 1 change nothing.
+        axes = tuple(axis for axis in group.axes if layout.shape[axis] > 1)
+        key = (group.region, axes, group.pick, group.part, group.lists)
+        if key not in self._known:
+            self._known[key] = self._found(replace(group, axes=axes), layout)
+        return self._known[key]
+
+    def _found(self, group: GroupDef, layout: RankLayout) -> tuple[Span, int]:
+        if self._is_numbered and group.is_whole:
+            modes = tuple(mode for axis in group.axes for mode in layout.axis(axis).modes)
+            span = _closed(self.cluster, modes)
+            if span is not None:
+                below = max(span.place - 1, 0)
+                together = math.prod(span.spread[: span.place])
+                return span, self.held[below] // together if span.place else 1
+        unit = self._units(0)
+        groups = list(members_of(group, layout))
+        spans = [Span.of([unit[rank] for rank in ranks], self.cluster.levels) for ranks in groups]
+        span = widest(set(spans))
+        if span.place == 0:
+            return span, 1
+        below, sharing = span.place - 1, Counter[int]()
+        unit = self._units(below)
+        for ranks, each in zip(groups, spans, strict=True):
+            if each.spread[span.place] > 1:
+                sharing.update({unit[rank] for rank in ranks})
+        return span, max(sharing.values())
+
+    def _units(self, level: int) -> dict[int, int]:
+        """The unit of a level that each rank is in.
+
+        Raises:
+            SpecError: there are too many ranks to look up.
+        """
+        if level not in self._unit_of:
+            self._unit_of[level] = self._looked_up(level)
+        return self._unit_of[level]
+
+    def _looked_up(self, level: int) -> dict[int, int]:
+        ranks = self.spec.grid_ranks
+        if len(ranks) > MOST_COUNTED:
+            raise SpecError(
+                f"world_size={len(ranks)}: more than {MOST_COUNTED:,} ranks are not counted one by "
+                "one, as these groups need; leave the cluster out"
+            )
+        if level == 0:
+            return dict(zip(ranks, self.cluster.lowest_units(ranks, self.hosts), strict=True))
+        size = self.cluster.levels[level].size
+        below = self._units(level - 1)
+        return {rank: 0 if size is None else unit // size for rank, unit in below.items()}
+
+
+MOST_COUNTED = 2_000_000
+"""The most ranks to look up one by one; a million take 9 s."""
+
+
+def members_of(definition: GroupDef, layout: RankLayout) -> Iterator[Sequence[int]]:
+    """The ranks of every group of a name; many times faster than `GroupDef.all_ranks`, in no order
+    that is promised."""
+    if not definition.is_whole:
+        yield from definition.all_ranks(layout)
+        return
+    modes = tuple(mode for name in definition.axes for mode in layout.axis(name).modes)
+    rest = (mode for a in layout.axes if a.name not in definition.axes for mode in a.modes)
+    steps = tuple(RankSet(0, modes))
+    listed = layout.listed
+    for base in RankSet(layout.offset, tuple(rest)):
+        places = [base + step for step in steps]
+        yield places if listed is None else [listed[place] for place in places]
+
+
 def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Placement:
     """The placement of a grid.
 
@@ -125,8 +259,7 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
     Raises:
         SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
     """
-    check_room(spec, cluster, hosts)
-    units = None if spec.ranks is None and hosts is None else Units(cluster, spec, hosts)
+    places, shape = Places(spec, cluster, hosts), spec.shape
     data = tuple(axis for axis in spec.regions[0].axes if axis.startswith("dp"))
     groups = [GroupDef(axis, "dense", (axis,)) for axis in ("tp", "cp", "pp", "dp_replicate")]
     groups += [GroupDef(axis, "expert", (axis,)) for axis in ("etp", "ep", "edp")]
@@ -134,7 +267,6 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
         GroupDef("dp_cp", "dense", (*data, "cp")),
         GroupDef("dp_shard_cp", "dense", ("dp_shard", "cp")),
     ]
-    shape = spec.shape
     if "edp" in shape and shape.get("dp_replicate", 1) > 1:
         # Shards of experts: of edp the ranks that are not copies, which an inner axis puts first.
         inner = data.index("dp_shard") < data.index("dp_replicate")
@@ -143,25 +275,10 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
     found: dict[str, Span] = {}
     for group in groups:
         layout = spec.layouts.get(group.region)
-        if layout is None:
-            continue
-        axes = tuple(axis for axis in group.axes if axis in layout.shape)
-        definition = replace(group, axes=axes)
-        if units is not None or group.part is not None:
-            units = units or Units(cluster, spec, hosts)
-            found[group.name] = units.worst(definition, layout)
-        else:
-            modes = tuple(mode for axis in axes for mode in layout.axis(axis).modes)
-            found[group.name] = span_of(cluster, modes, spec.world_size)
-    held = _held(cluster, spec.world_size) if units is None else units.most_ranks()
-    return Placement(found, held)
-
-
-def _held(cluster: Cluster, world_size: int) -> tuple[int, ...]:
-    """Of ranks that fill one unit after another."""
-    return tuple(
-        int(min(cluster.unit_size(level), world_size)) for level in range(len(cluster.levels))
-    )
+        if layout is not None:
+            axes = tuple(axis for axis in group.axes if axis in layout.shape)
+            found[group.name] = places.span(replace(group, axes=axes))
+    return Placement(found, places.held)
 
 
 def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:
@@ -183,4 +300,7 @@ def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:
         axes["edp"] = ((config.edp, etp * ep if first else etp * ep * pp),)
     world = config.world_size
     spans = {name: span_of(cluster, along, world) for name, along in axes.items()}
-    return Placement(spans, _held(cluster, world))
+    held = (
+        int(min(cluster.unit_size(level), world)) for level in range(len(cluster.levels))
+    )  # fmt: skip
+    return Placement(spans, tuple(held))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from commgrid.advisor.crossing import members_of
+from commgrid.advisor.placement import members_of
 from commgrid.errors import SpecError
 from commgrid.planning.constraints import order_by_host
 from commgrid.planning.options import BY_HOST, BY_RANK

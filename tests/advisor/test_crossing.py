@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from commgrid import GridSpec, SpecError
-from commgrid.advisor import crossing as crossings
-from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level, Span, find_cluster, nodes_of
+from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level, find_cluster, nodes_of
 from commgrid.advisor.crossing import find_crossings, warnings
 
 H100 = CLUSTERS["h100"]
@@ -64,7 +63,7 @@ def random_cluster(draw: random.Random) -> Cluster:
 def test_random_grids_on_random_clusters_equal_counting() -> None:
     draw = random.Random(20)
     crossed = 0
-    for _ in range(40):
+    for _ in range(120):
         sizes: Any = {axis: draw.choice([1, 2, 2, 3, 4]) for axis in ("tp", "cp", "dp", "pp")}
         groups: dict[str, Any] = {"ends": {"of": "dp_tp", "pick": ["first", "last"]}}
         if sizes["dp"] % 2 == 0:
@@ -89,26 +88,26 @@ def test_random_grids_on_random_clusters_equal_counting() -> None:
             assert crossing.level is cluster.levels[crossing.place]
             assert crossing.spread in {cluster.spread(ranks, hosts) for ranks in every}
             crossed += crossing.place > 0
-    assert crossed > 130
+    assert crossed > 390
 
 
-def test_each_of_16384_ranks_is_looked_up_once_for_names_of_equal_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Counted, since a clock tells of the machine."""
-    spread, looked_up = crossings.Units.span, []
+def test_groups_that_lie_alike_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million ranks on nodes of 8 no unit is looked up; of racks of 72 each rank once."""
+    looked_up = []
+    units = Cluster.lowest_units
 
-    def counting(units: Any, ranks: Sequence[int]) -> Span:
+    def counting(cluster: Cluster, ranks: Sequence[int], hosts: Any = None) -> list[int]:
         looked_up.append(len(ranks))
-        return spread(units, ranks)
+        return units(cluster, ranks, hosts)
 
-    monkeypatch.setattr(crossings.Units, "span", counting)
+    monkeypatch.setattr(Cluster, "lowest_units", counting)
+    spec = GridSpec.build(tp=8, pp=16, cp=2, ep=8, etp=1).resolve(2**20)
+    found = find_crossings(spec, H100)
+    assert looked_up == []
+    assert (found["dp"].spread, found["dp"].at_once) == ((1, 4096), 8)
     spec = GridSpec.build(tp=8, pp=16, cp=2, ep=8, etp=1).resolve(16384)
-    found = find_crossings(spec, CLUSTERS["gb200"])  # racks of 72: groups lie differently
-    different = {crossings._key(spec.definitions[n], spec.layouts[spec.definitions[n].region])
-                 for n in found}  # fmt: skip
-    assert len(different) < len(found)
-    assert sum(looked_up) <= 16384 * len(different)
+    found = find_crossings(spec, CLUSTERS["gb200"])
+    assert looked_up == [16384]
     assert set(found) == set(spec.definitions)
     assert found["tp"].describe() == "4 ranks of each of 2 nodes; 1 group at once on a node's link"
 
@@ -272,6 +271,9 @@ def test_a_launcher_that_does_not_say_is_an_error(environ: dict[str, str], said:
         Cluster.from_launcher(environ=environ)
 
 
-def test_more_ranks_than_can_be_placed_are_refused_at_once() -> None:
-    with pytest.raises(SpecError, match="more than 2,000,000 ranks are not reckoned"):
-        CLUSTERS["h100"].check_world(10**9)
+def test_more_ranks_than_can_be_counted_are_refused_at_once() -> None:
+    """Of tp 3 on nodes of 8 each group is looked at; of tp 8 any number of ranks has a place."""
+    with pytest.raises(SpecError, match="more than 2,000,000 ranks are not counted one by one"):
+        find_crossings(GridSpec.build(tp=3).resolve(3_000_000), H100)
+    found = find_crossings(GridSpec.build(tp=8).resolve(10**9), H100)
+    assert found["dp"].spread == (1, 125_000_000)
