@@ -45,14 +45,19 @@ def draw_costs(fitted: Sequence[Measured], others: Sequence[Measured], cluster: 
     for axes in panels[len(collectives) :]:
         axes.set_axis_off()
     panels[0].legend(frameon=False)
-    figure.suptitle(
-        "full dots: fitted to; rings: not; lines: the model",
-        x=0.02,
-        ha="left",
-        fontsize=9,
-        color=INK,
-    )
+    _legend(figure, bool(others))
     return figure
+
+
+def _legend(figure: Figure, has_others: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=INK, linewidth=1.2, label="fitted")]
+    for face, label in ((INK, "measured"), (PAPER, "measured, not fitted to"))[: 1 + has_others]:
+        dot = Line2D([], [], linestyle="", marker="o", color=INK, markersize=4.5, label=label)
+        dot.set_markerfacecolor(face)
+        handles.append(dot)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
 def _draw_one(

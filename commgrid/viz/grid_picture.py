@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MOST_PER_ROW = 8  # cells of a node that stand side by side
 _GAP = 0.45  # between nodes, in cells
 _NUMBERED = 128  # above so many ranks only the first of each row has its number
-_PANEL = 4.6  # inches
+_PANEL = 5.0  # inches
 _LINE = 0.84  # where a line starts in a cell, from its top
 _COLOURED = 256  # above so many ranks only one rank's groups stand out
 _LINKS = 64  # members of a group that lines join
@@ -61,7 +61,7 @@ def place(view: GridView) -> Places:
 
 
 def draw_grid(view: GridView) -> Figure:
-    """A panel for each name that the view shows.
+    """A panel for each name that the view shows, one below the other, as a narrow page has room.
 
     Where the view has a rank, its group stands out in every panel and lines join its members, red
     where they leave a node; else that is done for the first group that leaves one. Of many ranks
@@ -70,17 +70,13 @@ def draw_grid(view: GridView) -> Figure:
     if view.rank is None and view.spec.world_size > _COLOURED:
         view = replace(view, rank=view.spec.grid_ranks[0])
     places = place(view)
-    columns = 2 if len(view.shown) == 4 else min(len(view.shown), 3)
-    rows = math.ceil(len(view.shown) / columns)
     tall = _PANEL * places.extent[1] / places.extent[0]
     title = 0.55 + 0.2 * max(view.describe(name).count("; ") for name in view.shown)
-    figure = new_figure(_PANEL * columns, max(rows * (tall + title), 1.6) + 0.6)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
-    for axes, name in zip(panels, view.shown, strict=False):
+    count = len(view.shown)
+    figure = new_figure(_PANEL, max(count * (tall + title), 1.6) + 0.6)
+    for axes, name in zip(figure.subplots(count, squeeze=False).flat, view.shown, strict=True):
         _panel(axes, view, places, name)
-    for axes in figure.axes[len(view.shown) :]:
-        axes.set_axis_off()
-    figure.suptitle(_title(view), fontsize=11, ha="center")
+    figure.suptitle(_title(view), fontsize=9.5, ha="center")
     return figure
 
 

@@ -40,23 +40,26 @@ def draw_schedule(
     """
     schedule = simulation.schedule
     rows = 1 if measured is None else 2
-    figure = new_figure(11.0, rows * (0.9 + 0.34 * schedule.num_stages) + 0.5)
+    width = min(max(6.4, simulation.makespan / 6), 11.0)
+    figure = new_figure(width, rows * (0.9 + 0.34 * schedule.num_stages) + 0.5)
     panels = list(figure.subplots(rows, 1, squeeze=False).flat)
-    live, bubble = max(simulation.peak_live), f"{simulation.bubble_fraction:.1%}"
-    title = (
-        f"{schedule.name}, as planned: bubble {bubble} of ideal time, at most {live} live "
-        f"microbatch{'es' if live > 1 else ''} a stage"
-    )
+    live = max(simulation.peak_live)
+    most = f"{live} live microbatch{'es' if live > 1 else ''} a stage"
+    title = f"{schedule.name}: {_bubble(simulation)}, at most {most}"
     _panel(panels[0], schedule, simulation.spans, title, "time, in forwards of a chunk")
     if measured is not None:
         _check(schedule, measured)
         begin = min(start for start, _ in measured.values())
         spans = {a: (start - begin, end - begin) for a, (start, end) in measured.items()}
         run = Simulation(schedule, spans, simulation.peak_live)
-        title = f"as it ran: bubble {run.bubble_fraction:.1%} of ideal time"
+        title = f"as it ran: {_bubble(run)}"
         _panel(panels[1], schedule, spans, title, "seconds")
     _legend(figure, schedule)
     return figure
+
+
+def _bubble(simulation: Simulation) -> str:
+    return f"{simulation.bubble_fraction * 100:.3g} % bubble"
 
 
 def _check(schedule: Schedule, measured: Mapping[Computation, Span]) -> None:

@@ -20,7 +20,7 @@ _SHADES = dict(zip(PARTS, (5, 7, 0, 2, 4, 3, 1, 8), strict=True))
 def draw_steps(rows: Sequence[StepCost]) -> Figure:
     """A bar for each grid, its parts side by side, the time and the memory behind it."""
     first = rows[0]
-    figure = new_figure(8.4, 0.42 * len(rows) + 1.7)
+    figure = new_figure(6.4, 0.42 * len(rows) + 1.7)
     axes = figure.subplots()
     longest = max(step.seconds for step in rows)
     shown = [part for part in PARTS if any(s.parts[part] > 1e-3 * longest for s in rows)]
@@ -44,7 +44,7 @@ def draw_steps(rows: Sequence[StepCost]) -> Figure:
     axes.set_xlabel("seconds of a step")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(left=False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     axes.set_title(
         f"{first.model.name} on {first.config.world_size:,} devices of {first.cluster.name}",
         loc="left",

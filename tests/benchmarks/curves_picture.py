@@ -92,6 +92,8 @@ def difference(one: Curve, other: Curve) -> float | None:
 
 def draw_curves(curves: Sequence[Curve]) -> Figure:
     """One plot; the legend says how far each curve is from the first."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = new_figure(8.0, 4.4)
     axes = figure.subplots()
     for number, curve in enumerate(curves):
@@ -105,6 +107,7 @@ def draw_curves(curves: Sequence[Curve]) -> Figure:
             curve.steps, curve.losses, _STYLES[number % len(_STYLES)], label=label,
             color=colour(5 - number), linewidth=2.0,
         )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("loss, mean over tokens")
     axes.grid(alpha=0.25)

@@ -68,7 +68,7 @@ def test_a_schedules_bars_are_its_spans() -> None:
         assert bars == {
             (a.stage, round(s, 6), round(e - s, 6)) for a, (s, e) in found.spans.items()
         }
-    assert "bubble 12.5% of ideal time" in figure.axes[0].get_title(loc="left")
+    assert "12.5 % bubble" in figure.axes[0].get_title(loc="left")
 
 
 def test_measured_spans_come_from_the_files_of_all_stages(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_measured_spans_come_from_the_files_of_all_stages(tmp_path: Path) -> Non
     picture = tmp_path / "run.svg"
     flags = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "-o", str(picture)]
     assert main(["show", *flags, "--spans", *map(str, paths)]) == 0
-    assert "as it ran: bubble" in picture.read_text()
+    assert "as it ran: " in picture.read_text()
     with pytest.raises(SpecError, match="the measured spans lack B0 of stage 1, unlike schedule"):
         draw_schedule(simulate(schedule), read_spans(paths[:1], schedule))
     paths[0].write_text('{"stage": 0, "action": "W0", "start": 0, "end": 1}\n')
