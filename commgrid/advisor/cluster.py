@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from commgrid.advisor.fit import Fit, fits_from
 from commgrid.errors import SpecError
 from commgrid.planning.checks import above_zero, check_keys, flag, named
 from commgrid.planning.names import nearest
-from commgrid.planning.yaml_io import load_yaml
+from commgrid.planning.yaml_io import Table, load_yaml
 
 Hosts = Mapping[int, int] | Sequence[int]
 """By rank, the number of the node that it runs on."""
@@ -459,57 +458,10 @@ _DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
 _LEVEL = ("name", "size", "gb_per_s", "latency_us", "measured")
 
 
-def _cluster(name: str, source: str, device: Device, *levels: Level) -> Cluster:
-    return Cluster(name, device, levels, source)
-
-
-_GB = 1e9
-_US = 1e-6
-_ESTIMATED = "latencies are estimates"
-_ALL = (
-    _cluster(
-        "a100",
-        "NVIDIA DGX A100 80GB datasheet: NVLink 600 GB/s both ways, 8 adapters of 200 Gb/s; "
-        f"{_ESTIMATED}",
-        Device("A100-80GB", 312e12, 80 * _GB, 2039 * _GB),
-        Level("node", 8, 300 * _GB, 3 * _US),
-        Level("cluster", None, 25 * _GB, 8 * _US),
-    ),
-    _cluster(
-        "h100",
-        "NVIDIA DGX H100 datasheet: NVLink 900 GB/s both ways, 8 adapters of 400 Gb/s; "
-        f"{_ESTIMATED}",
-        Device("H100-80GB", 989e12, 80 * _GB, 3350 * _GB),
-        Level("node", 8, 450 * _GB, 3 * _US),
-        Level("cluster", None, 50 * _GB, 8 * _US),
-    ),
-    _cluster(
-        "b200",
-        "NVIDIA DGX B200 datasheet: NVLink 1,800 GB/s both ways, 8 adapters of 400 Gb/s; "
-        f"{_ESTIMATED}",
-        Device("B200-180GB", 2250e12, 180 * _GB, 8000 * _GB),
-        Level("node", 8, 900 * _GB, 3 * _US),
-        Level("cluster", None, 50 * _GB, 8 * _US),
-    ),
-    _cluster(
-        "gb200",
-        "NVIDIA GB200 NVL72 datasheet: 18 trays of 4 in one NVLink domain, 1,800 GB/s both ways; "
-        f"an adapter of 400 Gb/s a GPU; {_ESTIMATED}",
-        Device("GB200-186GB", 2500e12, 186 * _GB, 8000 * _GB),
-        Level("node", 4, 900 * _GB, 3 * _US),
-        Level("rack", 18, 900 * _GB, 3 * _US),
-        Level("cluster", None, 50 * _GB, 8 * _US),
-    ),
-    _cluster(
-        "cpu",
-        "one CPU box with a process a core over gloo's loopback: orders of magnitude, not "
-        "measurements; `commgrid bench` measures yours",
-        Device("CPU core", 50e9, 4 * _GB, 5 * _GB),
-        Level("node", None, 1 * _GB, 50 * _US),
-    ),
-)
-
-CLUSTERS: Mapping[str, Cluster] = MappingProxyType({cluster.name: cluster for cluster in _ALL})
+CLUSTERS = Table(
+    "cluster ", Path(__file__).with_name("clusters.yaml"),
+    lambda name, row: Cluster.from_dict({"name": name, **row}),
+)  # fmt: skip
 """The built-in ones, by name."""
 
 
@@ -519,11 +471,4 @@ def find_cluster(given: str) -> Cluster:
     Raises:
         SpecError: there is neither, or the file describes none.
     """
-    if given in CLUSTERS:
-        return CLUSTERS[given]
-    if given.endswith((".yaml", ".yml")) or "/" in given:
-        return Cluster.from_yaml(given)
-    raise SpecError(
-        f"cluster {given!r}: expected one of {', '.join(CLUSTERS)}, or the path of a YAML file"
-        f"{nearest(given, CLUSTERS)}"
-    )
+    return CLUSTERS.find(given, Cluster.from_yaml)

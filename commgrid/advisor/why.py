@@ -58,10 +58,6 @@ class Why:
     formula: str
     source: str
 
-    def to_dict(self) -> dict[str, str]:
-        return {"name": self.name, "value": self.value, "formula": self.formula,
-                "source": self.source}  # fmt: skip
-
 
 def as_lines(found: Sequence[Why]) -> list[str]:
     """Where each number is from, as lines."""

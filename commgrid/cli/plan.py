@@ -268,15 +268,9 @@ def _sockets_json(spec: GridSpec, backend: str) -> dict[str, Any]:
     needs = _most_needed(spec, backend)
     start, most = sockets.total(needs)
     return {
-        "backend": backend,
-        "start": start.to_dict(),
-        "most": most.to_dict(),
-        "world": sockets.of_world(spec.world_size, backend).to_dict(),
-        "groups": [
-            {"names": list(n.names), "size": n.size, "start": n.start.to_dict(),
-             "most": n.most.to_dict()}
-            for n in needs
-        ],
+        "backend": backend, "start": asdict(start), "most": asdict(most),
+        "world": asdict(sockets.of_world(spec.world_size, backend)),
+        "groups": [asdict(need) for need in needs],
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from commgrid.advisor.cluster import Cluster
@@ -398,4 +398,4 @@ def _found_json(found: Found, top: int) -> dict[str, Any]:
 
 
 def _why_json(args: argparse.Namespace, cost: StepCost) -> dict[str, Any]:
-    return {"why": [each.to_dict() for each in why(cost)]} if args.why else {}
+    return {"why": [asdict(each) for each in why(cost)]} if args.why else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from commgrid.errors import SpecError
@@ -96,22 +96,7 @@ class GridDiff:
 
     def to_dict(self) -> dict[str, Any]:
         """The same for machines."""
-        return {
-            "ranks": list(self.ranks),
-            "axes": {axis: list(sizes) for axis, sizes in self.axes.items()},
-            "orders": {region: list(orders) for region, orders in self.orders.items()},
-            "same": list(self.same),
-            "changed": [
-                {"name": c.name, "sizes": list(c.sizes), "moved": c.moved, "rank": c.rank,
-                 "before": list(c.before), "after": list(c.after)}
-                for c in self.changed
-            ],
-            "gone": list(self.gone),
-            "new": list(self.new),
-            "options": {name: list(pair) for name, pair in self.options.items()},
-            "communicators": list(self.communicators),
-            "connecting": list(self.connecting),
-        }  # fmt: skip
+        return asdict(self)
 
 
 def compare(before: GridSpec, after: GridSpec) -> GridDiff:

@@ -11,16 +11,15 @@ ranks; sizes are laid over it, and it prints as YAML to start one's own from.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
-from commgrid.planning.yaml_io import changed, load_yaml
+from commgrid.planning.yaml_io import Table, changed
 
 
 @dataclass(frozen=True)
@@ -89,31 +88,13 @@ class Preset:
         return made
 
 
-class _Presets(Mapping[str, Preset]):
-    """All of them by name, read from `presets.yaml` on first use."""
-
-    @cached_property
-    def _all(self) -> dict[str, Preset]:
-        rows = load_yaml(Path(__file__).with_name("presets.yaml"))
-        return {
-            name: Preset(
-                name, row["summary"], row["source"], MappingProxyType(row["spec"]),
-                tuple(row["drops_ones"]) if "drops_ones" in row else None,
-            )
-            for name, row in rows.items()
-        }  # fmt: skip
-
-    def __getitem__(self, name: str) -> Preset:
-        return self._all[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
+def _preset(name: str, row: Mapping[str, Any]) -> Preset:
+    drops_ones = tuple(row["drops_ones"]) if "drops_ones" in row else None
+    config = MappingProxyType(row["spec"])
+    return Preset(name, row["summary"], row["source"], config, drops_ones)
 
 
-PRESETS: Mapping[str, Preset] = _Presets()
+PRESETS = Table("preset=", Path(__file__).with_name("presets.yaml"), _preset)
 """All of them, by name."""
 
 
@@ -123,8 +104,4 @@ def find_preset(name: str) -> Preset:
     Raises:
         SpecError: there is none.
     """
-    if not isinstance(name, str) or name not in PRESETS:
-        raise SpecError(
-            f"preset={name!r}: expected one of {', '.join(PRESETS)}{nearest(str(name), PRESETS)}"
-        )
-    return PRESETS[name]
+    return PRESETS.find(name)

@@ -54,9 +54,6 @@ class Need:
             self.threads + other.threads,
         )
 
-    def to_dict(self) -> dict[str, int]:
-        return {"files": self.files, "connections": self.connections, "threads": self.threads}
-
 
 _STORE = Need(files=1, connections=1)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from commgrid.errors import SpecError
+from commgrid.planning.names import nearest
+
+T = TypeVar("T")
 
 
 class NotYamlError(ValueError):
@@ -60,6 +64,52 @@ def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, A
         kind = "nothing" if loaded is None else type(loaded).__name__
         raise SpecError(f"expected a mapping such as `{such_as}`, found {kind}")
     return loaded
+
+
+class Table(Mapping[str, T]):
+    """What a YAML file beside the code holds, by name, read on first use.
+
+    Args:
+        what: messages call one of them, such as `model `.
+        path: of the file, a mapping of names to mappings.
+        make: one of them, from its name and its mapping.
+    """
+
+    def __init__(self, what: str, path: Path, make: Callable[[str, Mapping[str, Any]], T]) -> None:
+        self._what, self._path, self._make = what, path, make
+
+    @cached_property
+    def _all(self) -> dict[str, T]:
+        return {name: self._make(name, row) for name, row in load_yaml(self._path).items()}
+
+    def __getitem__(self, name: str) -> T:
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def find(self, given: str, from_yaml: Callable[[str], T] | None = None) -> T:
+        """The one of a name, or of a file.
+
+        Args:
+            given: its name, or where files do as well, a path.
+            from_yaml: what reads a file; None: files do not.
+
+        Raises:
+            SpecError: there is none, or the file describes none.
+        """
+        if isinstance(given, str) and given in self:
+            return self[given]
+        if from_yaml is not None and (given.endswith((".yaml", ".yml")) or "/" in given):
+            return from_yaml(given)
+        file = "" if from_yaml is None else ", or the path of a YAML file"
+        raise SpecError(
+            f"{self._what}{given!r}: expected one of {', '.join(self)}{file}"
+            f"{nearest(str(given), self)}"
+        )
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

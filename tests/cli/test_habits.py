@@ -185,7 +185,7 @@ print(*sys.modules)
     ("argv", "without"),
     [
         ("plan --tp 8 --world-size 64", "commgrid.advisor.cluster commgrid.advisor.step yaml"),
-        ("plan --tp 8 --world-size 64 --cluster h100", "commgrid.advisor.step yaml"),
+        ("plan --tp 8 --world-size 64 --cluster h100", "commgrid.advisor.step"),
         ("explain --tp 8 --world-size 64 --rank 3", "commgrid.advisor.step yaml"),
         ("presets", "commgrid.advisor.cluster"),
     ],
