@@ -18,7 +18,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from commgrid.errors import GridNotInitializedError, SpecError
-from commgrid.planning.groups import GroupOptions
+from commgrid.planning.group_rows import GroupOptions
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.names import nearest
 from commgrid.planning.ranks import as_index

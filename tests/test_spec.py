@@ -1,5 +1,6 @@
 """GridSpec: orders, regions, the groups table, and the way through dicts and YAML."""
 
+import dataclasses
 from inspect import signature
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 import commgrid
 from commgrid import GridSpec, SpecError, UnknownGroupError
 from commgrid.planning.names import ambiguity
+from commgrid.planning.options import OPTIONS
 from commgrid.planning.ranks import divisors
 
 DESIGN_YAML = """
@@ -209,3 +211,12 @@ def test_initialize_takes_what_a_spec_is_built_from_with_the_same_defaults() -> 
     ours = signature(commgrid.initialize).parameters
     for name, parameter in signature(GridSpec.build).parameters.items():
         assert ours[name].default == parameter.default, name
+        if name in OPTIONS and name != "axes":
+            assert parameter.default == OPTIONS[name].default, name
+    fields = {field.name: field.default for field in dataclasses.fields(GridSpec)}
+    given = {key: option for key, option in OPTIONS.items() if key in fields and key != "regions"}
+    assert {key: option.default for key, option in given.items()} == {
+        key: fields[key] or None
+        for key in given  # () stands for none
+    }
+    assert OPTIONS.keys() - given.keys() == {"axes", "order", "regions"}

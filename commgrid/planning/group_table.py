@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from commgrid.errors import SpecError
 from commgrid.planning import names
-from commgrid.planning.groups import GroupDef, GroupEntry
+from commgrid.planning.group_rows import GroupEntry
+from commgrid.planning.groups import GroupDef
 
 Sizes = Mapping[str, Mapping[str, int]]
 """Region to axis to size."""

@@ -13,7 +13,8 @@ from functools import cached_property
 
 from commgrid.errors import NotInGridError, SpecError
 from commgrid.planning import summary
-from commgrid.planning.groups import GroupDef, GroupOptions
+from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.groups import GroupDef
 from commgrid.planning.ranks import Ranks, as_index
 from commgrid.planning.spec import GridSpec
 

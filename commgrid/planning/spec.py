@@ -17,8 +17,9 @@ from typing import Any
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.planning import names, summary
 from commgrid.planning.constraints import check_place, parse_within
+from commgrid.planning.group_rows import UNWANTED, GroupEntry
 from commgrid.planning.group_table import define_groups, find_name
-from commgrid.planning.groups import UNWANTED, GroupDef, GroupEntry
+from commgrid.planning.groups import GroupDef
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS
 from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks

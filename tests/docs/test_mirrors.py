@@ -12,7 +12,7 @@ import pytest
 import commgrid.errors
 import megatron_adapter.errors
 from commgrid.errors import CommGridError
-from commgrid.planning import groups
+from commgrid.planning.group_rows import NCCL_OPTIONS
 from commgrid.planning.options import OPTIONS, REGION_OPTIONS, ROW_OPTIONS
 from tests.docs import generate
 from tests.docs.pages import DOCS, ROOT, entries, sections
@@ -76,7 +76,7 @@ def test_nccl_options() -> None:
     rows = entries(YAML, r"^\| `(\w+)` \| (?:bool|int|str) \|", "`groups.NAME.nccl`")
     kinds = entries(YAML, r"^\| `\w+` \| (bool|int|str) \|", "`groups.NAME.nccl`")
     assert list(zip(rows, kinds, strict=True)) == [
-        (name, kind.__name__) for name, kind in groups.NCCL_OPTIONS.items()
+        (name, kind.__name__) for name, kind in NCCL_OPTIONS.items()
     ]
 
 
