@@ -1,6 +1,6 @@
 """The time of collectives and redistributions on a cluster.
 
-`Cluster.spread` gives the ranks of a group by level: (8, 4) are 8 ranks in each of
+`Cluster.span` gives the ranks of a group by level: (8, 4) are 8 ranks in each of
 4 nodes. Every form takes each level's own latency and bandwidth. A hop over a level takes the
 level's latency; what its devices send goes at the level's bandwidth, each over its own links.
 
@@ -46,11 +46,11 @@ def collective_time(
     Args:
         collective: one of `COLLECTIVES`.
         size: bytes, as nccl-tests counts them; see `COLLECTIVES`.
-        spread: ranks of the group by level, from `Cluster.spread`.
+        spread: ranks of the group by level: `narrow` of `Cluster.span`.
         cluster: with the latency and bandwidth of each level.
         algorithm: `ring`, `tree`, `hierarchical`, or `pairwise` (all-to-all) and `direct`
-            (send/receive); None: the cheapest that the collective has, or where the cluster has
-            fits of the levels (`commgrid bench -o`), these, level by level.
+            (send/receive); None: the cheapest that the collective has. If a crossed level was
+            measured (`commgrid bench -o`), its fit counts, level by level.
 
     Raises:
         SpecError: an unknown collective, an algorithm that it does not have, a negative size, or a
@@ -78,15 +78,16 @@ def collective_time(
     forms = _FORMS[collective]
     if algorithm is not None:
         return forms[algorithm](size, spread, cluster.levels)
+    if collective == "send_recv":
+        return _on_level(collective, size, spread[crossed[-1]], crossed[-1], cluster)
+    cheapest = math.inf
     if collective in _LEVEL_BY_LEVEL or len(crossed) == 1:
         cheapest = _hierarchical(collective, size, spread, cluster)
-        # Where a level was measured, what the forms say of its latency and bandwidth counts less.
-        if any(
-            fit.level == cluster.levels[place].name for fit in cluster.fits for place in crossed
-        ):
+        parts = ("all_reduce", "reduce_scatter", "all_gather")
+        used = parts if collective == "all_reduce" and len(crossed) > 1 else (collective,)
+        names = [cluster.levels[place].name for place in crossed]
+        if any(fit.collective in used and fit.level in names for fit in cluster.fits):
             return cheapest
-    else:
-        cheapest = math.inf
     return min(cheapest, *(form(size, spread, cluster.levels) for form in forms.values()))
 
 
@@ -154,7 +155,7 @@ def _check(collective: str, size: float, spread: Spread, cluster: Cluster) -> No
         names = ", ".join(level.name for level in cluster.levels)
         raise SpecError(
             f"spread={tuple(spread)!r}: expected a number from 1 on for each level of cluster "
-            f"{cluster.name!r} ({names}), as its spread(ranks) gives"
+            f"{cluster.name!r} ({names}), as its span(ranks).narrow gives"
         )
 
 
@@ -171,7 +172,7 @@ def _hops(spread: Spread, levels: Levels) -> float:
 
 
 def _climb(spread: Spread, levels: Levels) -> float:
-    """Latency from the leaves of a tree in every unit, and of one over units, to its root."""
+    """Latency from leaf to root of a tree, within units and then across them."""
     return sum(
         math.ceil(math.log2(n)) * level.latency for n, level in zip(spread, levels, strict=True)
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from commgrid.advisor.cluster import Cluster, Hosts, Level, highest
 from commgrid.advisor.placement import Places
@@ -27,8 +26,8 @@ class Crossing:
         size: ranks of the largest one.
         spread: as `Cluster.spread` has it: ranks in a node, nodes in a unit of the next level, …
         levels: of the cluster, the lowest first.
-        at_once: how many groups of this name share the link that a unit of the level below has
-            to the others of the level it crosses, as training runs them: all at once.
+        at_once: groups that use one node's (or rack's) link to the others at the same time, as
+            training runs them.
 
     Example:
         >>> from commgrid.advisor.cluster import CLUSTERS
@@ -68,7 +67,8 @@ class Crossing:
             for count, below in zip(self.spread[1:], self.levels, strict=False)
             if count > 1
         ]
-        ranks = f"{self.spread[0]} rank{'s' * (self.spread[0] > 1)}"
+        most = "up to " * (math.prod(self.spread) != self.size)
+        ranks = f"{most}{self.spread[0]} rank{'s' * (self.spread[0] > 1)}"
         groups = f"{self.at_once} group{'s' * (self.at_once > 1)}"
         unit = self.levels[self.place - 1].name
         return f"{ranks}{''.join(each)}; {groups} at once on a {unit}'s link"
@@ -131,51 +131,62 @@ devices, so that tp=8 stays within one
         crossing = found.get(axis)
         if crossing is None or crossing.place == 0:
             continue
-        below = crossing.place - 1
-        fast, slow = cluster.levels[below].bandwidth, crossing.bandwidth
+        # The largest units below with the fastest links are where it should be.
+        speeds = [level.bandwidth for level in cluster.levels[: crossing.place]]
+        at = max(range(len(speeds)), key=lambda place: (speeds[place], place))
+        fast, slow = speeds[at], crossing.bandwidth
         if slow >= fast:  # NaN, where speeds are not known, is not
             continue
-        unit = int(cluster.unit_size(below))
-        inner = _inner(spec, axis)
+        unit, inner = int(cluster.unit_size(at)), _inner(spec, axis)
         if inner and math.prod(inner.values()) * crossing.size > unit:
             continue  # it cannot fit beside tensor parallelism, which comes first
-        what = cluster.levels[below].name
+        what = cluster.levels[at].name
         over = (
             f"goes between {what}s"
             if math.isnan(fast)
             else f"goes over {slow / 1e9:g} GB/s instead of {fast / 1e9:g}"
         )
-        spans = f"{axis} spans {_count(crossing, below)}: {traffic} {over}"
-        told.append(f"{spans}; {_fix(axis, crossing.size, what, unit, inner)}")
+        count = math.prod(crossing.spread[at + 1 :])
+        fix = _fix(spec, (axis,), crossing.size, what, unit, inner)
+        told.append(f"{axis} spans {count} {what}s: {traffic} {over}; {fix}")
     return told
 
 
-def _count(crossing: Crossing, below: int) -> str:
-    count = math.prod(crossing.spread[below + 1 :])
-    return f"{count} {crossing.levels[below].name}s"
-
-
 def _inner(spec: GridSpec, axis: str) -> dict[str, int]:
-    """The axis that ranks which share a layer are nearest along, and its size, before this one."""
+    """The axis that should vary faster than this one, and its size."""
     first = {"cp": "tp", "ep": "etp"}.get(axis)
     return {} if first is None else {first: spec.shape.get(first, 1)}
 
 
 def _fix(
-    axis: str, size: int, what: str, unit: int, inner: Mapping[str, int] = MappingProxyType({})
+    spec: GridSpec,
+    axes: tuple[str, ...],
+    size: int,
+    what: str,
+    unit: int,
+    inner: Mapping[str, int],
 ) -> str:
-    """How a group comes to fit a unit of so many devices, inside which `inner` varies faster."""
-    before = math.prod(inner.values())
+    """How a group along axes comes to fit a unit of so many devices, inside which `inner` varies
+    faster."""
+    if len(axes) != 1:
+        return f"a {what} has {unit} devices: give {' and '.join(axes) or 'it'} fewer ranks"
+    (axis,), before = axes, math.prod(inner.values())
+    known = "".join(f"{name}={n} · " for name, n in inner.items() if n > 1)
     if size * before > unit:
-        most = max(n for n in divisors(unit) if size % n == 0)
-        return f"a {what} has {unit} devices, so that {axis}={most} stays within one"
+        fits = [n for n in divisors(unit) if unit % (n * before) == 0 and n > 1]
+        best = max((n for n in fits if size % n == 0), default=max(fits, default=0))
+        if not best:
+            return f"put {axis} earlier in order"
+        return f"a {what} has {unit} devices, so that {known}{axis}={best} stays within one"
     if unit % (size * before):
-        known = "".join(f"{name}={n} · " for name, n in inner.items() if n > 1)
         near = [n for n in divisors(unit // before) if unit % (n * before) == 0]
         fits = [n for n in near if n < size][-1:] + [n for n in near if n > size][:1]
         instead = f"; {axis}={' or '.join(map(str, fits))} does" if fits else ""
         return f"{known}{axis}={size} does not divide a {what}'s {unit} devices{instead}"
-    return f"{size} ranks fit a {what} of {unit} devices: put {axis} earlier in order"
+    fits_one = f"{size} ranks fit a {what} of {unit} devices"
+    if spec.ranks is not None:
+        return f"{fits_one}: list ranks that begin where one does"
+    return f"{fits_one}: put {axis} earlier in order"
 
 
 # -- what must not cross ----------------------------------------------------------------
@@ -201,8 +212,13 @@ def check_within(spec: GridSpec, cluster: Cluster) -> None:
         leaving = places.leaving(spec.definitions[name], place)
         if leaving is not None:
             ranks, units = leaving
-            unit = int(cluster.unit_size(place))
+            unit, group = int(cluster.unit_size(place)), spec.definitions[name]
+            layout = spec.layouts[group.region]
+            axes = list(layout.shape)
+            faster = axes[: axes.index(group.axes[0])] if len(group.axes) == 1 else []
+            inner = {axis: layout.shape[axis] for axis in faster}
+            fix = _fix(spec, group.axes, len(ranks), level, unit, inner)
             raise SpecError(
                 f"within.{name}={level!r}: {RankTuple(ranks).describe()}, a group of {name}, "
-                f"lie on {units} {level}s of {unit} devices; {_fix(name, len(ranks), level, unit)}"
+                f"lie on {units} {level}s of {unit} devices; {fix}"
             )

@@ -76,16 +76,12 @@ class Machine:
     layers: dict[Hashable, LayerCost] = field(default_factory=dict, compare=False, repr=False)
     times: dict[Hashable, float] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def links(self) -> float:
-        """Reached share of a stated bandwidth; 1 for a cluster whose source is no datasheet."""
-        return self.calibration.network if "datasheet" in self.cluster.source else 1.0
-
     @cached_property
     def reached(self) -> Cluster:
-        """The cluster with the bandwidth that is reached; measured levels and fits stay."""
+        """The cluster with the bandwidth that is reached of a stated one; measured levels stay."""
+        share = self.calibration.network
         levels = (
-            level if level.measured else replace(level, bandwidth=level.bandwidth * self.links)
+            level if level.measured else replace(level, bandwidth=level.bandwidth * share)
             for level in self.cluster.levels
         )
         return replace(self.cluster, levels=tuple(levels))

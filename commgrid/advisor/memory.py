@@ -9,6 +9,8 @@ matrix, so that gated, grouped-query and expert layers are counted too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from commgrid.advisor.calibration import NCCL_GB, RESERVED_GB
 from commgrid.advisor.config import ParallelConfig
@@ -24,24 +26,40 @@ MEMORY_PARTS = (
 """The parts of a rank's memory."""
 
 
+class Held(NamedTuple):
+    """One thing in a rank's memory.
+
+    Args:
+        part: one of `MEMORY_PARTS`.
+        what: in words.
+        number: how many of them.
+        each: bytes of one.
+    """
+
+    part: str
+    what: str
+    number: float
+    each: float
+
+
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that the rank which needs most holds."""
+    """Bytes that the rank which needs most holds; `parts` and `total` are sums of `terms`."""
 
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    communicators: float
-    reserved: float
+    terms: tuple[Held, ...]
 
-    @property
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Bytes by part."""
+        found = dict.fromkeys(MEMORY_PARTS, 0.0)
+        for term in self.terms:
+            found[term.part] += term.number * term.each
+        return found
+
+    @cached_property
     def total(self) -> float:
         """All of it."""
-        return (
-            self.weights + self.gradients + self.optimizer
-            + self.activations + self.communicators + self.reserved
-        )  # fmt: skip
+        return sum(self.parts.values())
 
 
 def parameters_of_rank(
@@ -97,17 +115,16 @@ def layer_activations(model: Model, config: ParallelConfig, recompute: str | Non
 def memory_of(model: Model, config: ParallelConfig) -> Memory:
     """Memory of the fullest rank: one of the first stage, of the next, or of the last."""
     first, most, last = config.stage_layers(model)
-    layer = layer_activations(model, config)
     in_flight = config.in_flight(model)
     if config.pp == 1:
-        return _of_stage(model, config, most, 2 - model.tied, layer * most * in_flight, True)
+        return _of_stage(model, config, most, 2 - model.tied, most * in_flight, True)
     after = max(in_flight - config.pp + 1, 1)
     stages = [
-        _of_stage(model, config, first, 1, layer * first * in_flight),
-        _of_stage(model, config, last, 1, layer * last * after, True),
+        _of_stage(model, config, first, 1, first * in_flight),
+        _of_stage(model, config, last, 1, last * after, True),
     ]
     if config.pp > 2 and most > first:
-        kept = layer * most * max(in_flight - 1, 1)
+        kept = most * max(in_flight - 1, 1)
         stages.append(_of_stage(model, config, most, 0, kept))
     return max(stages, key=lambda memory: memory.total)
 
@@ -123,25 +140,46 @@ def communicators_of(config: ParallelConfig) -> int:
 def _of_stage(
     model: Model, config: ParallelConfig, layers: int, ends: int, kept: float, output: bool = False
 ) -> Memory:
-    """Of a stage's rank that keeps so many bytes of its layers' activations."""
+    """Of a stage's rank.
+
+    Args:
+        layers: of the stage.
+        ends: how many of embedding and output layer it holds.
+        kept: how many times one layer and microbatch it keeps activations.
+        output: whether it computes the loss.
+    """
     experts, rest = parameters_of_rank(model, config, layers, ends)
-    all_of_it = experts + rest
-    shared = all_of_it
-    if config.zero_stage:
-        shared = rest / config.shard_size + experts / config.expert_shard_size
-    held, gathered = all_of_it, 0.0
-    if config.zero_stage == 3:  # and the layer that is computed, whole
-        held, gathered = shared, WEIGHT * all_of_it / layers
-    if config.recompute == "full":  # what one layer needs while it is computed again
-        kept += layer_activations(model, config, "none")
-    if output:  # logits in 16 bits, and in 32 for the loss
+    sharded = {"dense": rest / config.shard_size, "experts": experts / config.expert_shard_size}
+    whole = {"dense": rest, "experts": experts}
+    held = sharded if config.zero_stage == 3 else whole
+    states = sharded if config.zero_stage else whole
+    terms = [
+        Held(part, what.format(kind), number, each)
+        for kind in ("dense", "experts")
+        if whole[kind]
+        for part, what, number, each in (
+            ("weights", "{} parameters, in 16 bits", held[kind], WEIGHT),
+            ("gradients", "{} parameters", held[kind], config.gradient_bytes),
+            ("optimizer", "{} parameters, in 32 bits, and Adam's moments", states[kind],
+             MASTER + MOMENTS),
+        )
+    ]  # fmt: skip
+    if config.zero_stage == 3:
+        terms.append(
+            Held("weights", "parameters of a layer, gathered", sum(whole.values()) / layers, WEIGHT)
+        )
+    layer = layer_activations(model, config)
+    terms.append(Held("activations", "layers and microbatches in flight", kept, layer))
+    if config.recompute == "full":
+        again = layer_activations(model, config, "none")
+        terms.append(Held("activations", "layer, while it is computed again", 1, again))
+    if output:
         tokens = config.microbatch * model.sequence / config.cp
-        kept += tokens * model.vocabulary * 6 / config.tp
-    return Memory(
-        weights=WEIGHT * held + gathered,
-        gradients=config.gradient_bytes * held,
-        optimizer=(MASTER + MOMENTS) * shared,
-        activations=kept,
-        communicators=communicators_of(config) * sum(NCCL_GB) / 2 * 1e9,
-        reserved=RESERVED_GB * 1e9,
-    )
+        logits = tokens * model.vocabulary / config.tp
+        terms.append(Held("activations", "logits, in 16 bits, and in 32 for the loss", logits, 6))
+    connected = sum(NCCL_GB) / 2 * 1e9
+    return Memory((
+        *terms,
+        Held("communicators", "that a step uses", communicators_of(config), connected),
+        Held("reserved", "CUDA context and libraries", 1, RESERVED_GB * 1e9),
+    ))  # fmt: skip

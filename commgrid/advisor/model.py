@@ -123,7 +123,9 @@ class Model:
         if not isinstance(config["name"], str | int):
             raise SpecError(f"name={config['name']!r}: expected a name")
         given: dict[str, Any] = dict(config)
-        return cls(**{**given, "name": str(given["name"]), "source": str(given.get("source", ""))})
+        return cls(
+            **{**given, "name": str(given["name"]), "source": str(given.get("source") or "")}
+        )
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Model:
@@ -177,26 +179,28 @@ class Model:
 
     @cached_property
     def dense_parameters(self) -> int:
-        """Of one layer's MLP; of an expert layer, of the part for all tokens."""
+        """Of one layer's MLP; in a layer with experts, of the shared expert and the router."""
         if not self.experts:
             return self._matrices * self.hidden * self.width
         return self._matrices * self.hidden * self.shared_ffn + self.hidden * self.experts
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Of one expert."""
-        return self._matrices * self.hidden * self.expert_width if self.experts else 0
+        """Of one expert, its biases among them."""
+        if not self.experts:
+            return 0
+        biases = (self._matrices - 1) * self.expert_width + self.hidden if self.biases else 0
+        return self._matrices * self.hidden * self.expert_width + biases
 
     @cached_property
     def small_parameters(self) -> int:
         """Of one layer's norms and biases."""
         if not self.biases:
             return 2 * self.hidden
-        return (
-            4 * self.hidden
-            + self.head * (self.heads + 2 * self.num_kv_heads)
-            + (2 * self.hidden + (2 if self.gated else 1) * self.width)
-        )
+        width = self.shared_ffn if self.experts else self.width
+        mlp = (self._matrices - 1) * width + self.hidden if width else 0
+        attention = self.head * (self.heads + 2 * self.num_kv_heads) + self.hidden
+        return 4 * self.hidden + attention + mlp
 
     @cached_property
     def layer_parameters(self) -> int:
@@ -225,7 +229,7 @@ class Model:
     @cached_property
     def matrix_flops(self) -> float:
         """Of one token's forward through the matrices of one layer: two for each parameter."""
-        routed = self.top_k * self.expert_parameters
+        routed = self.top_k * self._matrices * self.hidden * self.expert_width
         return 2.0 * (self.attention_parameters + self.dense_parameters + routed)
 
     @cached_property

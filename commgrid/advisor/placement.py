@@ -161,8 +161,7 @@ class Places:
         return self._lies(group)[0]
 
     def at_once(self, group: GroupDef) -> int:
-        """How many groups of a name share the link that a unit of the level below has to the
-        others of the highest level they cross."""
+        """How many groups of a name use the same link of a node, or of what they cross, at once."""
         return self._lies(group)[1]
 
     def leaving(self, group: GroupDef, level: int) -> tuple[Sequence[int], int] | None:
@@ -268,9 +267,13 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
         GroupDef("dp_shard_cp", "dense", ("dp_shard", "cp")),
     ]
     if "edp" in shape and shape.get("dp_replicate", 1) > 1:
-        # Shards of experts: of edp the ranks that are not copies, which an inner axis puts first.
-        inner = data.index("dp_shard") < data.index("dp_replicate")
-        part = (shape["edp"] // shape["dp_replicate"], 1) if inner else None
+        if data.index("dp_shard") > data.index("dp_replicate"):
+            raise SpecError(
+                f"order={spec.order}: experts of one copy are then not next to each other, which a "
+                "step's model does not know; put dp_shard before dp_replicate"
+            )
+        # Shards of experts: of edp the ranks that are not copies.
+        part = (shape["edp"] // shape["dp_replicate"], 1)
         groups.append(GroupDef("edp_shard", "expert", ("edp",), part=part))
     found: dict[str, Span] = {}
     for group in groups:
@@ -298,6 +301,12 @@ def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:
         axes["etp"] = ((etp, 1),)
         axes["ep"] = ((ep, etp),)
         axes["edp"] = ((config.edp, etp * ep if first else etp * ep * pp),)
+    if (copies := config.dp_replicate) > 1:  # the shards vary faster
+        shard = dp // copies
+        axes["dp_replicate"] = ((copies, dp_stride * shard),)
+        axes["dp_shard_cp"] = ((shard, dp_stride), (cp, tp))
+        if "edp" in axes:
+            axes["edp_shard"] = ((config.expert_shard_size, axes["edp"][0][1]),)
     world = config.world_size
     spans = {name: span_of(cluster, along, world) for name, along in axes.items()}
     held = (

@@ -76,7 +76,7 @@ def redistribution_time(
     Args:
         before, after: placements, as in `redistribution`.
         size: bytes of the whole tensor.
-        spread: ranks of the axis's group by level, from `Cluster.spread`.
+        spread: ranks of the axis's group by level: `narrow` of `Cluster.span`.
         cluster: with the latency and bandwidth of each level.
 
     >>> from commgrid.advisor.cluster import CLUSTERS

@@ -12,7 +12,7 @@ from commgrid.advisor.calibration import CALIBRATION, Calibration
 from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.config import HEADROOM, ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.advisor.layer import Job, Machine, layer_cost
-from commgrid.advisor.memory import MEMORY_PARTS, Memory, memory_of
+from commgrid.advisor.memory import Memory, memory_of
 from commgrid.advisor.model import Model
 from commgrid.advisor.placement import Placement, of_config
 from commgrid.advisor.step import StepCost, step_cost
@@ -229,7 +229,7 @@ class _Search:
         if least.refusal(self.job.model) is not None:
             return True  # then nothing is known of it
         memory = memory_of(self.job.model, least)
-        if memory.total - memory.activations <= self.job.limit:
+        if memory.total - memory.parts["activations"] <= self.job.limit:
             return True
         self._note(least, memory)
         return False
@@ -374,7 +374,7 @@ def _refuse(searching: _Search) -> NoReturn:
     if searching.smallest is None:
         raise SpecError(f"{where}: no grid is valid{_cause(searching)}; {would}")
     config, memory = searching.smallest
-    parts = {name: getattr(memory, name) for name in MEMORY_PARTS}
+    parts = memory.parts
     largest = max(parts, key=lambda name: parts[name])
     raise SpecError(
         f"{where}: no grid fits in {job.limit / 1e9:.0f} GB; the nearest, {describe(config)} with "

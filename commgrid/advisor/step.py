@@ -79,6 +79,7 @@ class StepCost:
         placement: of the grid's ranks on the cluster.
         terms: what the slowest stage does.
         memory: of the rank that needs most.
+        calibration: the constants that it was reckoned with.
     """
 
     model: Model
@@ -87,6 +88,7 @@ class StepCost:
     placement: Placement
     terms: tuple[Term, ...]
     memory: Memory
+    calibration: Calibration = CALIBRATION
 
     @cached_property
     def seconds(self) -> float:
@@ -140,7 +142,7 @@ def step_cost(
     job = Job(model, config, machine, placement or of_config(config, cluster))
     terms = tuple(_terms(job, layer_cost(job)))
     memory = memory or memory_of(model, config)
-    return StepCost(model, config, cluster, job.placement, terms, memory)
+    return StepCost(model, config, cluster, job.placement, terms, memory, machine.calibration)
 
 
 def _terms(job: Job, layer: LayerCost) -> Iterator[Term]:

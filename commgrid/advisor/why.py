@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from commgrid.advisor.calibration import CALIBRATION, NCCL_GB, SOURCES, Calibration
+from commgrid.advisor.calibration import SOURCES
 from commgrid.advisor.cluster import highest
-from commgrid.advisor.config import RECOMPUTE
-from commgrid.advisor.layer import Machine
-from commgrid.advisor.memory import communicators_of, layer_activations, parameters_of_rank
+from commgrid.advisor.config import RECOMPUTE, ParallelConfig
 from commgrid.advisor.step import PARTS, StepCost
+from commgrid.planning.summary import several
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -40,7 +39,7 @@ _SOURCES = {
     "bubble": f"{_NARAYANAN}, section 2.2; the pipeline simulator agrees",
     "pp": f"{_NARAYANAN}, section 4.1; none is hidden",
     "tp": f"{_KORTHIKANTI}, section 4.2.2; none is hidden",
-    "cp": "Liu et al. 2023, arXiv 2310.01889: what attention does not hide of a ring",
+    "cp": "Liu et al. 2023, arXiv 2310.01889: the part of a ring that attention does not hide",
     "ep": "DeepEP's dispatch: copies of a token in a node, and one for each further node; all "
     "experts get as many tokens, none is hidden",
     "dp": f"{_ZERO}, section 7",
@@ -69,13 +68,23 @@ def as_lines(found: Sequence[Why]) -> list[str]:
     return lines
 
 
-def why(cost: StepCost, calibration: Calibration = CALIBRATION) -> tuple[Why, ...]:
+_MEMORY_SOURCES = {
+    "weights": f"{_ZERO}, section 3.1",
+    "gradients": f"{_ZERO}, section 3.1; Megatron sums in fp32",
+    "optimizer": f"{_ZERO}, sections 3.1 and 5",
+    "activations": f"{_KORTHIKANTI}, table 2 and section 4.2.3",
+    "communicators": SOURCES["nccl"],
+    "reserved": SOURCES["reserved"],
+}
+
+
+def why(cost: StepCost) -> tuple[Why, ...]:
     """All numbers of a step's time and memory, in the order in which they are printed."""
     return (
         *_of_step(cost),
         *_of_time(cost),
         *_of_memory(cost),
-        *_constants(cost, calibration),
+        *_constants(cost),
     )
 
 
@@ -107,7 +116,7 @@ def _of_time(cost: StepCost) -> Iterator[Why]:
         if term.group:
             level = cost.cluster.levels[highest(term.spread)]
             formula += (
-                f", {term.collective} of {term.bytes / 1e6:.4g} MB on {term.group}, over "
+                f", {term.collective} of {_bytes(term.bytes)} on {term.group}, over "
                 f"{level.bandwidth / 1e9:.0f} GB/s of a {level.name}"
             )
             source = f"{source}; {_FORMS}"
@@ -115,49 +124,27 @@ def _of_time(cost: StepCost) -> Iterator[Why]:
 
 
 def _of_memory(cost: StepCost) -> Iterator[Why]:
-    model, config, memory = cost.model, cost.config, cost.memory
-    layers = config.stage_layers(model).most
-    experts, rest = parameters_of_rank(model, config, layers, 1)
-    held = f"{(experts + rest) / 1e9:.3f} billion parameters ({layers} layers"
-    held += f", split over tp {config.tp})" if config.tp > 1 else ")"
-    yield Why("memory", _gb(memory.total), "the sum of the parts below, of the fullest rank", "")
-    shared = ", shared over dp · cp" if config.zero_stage == 3 else ""
+    """A line for each term: how many, and the bytes of each."""
     yield Why(
-        "weights", _gb(memory.weights), f"2 bytes · about {held}{shared}", f"{_ZERO}, section 3.1"
+        "memory", _gb(cost.memory.total), "the sum of the parts below, of the fullest rank", ""
     )
-    yield Why(
-        "gradients",
-        _gb(memory.gradients),
-        f"{config.gradient_bytes} bytes · the same{shared}",
-        f"{_ZERO}, section 3.1; Megatron sums in fp32",
-    )
-    shared = "" if config.zero_stage == 0 else f" / (dp · cp = {config.dp * config.cp})"
-    yield Why(
-        "optimizer state",
-        _gb(memory.optimizer),
-        f"12 bytes · the same{shared}: fp32 weights and Adam's two moments",
-        f"{_ZERO}, sections 3.1 and 5",
-    )
-    yield Why(
-        "activations",
-        _gb(memory.activations),
-        f"{layer_activations(model, config) / 1e9:.3f} GB a layer and microbatch "
-        f"(recompute={config.recompute}) · up to {layers} layers · "
-        f"{config.in_flight(model):.1f} microbatches in flight",
-        f"{_KORTHIKANTI}, table 2 and section 4.2.3",
-    )
-    yield Why(
-        "communicators",
-        _gb(memory.communicators),
-        f"{communicators_of(config)} that a step uses · {sum(NCCL_GB) / 2:.2f} GB, the middle of "
-        f"{NCCL_GB[0]} to {NCCL_GB[1]}",
-        SOURCES["nccl"],
-    )
-    yield Why("reserved", _gb(memory.reserved), "a constant", SOURCES["reserved"])
+    for term in cost.memory.terms:
+        formula = f"{term.what}: {_number(term.number)} · {_bytes(term.each)}"
+        name = "optimizer state" if term.part == "optimizer" else term.part
+        source = _MEMORY_SOURCES[term.part]
+        yield Why(name, _gb(term.number * term.each), formula, source)
 
 
-def _constants(cost: StepCost, calibration: Calibration) -> Iterator[Why]:
-    cluster = cost.cluster
+def _number(number: float) -> str:
+    return f"{number / 1e9:.6g} billion" if number >= 1e9 else f"{number:,.6g}"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e6:,.6g} MB" if count >= 1e6 else f"{count:g} bytes"
+
+
+def _constants(cost: StepCost) -> Iterator[Why]:
+    cluster, calibration = cost.cluster, cost.calibration
     known = cluster.device.name in dict(calibration.gemm)
     yield Why(
         "share of the peak",
@@ -168,8 +155,9 @@ def _constants(cost: StepCost, calibration: Calibration) -> Iterator[Why]:
     if cost.model.attention == "flash":
         yield Why("share of the peak", f"{calibration.flash}", "of attention", SOURCES["flash"])
     yield Why("share of memory", f"{calibration.memory}", "of kernels", SOURCES["memory"])
-    links = Machine(cluster, calibration).links
-    yield Why("share of links", f"{links:g}", "of collectives", SOURCES["network"])
+    for level in cluster.levels:
+        share = 1.0 if level.measured else calibration.network
+        yield Why("share of links", f"{share:g}", f"of a {level.name}'s", SOURCES["network"])
     yield Why("cluster", cluster.name, "devices, bandwidths, latencies", cluster.source)
     yield Why("model", cost.model.name, "sizes", cost.model.source or "as given")
 
@@ -241,6 +229,10 @@ def _crossing(group: str, *axes: str) -> _Reason:
     return reason
 
 
+def _shards(config: ParallelConfig) -> str:
+    return several(config.shard_size if config.zero_stage else 1, "rank")
+
+
 _REASONS: Mapping[str, _Reason] = {
     "compute": _of_compute,
     "bubble": _of_bubble,
@@ -249,5 +241,5 @@ _REASONS: Mapping[str, _Reason] = {
     "ep": _crossing("ep", "ep"),
     "pp": _crossing("pp", "pp"),
     "dp": _crossing("dp_cp", "dp", "cp"),
-    "optimizer": lambda cost, best: f" (shared by dp {cost.config.dp})",
+    "optimizer": lambda cost, best: f" (its state over {_shards(cost.config)})",
 }

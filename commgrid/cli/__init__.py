@@ -73,7 +73,7 @@ def _fail(command: str, message: str) -> int:
 
 def _write_what_it_can() -> None:
     """What standard output's encoding lacks, such as `·` in ASCII, is `?` and no traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors != "replace":
         sys.stdout.reconfigure(errors="replace")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 JSON_VERSION = 1
 """Of the JSON of all commands; it rises when a key goes or comes to mean something else."""
 
-# As a shell reports what these signals ended.
+# Exit statuses: 128 and the signal's number.
 _PIPE_CLOSED, _INTERRUPTED, _TERMINATED = 141, 130, 143
 
 NARROWEST = 20
@@ -40,7 +40,7 @@ def is_completing() -> bool:
 
 
 def columns() -> int | None:
-    """How wide text may be: on a terminal COLUMNS or its own width; elsewhere None, any.
+    """How wide text may be: on a terminal COLUMNS or its own width; elsewhere None, no limit.
 
     Output to a file or a pipe is for programs. COLUMNS does not count there: a Python that has
     loaded readline hands its terminal's on to every process that it starts.
@@ -86,7 +86,8 @@ def guarded(run: Callable[[], int]) -> int:
             with _terminated():
                 return run()
         finally:  # also of --help, which ends in SystemExit
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as with `>&-`
+                sys.stdout.flush()
     except BrokenPipeError:  # `commgrid plan … | head`
         drop_output()
         return _PIPE_CLOSED

@@ -262,7 +262,7 @@ def step_text(cost: StepCost, limit: float) -> list[str]:
     fits = "" if memory <= limit else ": does not fit"
     lines += ["", f"Memory of a rank: {memory / 1e9:.1f} GB of {limit / 1e9:.0f}{fits}"]
     for part in MEMORY_PARTS:
-        size = getattr(cost.memory, part)
+        size = cost.memory.parts[part]
         lines.append(f"  {part:28} {size / 1e9:7.1f} GB {size / memory:7.1%}")
     return [*lines, *_traffic_text(cost)]
 
@@ -378,7 +378,7 @@ def step_json(cost: StepCost) -> dict[str, Any]:
         "tokens_per_s": cost.tokens_per_second,
         "mfu": cost.mfu,
         "parts_s": cost.parts,
-        "memory_gb": {part: getattr(cost.memory, part) / 1e9 for part in MEMORY_PARTS},
+        "memory_gb": {part: size / 1e9 for part, size in cost.memory.parts.items()},
         "total_gb": cost.memory.total / 1e9,
         "sent_gb": {each.name: each.sent / 1e9 for each in traffic(cost)},
         "link_gb": {each.name: each.link / 1e9 for each in traffic(cost) if each.level},

@@ -12,7 +12,7 @@ from typing import Any
 
 from commgrid.advisor.cluster import Cluster, find_cluster
 from commgrid.cli.flags import whole
-from commgrid.cli.grid_options import new_command
+from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.observe import diagnosis, priced, trace_files, traces
@@ -25,7 +25,7 @@ _EXAMPLES = """examples:
   commgrid trace runs/trace
   commgrid trace runs/trace -o trace.html       (a page: a timeline, who waits for whom)
   commgrid trace runs/trace -o trace.json       (open it at ui.perfetto.dev)
-  commgrid trace runs/dry --cluster h100        (what each call would take, of commgrid audit --dry)
+  commgrid trace runs/dry --cluster h100        (modelled time of each call of audit --dry)
 
 The table has a line for each group, operation and place in the program, of the rank that spent most
 time there.
@@ -48,9 +48,7 @@ def add_parser(commands: Any) -> None:
         "--cluster", metavar="NAME|FILE",
         help="seconds as the cost model has them there, instead of those recorded",
     )  # fmt: skip
-    parser.add_argument(
-        "--top", type=whole(1), default=30, metavar="N", help="lines of the table (default 30)"
-    )
+    parser.add_argument("--top", type=whole(1), metavar="N", help="lines of the table (default 30)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
             f"-o {args.output}: expected a name that ends in .html, for a page, or in .json, for "
             "Perfetto"
         )
-    if args.output is not None and args.cluster is not None:
-        raise SpecError("--cluster is about the table; leave -o out")
+    if args.output is not None:
+        refuse_unused(args, ["cluster", "top"], "is about the table; leave -o out")
     found = trace_files.read(args.folder)
     if args.output is not None:
         if args.output.suffix == ".html":
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = None if args.cluster is None else find_cluster(args.cluster)
     price = None
     if cluster is not None:
-        cluster.check_world(priced.world_size(found))
+        cluster.check_ranks([priced.world_size(found) - 1])
         price = priced.pricer(cluster)
     sums = traces.summed(found, price)
     unknown = _without_price(found, price)
@@ -87,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             "without_price": unknown,
             "rows": [asdict(each) for each in sums],
         },
-        lambda: _as_text(found, sums, args.top, cluster, unknown),
+        lambda: _as_text(found, sums, args.top or 30, cluster, unknown),
     )
     return 0
 
@@ -114,7 +112,8 @@ def _as_text(
         head += f"; seconds as the cost model has them on {cluster.name}, each call by itself"
     lines = [head, "", traces.as_table(sums, top)]
     if unknown:
-        lines += ["", f"not reckoned: {', '.join(unknown)}"]
+        lines += ["", f"no cost model for: {', '.join(unknown)}"]
     if dropped := sum(trace.dropped for trace in found):
-        lines += ["", f"{dropped:,} earlier calls were not kept"]
+        more = "commgrid.trace.start(capacity=…) keeps more"
+        lines += ["", f"{dropped:,} earlier calls were not kept; {more}"]
     return "\n".join(lines)

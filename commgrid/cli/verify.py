@@ -9,6 +9,7 @@ from typing import Any
 
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
+from commgrid.errors import SpecError
 from commgrid.observe import trace_files
 from commgrid.observe.recorded import from_traces, missing, whole
 from commgrid.observe.verify import Verdict, check
@@ -23,8 +24,8 @@ _EXAMPLES = """examples:
   commgrid verify runs/trace -o why.svg             (the reason drawn; needs matplotlib)
 
 A run over gloo that came to its end may not over NCCL, where calls of one communicator run one
-after another. Exit status: 0 where all finish, 1 where ranks would wait for ever, which names the
-calls, 2 where the folder cannot be read, 3 where all finish of which there are records.
+after another. Exit status: 0: all finish; 1: ranks would wait for ever, and the calls are named;
+2: the traces cannot be read, or are incomplete; 3: ranks with records finish, others have none.
 """
 
 
@@ -54,6 +55,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_suffix(args.output, SUFFIXES)
+    if args.strict and args.backend == "gloo":
+        raise SpecError("--strict is about NCCL's guide; leave --backend gloo out")
     traces = trace_files.read(args.folder)
     absent = missing(traces)
     made = from_traces(whole(traces) if absent else traces)
@@ -65,21 +68,24 @@ def run(args: argparse.Namespace) -> int:
     judged = [*found, strict] if args.strict else found
     finishes = all(each.finishes for each in judged)
     wrong = next((each for each in (*found, strict) if not each.finishes), None)
-    if args.output is not None and wrong is not None:
+    drawn = ""
+    if args.output is not None and wrong is None:
+        drawn = f"\n\n{args.output} was not written: there is nothing to draw"
+    elif args.output is not None and wrong is not None:
         with drawing():
             save(draw_verdict(wrong), args.output)
-        give(args, lambda: {"written": f"{args.output}"}, lambda: f"wrote {args.output}")
-        return _status(finishes, absent)
+        drawn = f"\n\nwrote {args.output}"
     give(
         args,
         lambda: {
             "ranks": found[0].ranks, "calls": found[0].calls, "finishes": finishes,
             "missing": list(absent),
+            **({"written": str(args.output)} if drawn.startswith("\n\nwrote") else {}),
             "verdicts": [
                 each.as_dict() for each in (*found, strict)
             ],
         },
-        lambda: _as_text(found, strict) + _not_checked(absent) + _not_drawn(args.output),
+        lambda: _as_text(found, strict) + _not_checked(absent) + drawn,
     )  # fmt: skip
     return _status(finishes, absent)
 
@@ -113,10 +119,6 @@ def _not_checked(absent: tuple[int, ...]) -> str:
         f"\n\nnot checked: {describe_ranks(absent)} left no record (killed before it was "
         "written?); nor are the calls they take part in"
     )
-
-
-def _not_drawn(path: Path | None) -> str:
-    return "" if path is None else f"\n\n{path} was not written: there is nothing to draw"
 
 
 def _reason(verdict: Verdict) -> str:

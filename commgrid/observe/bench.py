@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level
+from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level, widest
 from commgrid.advisor.collectives import COLLECTIVES
 from commgrid.advisor.fitting import Measured
 from commgrid.collectives.objects import gathered
@@ -112,7 +112,7 @@ def bench(
         mine = next((ranks for ranks in groups if grid.rank in ranks), None)
         talks = mine is not None and (not alone or mine == groups[0])
         group = grid.get_group(name) if talks else None
-        spread = max(cluster.spread(ranks, hosts) for ranks in groups)
+        spread = widest({cluster.span(ranks, hosts) for ranks in groups}).spread
         for collective in collectives:
             first = _Call.prepare(collective, 1, len(groups[0]), group, device)
             _measure(first.run if talks else None, _CONNECT, everyone, device)

@@ -36,7 +36,7 @@ def _loaded(text: str) -> Any:
     except yaml.YAMLError as error:
         raise NotYamlError(str(error)) from error
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
-        raise NotYamlError(f"a value that is none: {error}") from error
+        raise NotYamlError(f"an invalid value: {error}") from error
 
 
 def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, Any]:
@@ -53,7 +53,9 @@ def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, A
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise SpecError("there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise SpecError(f"cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise SpecError(f"cannot be read: {error}") from error
     try:
         loaded = _loaded(text)
@@ -70,7 +72,7 @@ class Table(Mapping[str, T]):
     """What a YAML file beside the code holds, by name, read on first use.
 
     Args:
-        what: messages call one of them, such as `model `.
+        what: begins errors about one of them, such as `model `.
         path: of the file, a mapping of names to mappings.
         make: one of them, from its name and its mapping.
     """
@@ -91,7 +93,7 @@ class Table(Mapping[str, T]):
     def __len__(self) -> int:
         return len(self._all)
 
-    def find(self, given: str, from_yaml: Callable[[str], T] | None = None) -> T:
+    def find(self, given: str | Path, from_yaml: Callable[[str], T] | None = None) -> T:
         """The one of a name, or of a file.
 
         Args:
@@ -101,19 +103,19 @@ class Table(Mapping[str, T]):
         Raises:
             SpecError: there is none, or the file describes none.
         """
-        if isinstance(given, str) and given in self:
+        given = str(given)
+        if given in self:
             return self[given]
         if from_yaml is not None and (given.endswith((".yaml", ".yml")) or "/" in given):
             return from_yaml(given)
         file = "" if from_yaml is None else ", or the path of a YAML file"
         raise SpecError(
-            f"{self._what}{given!r}: expected one of {', '.join(self)}{file}"
-            f"{nearest(str(given), self)}"
+            f"{self._what}{given!r}: expected one of {', '.join(self)}{file}{nearest(given, self)}"
         )
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping with some of its values others.
+    """A copy of a mapping with some values replaced.
 
     Args:
         config: stays as it is.
@@ -130,7 +132,7 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         inner = made
         *path, last = key.split(".")
         for place, name in enumerate(path, 1):
-            found = inner.get(name, {})
+            found = inner.get(name) or {}
             if not isinstance(found, Mapping):
                 raise SpecError(
                     f"{key}={value!r}: {'.'.join(path[:place])} is {found!r}, which has no keys"
@@ -157,4 +159,5 @@ def read_change(text: str) -> tuple[str, Any]:
     try:
         return key, _loaded(value)
     except NotYamlError as error:
-        raise SpecError(f"--set {text}: the value is not plain YAML: {error}") from error
+        what = " ".join(str(error).split())
+        raise SpecError(f"--set {text}: the value is not plain YAML: {what}") from error

@@ -6,13 +6,14 @@ import copy
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from commgrid import GridSpec, SpecError
 from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level, find_cluster, nodes_of
-from commgrid.advisor.crossing import find_crossings, warnings
+from commgrid.advisor.crossing import check_within, find_crossings, warnings
 
 H100 = CLUSTERS["h100"]
 
@@ -164,7 +165,7 @@ def test_without_speeds_it_says_no_numbers() -> None:
 
 
 def written(**changes: Any) -> dict[str, Any]:
-    """An H100 cluster as a file has it, with values of keys that are others; `...`: left out."""
+    """An H100 cluster as a file has it, with with changed values; `...` removes the key."""
     made: dict[str, Any] = copy.deepcopy(H100.to_dict())
     for path, value in changes.items():
         inner: Any = made
@@ -269,6 +270,36 @@ def test_the_launcher_says_how_large_nodes_are(environ: dict[str, str], size: in
 def test_a_launcher_that_does_not_say_is_an_error(environ: dict[str, str], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         Cluster.from_launcher(environ=environ)
+
+
+def test_the_fastest_level_that_a_group_could_have_counts() -> None:
+    """Between nodes under one switch and switches as fast nothing was said of tp over both."""
+    node, above = H100.levels
+    leaf = replace(node, name="leaf", size=4, bandwidth=above.bandwidth)
+    cluster = replace(H100, levels=(node, leaf, above))
+    spec = GridSpec.build(tp=64).resolve(64)
+    (told,) = warnings(spec, cluster, find_crossings(spec, cluster))
+    assert told == (
+        "tp spans 8 nodes: each layer's all-reduce goes over 50 GB/s instead of 450; a node has 8 "
+        "devices, so that tp=8 stays within one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "within", "fix"),
+    [
+        ({"tp": 4}, "dp", "so that tp=4 · dp=2 stays within one"),
+        ({"tp": 8}, "dp", "put dp earlier in order"),
+        ({"tp": 9}, "tp", "so that tp=8 stays within one"),
+        ({"tp": 8, "ranks": "4-11"}, "tp", "list ranks that begin where one does"),
+        ({"tp": 4}, "dp_cp", "give dp and cp fewer ranks"),
+    ],
+)
+def test_what_leaves_a_node_says_how_it_stays(sizes: Any, within: str, fix: str) -> None:
+    spec = GridSpec.build(**sizes, within={within: "node"})
+    spec = spec.resolve() if "ranks" in sizes else spec.resolve(72)
+    with pytest.raises(SpecError, match=f"{fix}$"):
+        check_within(spec, H100)
 
 
 def test_more_ranks_than_can_be_counted_are_refused_at_once() -> None:

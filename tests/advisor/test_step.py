@@ -1,7 +1,9 @@
 """Time and memory of a step against papers' formulas, the simulator, and counting."""
 
 import itertools
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -53,11 +55,11 @@ def test_attention_in_one_kernel_keeps_no_scores() -> None:
 @pytest.mark.parametrize(("zero_stage", "bytes_"), [(0, 18.0), (1, 6 + 12 / 8)])
 def test_model_state_is_18_bytes_a_parameter(zero_stage: int, bytes_: float) -> None:
     memory = memory_of(GPT, ParallelConfig(dp=8, zero_stage=zero_stage))
-    state = memory.weights + memory.gradients + memory.optimizer
+    state = sum(memory.parts[part] for part in ("weights", "gradients", "optimizer"))
     # A stage counts what is on it: positions, which are few, are not.
     known = GPT.parameters - GPT.sequence * GPT.hidden
     assert state == pytest.approx(bytes_ * known, rel=1e-12)
-    assert memory.total == sum(getattr(memory, part) for part in MEMORY_PARTS)
+    assert memory.total == sum(memory.parts[part] for part in MEMORY_PARTS)
 
 
 def test_all_ranks_hold_the_whole_model_once() -> None:
@@ -69,7 +71,7 @@ def test_all_ranks_hold_the_whole_model_once() -> None:
     experts = layers * model.experts * model.expert_parameters / 8
     rest = model.attention_parameters + model.dense_parameters
     held = layers * (rest / 2 + model.small_parameters) + model.embedding_parameters / 2
-    assert memory.weights == 2 * (experts + held)
+    assert memory.parts["weights"] == 2 * (experts + held)
     assert config.edp == 2 * 8 // 8
 
 
@@ -155,11 +157,40 @@ def test_less_is_never_slower() -> None:
 def test_a_measured_cluster_is_taken_as_it_is() -> None:
     model, config = MODELS["llama3-70b"], ParallelConfig(tp=8, pp=4, dp=8)
     told = step_cost(model, config, H100)
-    own = replace(H100, source="measured")
+    own = replace(H100, levels=tuple(replace(level, measured=True) for level in H100.levels))
     measured = step_cost(model, config, own)
-    links = {each.value for each in why(measured) if each.name == "share of links"}
-    assert links == {"1"}
+    links = [each.value for each in why(measured) if each.name == "share of links"]
+    assert links == ["1", "1"]
     assert measured.parts["tp"] == pytest.approx(0.8 * told.parts["tp"], rel=0.05)
+
+
+def product(formula: str) -> float:
+    """Of the two numbers of a line of memory, in bytes."""
+    number, each = formula.rpartition(": ")[2].split(" · ")
+    units = {"billion": 1e9, "MB": 1e6, "bytes": 1.0}
+    factors = [word.split() for word in (number, each)]
+    return math.prod(
+        float(value.replace(",", "")) * (units[unit[0]] if unit else 1.0)
+        for value, *unit in factors
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp": 32, "dp_replicate": 16, "zero_stage": 3}, {"dp": 8, "recompute": "full"},
+        {"tp": 2, "pp": 4, "dp": 8, "zero_stage": 0}, {"pp": 8, "dp": 8, "zero_stage": 3},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b"])
+def test_products_of_memory_are_what_is_shown(name: str, sizes: dict[str, Any]) -> None:
+    """Of HSDP the formula was divided by all of dp, and logits were in none."""
+    experts = {"ep": 2, "etp": 1} if MODELS[name].experts else {}
+    cost = step_cost(MODELS[name], ParallelConfig(**sizes, **experts), H100)
+    lines = [each for each in why(cost) if each.value.endswith(" GB") and each.name != "memory"]
+    assert sum(product(each.formula) for each in lines) == pytest.approx(cost.memory.total, 1e-5)
+    for each in lines:
+        assert each.value == f"{product(each.formula) / 1e9:.1f} GB"
 
 
 def test_every_number_says_where_it_is_from() -> None:
@@ -174,10 +205,12 @@ def test_every_number_says_where_it_is_from() -> None:
         assert seconds == pytest.approx(cost.parts[part], abs=1.6e-2), name
         assert found[name].formula
         assert found[name].source
+    kept = [(each.name, each.formula) for each in why(cost) if " · " in each.formula]
     for part, name in zip(MEMORY_PARTS, (
         "weights", "gradients", "optimizer state", "activations", "communicators", "reserved",
     ), strict=True):  # fmt: skip
-        assert found[name].value == f"{getattr(cost.memory, part) / 1e9:.1f} GB"
+        total = sum(product(formula) for each, formula in kept if each == name)
+        assert total == pytest.approx(cost.memory.parts[part], rel=1e-5), name
         assert found[name].source
     assert {"gemm", "gemm_other", "flash", "memory", "network"} <= SOURCES.keys()
     shares = [each.source for each in why(cost) if each.name == "share of the peak"]

@@ -23,7 +23,8 @@ from tests.observe.audited import EXAMPLES, TEXT
 from tests.observe.test_trace_files import saved
 
 LAYERS, HIDDEN, SEQUENCE, BATCH, MICROBATCHES = 3, 64, 32, 8, 2
-H100 = replace(CLUSTERS["h100"], source="measured")  # no share of a datasheet's
+STATED = CLUSTERS["h100"]
+H100 = replace(STATED, levels=tuple(replace(level, measured=True) for level in STATED.levels))
 
 
 TP = Group("tp", tuple(range(0, 32, 2)))
@@ -103,7 +104,7 @@ def test_the_command_says_what_it_cannot_reckon(
     assert cli.main(["trace", str(tmp_path), "--cluster", "h100"]) == 0
     said = capsys.readouterr().out
     assert "seconds as the cost model has them on h100, each call by itself" in said
-    assert said.rstrip().endswith("not reckoned: recv")
+    assert said.rstrip().endswith("no cost model for: recv")
     assert cli.main(["trace", str(tmp_path), "--cluster", "h101"]) == 2
     assert cli.main(["trace", str(tmp_path), "--cluster", "h100", "-o", "a.html"]) == 2
-    assert "--cluster is about the table; leave -o out" in capsys.readouterr().err
+    assert "--cluster h100: would change nothing; it is about the table" in capsys.readouterr().err
