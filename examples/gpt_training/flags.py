@@ -82,6 +82,9 @@ def parse(
     if args.config:
         parser.set_defaults(**read_config(args.config, parser))
         args = parser.parse_args(argv)
+    if args.grid:
+        parser.set_defaults(**read_grid(args.grid, parser))
+        args = parser.parse_args(argv)
 
     def finish(flags: argparse.Namespace, begin: str = "") -> None:
         check_together(flags, parser, begin)
@@ -121,6 +124,12 @@ def add_grid(add: Add) -> None:
         choices=["auto", *WAYS],
         default="auto",
         help="how attention talks over cp (default auto: what suits the lengths, as the run says)",
+    )
+    add("--order", metavar="AXES", help="the axes, fastest first (default tp-cp-ep-dp-pp)")
+    add(
+        "--grid",
+        metavar="FILE",
+        help="sizes and order from a grid's YAML, as `commgrid plan -o grid.yaml` writes it",
     )
     add("--sequence-parallel", action="store_true", help="shard activations over tp as well")
     add("--zero1", action="store_true", help="shard the optimizer over dp")
@@ -452,6 +461,30 @@ def fill_in(args: argparse.Namespace) -> None:
     args.weights = torch.float32 if args.fsdp and args.dtype == "bf16" else DTYPES[args.dtype]
     args.schedule = args.schedule or ("interleaved" if args.chunks > 1 else "1f1b")
     args.microbatches = args.microbatches or args.pp
+
+
+def read_grid(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The flags that make the grid of a YAML file."""
+    try:
+        spec = commgrid.GridSpec.from_yaml(path)
+    except commgrid.SpecError as error:
+        parser.error(f"--grid {error}")
+    shape = spec.shape
+    given = {axis: shape[axis] for axis in (*AXES, "dp_replicate") if axis in shape}
+    order = spec.order.replace("cp", "cp-ep", 1) if "ep" in shape else spec.order
+    given["order"] = order
+    data = {"dp": given.get("dp")}
+    if "dp_shard" in shape:
+        copies, shards = shape["dp_replicate"], shape["dp_shard"]
+        given |= {"fsdp": True, "dp": copies * shards if min(copies, shards) > 0 else -1}
+        data = {"dp_replicate": copies, "dp_shard": shards}
+    sizes = {axis: given[axis] for axis in ("tp", "cp", "pp", "ep", "etp") if axis in given}
+    if commgrid.GridSpec.build(**sizes, **data, order=order) != spec:
+        parser.error(
+            f"--grid {path}: describes more than sizes and an order, as `commgrid plan -o` writes "
+            "them; groups and other options are this program's own"
+        )
+    return given
 
 
 def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:

@@ -29,7 +29,10 @@ def grid_arguments(args: argparse.Namespace) -> dict[str, Any]:
     # Over gloo, groups that all ranks have connected are those whose failures all hear of at once.
     connect = "all" if args.survive and not torch.cuda.is_available() else "axes"
     sizes = {"tp": args.tp, "cp": args.cp, "pp": args.pp, "ep": args.ep, "etp": args.etp}
-    return {**sizes, **data, "groups": groups, "ranks": args.ranks, "connect": connect}
+    order = {"order": args.order} if args.order else {}
+    return {
+        **sizes, **data, **order, "groups": groups, "ranks": args.ranks, "connect": connect
+    }  # fmt: skip
 
 
 def make_grid(args: argparse.Namespace, name: str = "default") -> commgrid.HyperCommGrid | None:

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,7 @@ WRONG = [
     ("--experts 4 --ep 2", "ep=2"),
     ("--data nowhere.txt", "--data nowhere.txt: "),
     ("--data /dev/null", "0 bytes are less than --seq-len + 2 = 66"),
+    ("--grid nowhere.yaml", "--grid nowhere.yaml: there is no such file"),
     ("--tpp 2", "unknown flag --tpp; did you mean '--tp'?"),
     ("--steps -1", "--steps: -1: expected a whole number, 0 or more"),
     ("--lr nan", "--lr: nan: expected 0 or more"),
@@ -193,3 +195,35 @@ def test_flags_go_before_the_config(tmp_path: Path) -> None:
     path.write_text("tp: 2\nsteps: 7\nlr: 2e-3\nzero1: true")
     args = load().parse(["--config", str(path), "--steps", "3"])
     assert (args.tp, args.steps, args.lr, args.zero1) == (2, 3, 0.002, True)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "order": "tp-cp-pp-dp"},
+        {"tp": 2, "ep": 4, "etp": 1}, {"ep": 2, "etp": 1, "tp": 2, "order": "tp-cp-ep-pp-dp"},
+        {"dp_replicate": 2, "dp_shard": -1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_planned_grid_is_the_one_that_trains(sizes: dict[str, Any], tmp_path: Path) -> None:
+    """What `commgrid plan -o grid.yaml` writes, as `--grid grid.yaml`."""
+    path, spec = tmp_path / "grid.yaml", commgrid.GridSpec.build(**sizes)
+    path.write_text(spec.to_yaml())
+    experts = ["--experts", "8"] if "ep" in sizes else []
+    args = load().parse(["--grid", str(path), *experts])
+    given = load("gpt_training/grid").grid_arguments(args)
+    trains = commgrid.GridSpec.build(**{**given, "groups": None})
+    assert trains.resolve(16).shape == spec.resolve(16).shape
+    assert trains.order == spec.order
+    assert load().parse(["--grid", str(path), *experts, "--cp", "2"]).cp == 2
+
+
+def test_a_grid_with_groups_of_its_own_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("axes: {tp: 2, dp: -1}\ngroups: {model: tp}\n")
+    with pytest.raises(SystemExit):
+        load().parse(["--grid", str(path)])
+    assert "describes more than sizes and an order" in capsys.readouterr().err
