@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commgrid.advisor.fit import Fit, fits_from
+from commgrid.advisor.forms import Fit, fits_from, highest
 from commgrid.errors import SpecError
 from commgrid.planning.checks import above_zero, check_keys, flag, named
 from commgrid.planning.names import nearest
@@ -111,11 +111,6 @@ class Span(NamedTuple):
             narrow.append(-(-fewest // before))
             held = ranks
         return cls(tuple(spread), tuple(narrow))
-
-
-def highest(spread: Sequence[int]) -> int:
-    """The place of the highest level that a group of this spread crosses; 0 for one rank."""
-    return max((place for place, count in enumerate(spread) if count > 1), default=0)
 
 
 def widest(spans: Collection[Span]) -> Span:

@@ -1,41 +1,21 @@
-"""The time of collectives and redistributions on a cluster.
+"""The time of collectives on a cluster: on one level by their forms, over several by the cheapest.
 
-`Cluster.span` gives the ranks of a group by level: (8, 4) are 8 ranks in each of
-4 nodes. Every form takes each level's own latency and bandwidth. A hop over a level takes the
-level's latency; what its devices send goes at the level's bandwidth, each over its own links.
-
-| form | all-reduce of S bytes over n ranks on one level | from |
-|---|---|---|
-| `ring` | 2 (n−1) latency + 2 (n−1)/n · S / bandwidth | Patarasuk & Yuan 2009 |
-| `tree` | 2 ⌈log₂ n⌉ latency + 2 S / bandwidth | Sanders, Speck & Träff 2009 |
-| `hierarchical` | reduce-scatter inside, all-reduce across, all-gather inside | as the parts |
-
-Sources: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-JPDC 69 (2009). Sanders, Speck & Träff, "Two-tree algorithms for full bandwidth broadcast,
-reduction and scan", Parallel Computing 35 (2009), which are NCCL's double binary trees. Thakur,
-Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19
-(2005). How a ring's hops divide among levels, and that several rings use all links of a node:
-NCCL, `src/graph/tuning.cc`. Sizes and bus bandwidth: nccl-tests, `doc/PERFORMANCE.md`.
+`Cluster.span` gives the ranks of a group by level: (8, 4) are 8 ranks in each of 4 nodes. Beside
+the forms of `forms.py` over all levels at once, there is `hierarchical`: one level after the other,
+of an all-reduce reduce-scatter inside, all-reduce across, all-gather inside.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
-from commgrid.advisor.cluster import Cluster, Level, highest
-from commgrid.advisor.fit import FORMS
+from commgrid.advisor.cluster import Cluster
+from commgrid.advisor.forms import KINDS, Spread, highest, one_level_time
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
 
-Spread = Sequence[int]
-Levels = Sequence[Level]
-
-COLLECTIVES = tuple(FORMS)
-"""Collectives with a cost. Sizes are nccl-tests': all-reduce and broadcast, the buffer; all-gather
-and reduce-scatter, n times a rank's part; all-to-all, a rank's whole input, its own part among it;
-send/receive, the message."""
+COLLECTIVES = tuple(KINDS)
+"""Collectives with a cost; `forms.KINDS` says how their sizes are counted."""
 
 
 def collective_time(
@@ -75,20 +55,20 @@ def collective_time(
         return 0.0
     if algorithm == HIERARCHICAL:
         return _hierarchical(collective, size, spread, cluster)
-    forms = _FORMS[collective]
+    kind = KINDS[collective]
     if algorithm is not None:
-        return forms[algorithm](size, spread, cluster.levels)
+        return kind.forms[algorithm](size, spread, cluster.levels)
     if collective == "send_recv":
         return _on_level(collective, size, spread[crossed[-1]], crossed[-1], cluster)
     cheapest = math.inf
-    if collective in _LEVEL_BY_LEVEL or len(crossed) == 1:
+    if kind.by_level or len(crossed) == 1:
         cheapest = _hierarchical(collective, size, spread, cluster)
         parts = ("all_reduce", "reduce_scatter", "all_gather")
         used = parts if collective == "all_reduce" and len(crossed) > 1 else (collective,)
         names = [cluster.levels[place].name for place in crossed]
         if any(fit.collective in used and fit.level in names for fit in cluster.fits):
             return cheapest
-    return min(cheapest, *(form(size, spread, cluster.levels) for form in forms.values()))
+    return min(cheapest, *(form(size, spread, cluster.levels) for form in kind.forms.values()))
 
 
 HIERARCHICAL = "hierarchical"
@@ -100,8 +80,8 @@ def algorithms(collective: str) -> tuple[str, ...]:
     >>> algorithms("all_reduce")
     ('ring', 'tree', 'hierarchical')
     """
-    forms = _FORMS[_known(collective)]
-    return (*forms, HIERARCHICAL) if collective in _LEVEL_BY_LEVEL else tuple(forms)
+    kind = KINDS[_known(collective)]
+    return (*kind.forms, HIERARCHICAL) if kind.by_level else tuple(kind.forms)
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -111,12 +91,8 @@ def bus_factor(collective: str, ranks: int) -> float:
     >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8), bus_factor("broadcast", 8)
     (1.75, 0.875, 1.0)
     """
-    _known(collective)
-    if ranks <= 1:
-        return 1.0
-    if collective == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if collective in _SPLIT else 1.0
+    passes = KINDS[_known(collective)].passes
+    return passes * (ranks - 1) / ranks if passes and ranks > 1 else 1.0
 
 
 def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> float:
@@ -132,10 +108,6 @@ def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> f
     14.0
     """
     return bus_factor(collective, ranks) * size / seconds if seconds else math.inf
-
-
-_SPLIT = ("all_gather", "reduce_scatter", "all_to_all")
-_LEVEL_BY_LEVEL = ("all_reduce", *_SPLIT, "broadcast")
 
 
 def _known(collective: str) -> str:
@@ -157,99 +129,6 @@ def _check(collective: str, size: float, spread: Spread, cluster: Cluster) -> No
             f"spread={tuple(spread)!r}: expected a number from 1 on for each level of cluster "
             f"{cluster.name!r} ({names}), as its span(ranks).narrow gives"
         )
-
-
-# ---- forms ------------------------------------------------------------------------------------
-
-
-def _hops(spread: Spread, levels: Levels) -> float:
-    """Latency of once around a ring that visits unit after unit: of (8, 4) 28 hops inside nodes
-    and 3 between them."""
-    return sum(
-        (n - 1) * math.prod(spread[place + 1 :]) * levels[place].latency
-        for place, n in enumerate(spread)
-    )
-
-
-def _climb(spread: Spread, levels: Levels) -> float:
-    """Latency from leaf to root of a tree, within units and then across them."""
-    return sum(
-        math.ceil(math.log2(n)) * level.latency for n, level in zip(spread, levels, strict=True)
-    )
-
-
-def _stream(size: float, spread: Spread, levels: Levels) -> float:
-    """Seconds that bytes take through every unit in turn, at the pace of the slowest level.
-
-    Bytes leave a unit over the links of all the group's ranks in it: 8 rings over 8 adapters.
-    """
-    slowest, width = 0.0, 1
-    for n, level in zip(spread, levels, strict=True):
-        if n > 1:
-            slowest = max(slowest, size / (level.bandwidth * width))
-        width *= n
-    return slowest
-
-
-def _ring_pass(size: float, spread: Spread, levels: Levels) -> float:
-    """An all-gather or reduce-scatter as a ring: n − 1 steps of size / n (Thakur et al. 2005)."""
-    n = math.prod(spread)
-    return _hops(spread, levels) + _stream((n - 1) / n * size, spread, levels)
-
-
-def _ring_all_reduce(size: float, spread: Spread, levels: Levels) -> float:
-    """A reduce-scatter and an all-gather (Patarasuk & Yuan 2009)."""
-    return 2 * _ring_pass(size, spread, levels)
-
-
-def _ring_broadcast(size: float, spread: Spread, levels: Levels) -> float:
-    """A pipeline through all ranks, in slices so small that only its latency is added."""
-    return _hops(spread, levels) + _stream(size, spread, levels)
-
-
-def _tree_broadcast(size: float, spread: Spread, levels: Levels) -> float:
-    """Two trees with half of the bytes each: who is inside one is a leaf of the other, so all send
-    at full bandwidth (Sanders, Speck & Träff 2009)."""
-    return _climb(spread, levels) + _stream(size, spread, levels)
-
-
-def _tree_all_reduce(size: float, spread: Spread, levels: Levels) -> float:
-    """To the roots of two trees and back (Sanders, Speck & Träff 2009; NCCL since 2.4)."""
-    return 2 * _tree_broadcast(size, spread, levels)
-
-
-def _pairwise(size: float, spread: Spread, levels: Levels) -> float:
-    """An all-to-all of n − 1 messages of size / n (Thakur et al. 2005).
-
-    Those over different levels use different links, so that the slowest level's bytes decide.
-    """
-    n = math.prod(spread)
-    latency, slowest, below = 0.0, 0.0, 1
-    for each, level in zip(spread, levels, strict=True):
-        messages = (each - 1) * below
-        latency += messages * level.latency
-        slowest = max(slowest, messages * size / n / level.bandwidth)
-        below *= each
-    return latency + slowest
-
-
-def _direct(size: float, spread: Spread, levels: Levels) -> float:
-    """One message over the highest level that the group crosses."""
-    level = levels[highest(spread)]
-    return level.latency + size / level.bandwidth
-
-
-_Form = Callable[[float, Spread, Levels], float]
-_FORMS: Mapping[str, Mapping[str, _Form]] = MappingProxyType(
-    {
-        "all_reduce": {"ring": _ring_all_reduce, "tree": _tree_all_reduce},
-        "all_gather": {"ring": _ring_pass},
-        "reduce_scatter": {"ring": _ring_pass},
-        "all_to_all": {"pairwise": _pairwise},
-        "broadcast": {"ring": _ring_broadcast, "tree": _tree_broadcast},
-        "send_recv": {"direct": _direct},
-    }
-)
 
 
 # ---- level by level -----------------------------------------------------------------------------
@@ -275,12 +154,9 @@ def _hierarchical(collective: str, size: float, spread: Spread, cluster: Cluster
         else:
             total += _on_level("reduce_scatter", part, n, place, cluster)
             total += _on_level("all_gather", part, n, place, cluster)
-        if collective in _SHRINKING:
+        if KINDS[collective].shrinks:
             part /= n
     return total
-
-
-_SHRINKING = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def _on_level(collective: str, size: float, ranks: int, place: int, cluster: Cluster) -> float:
@@ -292,15 +168,4 @@ def _on_level(collective: str, size: float, ranks: int, place: int, cluster: Clu
                 collective, fit.algorithm, size, ranks, fit.latency, fit.bandwidth
             )
             return seconds * fit.factor(ranks, size)
-    return min(form(size, (ranks,), (level,)) for form in _FORMS[collective].values())
-
-
-def one_level_time(
-    collective: str, algorithm: str, size: float, ranks: int, latency: float, bandwidth: float
-) -> float:
-    """Seconds of one form on one level, from the level's two numbers alone.
-
-    >>> one_level_time("all_gather", "ring", 8e9, 8, 1e-3, 1e9)
-    7.007
-    """
-    return _FORMS[collective][algorithm](size, (ranks,), (Level("", None, bandwidth, latency),))
+    return min(form(size, (ranks,), (level,)) for form in KINDS[collective].forms.values())

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from commgrid.advisor.cluster import Cluster, Hosts, Level, highest
+from commgrid.advisor.cluster import Cluster, Hosts, Level
+from commgrid.advisor.forms import highest
 from commgrid.advisor.placement import Places
 from commgrid.errors import SpecError
 from commgrid.planning.ranks import RankTuple, divisors

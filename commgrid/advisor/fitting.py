@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.collectives import HIERARCHICAL, algorithms, bus_bandwidth, one_level_time
-from commgrid.advisor.fit import Curve, Fit
+from commgrid.advisor.collectives import bus_bandwidth
+from commgrid.advisor.forms import KINDS, Curve, Fit, one_level_time
 from commgrid.errors import SpecError
 
 
@@ -56,7 +56,7 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
     """The cluster with a fit for each collective on each level that was measured.
 
     A level's fits come from groups that lie on that level alone; what crosses several is put
-    together of them. Each is a form of `commgrid.advisor.collectives` whose latency and bandwidth
+    together of them. Each is a form of `commgrid.advisor.forms` whose latency and bandwidth
     have the least squares of relative errors, and what remains at the sizes and numbers of ranks
     that were measured. A level's own latency and bandwidth become those of its all-reduce, or of
     the first collective that was measured.
@@ -130,9 +130,7 @@ _TOO_FAST = 10
 def _fit_one(collective: str, level: str, rows: Sequence[Measured]) -> Fit:
     """The form of the smallest error, and what remains beside it."""
     found: list[tuple[float, Fit]] = []
-    for algorithm in algorithms(collective):
-        if algorithm == HIERARCHICAL:  # on one level it is one of the others
-            continue
+    for algorithm in KINDS[collective].forms:
         # A form is a sum of its latencies and its bytes, so that two calls tell its two parts.
         hops = [one_level_time(collective, algorithm, r.size, r.ranks, 1.0, math.inf) for r in rows]
         moved = [one_level_time(collective, algorithm, r.size, r.ranks, 0.0, 1.0) for r in rows]

@@ -23,7 +23,8 @@ from __future__ import annotations
 import re
 
 from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.collectives import Spread, bus_factor, collective_time
+from commgrid.advisor.collectives import bus_factor, collective_time
+from commgrid.advisor.forms import Spread
 from commgrid.errors import SpecError
 
 _SHARD = re.compile(r"(?:S|Shard)\((?:dim=)?(-?\d+)\)")

@@ -18,9 +18,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from commgrid.advisor.calibration import CALIBRATION, Calibration
-from commgrid.advisor.cluster import Cluster, highest
+from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.collectives import bus_factor
 from commgrid.advisor.config import ParallelConfig
+from commgrid.advisor.forms import highest
 from commgrid.advisor.layer import LINEAR_BYTES, Job, LayerCost, Machine, layer_cost
 from commgrid.advisor.memory import Memory, memory_of, parameters_of_rank
 from commgrid.advisor.model import Model

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from commgrid.advisor.calibration import SOURCES
-from commgrid.advisor.cluster import highest
 from commgrid.advisor.config import RECOMPUTE, ParallelConfig
+from commgrid.advisor.forms import highest
 from commgrid.advisor.step import PARTS, StepCost
 from commgrid.planning.summary import several
 
@@ -29,7 +29,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198"
 _ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
-_FORMS = "forms of commgrid/advisor/collectives.py (ring, tree, hierarchical), with its sources"
+_FORMS = "commgrid/advisor/forms.py (ring, tree) and collectives.py (hierarchical)"
 _NAMES = {"compute": "kernels", "pp": "sends"} | {
     part: part for part in ("bubble", "tp", "cp", "ep", "dp", "optimizer")
 }

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from commgrid.advisor.cluster import Cluster, Device, Level, find_cluster
-from commgrid.advisor.collectives import collective_time, one_level_time
-from commgrid.advisor.fit import Fit
+from commgrid.advisor.collectives import collective_time
 from commgrid.advisor.fitting import Measured, fit, too_fast
+from commgrid.advisor.forms import Fit, one_level_time
 from commgrid.errors import SpecError
 
 LEVELS = (Level("node", 8, math.nan, math.nan), Level("cluster", None, math.nan, math.nan))

@@ -14,8 +14,8 @@ from commgrid.advisor.calibration import CALIBRATION
 from commgrid.advisor.cluster import CLUSTERS, Cluster, Span
 from commgrid.advisor.collectives import bus_factor, collective_time
 from commgrid.advisor.config import ORDERS, RECOMPUTE, ZERO_STAGES, ParallelConfig
-from commgrid.advisor.fit import Fit
 from commgrid.advisor.fitting import Measured, fit
+from commgrid.advisor.forms import Fit
 from commgrid.advisor.layer import Machine
 from commgrid.advisor.model import MODELS
 from commgrid.advisor.placement import Placement, of_config, of_spec, spread_of
