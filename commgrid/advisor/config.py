@@ -160,7 +160,8 @@ class ParallelConfig:
             times = f"times {self.microbatch} sequences of a microbatch"
             return f"dp={self.dp}: {times} does not divide the batch of {model.batch}"
         if not experts and (self.ep > 1 or self.etp is not None):
-            return f"ep={self.ep}: model {model.name!r} has no experts"
+            what = f"ep={self.ep}" if self.ep > 1 else f"etp={self.etp}"
+            return f"{what}: model {model.name!r} has no experts"
         if experts and experts % self.ep:
             return f"ep={self.ep}: does not divide {experts} experts"
         if experts and model.expert_width % self.expert_tp:

@@ -82,6 +82,15 @@ def parameters_of_rank(
     return layers * local * model.expert_parameters / config.expert_tp, rest
 
 
+def fullest_parameters(model: Model, config: ParallelConfig) -> tuple[float, float]:
+    """`parameters_of_rank` of the stage that has most: the first, the last, or one between."""
+    first, most, last = config.stage_layers(model)
+    if config.pp == 1:
+        return parameters_of_rank(model, config, most, 2 - model.tied)
+    stages = [(first, 1), (last, 1), *([(most, 0)] if config.pp > 2 else [])]
+    return max((parameters_of_rank(model, config, *stage) for stage in stages), key=sum)
+
+
 def layer_activations(model: Model, config: ParallelConfig, recompute: str | None = None) -> float:
     """Bytes that one layer keeps of one microbatch until its backward.
 

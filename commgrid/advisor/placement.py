@@ -261,20 +261,16 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
     places, shape = Places(spec, cluster, hosts), spec.shape
     data = tuple(axis for axis in spec.regions[0].axes if axis.startswith("dp"))
     groups = [GroupDef(axis, "dense", (axis,)) for axis in ("tp", "cp", "pp", "dp_replicate")]
-    groups += [GroupDef(axis, "expert", (axis,)) for axis in ("etp", "ep", "edp")]
     groups += [
         GroupDef("dp_cp", "dense", (*data, "cp")),
         GroupDef("dp_shard_cp", "dense", ("dp_shard", "cp")),
     ]
-    if "edp" in shape and shape.get("dp_replicate", 1) > 1:
-        if data.index("dp_shard") > data.index("dp_replicate"):
-            raise SpecError(
-                f"order={spec.order}: experts of one copy are then not next to each other, which a "
-                "step's model does not know; put dp_shard before dp_replicate"
-            )
-        # Shards of experts: of edp the ranks that are not copies.
-        part = (shape["edp"] // shape["dp_replicate"], 1)
-        groups.append(GroupDef("edp_shard", "expert", ("edp",), part=part))
+    if "expert" in spec.layouts:
+        groups += [GroupDef(axis, "expert", (axis,)) for axis in ("etp", "ep")]
+        copies = expert_copies(spec)
+        groups.append(GroupDef("edp", "expert", copies))
+        if (replicas := shape.get("dp_replicate", 1)) > 1:
+            groups.append(_shards(spec, copies, replicas))
     found: dict[str, Span] = {}
     for group in groups:
         layout = spec.layouts.get(group.region)
@@ -282,6 +278,27 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
             axes = tuple(axis for axis in group.axes if axis in layout.shape)
             found[group.name] = places.span(replace(group, axes=axes))
     return Placement(found, places.held)
+
+
+def expert_copies(spec: GridSpec) -> tuple[str, ...]:
+    """The axes of the expert region along which ranks hold the same experts, by any names: edp,
+    torchtitan's efsdp and dp_replicate; all but ep, etp and what is pp."""
+    region = next(region for region in spec.regions if region.name == "expert")
+    stages = {"pp", *(axis for axis, dense in region.inherited if dense == "pp")}
+    return tuple(axis for axis in region.axes if axis not in ("ep", "etp", *stages))
+
+
+def _shards(spec: GridSpec, copies: tuple[str, ...], replicas: int) -> GroupDef:
+    """Of the ranks that hold the same experts those that share them out, as of HSDP."""
+    if "dp_replicate" in copies:
+        return GroupDef("edp_shard", "expert", tuple(a for a in copies if a != "dp_replicate"))
+    if spec.order.find("dp_shard") > spec.order.find("dp_replicate"):
+        raise SpecError(
+            f"order={spec.order}: experts of one copy are then not next to each other, which a "
+            "step's model does not know; put dp_shard before dp_replicate"
+        )
+    size = math.prod(spec.layouts["expert"].shape[axis] for axis in copies)
+    return GroupDef("edp_shard", "expert", copies, part=(size // replicas, 1))
 
 
 def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:

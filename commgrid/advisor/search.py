@@ -339,9 +339,7 @@ def _ways(job: _Job, grid: ParallelConfig) -> Iterator[list[ParallelConfig]]:
     """For each microbatch the numbers of virtual stages that a rank can have."""
     per_rank = max(job.model.batch // grid.dp, 1)
     layers = -(-job.model.layers // grid.pp)
-    # As many tokens a rank with cp halved and twice the sequences cost less.
-    sizes = (1,) if grid.cp > 1 and "cp" not in job.fixed else MICROBATCHES
-    for microbatch in job.any("microbatch", sizes):
+    for microbatch in job.any("microbatch", MICROBATCHES):
         if per_rank % microbatch and "microbatch" not in job.fixed:
             continue
         can = grid.pp > 1 and per_rank // microbatch % grid.pp == 0

@@ -23,7 +23,7 @@ from commgrid.advisor.collectives import bus_factor
 from commgrid.advisor.config import ParallelConfig
 from commgrid.advisor.forms import highest
 from commgrid.advisor.layer import LINEAR_BYTES, Job, LayerCost, Machine, layer_cost
-from commgrid.advisor.memory import Memory, memory_of, parameters_of_rank
+from commgrid.advisor.memory import Memory, fullest_parameters, memory_of
 from commgrid.advisor.model import Model
 from commgrid.advisor.placement import Placement, Spread, of_config
 
@@ -217,12 +217,9 @@ class _Sum(NamedTuple):
 
 
 def _sums(job: Job) -> Iterator[_Sum]:
-    """Of a stage with most layers; where weights are sharded, of one microbatch."""
-    model, config = job.model, job.config
-    layers = config.stage_layers(model).most
-    experts, rest = parameters_of_rank(
-        model, config, layers, 1 if config.pp > 1 else 2 - model.tied
-    )
+    """Of the stage with most parameters; where weights are sharded, of one microbatch."""
+    config = job.config
+    experts, rest = fullest_parameters(job.model, config)
     reduce = "reduce_scatter" if config.zero_stage else "all_reduce"
     copied = config.dp_replicate > 1
     for group, placed, ranks, count in (
@@ -288,7 +285,7 @@ def _optimizer(job: Job) -> float:
     """Adam reads gradient, master weight and moments, and writes the latter three and
     the weight."""
     config = job.config
-    experts, rest = parameters_of_rank(job.model, config, config.stage_layers(job.model).most, 1)
+    experts, rest = fullest_parameters(job.model, config)
     if config.zero_stage:
         rest, experts = rest / config.shard_size, experts / config.expert_shard_size
     return job.machine.bytes((rest + experts) * (config.gradient_bytes + 12 + 12 + 2))

@@ -48,7 +48,7 @@ def _run(argv: Sequence[str] | None) -> int:
         words, rest = words[: words.index("--")], words[words.index("--") + 1 :]
     try:
         args, unknown = parser.parse_known_args(words)
-        args.rest = rest
+        args.rest, args.words = rest, words
         if unknown:
             _refuse(commands[args.command], unknown)
         status: int = args.run(args)

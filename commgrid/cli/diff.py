@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
             "KEY=VALUE"
         )
     before = resolve(_read(args.before, {}), args.world_size)
-    after = resolve(_read(args.after or args.before, changes), args.world_size)
+    changed = args.before if args.after is None else args.after
+    after = resolve(_read(changed, changes), args.world_size)
     found = compare(before, after)
     if args.model is None:
         why = "is for a step's time and memory; give --model NAME as well"
@@ -90,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
 def _read(given: str, changes: dict[str, Any]) -> GridSpec:
     if given in PRESETS:  # a file of this name is ./NAME
         return GridSpec.from_preset(given, changes=changes)
-    if not Path(given).exists():
+    if not Path(given).is_file():
         raise SpecError(
-            f"{given}: neither a file nor a preset; expected GRID.yaml, or one of "
+            f"{given or repr(given)}: neither a file nor a preset; expected GRID.yaml, or one of "
             f"{', '.join(PRESETS)}{nearest(given, PRESETS)}"
         )
     return GridSpec.from_yaml(given, changes=changes)

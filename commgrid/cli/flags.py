@@ -18,13 +18,12 @@ def whole(least: int | None = None) -> Whole:
     """Whole numbers from `least` on; None: any."""
 
     def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = None
+        number = int(text) if re.fullmatch(r"[+-]?[0-9]{1,15}", text) else None
         if number is None or (least is not None and number < least):
             least_one = "" if least is None else f" from {least} on"
-            raise argparse.ArgumentTypeError(f"{text}: expected a whole number{least_one}")
+            long = ", of 15 digits at most" if len(text) > 15 else ""
+            shown = text if len(text) <= 40 else f"{text[:20]}…"
+            raise argparse.ArgumentTypeError(f"{shown}: expected a whole number{least_one}{long}")
         return number
 
     return read

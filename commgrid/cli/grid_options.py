@@ -127,9 +127,10 @@ def read_nodes(args: argparse.Namespace) -> None:
         raise SpecError(f"--nodes {args.nodes} beside --world-size: give one of them")
     cluster = read_cluster(args)
     if cluster is None or math.isinf(cluster.unit_size(cluster.node_level)):
+        fix = "--cluster NAME or --gpus-per-node N" if cluster is None else "--gpus-per-node N"
         raise SpecError(
-            f"--nodes {args.nodes}: how many devices a node has is not known; add --cluster NAME "
-            "or --gpus-per-node N, or give --world-size"
+            f"--nodes {args.nodes}: how many devices a node has is not known; add {fix}, or give "
+            "--world-size"
         )
     args.world_size = args.nodes * cluster.per_node
 
@@ -147,7 +148,7 @@ def read_cluster(args: argparse.Namespace) -> Cluster | None:
     base = None if args.cluster is None else find_cluster(args.cluster)
     devices = args.gpus_per_node
     if devices == "launcher":
-        return Cluster.from_launcher(base)
+        devices = Cluster.from_launcher().per_node
     if devices is None:
         return base
     return nodes_of(devices) if base is None else base.with_node(devices)
@@ -194,6 +195,8 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         return GridSpec.from_preset(
             args.preset, ranks=args.ranks, changes={**options, **changes}, **sizes
         )
+    if args.yaml == "":
+        raise SpecError("GRID.yaml '': expected the path of a file")
     if args.yaml is None:
         if changes:
             raise SpecError(
@@ -218,8 +221,11 @@ def _value(key: str, given: Any) -> Any:
             flags = " ".join(f"--within {name}={level}" for name, level in given)
             raise SpecError(f"{flags}: says two things of a name; keep the lowest level of each")
         return dict(given)
-    is_list = key in ("create", "connect") and given not in OPTIONS[key].words
-    return names(given) if is_list else given
+    if key not in ("create", "connect") or given in OPTIONS[key].words:
+        return given
+    if not (listed := names(given)):
+        raise SpecError(f"{flag_of(key)} {given!r}: expected names with commas")
+    return listed
 
 
 def resolve(spec: GridSpec, world_size: int | None) -> GridSpec:

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,11 @@ def write_grid(path: Path, spec: GridSpec, source: str) -> None:
         path.write_text(f"# {source}\n{spec.to_yaml()}", encoding="utf-8")
     except OSError as error:
         raise SpecError(f"-o {path}: cannot be written: {error.strerror or error}") from error
+
+
+def written(paths: Sequence[Path]) -> list[str]:
+    """Lines that say which files there are now."""
+    return ["", *(f"wrote {path}" for path in paths)] if paths else []
 
 
 def as_json(found: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -20,7 +21,7 @@ from commgrid.cli.grid_options import (
     refuse_unused,
     resolve,
 )
-from commgrid.cli.output import columns, give, write_grid
+from commgrid.cli.output import columns, give, write_grid, written
 from commgrid.errors import SpecError
 from commgrid.planning import sockets
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
@@ -83,7 +84,11 @@ def run(args: argparse.Namespace) -> int:
     read_nodes(args)
     has_steps = args.auto or args.model is not None
     for path in args.output:
-        check_suffix(path, (".yaml", ".yml", *(SUFFIXES if has_steps else ())))
+        if path.suffix in SUFFIXES and not has_steps:
+            raise SpecError(f"-o {path}: a picture is of a step's time; add --model NAME")
+        check_suffix(path, (".yaml", ".yml", *SUFFIXES))
+        if not path.absolute().parent.is_dir():
+            raise SpecError(f"-o {path}: cannot be written: there is no such folder")
     if has_steps:
         from commgrid.cli import plan_model  # only a step needs it
 
@@ -96,11 +101,13 @@ def run(args: argparse.Namespace) -> int:
 
         check_within(spec, cluster)
     for path in args.output:
-        write_grid(path, read_spec(args), "of `commgrid plan`")
+        write_grid(path, read_spec(args), f"of `commgrid {shlex.join(args.words)}`")
     give(
         args,
         lambda: as_json(spec, backend, cluster, why=args.why),
-        lambda: as_text(spec, backend, columns(), cluster, why=args.why),
+        lambda: "\n".join(
+            [as_text(spec, backend, columns(), cluster, why=args.why), *written(args.output)]
+        ),
     )
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -25,7 +26,7 @@ from commgrid.cli.grid_options import (
     refuse_unused,
     resolve,
 )
-from commgrid.cli.output import give, write_grid
+from commgrid.cli.output import give, write_grid, written
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 from commgrid.viz.figure import SUFFIXES, drawing, save
@@ -36,6 +37,8 @@ _NOT_WITH_AUTO = (
     "dp_shard", "within", "place",
 )  # fmt: skip
 
+_SPELLED = {"yaml": "GRID.yaml", "changes": "--set"}
+_OF_A_START = ("create", "connect", "share")
 _OF_A_STEP = ("microbatch", "virtual_stages", "recompute", "zero_stage")
 
 
@@ -47,23 +50,26 @@ def run(args: argparse.Namespace) -> int:
     fixed = {key: getattr(args, key) for key in _OF_A_STEP if is_given(args, key)}
     if not args.auto:
         refuse_unused(args, ["top"], "goes with --auto")
+        refuse_unused(args, _OF_A_START, "is about a grid's start; leave out --model")
         spec = resolve(read_spec(args), args.world_size)
         check_within(spec, cluster)
         cost = given_step(spec, model, cluster, max_memory=max_memory, **fixed)
-        _write(args, read_spec(args), [cost], _way_comment(args, None))
+        _write(args, read_spec(args), [cost], _comment(args, cost.config))
         limit = max_memory or cluster.device.memory
         give(
             args,
             lambda: {**_about(model, cluster, cost.config.world_size, limit),
                      "step": step_json(cost), **_why_json(args, cost)},
-            lambda: "\n".join([*step_text(cost, limit), *_why_text(args, cost)]),
+            lambda: "\n".join([
+                *step_text(cost, limit), *_why_text(args, cost), *written(args.output)
+            ]),
         )  # fmt: skip
         return 0
     for key in _NOT_WITH_AUTO:
         if is_given(args, key):
             raise SpecError(
-                f"--auto beside {'GRID.yaml' if key == 'yaml' else flag_of(key)}: it chooses the "
-                "grid itself, but for sizes and --order"
+                f"--auto beside {_SPELLED.get(key, flag_of(key))}: it chooses the grid itself, but "
+                "for sizes and --order; leave one of them out"
             )
     if args.world_size is None:
         raise SpecError("--world-size: needed; --auto fills so many devices")
@@ -71,14 +77,14 @@ def run(args: argparse.Namespace) -> int:
     found = search(model, args.world_size, cluster, max_memory=max_memory, **fixed)
     limit, top = memory_limit(cluster, max_memory), args.top or 5
     best = found.best[0].config
-    _write(args, spec_of(best, model), found.best[:top], _way_comment(args, best))
+    _write(args, spec_of(best, model), found.best[:top], _comment(args, best))
     give(
         args,
         lambda: {**_about(model, cluster, args.world_size, limit), **_found_json(found, top),
                  **_why_json(args, found.best[0])},
         lambda: "\n".join([
             *found_text(found, limit, top), "", *start_lines(best, job_flags(args)),
-            *_why_text(args, found.best[0]),
+            *_why_text(args, found.best[0]), *written(args.output),
         ]),
     )  # fmt: skip
     return 0
@@ -178,7 +184,8 @@ def found_text(found: Found, limit: float, top: int) -> list[str]:
     lines = [
         f"{_title(best)} on {best.config.world_size:,} devices of {best.cluster.name}",
         f"  {found.grids:,} grids are valid: {len(found.best):,} fit in {limit / 1e9:.0f} GB and "
-        f"are near the best, {found.far:,} take far longer",
+        f"are near the best, {found.far:,} take far longer, "
+        f"{found.grids - len(found.best) - found.far:,} do not fit",
         "",
         f"  {'step':>8} {'tokens/s':>12} {'MFU':>6} {'memory':>7}  grid, and how a step is run",
     ]
@@ -210,17 +217,14 @@ def job_flags(args: argparse.Namespace) -> str:
     )
 
 
-def _way_comment(args: argparse.Namespace, config: ParallelConfig | None) -> str:
-    """The comment of a grid's file: its origin."""
-    if config is None:
-        return f"of `commgrid plan{job_flags(args)}`"
+def _comment(args: argparse.Namespace, config: ParallelConfig) -> str:
+    """The comment of a grid's file: its origin, and how a step is run."""
     way = {
         "microbatch": config.microbatch, "virtual stages": config.virtual_stages,
         "recompute": config.recompute, "ZeRO stage": config.zero_stage,
     }  # fmt: skip
     told = ", ".join(f"{what} {value}" for what, value in way.items())
-    command = f"commgrid plan --auto{job_flags(args)} --world-size {config.world_size}"
-    return f"of `{command}`; train with {told}"
+    return f"of `commgrid {shlex.join(args.words)}`; train with {told}"
 
 
 def start_lines(config: ParallelConfig, job: str = "") -> list[str]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commgrid.advisor.cluster import nodes_of
 from commgrid.advisor.crossing import check_within
 from commgrid.cli import plan_model
 from commgrid.cli.flags import names, whole
@@ -67,6 +68,7 @@ _OF_A_GRID = (
 _ALONE: Mapping[str, tuple[str, ...]] = {"transfer": (), "sharding": ("cp", "mask")}
 """Pictures that are of one file or list, and the flags that they take."""
 _FLAGS = (*_OF_A_GRID, *_SIZES, "spans", "schedule", "mask", *_ALONE, *GRID_FLAGS)
+_MOST_DRAWN = 100_000  # actions of a schedule
 _PARTS = 4  # of a staircase that is folded to the terminal's width
 
 
@@ -200,6 +202,7 @@ def _view(args: argparse.Namespace) -> GridView:
     if cluster is None:
         if args.model is not None:
             raise SpecError(f"--model {args.model}: goes with --cluster, as --cluster h100")
+        check_within(spec, nodes_of(DEFAULT_GPUS_PER_NODE))
         return GridView(spec, DEFAULT_GPUS_PER_NODE, args.names or [], args.rank)
     check_within(spec, cluster)
     node = cluster.unit_size(cluster.node_level)
@@ -232,6 +235,11 @@ def _simulation(args: argparse.Namespace) -> Simulation | None:
     for size in ("stages", "microbatches"):
         if getattr(args, size) is None:
             raise SpecError(f"--schedule {args.schedule}: needs --{size} N")
+    if args.stages * args.microbatches * (args.chunks or 1) > _MOST_DRAWN:
+        raise SpecError(
+            f"--stages {args.stages} and --microbatches {args.microbatches}: more than "
+            f"{_MOST_DRAWN:,} actions are not drawn"
+        )
     schedule: Schedule = make_schedule(
         args.schedule,
         num_stages=args.stages,

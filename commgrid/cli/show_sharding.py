@@ -30,6 +30,9 @@ def add_sharding_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_MOST_DOCUMENTS = 100_000
+
+
 class ShownSharding:
     """What `--sharding`, `--cp` and `--mask` describe, balanced.
 
@@ -67,7 +70,7 @@ class ShownSharding:
 
 def _lengths(text: str) -> list[int]:
     """`900,90` and `512x64` as lengths."""
-    found = []
+    found: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:x(\d+))?", item)
         if match is None:
@@ -76,6 +79,11 @@ def _lengths(text: str) -> list[int]:
                 "for 64 documents of 512, with commas between"
             )
         length, times = match.groups("1")
+        if max(len(length), len(times)) > 12 or len(found) + int(times) > _MOST_DOCUMENTS:
+            raise SpecError(
+                f"--sharding: expected at most {_MOST_DOCUMENTS:,} documents, of fewer than 10^12 "
+                "tokens each"
+            )
         found += [int(length)] * int(times)
     return found
 

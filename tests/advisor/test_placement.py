@@ -300,6 +300,30 @@ def test_copies_of_shards_take_memory_and_send() -> None:
             assert sent["dp_replicate"] == pytest.approx(each * microbatches, rel=0.02)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_of_experts_are_found_by_any_name(replicas: int) -> None:
+    """torchtitan calls them efsdp and dp_replicate; they were taken for a group of one rank."""
+    sizes: dict[str, Any] = {"tp": 2, "ep": 2, "dp_replicate": replicas}
+    theirs = GridSpec.from_preset("torchtitan", **sizes).resolve(32)
+    ours = GridSpec.build(**sizes, etp=1, dp_shard=-1).resolve(32)
+    model = replace(MODELS["mixtral-8x7b"], batch=64)
+    costs = [
+        given_step(spec, model, H100, microbatch=2, recompute="none") for spec in (theirs, ours)
+    ]
+    assert costs[0].seconds == costs[1].seconds
+    assert traffic(costs[0]) == traffic(costs[1])
+
+
+def test_sums_are_of_one_stage() -> None:
+    """Of 126 layers on 32 stages those with 4 layers have neither embedding nor output."""
+    model, config = MODELS["llama3-405b"], ParallelConfig(tp=4, cp=4, pp=32, dp=2)
+    cost = step_cost(model, config, H100)
+    (weights,) = [each.number for each in cost.memory.terms if each.part == "weights"]
+    found = [term for term in cost.terms if (term.part, term.group) == ("dp", "dp_cp")]
+    gradients = [term.bytes for term in found if term.collective == "reduce_scatter"]
+    assert gradients == [weights * config.gradient_bytes]
+
+
 def test_shards_of_experts_lie_within_a_copy() -> None:
     """The collectives of experts took the spread of all that hold them, copies too."""
     order = "tp-cp-ep-dp_shard-dp_replicate-pp"

@@ -94,8 +94,6 @@ def test_the_best_is_that_of_trying_everything(model: Model, world: int, gb: int
     assert seconds == sorted(seconds)
     ours = {describe(cost.config): cost for cost in found.best}
     for key, cost in every.items():
-        if cost.config.cp > 1:
-            continue  # with several sequences at once it is another grid with fewer cp
         if key in ours:
             assert ours[key].seconds == pytest.approx(cost.seconds, rel=1e-9), key
         else:
@@ -147,7 +145,7 @@ def test_the_search_is_small_at_any_size() -> None:
     """Counted, since a clock tells of the machine: 16,384 devices within seconds."""
     for name in ("llama3-405b", "mixtral-8x22b"):
         model = replace(MODELS[name], batch=2048)
-        assert search(model, 16384, H100).evaluated < 5000
+        assert search(model, 16384, H100).evaluated < 10_000
 
 
 def test_why_the_next_is_worse_is_told_by_its_parts() -> None:
