@@ -25,8 +25,8 @@ class Calibration:
         network: share of a link's bandwidth that collectives reach, where a datasheet gives it.
     """
 
-    gemm: tuple[tuple[str, float], ...] = (("A100-80GB", 0.687), ("H100-80GB", 0.608))
-    gemm_other: float = 0.608
+    gemm: tuple[tuple[str, float], ...] = (("A100-80GB", 0.687), ("H100-80GB", 0.605))
+    gemm_other: float = 0.605
     flash: float = 0.5
     memory: float = 0.8
     network: float = 0.8
