@@ -63,7 +63,7 @@ class Level:
 
 
 class Span(NamedTuple):
-    """How a group lies on a cluster, with two numbers for each level, the lowest first.
+    """A group on a cluster: two numbers for each level, the lowest first.
 
     Args:
         spread: the most of its ranks in a node, then the most nodes in a unit of the next level,

@@ -31,7 +31,7 @@ from commgrid.planning.names import nearest
 
 
 class Link(Protocol):
-    """What a form needs of a level: seconds, and bytes a second."""
+    """The two numbers of a level: seconds, and bytes a second."""
 
     @property
     def latency(self) -> float: ...

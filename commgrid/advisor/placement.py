@@ -157,7 +157,7 @@ class Places:
         return tuple(max(Counter(self._units(level).values()).values()) for level in levels)
 
     def span(self, group: GroupDef) -> Span:
-        """How the groups of a name lie; the one that crosses most counts."""
+        """The span of the groups of a name, of the one that crosses most."""
         return self._lies(group)[0]
 
     def at_once(self, group: GroupDef) -> int:
@@ -289,7 +289,7 @@ def expert_copies(spec: GridSpec) -> tuple[str, ...]:
 
 
 def _shards(spec: GridSpec, copies: tuple[str, ...], replicas: int) -> GroupDef:
-    """Of the ranks that hold the same experts those that share them out, as of HSDP."""
+    """The ranks of one copy of experts, over which HSDP shards them."""
     if "dp_replicate" in copies:
         return GroupDef("edp_shard", "expert", tuple(a for a in copies if a != "dp_replicate"))
     if spec.order.find("dp_shard") > spec.order.find("dp_replicate"):

@@ -93,7 +93,7 @@ ROW_OPTIONS: Mapping[str, Option] = MappingProxyType(
             None, "the group it is made of; none: the row sets options of the group of its name",
             (), "the name of a combination of axes, or of another row",
         ),
-        "own": Option("false", "a communicator of its own, whatever share says", ("true", "false")),
+        "own": Option("false", "a communicator of its own, for any share", ("true", "false")),
         "pick": Option(
             None, "some members; the others are not in it; none: all", (),
             "a list of positions in the group: integers from 0, first, last",

@@ -69,7 +69,7 @@ def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, A
 
 
 class Table(Mapping[str, T]):
-    """What a YAML file beside the code holds, by name, read on first use.
+    """The entries of a YAML file beside the code, by name, read on first use.
 
     Args:
         what: begins errors about one of them, such as `model `.

@@ -126,7 +126,7 @@ def test_groups_wait_for_the_unit_with_fewest_links() -> None:
         assert span.spread == (max(held), len(held))
         if len(set(held)) == 1:
             assert span.narrow == span.spread
-        # What the smallest unit has not has to come in over its links.
+        # All other parts come into the smallest unit over its links.
         least = (len(ranks) - min(held)) / len(ranks) * 1e9 / (link * min(held))
         seconds = machine.collective("all_gather", 1e9, span.narrow)
         assert 0.999 * least <= seconds <= 1.5 * least + 1e-3, held
@@ -325,7 +325,7 @@ def test_sums_are_of_one_stage() -> None:
 
 
 def test_shards_of_experts_lie_within_a_copy() -> None:
-    """The collectives of experts took the spread of all that hold them, copies too."""
+    """Collectives of experts took the spread of all their copies."""
     order = "tp-cp-ep-dp_shard-dp_replicate-pp"
     spec = GridSpec.build(tp=2, dp_shard=8, dp_replicate=4, ep=4, etp=1, order=order).resolve(64)
     dense, expert = spec.layout("dense"), spec.layout("expert")

@@ -4,8 +4,8 @@
 
 `tests/data/published_runs.yaml` holds the runs. Every third of them, in its order, calibrates one
 number for each device: the reached share of the peak of matrix products, chosen for no mean error.
-All others are predicted. What a paper leaves open (microbatch, virtual stages) is the model's best
-that fits. Llama's paper does not say how it counts attention; half of `Model.flops_per_token`'s is
+All others are predicted. Where a paper leaves microbatch or virtual stages open, the model's best
+that fits counts. Llama's paper does not say how it counts attention; half of `Model.flops_per_token`'s is
 taken, as for causal attention.
 """
 

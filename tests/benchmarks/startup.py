@@ -1,4 +1,4 @@
-"""What starting costs: a grid, Megatron-core's parallel state and DeviceMesh, in the same run.
+"""The cost of a start: a grid, Megatron-core's parallel state and DeviceMesh, in the same run.
 
     python tests/benchmarks/startup.py --json                 # everything, some minutes
     python tests/benchmarks/startup.py --worlds 64 1024 --ranks 8

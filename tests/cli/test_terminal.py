@@ -1,4 +1,4 @@
-"""What commands print: on a terminal, into a pipe, and where it cannot be written."""
+"""Output of commands, on a terminal, in a pipe, and where it cannot be written."""
 
 import os
 import re
