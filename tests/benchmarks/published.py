@@ -5,8 +5,8 @@
 `tests/data/published_runs.yaml` holds the runs. Every third of them, in its order, calibrates one
 number for each device: the reached share of the peak of matrix products, chosen for no mean error.
 All others are predicted. Where a paper leaves microbatch or virtual stages open, the model's best
-that fits counts. Llama's paper does not say how it counts attention; half of `Model.flops_per_token`'s is
-taken, as for causal attention.
+that fits counts. Llama's paper does not say how it counts attention; half of
+`Model.flops_per_token`'s is taken, as for causal attention.
 """
 
 from __future__ import annotations
