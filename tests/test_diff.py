@@ -106,3 +106,14 @@ def test_grids_of_other_sizes_are_compared_by_name_alone() -> None:
 def test_what_is_wrong(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_rules_of_placing_are_compared() -> None:
+    """They change which placements are refused, or where ranks go."""
+    plain = GridSpec.build(tp=2).resolve(8)
+    kept = GridSpec.build(tp=2, within={"tp": "node"}, place="by_host").resolve(8)
+    found = compare(plain, kept)
+    assert not found.is_empty
+    assert found.placing == {"within": (None, "tp=node"), "place": ("by_rank", "by_host")}
+    assert "within: – → tp=node" in str(found)
+    assert compare(kept, kept).placing == {}

@@ -20,14 +20,14 @@ from commgrid.version import VERSION
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with the nearest command in its errors, and a flag's value on one line."""
+    """argparse, whose errors are one line, with the nearest command."""
 
     def error(self, message: str) -> NoReturn:
         of_flag = re.fullmatch(r"argument (?:-\w/)?(--?[\w-]+)\S*: (.*)", message, re.DOTALL)
         if of_flag:
             raise SpecError(" ".join(of_flag.groups()))
         word = message.partition("invalid choice: '")[2].partition("'")[0]
-        super().error(message + nearest(word, COMMANDS) if word else message)
+        self.exit(2, f"{self.prog}: {message}{nearest(word, COMMANDS) if word else ''}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -44,6 +44,7 @@ class GridDiff:
         changed: names of other groups; empty where the grids have other ranks.
         gone, new: names that only one of them creates.
         options: by name, what its communicator is created with, where that differs.
+        placing: `within` and `place` before and after, where they differ.
         communicators, connecting: of the first rank, before and after.
     """
 
@@ -55,14 +56,16 @@ class GridDiff:
     gone: tuple[str, ...]
     new: tuple[str, ...]
     options: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    placing: dict[str, tuple[Any, Any]]
     communicators: tuple[int, int]
     connecting: tuple[int, int]
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing differs, but for how communicators are shared."""
-        differs = self.axes or self.orders or self.changed or self.gone or self.new or self.options
-        return not differs and self.ranks[0] == self.ranks[1]
+        differs = (self.axes, self.orders, self.changed, self.gone, self.new, self.options,
+                   self.placing)  # fmt: skip
+        return not any(differs) and self.ranks[0] == self.ranks[1]
 
     def __str__(self) -> str:
         """The difference in words, a few lines however many ranks there are."""
@@ -71,6 +74,7 @@ class GridDiff:
             sizes = (f"{axis} {_arrow(*sizes)}" for axis, sizes in self.axes.items())
             lines.append(f"  {', '.join(sizes)}")
         lines += [f"  order of {r}: {_arrow(*orders)}" for r, orders in self.orders.items()]
+        lines += [f"  {key}: {_arrow(*rules)}" for key, rules in self.placing.items()]
         lines.append(
             f"  {_arrow(*self.communicators)} communicators a rank, {_arrow(*self.connecting)} of "
             "which connect at start"
@@ -141,9 +145,21 @@ def compare(before: GridSpec, after: GridSpec) -> GridDiff:
         gone=tuple(name for name in names[0] if name not in both),
         new=tuple(name for name in names[1] if name not in both.values()),
         options={name: (a, b) for name, (a, b) in options.items() if a != b},
+        placing=_placing(before, after),
         communicators=(len(held[0]), len(held[1])),
         connecting=(sum(c.connect for c in held[0]), sum(c.connect for c in held[1])),
     )
+
+
+def _placing(before: GridSpec, after: GridSpec) -> dict[str, tuple[Any, Any]]:
+    rules = [
+        {
+            "within": ", ".join(f"{name}={level}" for name, level in spec.within) or None,
+            "place": spec.place,
+        }
+        for spec in (before, after)
+    ]
+    return {key: (one, rules[1][key]) for key, one in rules[0].items() if one != rules[1][key]}
 
 
 def _sizes(before: GridSpec, after: GridSpec) -> dict[str, tuple[int | None, int | None]]:

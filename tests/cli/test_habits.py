@@ -173,6 +173,31 @@ def test_look_ups_stand_beside_get_group() -> None:
         commgrid.shutdown()
 
 
+def status(argv: list[str]) -> int | str | None:
+    """How a command ends, by returning or as argparse does."""
+    try:
+        return main(argv)
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("plna", "commgrid: argument COMMAND: invalid choice: 'plna' "),
+        ("plan --tpp 2", "commgrid plan: unrecognized arguments: --tpp; did you mean '--tp'?"),
+        ("explain --tp 2", "commgrid explain: the following arguments are required: --rank"),
+        ("plan --tp", "commgrid plan: --tp expected one argument"),
+    ],
+)
+def test_an_error_is_one_line(argv: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse printed its usage before it."""
+    assert status(argv.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said)
+    assert error.count("\n") == 1
+
+
 LOADED = """
 import sys
 from commgrid.cli import main
