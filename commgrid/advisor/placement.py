@@ -158,11 +158,27 @@ class Places:
 
     def span(self, group: GroupDef) -> Span:
         """The span of the groups of a name, of the one that crosses most."""
-        return self._lies(group)[0]
+        modes = self._modes(group)
+        if modes is None:
+            return self._counted(group)[0]
+        return span_of(self.cluster, modes, self.spec.world_size)
 
     def at_once(self, group: GroupDef) -> int:
         """How many groups of a name use the same link of a node, or of what they cross, at once."""
-        return self._lies(group)[1]
+        modes = self._modes(group)
+        span = None if modes is None else _closed(self.cluster, modes)
+        if span is None:
+            return self._counted(group)[1]
+        if span.place == 0:
+            return 1
+        return self.held[span.place - 1] // math.prod(span.spread[: span.place])
+
+    def _modes(self, group: GroupDef) -> Axes | None:
+        """The axes of a group of numbered ranks; None: its ranks have to be counted."""
+        if not (self._is_numbered and group.is_whole):
+            return None
+        layout = self.spec.layouts[group.region]
+        return tuple(mode for axis in group.axes for mode in layout.axis(axis).modes)
 
     def leaving(self, group: GroupDef, level: int) -> tuple[Sequence[int], int] | None:
         """The ranks of a group that is in several units of a level, and how many; None: none is."""
@@ -174,31 +190,23 @@ class Places:
                 return ranks, len(units)
         raise AssertionError("a group that crosses a level has ranks in two of its units")
 
-    def _lies(self, group: GroupDef) -> tuple[Span, int]:
+    def _counted(self, group: GroupDef) -> tuple[Span, int]:
         layout = self.spec.layouts[group.region]
         # Names with equal keys have the same ranks, since axes of size 1 change nothing.
         axes = tuple(axis for axis in group.axes if layout.shape[axis] > 1)
         key = (group.region, axes, group.pick, group.part, group.lists)
         if key not in self._known:
-            self._known[key] = self._found(replace(group, axes=axes), layout)
+            self._known[key] = self._count(replace(group, axes=axes), layout)
         return self._known[key]
 
-    def _found(self, group: GroupDef, layout: RankLayout) -> tuple[Span, int]:
-        if self._is_numbered and group.is_whole:
-            modes = tuple(mode for axis in group.axes for mode in layout.axis(axis).modes)
-            span = _closed(self.cluster, modes)
-            if span is not None:
-                below = max(span.place - 1, 0)
-                together = math.prod(span.spread[: span.place])
-                return span, self.held[below] // together if span.place else 1
+    def _count(self, group: GroupDef, layout: RankLayout) -> tuple[Span, int]:
         unit = self._units(0)
         groups = list(members_of(group, layout))
         spans = [Span.of([unit[rank] for rank in ranks], self.cluster.levels) for ranks in groups]
         span = widest(set(spans))
         if span.place == 0:
             return span, 1
-        below, sharing = span.place - 1, Counter[int]()
-        unit = self._units(below)
+        unit, sharing = self._units(span.place - 1), Counter[int]()
         for ranks, each in zip(groups, spans, strict=True):
             if each.spread[span.place] > 1:
                 sharing.update({unit[rank] for rank in ranks})
