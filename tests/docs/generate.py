@@ -1,4 +1,4 @@
-"""Tables of pages that are made from the source: the commands, their flags, the keys of a file.
+"""Tables of pages that are made from the source: commands, flags, keys of a file, errors.
 
     python tests/docs/generate.py
 
@@ -8,6 +8,7 @@ writes them anew, each between its two comments. A test compares.
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -15,12 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import commgrid.errors
 from commgrid import cli
 from commgrid.cli.commands import COMMANDS
 from commgrid.planning.options import OPTIONS, REGION_OPTIONS, ROW_OPTIONS, Option
 from tests.docs.pages import DOCS
 
-PAGES = (DOCS / "command_line.md", DOCS / "yaml.md")
+PAGES = (DOCS / "command_line.md", DOCS / "yaml.md", DOCS / "errors.md")
 _TABLE = re.compile(r"<!-- made from the source: ([^>]+) -->\n.*?<!-- end -->\n", re.DOTALL)
 _OF_A_GRID = "grid"
 
@@ -35,6 +37,7 @@ def tables() -> dict[str, str]:
         "keys": _keys(OPTIONS),
         "keys of a region": _keys(REGION_OPTIONS),
         "keys of a row": _keys(ROW_OPTIONS),
+        "errors": _errors(),
     }  # fmt: skip
     for name, parser in cli._parsers()[1].items():
         groups = {group.title: group for group in parser._action_groups}
@@ -54,6 +57,17 @@ def made(page: str) -> str:
     return _TABLE.sub(
         lambda at: f"<!-- made from the source: {at[1]} -->\n{found[at[1]]}<!-- end -->\n", page
     )
+
+
+def _errors() -> str:
+    lines = ["| class | also a | means | usual cure |", "|---|---|---|---|"]
+    for name, error in vars(commgrid.errors).items():
+        if isinstance(error, type) and issubclass(error, commgrid.errors.CommGridError):
+            means, _, cure = inspect.cleandoc(error.__doc__ or "").partition("\n\nFix: ")
+            means = " ".join(means.split())
+            link, also = f"[`{name}`](#{name.lower()})", error.__bases__[-1].__name__
+            lines.append(f"| {link} | `{also}` | {means} | {cure} |")
+    return "\n".join(lines) + "\n"
 
 
 def _json(parser: argparse.ArgumentParser) -> list[argparse.Action]:
