@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import commgrid
 import megatron_adapter
 from commgrid import GroupPlan, SpecError
-from commgrid.planning.spec import SHARE_CHOICES
+from commgrid.planning.options import OPTIONS
 from commgrid.testing import run_on_ranks
 from megatron_adapter import MEGATRON_GROUPS, MegatronSizes
 from megatron_adapter.spec import read_nccl_config
@@ -72,7 +72,7 @@ def test_who_shares() -> None:
             for i, c in enumerate(GroupPlan.for_rank(sizes.spec(share=share), 3).communicators)
             for name in c.names
         }
-        for share in SHARE_CHOICES
+        for share in OPTIONS["share"].words
     }
     assert sizes.spec() == sizes.spec(share="aliases")
     twins = ("dp_cp_gloo", "dp_gloo", "edp_gloo", "dp_cp_ag")
