@@ -87,7 +87,7 @@ def search(
         >>> from commgrid.advisor.model import find_model
         >>> found = search(find_model("llama3-70b"), 64, CLUSTERS["h100"], tp=8)
         >>> describe(found.best[0].config)
-        'tp 8 · pp 8'
+        'tp 8 · pp 2 · dp 4'
     """
     if (order := fixed.get("order", ORDERS[0])) not in ORDERS:
         raise SpecError(

@@ -206,7 +206,7 @@ class GridSpec:
             raise SpecError(f"regions={given!r}: expected a mapping of region names")
         for name, entry in given.items():
             regions.append(region_from(name, entry, regions[0].axes))
-        rest = {key: value for key, value in config.items() if key not in _OF_REGIONS}
+        rest = {k: v for k, v in config.items() if k not in _OF_REGIONS and v is not None}
         return cls._assemble(regions, **rest)
 
     @classmethod
@@ -270,11 +270,11 @@ class GridSpec:
 
     @classmethod
     def _assemble(cls, regions: Sequence[Region], **options: Any) -> GridSpec:
-        """A spec from values of `OPTIONS` as a file or a call gives them; None: the default."""
+        """A spec from values of `OPTIONS` as a file or a call gives them."""
         read = {
             key: _READERS[key](value) if key in _READERS else value
             for key, value in options.items()
-            if value is not None
+            if value is not None or OPTIONS[key].default is not None  # None is not their default
         }
         return cls(tuple(regions), **read)
 
