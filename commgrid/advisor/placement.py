@@ -275,7 +275,7 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
     ]
     if "expert" in spec.layouts:
         groups += [GroupDef(axis, "expert", (axis,)) for axis in ("etp", "ep")]
-        copies = expert_copies(spec)
+        copies = _expert_copies(spec)
         groups.append(GroupDef("edp", "expert", copies))
         if (replicas := shape.get("dp_replicate", 1)) > 1:
             groups.append(_shards(spec, copies, replicas))
@@ -288,7 +288,7 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
     return Placement(found, places.held)
 
 
-def expert_copies(spec: GridSpec) -> tuple[str, ...]:
+def _expert_copies(spec: GridSpec) -> tuple[str, ...]:
     """The axes of the expert region along which ranks hold the same experts, by any names: edp,
     torchtitan's efsdp and dp_replicate; all but ep, etp and what is pp."""
     region = next(region for region in spec.regions if region.name == "expert")
