@@ -16,7 +16,7 @@ from commgrid.torch_compat.failed_groups import wait_unless_broken
 from commgrid.torch_compat.world import world_store
 from tests.flags import hear, tell
 from tests.killing import KILLED, run_killable
-from tests.waiting import comes, until_waits
+from tests.waiting import comes, stop, until_waits
 
 LARGE = 100_000_000  # bytes: more than sockets hold
 HELPER, SENDER, RECEIVER = range(3)
@@ -29,7 +29,7 @@ def help_them() -> None:
         until_waits(f"rank {rank}")
         pids[rank] = int(world_store().get(f"comes: rank {rank}"))
         if rank == RECEIVER:
-            os.kill(pids[rank], signal.SIGSTOP)
+            stop(pids[rank])
             tell("the receiver is stopped")
     os.kill(pids[SENDER], signal.SIGKILL)
     os.kill(pids[RECEIVER], signal.SIGCONT)

@@ -7,6 +7,7 @@ machine does not look like that: who waits for a core is in state `R`.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -32,13 +33,31 @@ def until(true: Callable[[], object], what: str) -> None:
         time.sleep(LOOK_SECONDS)  # a poll
 
 
+def state(pid: int, thread: int) -> str:
+    """The state of a thread as the kernel names it, such as S; X, dead, if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
+
+
 def sleeps(pid: int, thread: int | None = None) -> bool:
     """Whether a process's main thread, or another, is in state S; also if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/task/{thread or pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in "SZXT"
+    return state(pid, thread or pid) in "SZXT"
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and return when all its threads stand still.
+
+    `os.kill` returns earlier: a thread that runs on another core may still answer a request.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    until(
+        lambda: all(state(pid, int(each.name)) in "ZXT" for each in tasks.iterdir()),
+        f"all threads of process {pid} are stopped",
+    )
 
 
 def until_waiting(pids: Iterable[int], thread: int | None = None) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from commgrid.testing import Ranks
 from tests.engines.agents import Host, namespace, run_ip
+from tests.waiting import stop
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _DEVICE = "wire0"
@@ -43,7 +44,7 @@ class Wire:
 
     def cut(self) -> None:
         """From now on nothing arrives, and nobody is told."""
-        os.kill(self.carrier, signal.SIGSTOP)
+        stop(self.carrier)
 
 
 @contextlib.contextmanager

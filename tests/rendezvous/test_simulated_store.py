@@ -16,6 +16,7 @@ from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[att
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Op, Protocol, Put, StoreLostError, Wait
 from commgrid.torch_compat.store import StoreDriver
 from tests.rendezvous.simulator import SimulatedStore
+from tests.waiting import stop
 
 SEQUENCES = 10_000  # of 12 operations each
 LENGTH = 12
@@ -135,7 +136,7 @@ def test_a_stopped_server_is_silence() -> None:
         driver = StoreDriver(store, 2, lambda: 0.5)
         assert driver.run(asked([Add("count", 1)])) == [1]
         assert server.pid is not None
-        os.kill(server.pid, signal.SIGSTOP)
+        stop(server.pid)
         with pytest.raises(StoreLostError, match="has not answered") as lost:
             driver.run(asked([Add("count", 1)]))
         assert lost.value.silent
