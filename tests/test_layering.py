@@ -37,7 +37,7 @@ PURE_HALVES = {
     "observe": (
         "operations call cycles ring processes traces programs findings order trace_files recorded "
         "flight_recorder ledger mismatches slowness waiting astray circles diagnosis verify "
-        "stages priced"
+        "stages priced audit.grids"
     ),
 }
 DOOR = (

@@ -10,7 +10,7 @@ from typing import Any
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
-from commgrid.planning.audited import AuditedGrid
+from commgrid.observe.audit.grids import AuditedGrid
 from commgrid.planning.ranks import as_ranks
 
 _EXAMPLES = """examples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from commgrid.planning.audited import VARIABLE, parse_sizes, sizes_over
+from commgrid.observe.audit.grids import VARIABLE, parse_sizes, sizes_over
 
 
 def audited_grid() -> dict[str, int] | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from commgrid.errors import NotInGridError, SpecError
-from commgrid.planning.audited import VARIABLE, spec_over
+from commgrid.observe.audit.grids import VARIABLE, spec_over
 from commgrid.planning.names import nearest
 from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
 from commgrid.planning.plan import GroupPlan
