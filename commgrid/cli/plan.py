@@ -358,8 +358,7 @@ def _plans(spec: GridSpec) -> tuple[GroupPlan, ...]:
     for definition in spec.definitions.values():
         for members in definition.lists or ():
             for position, rank in enumerate(members):
-                held = definition.positions(len(members))
-                if held is None or position in held:
+                if position in definition.places(len(members)):
                     sizes.setdefault(rank, {})[definition.name] = len(members)
     alike = {tuple(found.items()): rank for rank, found in sizes.items()}
     return tuple(GroupPlan.for_rank(spec, rank) for rank in sorted({*ranks, *alike.values()}))

@@ -7,7 +7,7 @@ names, own communicators, picks, splits, listed groups and options.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from commgrid.errors import SpecError
@@ -47,10 +47,15 @@ class GroupDef:
         """Whether it has all ranks along its axes: no pick, no part, no list."""
         return self.pick is None and self.part is None and self.lists is None
 
-    def positions(self, size: int) -> tuple[int, ...] | None:
-        """The picked positions within a group of `size`, ascending; None: all of them."""
+    def places(self, size: int, at: int = 0) -> Sequence[int]:
+        """Positions of the members in a whole group of `size`, ascending; of a split's part, of the
+        one that position `at` is in."""
+        if self.part is not None:
+            extent, stride = self.part
+            first = at - at // stride % extent * stride
+            return range(first, first + extent * stride, stride)
         if self.pick is None:
-            return None
+            return range(size)
         named = {"first": 0, "last": size - 1}
         return tuple(sorted({named[p] if isinstance(p, str) else p for p in self.pick}))
 
@@ -63,46 +68,30 @@ class GroupDef:
             whole: Ranks = next((ranks for ranks in self.lists if rank in ranks), RankTuple())
         else:
             whole = layout.group(rank, *self.axes)
-        picked = self.positions(len(whole)) if whole else None
-        if picked is not None:
-            return whole.take(picked)
-        if self.part is not None:
-            size, stride = self.part
-            position = whole.index(rank)
-            first = position - position // stride % size * stride
-            return whole.take(first + i * stride for i in range(size))
-        return whole
+        if not whole or (self.pick is None and self.part is None):
+            return whole
+        return whole.take(self.places(len(whole), 0 if self.part is None else whole.index(rank)))
 
     def all_ranks(self, layout: RankLayout) -> list[tuple[int, ...]]:
         """Every group of this name, ordered by the place of its first member in the layout."""
-        wholes = (tuple(g) for g in self.lists or layout.groups(*self.axes))
-        found: list[tuple[int, ...]] = []
-        for whole in wholes:
-            picked = self.positions(len(whole))
-            if picked is not None:
-                found.append(tuple(whole[position] for position in picked))
-            elif self.part is not None:
-                size, stride = self.part
-                span = size * stride
-                starts = (b + i for b in range(0, len(whole), span) for i in range(stride))
-                found += [whole[start : start + span - stride + 1 : stride] for start in starts]
-            else:
-                found.append(whole)
+        wholes = [tuple(ranks) for ranks in self.lists or layout.groups(*self.axes)]
         if self.is_whole:  # in order as the layout gives them
-            return found
+            return wholes
+        found = [
+            tuple(whole[position] for position in places)
+            for whole in wholes
+            for places in dict.fromkeys(
+                self.places(len(whole), at) for at in range(1 if self.part is None else len(whole))
+            )
+        ]
         place = {rank: place for place, rank in enumerate(layout.ranks)}
         return sorted(found, key=lambda group: place[group[0]])
 
     def size(self, sizes: Mapping[str, int]) -> int:
         """The number of members, given the sizes of the region's axes; of the largest list."""
         if self.lists is not None:
-            largest = max(map(len, self.lists))
-            return len(self.positions(largest) or range(largest))
-        whole = math.prod(sizes[axis] for axis in self.axes)
-        picked = self.positions(whole)
-        if picked is not None:
-            return len(picked)
-        return whole if self.part is None else self.part[0]
+            return len(self.places(max(map(len, self.lists))))
+        return len(self.places(math.prod(sizes[axis] for axis in self.axes)))
 
     def key(self, share: str, layout: RankLayout, rank: int) -> tuple[object, ...]:
         """Names with equal keys share one communicator.
@@ -127,7 +116,8 @@ class GroupDef:
         axes = tuple(axis for axis in self.axes if sizes[axis] > 1)
         whole = math.prod(sizes[axis] for axis in axes)
         part = None if self.part is not None and self.part[0] == whole else self.part
-        return (self.own, self.options, self.region, axes, self.positions(whole), part)
+        picked = self.pick and self.places(whole)
+        return (self.own, self.options, self.region, axes, picked, part)
 
     def with_entry(self, entry: GroupEntry, size: int | None) -> GroupDef:
         """The group that a row without split makes of this one of `size` (None: not known yet).
