@@ -245,7 +245,7 @@ def _check_same(grid: HyperCommGrid, expected: GridSpec, name: str) -> None:
     if name in ("gtp", "egtp") and mine.size(grid.spec.shape) == theirs.size(expected.shape) == 1:
         return  # an axis of size 1 that the grid has, and a part of tp
     size = grid.size(*mine.axes)
-    pairs = [(d.region, {*d.axes}, d.positions(size), d.part) for d in (mine, theirs)]
+    pairs = [(d.region, {*d.axes}, d.places(size), d.part) for d in (mine, theirs)]
     over = theirs.options.backend in (None, mine.options.backend)
     if pairs[0] != pairs[1] or (theirs.own and not mine.own) or not over:
         row = next(e for e in expected.groups if name in (e.name, *dict(e.split or ())))

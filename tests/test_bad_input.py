@@ -176,7 +176,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "backend": (lambda: table(dp={"backend": 3}), r"groups\.dp\.backend=3: expected a string"),
     "nccl key": (
         lambda: table(dp={"nccl": {"max_cta": 3}}),
-        r"groups\.dp\.nccl\.max_cta: unknown option.*did you mean 'max_ctas'\?",
+        r"groups\.dp\.nccl\.max_cta: unknown key.*did you mean 'max_ctas'\?",
     ),
     "nccl value": (
         lambda: table(dp={"nccl": {"max_ctas": "3"}}),
@@ -210,7 +210,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "ranks in steps of 0": (lambda: dictionary(ranks={"stop": 4, "step": 0}), r"expected integers"),
     "ranks beyond the world": (
         lambda: build(ranks=[0, 9, 2, 1]).resolve(8),
-        r"ranks=0, 9, 2, 1: the world has only ranks 0 to 7",
+        r"ranks=0, 9, 2, 1: the world has only ranks 0-7",
     ),
     "listed ranks do not match": (
         lambda: GridSpec.from_dict({"axes": {"tp": 2, "dp": 2}, "ranks": [5, 2, 0]}),
@@ -255,7 +255,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "listed rank outside": (
         lambda: table(x={"ranks": [[0, 32], [40]]}),
-        r"groups\.x\.ranks: ranks 32, 40 outside this grid, which covers ranks 0 to 31",
+        r"groups\.x\.ranks: ranks 32, 40 outside this grid, which covers ranks 0-31",
     ),
     "listed group shadows an axis": (
         lambda: table(cp_dp={"ranks": [[0, 1]]}),
@@ -276,7 +276,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "ranks no numbers": (lambda: build(ranks=[0, 1, "a"]), r"ranks=\[0, 1, 'a'\]: 'a' at place 2"),  # type: ignore[list-item]
     "ranks do not match": (
         lambda: GridSpec.from_dict({"axes": {"tp": 2, "dp": 2}, "ranks": {"stop": 8}}),
-        r"ranks=0 to 7: 8 ranks, but the sizes make 4",
+        r"ranks=0-7: 8 ranks, but the sizes make 4",
     ),
     "create nothing": (lambda: build(create=None), r"create=None: expected all, or a list"),  # type: ignore[arg-type]
     "create number": (lambda: dictionary(create=5), r"create=5: expected all, or a list"),
@@ -329,7 +329,5 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_rank_outside_the_grid() -> None:
     spec = build(tp=2, ranks=range(4, 8)).resolve(8)
-    with pytest.raises(
-        NotInGridError, match="rank 3 is not in this grid, which covers ranks 4 to 7"
-    ):
+    with pytest.raises(NotInGridError, match="rank 3 is not in this grid, which covers ranks 4-7"):
         GroupPlan.for_rank(spec, 3)

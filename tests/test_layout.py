@@ -95,14 +95,14 @@ def test_ranks_that_do_not_start_at_0() -> None:
     layout = RankLayout.from_sizes({"tp": 8, "dp": 256}, offset=2048)
     assert (layout.ranks[0], layout.ranks[-1], len(layout)) == (2048, 4095, 2048)
     assert layout.group(2055, "dp")[:2] == (2055, 2063)
-    with pytest.raises(NotInGridError, match=r"rank 2047 is not one of ranks 2048 to 4095"):
+    with pytest.raises(NotInGridError, match=r"rank 2047 is not one of ranks 2048-4095"):
         layout.coordinate(2047)
 
 
 def test_every_other_rank() -> None:
     layout = RankLayout.from_sizes({"tp": 2, "dp": 2}, stride=2)
     assert layout.groups("tp")[1][:] == (4, 6)
-    with pytest.raises(NotInGridError, match=r"rank 3 is not one of ranks 0 to 6 \(4 of them\)"):
+    with pytest.raises(NotInGridError, match=r"rank 3 is not one of ranks 0, 2, 4, 6"):
         layout.coordinate(3)
 
 

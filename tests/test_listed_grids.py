@@ -82,7 +82,7 @@ def spares() -> None:
         assert grid.select(pp=1).ranks == (4, 5, 7)
     else:
         with pytest.raises(
-            NotInGridError, match=r"rank . is not in this grid, .* ranks 0-2, 4, 5, 7"
+            NotInGridError, match=r"rank . is not in this grid, .* ranks 0-2, 4-5, 7"
         ):
             commgrid.initialize(tp=3, pp=2, ranks=SIX)
         grid = commgrid.initialize(dp=2, ranks=(6, 3))

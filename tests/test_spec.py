@@ -202,7 +202,7 @@ def test_create_and_connect_lists_are_canonical() -> None:
 def test_resolve_needs_a_world() -> None:
     with pytest.raises(SpecError, match="world_size or ranks"):
         GridSpec.build().resolve()
-    with pytest.raises(SpecError, match="ranks=4 to 11: the world has only ranks 0 to 7"):
+    with pytest.raises(SpecError, match="ranks=4-11: the world has only ranks 0-7"):
         GridSpec.build().resolve(world_size=8, ranks=range(4, 12))
 
 

@@ -19,7 +19,7 @@ from commgrid.advisor.forms import Fit, fits_from, highest
 from commgrid.errors import SpecError
 from commgrid.planning.checks import above_zero, check_keys, flag, named
 from commgrid.planning.names import nearest
-from commgrid.planning.yaml_io import Table, load_yaml
+from commgrid.planning.yaml_io import Table, from_file
 
 Hosts = Mapping[int, int] | Sequence[int]
 """By rank, the number of the node that it runs on."""
@@ -316,10 +316,7 @@ class Cluster:
         Raises:
             SpecError: the file is not there, not YAML, or describes no cluster.
         """
-        try:
-            return cls.from_dict(load_yaml(Path(path), "levels: […]"))
-        except SpecError as error:
-            raise SpecError(f"{path}: {error}") from error
+        return from_file(path, cls.from_dict, "levels: […]")
 
     @classmethod
     def from_launcher(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.forms import KINDS, Spread, highest, one_level_time
+from commgrid.advisor.forms import KINDS, Spread, highest
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
 
@@ -164,8 +164,5 @@ def _on_level(collective: str, size: float, ranks: int, place: int, cluster: Clu
     level = cluster.levels[place]
     for fit in cluster.fits:
         if fit.collective == collective and fit.level == level.name:
-            seconds = one_level_time(
-                collective, fit.algorithm, size, ranks, fit.latency, fit.bandwidth
-            )
-            return seconds * fit.factor(ranks, size)
+            return fit.seconds(size, ranks)
     return min(form(size, (ranks,), (level,)) for form in KINDS[collective].forms.values())

@@ -14,6 +14,7 @@ from commgrid.advisor.cluster import Cluster, Hosts, Level
 from commgrid.advisor.forms import highest
 from commgrid.advisor.placement import Places
 from commgrid.errors import SpecError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.ranks import RankTuple, divisors
 from commgrid.planning.spec import GridSpec
 
@@ -220,6 +221,6 @@ def check_within(spec: GridSpec, cluster: Cluster) -> None:
             inner = {axis: layout.shape[axis] for axis in faster}
             fix = _fix(spec, group.axes, len(ranks), level, unit, inner)
             raise SpecError(
-                f"within.{name}={level!r}: {RankTuple(ranks).describe()}, a group of {name}, "
+                f"within.{name}={level!r}: {describe_ranks(RankTuple(ranks))}, a group of {name}, "
                 f"lie on {units} {level}s of {unit} devices; {fix}"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.collectives import bus_bandwidth
-from commgrid.advisor.forms import KINDS, Curve, Fit, one_level_time
+from commgrid.advisor.forms import KINDS, Fit, one_level_time
 from commgrid.errors import SpecError
 
 
@@ -57,9 +57,8 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
 
     A level's fits come from groups that lie on that level alone; what crosses several is put
     together of them. Each is a form of `commgrid.advisor.forms` whose latency and bandwidth
-    have the least squares of relative errors, and what remains at the sizes and numbers of ranks
-    that were measured. A level's own latency and bandwidth become those of its all-reduce, or of
-    the first collective that was measured.
+    have the least squares of relative errors. A level's own latency and bandwidth become those of
+    its all-reduce, or of the first collective that was measured.
 
     Args:
         rows: of groups that communicated at once, as in training.
@@ -128,7 +127,7 @@ _TOO_FAST = 10
 
 
 def _fit_one(collective: str, level: str, rows: Sequence[Measured]) -> Fit:
-    """The form of the smallest error, and what remains beside it."""
+    """The form of the smallest error."""
     found: list[tuple[float, Fit]] = []
     for algorithm in KINDS[collective].forms:
         # A form is a sum of its latencies and its bytes, so that two calls tell its two parts.
@@ -143,8 +142,7 @@ def _fit_one(collective: str, level: str, rows: Sequence[Measured]) -> Fit:
             for h, m, r in zip(hops, moved, rows, strict=True)
         )
         found.append((error, Fit(collective, level, algorithm, latency, 1 / per_byte)))
-    best = min(found, key=lambda each: round(each[0], 6))[1]  # the first of equals
-    return replace(best, rest=_rest(best, rows))
+    return min(found, key=lambda each: round(each[0], 6))[1]  # the first of equals
 
 
 def _two_numbers(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -160,45 +158,8 @@ def _two_numbers(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
             return x, y
     # One of them explains all; a thousandth of the other keeps it above 0.
     errors = [sum((v * alone[n] - 1) ** 2 for v in values) for n, values in enumerate((a, b))]
-    x, y = (1.0, 1e-3) if errors[0] < errors[1] else (1e-3, 1.0)
-    return x * alone[0], y * alone[1]
-
-
-def _rest(fit: Fit, rows: Sequence[Measured]) -> tuple[tuple[int, Curve], ...]:
-    """Measured over the form's time: the geometric mean of the rows of one size and group size."""
-    found: dict[int, dict[int, list[float]]] = {}
-    for row in rows:
-        form = one_level_time(
-            fit.collective, fit.algorithm, row.size, row.ranks, fit.latency, fit.bandwidth
-        )
-        found.setdefault(row.ranks, {}).setdefault(row.size, []).append(row.seconds / form)
-    return tuple(
-        (
-            ranks,
-            _with_steps(
-                [
-                    (float(size), math.exp(sum(map(math.log, each)) / len(each)))
-                    for size, each in sorted(sizes.items())
-                ]
-            ),
-        )
-        for ranks, sizes in sorted(found.items())
-    )
-
-
-_STEP = 1.3
-"""The least ratio of neighbours, for sizes a factor of 2 apart, that makes a step."""
-
-
-def _with_steps(curve: Sequence[tuple[float, float]]) -> Curve:
-    """The curve, with steps in place of rises beyond `_STEP`.
-
-    What lets time jump is a threshold of a protocol or an allocator, and these are powers of two,
-    as measured sizes are: glibc gives blocks of 32 MB and more back to the system at every call.
-    """
-    made: list[tuple[float, float]] = []
-    for size, factor in curve:
-        if made and size / made[-1][0] <= 2 and factor > _STEP * made[-1][1]:
-            made.append((size - 1, made[-1][1]))
-        made.append((size, factor))
-    return tuple(made)
+    share = (1.0, 1e-3) if errors[0] < errors[1] else (1e-3, 1.0)
+    x, y = share[0] * alone[0], share[1] * alone[1]
+    both = [v * x + w * y for v, w in zip(a, b, strict=True)]
+    scale = sum(both) / sum(each * each for each in both)
+    return x * scale, y * scale

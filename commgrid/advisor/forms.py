@@ -19,7 +19,6 @@ NCCL, `src/graph/tuning.cc`. Sizes and bus bandwidth: nccl-tests, `doc/PERFORMAN
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -178,12 +177,10 @@ def one_level_time(
 
 # ---- what was measured --------------------------------------------------------------------------
 
-Curve = tuple[tuple[float, float], ...]
-
 
 @dataclass(frozen=True)
 class Fit:
-    """A collective on one level: a form's latency and bandwidth, and what remains beside them.
+    """A collective on one level: a form, and its latency and bandwidth.
 
     Args:
         collective: which.
@@ -191,9 +188,6 @@ class Fit:
         algorithm: the form (see `commgrid.advisor.collectives`) that fits best.
         latency: the form's, in seconds.
         bandwidth: the form's, in bytes a second.
-        rest: for each number of ranks that was measured, sizes in bytes with measured time over the
-            form's time. Straight lines lie between, over the logarithms of ranks and sizes; outside
-            the nearest counts.
     """
 
     collective: str
@@ -201,19 +195,16 @@ class Fit:
     algorithm: str
     latency: float
     bandwidth: float
-    rest: tuple[tuple[int, Curve], ...] = ()
 
-    def factor(self, ranks: int, size: float) -> float:
-        """The factor on the form's time.
+    def seconds(self, size: float, ranks: int) -> float:
+        """The time of a message, by the form.
 
-        >>> fit = Fit("all_reduce", "node", "ring", 1e-3, 1e9, ((2, ((1e3, 1.0), (1e5, 4.0))),))
-        >>> round(fit.factor(2, 1e4), 6), fit.factor(8, 1e6)
-        (2.0, 4.0)
+        >>> Fit("all_gather", "node", "ring", 1e-3, 1e9).seconds(8e9, 8)
+        7.007
         """
-        if not self.rest:
-            return 1.0
-        across = [(math.log(n), math.log(_at(curve, size))) for n, curve in self.rest]
-        return math.exp(_line(across, math.log(ranks)))
+        return one_level_time(
+            self.collective, self.algorithm, size, ranks, self.latency, self.bandwidth
+        )
 
     @classmethod
     def from_dict(cls, key: str, config: Mapping[str, Any]) -> Fit:
@@ -222,7 +213,8 @@ class Fit:
         Raises:
             SpecError: a key is missing or unknown, or a number is not above 0.
         """
-        check_keys(f"{key}.", config, _KEYS)
+        check_keys(f"{key}.", config, (*_KEYS, "rest"), ("rest",))
+        _check_rest(f"{key}.rest", config.get("rest", {}))
         collective, algorithm = str(config["collective"]), str(config["algorithm"])
         if collective not in KINDS:
             raise SpecError(
@@ -232,24 +224,12 @@ class Fit:
         forms = KINDS[collective].forms
         if algorithm not in forms:
             raise SpecError(f"{key}.algorithm={algorithm!r}: {collective} has {', '.join(forms)}")
-        rest = config["rest"]
-        if not isinstance(rest, Mapping) or not all(isinstance(c, Mapping) for c in rest.values()):
-            raise SpecError(f"{key}.rest={rest!r}: expected ranks: {{bytes: factor}}")
-        curves = {
-            int(_key(f"{key}.rest", n)): {
-                _key(f"{key}.rest.{n}", size): above_zero(f"{key}.rest.{n}.", curve, size)
-                for size in curve
-            }
-            for n, curve in rest.items()
-            if curve
-        }
         return cls(
             collective,
             str(config["level"]),
             algorithm,
             above_zero(f"{key}.", config, "latency_us") / 1e6,
             above_zero(f"{key}.", config, "gb_per_s") * 1e9,
-            tuple((n, tuple(sorted(curves[n].items()))) for n in sorted(curves)),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -260,11 +240,25 @@ class Fit:
             "algorithm": self.algorithm,
             "latency_us": _short(self.latency * 1e6),
             "gb_per_s": _short(self.bandwidth / 1e9),
-            "rest": {n: {round(s): _short(f) for s, f in curve} for n, curve in self.rest},
         }
 
 
-_KEYS = ("collective", "level", "algorithm", "latency_us", "gb_per_s", "rest")
+_KEYS = ("collective", "level", "algorithm", "latency_us", "gb_per_s")
+
+
+def _check_rest(key: str, rest: object) -> None:
+    """What fits had beside the form until 0.2, and files may have until 0.3; it is not used.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    if not isinstance(rest, Mapping) or not all(isinstance(c, Mapping) for c in rest.values()):
+        raise SpecError(f"{key}={rest!r}: expected ranks: {{bytes: factor}}")
+    for ranks, curve in rest.items():
+        above_zero(key, {"": ranks}, "")
+        for size in curve:
+            above_zero(f"{key}.{ranks}", {"": size}, "")
+            above_zero(f"{key}.{ranks}.", curve, size)
 
 
 def fits_from(config: object) -> tuple[Fit, ...]:
@@ -278,24 +272,5 @@ def fits_from(config: object) -> tuple[Fit, ...]:
     return tuple(Fit.from_dict(f"fits[{n}]", each) for n, each in enumerate(config))
 
 
-def _at(curve: Curve, size: float) -> float:
-    points = [(math.log(x), math.log(y)) for x, y in curve]
-    return math.exp(_line(points, math.log(max(size, 1.0))))
-
-
-def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Straight lines between points; outside, the nearest point's value."""
-    place = bisect_right([at for at, _ in points], x)
-    if place in (0, len(points)):
-        return points[min(place, len(points) - 1)][1]
-    (x0, y0), (x1, y1) = points[place - 1 : place + 1]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
 def _short(number: float) -> float:
     return float(f"{number:.6g}")
-
-
-def _key(where: str, key: object) -> float:
-    """A key that is a number."""
-    return above_zero(where, {"": key}, "")

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.checks import check_keys, named
 from commgrid.planning.names import nearest
-from commgrid.planning.yaml_io import Table, load_yaml
+from commgrid.planning.yaml_io import Table, from_file
 
 ATTENTION = ("flash", "plain")
 """How attention is computed: in one kernel that keeps no scores, or with scores in memory."""
@@ -111,21 +112,12 @@ class Model:
             SpecError: a key is missing or unknown, or a value does not fit.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        for key in config:
-            if key not in fields:
-                raise SpecError(
-                    f"{key}: unknown key of a model{nearest(str(key), fields)}; expected "
-                    f"{', '.join(fields)}"
-                )
-        for key, field in fields.items():
-            if key not in config and field.default is dataclasses.MISSING:
-                raise SpecError(f"{key}: missing; a model needs {', '.join(_needed(fields))}")
-        if not isinstance(config["name"], str | int):
-            raise SpecError(f"name={config['name']!r}: expected a name")
-        given: dict[str, Any] = dict(config)
-        return cls(
-            **{**given, "name": str(given["name"]), "source": str(given.get("source") or "")}
-        )
+        optional = [
+            key for key, field in fields.items() if field.default is not dataclasses.MISSING
+        ]
+        check_keys("", config, [*fields], optional)
+        given = {**config, "name": named("", config), "source": str(config.get("source") or "")}
+        return cls(**given)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Model:
@@ -134,10 +126,7 @@ class Model:
         Raises:
             SpecError: the file is not there, not YAML, or describes no model.
         """
-        try:
-            return cls.from_dict(load_yaml(Path(path), "layers: 32"))
-        except SpecError as error:
-            raise SpecError(f"{path}: {error}") from error
+        return from_file(path, cls.from_dict, "layers: 32")
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `from_dict` reads, without defaults."""
@@ -258,10 +247,6 @@ class Model:
     @property
     def _matrices(self) -> int:
         return 3 if self.gated else 2
-
-
-def _needed(fields: Mapping[str, Any]) -> list[str]:
-    return [name for name, field in fields.items() if field.default is dataclasses.MISSING]
 
 
 def _check_whole(key: str, value: object, least: int) -> None:

@@ -93,9 +93,9 @@ def search(
         raise SpecError(
             f"order={order!r}: expected {', '.join(ORDERS)}{nearest(str(order), ORDERS)}"
         )
-    job = _Job(model, world_size, cluster, max_memory, fixed)
+    request = _Request(model, world_size, cluster, max_memory, fixed)
     cluster.check_world(world_size)
-    searching = _searched(job, calibration, None)
+    searching = _searched(request, calibration, None)
     if not searching.found:
         _refuse(searching)
     found = sorted(searching.found, key=lambda cost: (cost.seconds, cost.memory.total))
@@ -121,7 +121,7 @@ def fastest(
     """
     world_size = math.prod(fixed[axis] for axis in ("tp", "cp", "pp", "dp"))
     searching = _searched(
-        _Job(model, world_size, cluster, max_memory, fixed), CALIBRATION, placement
+        _Request(model, world_size, cluster, max_memory, fixed), CALIBRATION, placement
     )
     if not searching.found and searching.smallest is None:
         _refuse(searching)
@@ -129,7 +129,7 @@ def fastest(
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Request:
     """The arguments of `search`."""
 
     model: Model
@@ -159,9 +159,9 @@ class _Job:
         return [self.fixed[key]] if key in self.fixed else values
 
 
-def _searched(job: _Job, calibration: Calibration, placement: Placement | None) -> _Search:
-    searching = _Search(job, Machine(job.cluster, calibration), placement)
-    for grid in _grids(job):
+def _searched(request: _Request, calibration: Calibration, placement: Placement | None) -> _Search:
+    searching = _Search(request, Machine(request.cluster, calibration), placement)
+    for grid in _grids(request):
         searching.try_grid(grid)
     return searching
 
@@ -173,7 +173,7 @@ _Fitting = tuple[ParallelConfig, Memory]
 class _Search:
     """The state of a search."""
 
-    job: _Job
+    request: _Request
     machine: Machine
     placement: Placement | None = None
     found: list[StepCost] = field(default_factory=list)
@@ -189,7 +189,7 @@ class _Search:
         best: StepCost | None = None
         valid = far = False
         small = self.state_fits(grid)
-        for ways in _ways(self.job, grid):
+        for ways in _ways(self.request, grid):
             possible = [config for config in ways if self._is_valid(config)]
             if not possible:
                 continue
@@ -214,22 +214,22 @@ class _Search:
             self.far += 1
 
     def _is_valid(self, config: ParallelConfig) -> bool:
-        why = config.refusal(self.job.model)
+        why = config.refusal(self.request.model)
         if why is not None:
             self.refusals[why] = self.refusals.get(why, 0) + 1
         return why is None
 
     def state_fits(self, grid: ParallelConfig) -> bool:
         """Whether what no way to run a step changes fits: weights, gradients, optimizer."""
-        fixed = self.job.fixed
+        fixed = self.request.fixed
         least = replace(
             grid, microbatch=fixed.get("microbatch", 1), virtual_stages=1,
             recompute=fixed.get("recompute", RECOMPUTE[-1]),
         )  # fmt: skip
-        if least.refusal(self.job.model) is not None:
+        if least.refusal(self.request.model) is not None:
             return True  # then nothing is known of it
-        memory = memory_of(self.job.model, least)
-        if memory.total - memory.parts["activations"] <= self.job.limit:
+        memory = memory_of(self.request.model, least)
+        if memory.total - memory.parts["activations"] <= self.request.limit:
             return True
         self._note(least, memory)
         return False
@@ -240,15 +240,19 @@ class _Search:
 
     def _least(self, config: ParallelConfig) -> float:
         """Seconds that a step takes at the least: those of the fullest stage's layers."""
-        placement = self.placement or of_config(config, self.job.cluster)
-        layer = layer_cost(Job(self.job.model, config, self.machine, placement))
+        placement = self.placement or of_config(config, self.request.cluster)
+        layer = layer_cost(Job(self.request.model, config, self.machine, placement))
         each = layer.forward_total + layer.backward_total
-        return config.microbatches(self.job.model) * config.stage_layers(self.job.model).last * each
+        return (
+            config.microbatches(self.request.model)
+            * config.stage_layers(self.request.model).last
+            * each
+        )
 
     def _cost(self, config: ParallelConfig, memory: Memory | None) -> StepCost:
         self.evaluated += 1
         return step_cost(
-            self.job.model, config, self.job.cluster, machine=self.machine, memory=memory,
+            self.request.model, config, self.request.cluster, machine=self.machine, memory=memory,
             placement=self.placement,
         )  # fmt: skip
 
@@ -259,7 +263,7 @@ class _Search:
             yield fitting
             return
         matters = config.pp > 1 and config.dp > 1
-        for order in self.job.any("order", ORDERS if matters else ORDERS[:1]):
+        for order in self.request.any("order", ORDERS if matters else ORDERS[:1]):
             if not self._is_valid(replace(config, order=order)):
                 continue
             if order == config.order:
@@ -269,11 +273,11 @@ class _Search:
 
     def least_recomputed(self, config: ParallelConfig) -> tuple[ParallelConfig, Memory] | None:
         """The config with as little computed again as fits, since that only costs time."""
-        for recompute in self.job.any("recompute", RECOMPUTE):
+        for recompute in self.request.any("recompute", RECOMPUTE):
             same = config.recompute == recompute
             tried = config if same else replace(config, recompute=recompute)
-            memory = memory_of(self.job.model, tried)
-            if memory.total <= self.job.limit:
+            memory = memory_of(self.request.model, tried)
+            if memory.total <= self.request.limit:
                 return tried, memory
         self._note(tried, memory)
         return None
@@ -284,43 +288,43 @@ def memory_limit(cluster: Cluster, max_memory: float | None) -> float:
     return HEADROOM * cluster.device.memory if max_memory is None else max_memory
 
 
-def _grids(job: _Job) -> Iterator[ParallelConfig]:
+def _grids(request: _Request) -> Iterator[ParallelConfig]:
     """Every factorisation into axes that may be valid; what never is, is left out early."""
-    model, fixed, world_size = job.model, job.fixed, job.world_size
-    for tp in _sizes(job, "tp", world_size, LARGEST_TP):
+    model, fixed, world_size = request.model, request.fixed, request.world_size
+    for tp in _sizes(request, "tp", world_size, LARGEST_TP):
         if model.heads % tp and "tp" not in fixed:
             continue
-        for cp in _sizes(job, "cp", world_size // tp, world_size):
+        for cp in _sizes(request, "cp", world_size // tp, world_size):
             can = model.attention == "flash" and model.sequence % (2 * cp * tp) == 0
             if cp > 1 and not can and "cp" not in fixed:
                 continue
-            for pp in _sizes(job, "pp", world_size // tp // cp, model.layers):
+            for pp in _sizes(request, "pp", world_size // tp // cp, model.layers):
                 dp = world_size // tp // cp // pp
                 if "dp" not in fixed and model.batch % dp:
                     continue
                 if fixed.get("dp", dp) != dp:
                     continue
-                yield from _expert_grids(job, replace(job.base, tp=tp, cp=cp, pp=pp, dp=dp))
+                yield from _expert_grids(request, replace(request.base, tp=tp, cp=cp, pp=pp, dp=dp))
 
 
-def _expert_grids(job: _Job, base: ParallelConfig) -> Iterator[ParallelConfig]:
-    model, fixed = job.model, job.fixed
+def _expert_grids(request: _Request, base: ParallelConfig) -> Iterator[ParallelConfig]:
+    model, fixed = request.model, request.fixed
     if not model.experts:
         yield base  # which says that there are no experts, where some are asked for
         return
     inner = base.tp * base.cp * base.dp
-    for ep in _sizes(job, "ep", inner, model.experts):
+    for ep in _sizes(request, "ep", inner, model.experts):
         if model.experts % ep and "ep" not in fixed:
             continue
-        for etp in job.any("etp", sorted({1, base.tp})):
+        for etp in request.any("etp", sorted({1, base.tp})):
             if inner % (ep * etp) == 0 or "etp" in fixed:
                 yield replace(base, ep=ep, etp=etp)
 
 
-def _sizes(job: _Job, axis: str, whole: int, most: int) -> Sequence[int]:
+def _sizes(request: _Request, axis: str, whole: int, most: int) -> Sequence[int]:
     """The divisors up to a size, or the given one if it divides."""
-    if axis in job.fixed:
-        given = job.fixed[axis]
+    if axis in request.fixed:
+        given = request.fixed[axis]
         return [] if whole % given else [given]
     return _divisors(whole, most)
 
@@ -335,29 +339,29 @@ def _divisors(number: int, most: int) -> tuple[int, ...]:
     return tuple(size for size in divisors(number) if size <= most)
 
 
-def _ways(job: _Job, grid: ParallelConfig) -> Iterator[list[ParallelConfig]]:
+def _ways(request: _Request, grid: ParallelConfig) -> Iterator[list[ParallelConfig]]:
     """For each microbatch the numbers of virtual stages that a rank can have."""
-    per_rank = max(job.model.batch // grid.dp, 1)
-    layers = -(-job.model.layers // grid.pp)
-    for microbatch in job.any("microbatch", MICROBATCHES):
-        if per_rank % microbatch and "microbatch" not in job.fixed:
+    per_rank = max(request.model.batch // grid.dp, 1)
+    layers = -(-request.model.layers // grid.pp)
+    for microbatch in request.any("microbatch", MICROBATCHES):
+        if per_rank % microbatch and "microbatch" not in request.fixed:
             continue
         can = grid.pp > 1 and per_rank // microbatch % grid.pp == 0
-        counts = job.any("virtual_stages", _divisors(layers, layers) if can else (1,))
+        counts = request.any("virtual_stages", _divisors(layers, layers) if can else (1,))
         yield [replace(grid, microbatch=microbatch, virtual_stages=count) for count in counts]
 
 
 # ---- where nothing fits -------------------------------------------------------------------------
 
 
-def _first_fit(job: _Job) -> ParallelConfig | None:
+def _first_fit(request: _Request) -> ParallelConfig | None:
     """Any config that is valid and fits; None where there is none."""
-    searching = _Search(job, Machine(job.cluster, CALIBRATION))
-    for grid in _grids(job):
+    searching = _Search(request, Machine(request.cluster, CALIBRATION))
+    for grid in _grids(request):
         if not searching.state_fits(grid):
             continue
-        for config in (config for ways in _ways(job, grid) for config in ways):
-            if config.refusal(job.model) is None:
+        for config in (config for ways in _ways(request, grid) for config in ways):
+            if config.refusal(request.model) is None:
                 made = searching.least_recomputed(config)
                 if made is not None:
                     return made[0]
@@ -366,17 +370,17 @@ def _first_fit(job: _Job) -> ParallelConfig | None:
 
 def _refuse(searching: _Search) -> NoReturn:
     """Why no grid is left, and what would leave one."""
-    job = searching.job
-    would = "; ".join(_what_would(job)) or _NO_WAY
-    where = f"model {job.model.name!r} on {job.world_size:,} devices"
+    request = searching.request
+    would = "; ".join(_what_would(request)) or _NO_WAY
+    where = f"model {request.model.name!r} on {request.world_size:,} devices"
     if searching.smallest is None:
         raise SpecError(f"{where}: no grid is valid{_cause(searching)}; {would}")
     config, memory = searching.smallest
     parts = memory.parts
     largest = max(parts, key=lambda name: parts[name])
     raise SpecError(
-        f"{where}: no grid fits in {job.limit / 1e9:.0f} GB; the nearest, {describe(config)} with "
-        f"recompute={config.recompute}, needs {memory.total / 1e9:.1f}, of which "
+        f"{where}: no grid fits in {request.limit / 1e9:.0f} GB; the nearest, {describe(config)} "
+        f"with recompute={config.recompute}, needs {memory.total / 1e9:.1f}, of which "
         f"{parts[largest] / 1e9:.1f} are {largest}; {would}"
     )
 
@@ -384,7 +388,7 @@ def _refuse(searching: _Search) -> NoReturn:
 def _cause(searching: _Search) -> str:
     if searching.refusals:
         return f"; {max(searching.refusals, key=lambda why: searching.refusals[why])}"
-    given = ", ".join(f"{key}={value}" for key, value in searching.job.fixed.items())
+    given = ", ".join(f"{key}={value}" for key, value in searching.request.fixed.items())
     beside = f" with {given}" if given else ""
     return f"{beside}, since sizes must divide the devices and dp the batch"
 
@@ -393,30 +397,34 @@ _NO_WAY = "no single change that was tried makes it fit"
 _MOST_DEVICES = 1024
 
 
-def _what_would(job: _Job) -> list[str]:
+def _what_would(request: _Request) -> list[str]:
     """Single changes that leave a grid that fits."""
-    fixed = job.fixed
-    changes: dict[str, _Job] = {
-        f"without {key}={fixed[key]}": _without(job, key) for key in SEARCHED if key in fixed
+    fixed = request.fixed
+    changes: dict[str, _Request] = {
+        f"without {key}={fixed[key]}": _without(request, key) for key in SEARCHED if key in fixed
     }
-    if job.max_memory is None:
-        whole = job.cluster.device.memory
-        changes[f"with --max-memory {whole / 1e9:g}, all of it,"] = replace(job, max_memory=whole)
-    if job.base.zero_stage != 3:
-        changes["with zero_stage=3"] = replace(job, fixed={**fixed, "zero_stage": 3})
+    if request.max_memory is None:
+        whole = request.cluster.device.memory
+        changes[f"with --max-memory {whole / 1e9:g}, all of it,"] = replace(
+            request, max_memory=whole
+        )
+    if request.base.zero_stage != 3:
+        changes["with zero_stage=3"] = replace(request, fixed={**fixed, "zero_stage": 3})
     fitting = {change: _first_fit(tried) for change, tried in changes.items()}
     told = [f"{change} {describe(found)} fits" for change, found in fitting.items() if found]
     times = 2
     while not told and times <= _MOST_DEVICES:
-        found = _first_fit(replace(_without(job, "dp"), world_size=times * job.world_size))
+        found = _first_fit(replace(_without(request, "dp"), world_size=times * request.world_size))
         if found is not None:
-            told.append(f"on {times * job.world_size:,} devices {describe(found)} fits")
+            told.append(f"on {times * request.world_size:,} devices {describe(found)} fits")
         times *= 2
     return told
 
 
-def _without(job: _Job, field: str) -> _Job:
-    return replace(job, fixed={key: value for key, value in job.fixed.items() if key != field})
+def _without(request: _Request, field: str) -> _Request:
+    return replace(
+        request, fixed={key: value for key, value in request.fixed.items() if key != field}
+    )
 
 
 def describe(config: ParallelConfig) -> str:

@@ -170,8 +170,6 @@ def _check_output(args: argparse.Namespace) -> None:
                 f"--output {path} with --alone: a cluster is fitted to groups that communicate at "
                 "once, as in training; leave --alone out"
             )
-        if not path.absolute().parent.is_dir():
-            raise SpecError(f"--output {path}: there is no such folder")
 
 
 def _with_everyone(spec: GridSpec) -> GridSpec:

@@ -84,13 +84,17 @@ def count_of_bytes(text: str) -> int:
 
 
 def file_of(*suffixes: str) -> Callable[[str], Path]:
-    """Paths that end in one of some suffixes."""
+    """Files to write, whose names end in one of some suffixes, in a folder that is there."""
 
     def read(text: str) -> Path:
         path = Path(text)
         if path.suffix not in suffixes:
             listed = ", ".join(suffixes)
-            raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {listed}")
+            raise argparse.ArgumentTypeError(f"{text}: expected a file that ends in {listed}")
+        if not path.absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(
+                f"{text}: cannot be written: there is no such folder; make it first"
+            )
         return path
 
     return read

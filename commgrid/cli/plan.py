@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.advisor.calibration import NCCL_GB, SOURCES
 from commgrid.cli import plan_options
+from commgrid.cli.flags import file_of
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -25,9 +25,10 @@ from commgrid.cli.output import columns, give, write_grid, written
 from commgrid.errors import SpecError
 from commgrid.planning import sockets
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
+from commgrid.planning.rank_lists import listed_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
-from commgrid.viz.figure import SUFFIXES, check_suffix
+from commgrid.viz.figure import SUFFIXES
 
 if TYPE_CHECKING:  # what most plans do without, and is slow to load
     from commgrid.advisor.cluster import Cluster
@@ -72,7 +73,8 @@ def add_parser(commands: Any) -> None:
         "cpu:gloo,cuda:nccl",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
+        "-o", "--output", type=file_of(".yaml", ".yml", *SUFFIXES), action="append", default=[],
+        metavar="FILE",
         help="GRID.yaml: the grid, or the best of --auto, for initialize(config=...); .svg, .png "
         "or .pdf: the steps' times in parts; may be repeated",
     )  # fmt: skip
@@ -86,9 +88,6 @@ def run(args: argparse.Namespace) -> int:
     for path in args.output:
         if path.suffix in SUFFIXES and not has_steps:
             raise SpecError(f"-o {path}: a picture is of a step's time; add --model NAME")
-        check_suffix(path, (".yaml", ".yml", *SUFFIXES))
-        if not path.absolute().parent.is_dir():
-            raise SpecError(f"-o {path}: cannot be written: there is no such folder")
     if has_steps:
         from commgrid.cli import plan_model  # only a step needs it
 
@@ -170,7 +169,7 @@ def as_text(
     """The plan as a table a person reads, with the cost below it, of columns that fit `width`."""
     lines = [several(spec.world_size, "rank")]
     if spec.ranks is not None:
-        lines[0] += f": {spec.layout('dense').ranks.describe().removeprefix('ranks ')}"
+        lines[0] += f": {listed_ranks(spec.layout('dense').ranks)}"
     lines += [f"  {region}" for region in spec.regions]
     found: Mapping[str, Crossing] = {}
     below: list[str] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from commgrid.advisor.cluster import nodes_of
 from commgrid.advisor.crossing import check_within
 from commgrid.cli import plan_model
-from commgrid.cli.flags import names, whole
+from commgrid.cli.flags import file_of, names, whole
 from commgrid.cli.grid_options import (
     GRID_FLAGS,
     add_cluster_options,
@@ -32,7 +32,7 @@ from commgrid.pipeline.simulator import Simulation, simulate
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
 from commgrid.resharding.traffic import as_table
-from commgrid.viz.figure import check_suffix, drawing, save
+from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, page_data, write_page
 from commgrid.viz.schedule_picture import draw_schedule, read_spans
@@ -81,8 +81,9 @@ def add_parser(commands: Any) -> None:
         run=run,
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=".svg, .png, .pdf or .html"
-    )
+        "-o", "--output", type=file_of(*SUFFIXES, ".html"), metavar="FILE",
+        help=".svg, .png, .pdf or .html",
+    )  # fmt: skip
     parser.add_argument(
         "--names",
         type=names,
@@ -117,8 +118,6 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     read_nodes(args)
-    if args.output is not None:
-        check_suffix(args.output)
     if args.transfer is not None:
         plan = read_traffic(args.transfer)
         return _give(args, plan.as_dict, lambda: as_table(plan), lambda: draw_transfer(plan))

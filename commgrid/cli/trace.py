@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.advisor.cluster import Cluster, find_cluster
-from commgrid.cli.flags import whole
+from commgrid.cli.flags import file_of, whole
 from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
-from commgrid.errors import SpecError
 from commgrid.observe import diagnosis, priced, trace_files, traces
 from commgrid.observe.call import Call
 from commgrid.viz.page import write_page
@@ -42,8 +41,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where ranks saved rank_*.json")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="a page, .html, or a Chrome trace, .json"
-    )
+        "-o", "--output", type=file_of(".html", ".json"), metavar="FILE",
+        help="a page, .html, or a Chrome trace for Perfetto, .json",
+    )  # fmt: skip
     parser.add_argument(
         "--cluster", metavar="NAME|FILE",
         help="seconds as the cost model has them there, instead of those recorded",
@@ -52,11 +52,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.output is not None and args.output.suffix not in (".html", ".json"):
-        raise SpecError(
-            f"-o {args.output}: expected a name that ends in .html, for a page, or in .json, for "
-            "Perfetto"
-        )
     if args.output is not None:
         refuse_unused(args, ["cluster", "top"], "is about the table; leave -o out")
     found = trace_files.read(args.folder)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from commgrid.cli.flags import file_of
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
@@ -14,7 +15,7 @@ from commgrid.observe import trace_files
 from commgrid.observe.recorded import from_traces, missing, whole
 from commgrid.observe.verify import Verdict, check
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.viz.figure import SUFFIXES, check_suffix, drawing, save
+from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.verdict_picture import draw_verdict
 
 _EXAMPLES = """examples:
@@ -47,14 +48,12 @@ def add_parser(commands: Any) -> None:
         "not promise",
     )  # fmt: skip
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE",
+        "-o", "--output", type=file_of(*SUFFIXES), metavar="FILE",
         help="where not all finish, draw why: .svg, .png or .pdf",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.output is not None:
-        check_suffix(args.output, SUFFIXES)
     if args.strict and args.backend == "gloo":
         raise SpecError("--strict is about NCCL's guide; leave --backend gloo out")
     traces = trace_files.read(args.folder)

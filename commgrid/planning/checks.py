@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
 
 
+def refuse_unknown(
+    where: str,
+    given: Iterable[object],
+    known: Collection[str],
+    hints: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse keys that there are not, with the nearest one.
+
+    Args:
+        where: what they stand under with a dot, such as `device.`; "": nothing.
+        given: the keys.
+        known: all that there are.
+        hints: ends of the error for some that are often given there.
+
+    Raises:
+        SpecError: naming the key.
+    """
+    for key in given:
+        if key not in known:
+            hint = (hints or {}).get(str(key)) or nearest(str(key), known)
+            raise SpecError(f"{where}{key}: unknown key, expected some of {', '.join(known)}{hint}")
+
+
 def check_keys(
-    where: str, given: object, keys: Sequence[str], optional: Sequence[str] = ()
+    where: str, given: object, keys: Sequence[str], optional: Collection[str] = ()
 ) -> None:
     """Refuse a mapping with unknown keys, or without needed ones.
 
@@ -26,15 +49,12 @@ def check_keys(
         SpecError: naming the key.
     """
     if not isinstance(given, Mapping):
-        raise SpecError(f"{where.rstrip('.') or 'cluster'}={given!r}: expected a mapping")
-    for key in given:
-        if key not in keys:
-            raise SpecError(
-                f"{where}{key}: unknown key, expected {', '.join(keys)}{nearest(str(key), keys)}"
-            )
-    for key in keys:
-        if key not in given and key not in optional:
-            raise SpecError(f"{where}{key}: missing; expected {', '.join(keys)}")
+        raise SpecError(f"{where.rstrip('.') or 'config'}={given!r}: expected a mapping")
+    refuse_unknown(where, given, keys)
+    needed = [key for key in keys if key not in optional]
+    for key in needed:
+        if key not in given:
+            raise SpecError(f"{where}{key}: missing; expected {', '.join(needed)}")
 
 
 def named(where: str, given: Mapping[str, Any]) -> str:

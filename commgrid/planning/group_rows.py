@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.checks import refuse_unknown
 from commgrid.planning.constraints import check_level
-from commgrid.planning.names import nearest
 from commgrid.planning.options import ROW_OPTIONS
 from commgrid.planning.ranks import RankTuple, as_index, check_ranks
 
@@ -97,12 +97,7 @@ class GroupEntry:
                 f"groups.{name}={value!r}: expected the name of a group, or a mapping with "
                 f"some of {', '.join(ROW_OPTIONS)}"
             )
-        for key in value:
-            if key not in ROW_OPTIONS:
-                raise SpecError(
-                    f"groups.{name}.{key}: unknown key, expected some of "
-                    f"{', '.join(ROW_OPTIONS)}{nearest(str(key), ROW_OPTIONS)}"
-                )
+        refuse_unknown(f"groups.{name}.", value, ROW_OPTIONS)
         level = value.get("within")
         within = None if level is None else check_level(f"groups.{name}.within", level)
         if value.get("ranks") is not None:
@@ -206,12 +201,8 @@ def _parse_options(name: str, value: Mapping[str, Any]) -> GroupOptions:
         raise SpecError(f"groups.{name}.timeout={timeout!r}: expected seconds above 0")
     if not isinstance(nccl, Mapping):
         raise SpecError(f"groups.{name}.nccl={nccl!r}: expected a mapping of NCCL options")
+    refuse_unknown(f"groups.{name}.nccl.", nccl, NCCL_OPTIONS)
     for key, given in nccl.items():
-        if key not in NCCL_OPTIONS:
-            raise SpecError(
-                f"groups.{name}.nccl.{key}: unknown option, expected some of "
-                f"{', '.join(NCCL_OPTIONS)}{nearest(str(key), NCCL_OPTIONS)}"
-            )
         if type(given) is not NCCL_OPTIONS[key]:
             expected = NCCL_OPTIONS[key].__name__
             raise SpecError(f"groups.{name}.nccl.{key}={given!r}: expected {expected}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from commgrid.errors import NotInGridError, SpecError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.ranks import Mode, Ranks, RankSet, RankTuple, as_ranks
 
 
@@ -151,7 +152,7 @@ class RankLayout:
     def _place(self, rank: int) -> int:
         place = rank if self.listed is None else self.listed.places.get(rank, -1)
         if place not in self._places:
-            raise NotInGridError(f"rank {rank} is not one of {self.ranks.describe()}")
+            raise NotInGridError(f"rank {rank} is not one of {describe_ranks(self.ranks)}")
         return place
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ from commgrid.errors import NotInGridError, SpecError
 from commgrid.planning import summary
 from commgrid.planning.group_rows import GroupOptions
 from commgrid.planning.groups import GroupDef
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.ranks import Ranks, as_index
 from commgrid.planning.spec import GridSpec
 
@@ -97,7 +98,7 @@ class GroupPlan:
             raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
         number = as_index(rank)
         if number is None or number not in spec.grid_ranks:
-            held = spec.layout("dense").ranks.describe()
+            held = describe_ranks(spec.layout("dense").ranks)
             raise NotInGridError(f"rank {rank} is not in this grid, which covers {held}")
         return cls(spec, number)
 

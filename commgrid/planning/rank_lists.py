@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
-from commgrid.planning.ranks import parse_ranks, runs_of
+from commgrid.planning.ranks import RankSet, RankTuple, parse_ranks, runs_of
 
 _NAMED_RUNS = 16
 _SHORT = 64
@@ -81,17 +82,27 @@ def _runs(ordered: list[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
+def listed_ranks(ranks: Iterable[int]) -> str:
+    """Ranks with neighbours joined; of many runs the first ones, and how many ranks there are.
+
+    Args:
+        ranks: whose order counts in a `RankTuple`; of a `RankSet` or a range any number.
+
+    >>> listed_ranks({0, 4, 1, 2}), listed_ranks(RankTuple((4, 0, 1))), listed_ranks(range(10**12))
+    ('0-2, 4', '4, 0-1', '0-999999999999')
+    """
+    members = ranks if isinstance(ranks, RankSet | RankTuple | range) else sorted(set(ranks))
+    runs = list(islice(runs_of(members), _NAMED_RUNS + 1))
+    text = ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in runs[:_NAMED_RUNS])
+    more = f", … ({len(members)} ranks in all)" if len(runs) > _NAMED_RUNS else ""
+    return f"{text}{more}"
+
+
 def describe_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words, neighbours joined; of many runs the first ones, and how many there are.
+    """`listed_ranks` after the word.
 
     >>> describe_ranks([0, 1, 2, 4]), describe_ranks([3]), describe_ranks([])
     ('ranks 0-2, 4', 'rank 3', 'no rank')
     """
-    ordered = sorted(set(ranks))
-    listed = [f"{a}-{b}" if a < b else str(a) for a, b in runs_of(ordered)]
-    if not ordered:
-        return "no rank"
-    text = ", ".join(listed[:_NAMED_RUNS])
-    if len(listed) > _NAMED_RUNS:
-        text += f", … ({len(ordered)} ranks in all)"
-    return f"rank{'s' if len(ordered) > 1 else ''} {text}"
+    text = listed_ranks(ranks)
+    return f"rank{'' if text.isdigit() else 's'} {text}" if text else "no rank"

@@ -105,13 +105,6 @@ class RankSet(Sequence[int]):
         """Short and unambiguous: the first rank, then size x stride of each mode."""
         return "+".join([str(self.offset), *(f"{m.size}x{m.stride}" for m in self.modes)])
 
-    def describe(self) -> str:
-        """The set in words, however large: `ranks 0 to 15`, `ranks 0 to 14 (8 of them)`."""
-        if len(self) == 1:
-            return f"rank {self.offset}"
-        span = f"ranks {self[0]} to {self[-1]}"
-        return span if self[-1] - self[0] + 1 == len(self) else f"{span} ({len(self)} of them)"
-
     def take(self, places: Iterable[int]) -> Ranks:
         """The members at these places, which ascend.
 
@@ -145,8 +138,8 @@ class RankTuple(tuple[int, ...]):
     """Distinct ranks in an order that counts: a tuple that says itself in few words.
 
     >>> listed = RankTuple((5, 2, 0, 7))
-    >>> listed.places[0], listed.take([0, 2]), str(listed), listed.describe()
-    (2, (5, 0), '5,2,0,7', 'ranks 5, 2, 0, 7')
+    >>> listed.places[0], listed.take([0, 2]), str(listed)
+    (2, (5, 0), '5,2,0,7')
     """
 
     @cached_property
@@ -167,29 +160,12 @@ class RankTuple(tuple[int, ...]):
 
         return f"{len(self)}ranks-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
-    def describe(self) -> str:
-        """The list in words, however long: `rank 3`, `ranks 0-2, 4`, `ranks 5, 2, … (90 of them)`.
-
-        >>> RankTuple(range(0, 90, 2)).describe()
-        'ranks 0, 2, 4, 6, 8, 10, 12, 14, … (45 of them)'
-        """
-        shown = [
-            f"{a}-{b}" if b > a + 1 else ", ".join(map(str, range(a, b + 1)))
-            for a, b in runs_of(self)
-        ]
-        text = ", ".join(shown)
-        if len(shown) > _SHOWN:
-            text = f"{', '.join(shown[:_SHOWN])}, … ({len(self)} of them)"
-        return f"rank{'' if len(self) == 1 else 's'} {text}"
-
 
 Ranks = RankSet | RankTuple
 """The members of a group, in the grid's order; of a grid over a range always ascending."""
 
 _LONGEST = 64
 """The longest list of ranks, in characters, within a group's name at the store."""
-_SHOWN = 8
-"""How many ranks, or runs of them, a message lists."""
 
 
 MOST_RANK = 2**31 - 1
@@ -304,19 +280,28 @@ def _span(ranks: Mapping[str, object]) -> range:
     return range(*(number or 0 for number in span))
 
 
-def runs_of(ranks: Iterable[int]) -> list[tuple[int, int]]:
+def runs_of(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
     """The first and the last of each run of neighbours, in the order given.
 
-    >>> runs_of([4, 5, 6, 0, 2])
-    [(4, 6), (0, 0), (2, 2)]
+    >>> [*runs_of([4, 5, 6, 0, 2])], next(runs_of(range(10**12)))
+    ([(4, 6), (0, 0), (2, 2)], (0, 999999999999))
     """
-    runs: list[tuple[int, int]] = []
+    if isinstance(ranks, range) and ranks.step > 0:
+        ranks = RankSet(ranks.start, (Mode(len(ranks), ranks.step),))
+    if isinstance(ranks, RankSet):
+        size = ranks.modes[0].size if ranks.modes and ranks.modes[0].stride == 1 else 1
+        yield from ((ranks[at], ranks[at] + size - 1) for at in range(0, len(ranks), size))
+        return
+    run: tuple[int, int] | None = None
     for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], rank)
+        if run is not None and rank == run[1] + 1:
+            run = (run[0], rank)
         else:
-            runs.append((rank, rank))
-    return runs
+            if run is not None:
+                yield run
+            run = (rank, rank)
+    if run is not None:
+        yield run
 
 
 def parse_ranks(text: str) -> Iterable[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.planning.checks import refuse_unknown
 from commgrid.planning.names import nearest
 from commgrid.planning.options import REGION_OPTIONS
 from commgrid.planning.ranks import as_index, divisors
@@ -323,12 +324,7 @@ def region_from(name: object, entry: object, dense: tuple[str, ...]) -> Region:
         raise SpecError(f"{where}: a region needs a name of letters, digits and _")
     if not isinstance(entry, Mapping):
         raise SpecError(f"{where}={entry!r}: expected a mapping of axes and order")
-    for key in entry:
-        if key not in REGION_OPTIONS:
-            raise SpecError(
-                f"{where}.{key}: unknown key, expected {' and '.join(REGION_OPTIONS)}"
-                f"{nearest(str(key), REGION_OPTIONS)}"
-            )
+    refuse_unknown(f"{where}.", entry, REGION_OPTIONS)
     sizes, order = entry.get("axes"), entry.get("order")
     if not isinstance(sizes, Mapping) or not sizes:
         raise SpecError(f"{where}.axes={sizes!r}: expected a mapping of axis names to sizes")

@@ -16,12 +16,14 @@ from typing import Any
 
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.planning import names, summary
+from commgrid.planning.checks import refuse_unknown
 from commgrid.planning.constraints import check_place, parse_within
 from commgrid.planning.group_rows import UNWANTED, GroupEntry
 from commgrid.planning.group_table import define_groups, find_name
 from commgrid.planning.groups import GroupDef
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS
+from commgrid.planning.rank_lists import describe_ranks, listed_ranks
 from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks
 from commgrid.planning.region import (
     AXES,
@@ -34,7 +36,7 @@ from commgrid.planning.region import (
     region_from,
     without_experts,
 )
-from commgrid.planning.yaml_io import changed, load_yaml
+from commgrid.planning.yaml_io import changed, from_file
 
 _OF_REGIONS = ("axes", "order", "regions")
 
@@ -98,8 +100,8 @@ class GridSpec:
             raise SpecError(f"axes: the sizes make more ranks than there can be, {MOST_RANK}")
         if self.is_resolved and len(self.grid_ranks) != self.world_size:
             raise SpecError(
-                f"ranks={_span(self.grid_ranks)}: {len(self.grid_ranks)} ranks, but the sizes make "
-                f"{self.world_size}"
+                f"ranks={listed_ranks(self.grid_ranks)}: {len(self.grid_ranks)} ranks, but the "
+                f"sizes make {self.world_size}"
             )
         self._check_regions_agree()
         known = tuple(self.definitions)
@@ -187,12 +189,12 @@ class GridSpec:
         """
         if not isinstance(config, Mapping):
             raise SpecError(f"config: expected a mapping, got {type(config).__name__}")
-        for key in config:
-            if key not in OPTIONS:
-                hint = names.nearest(str(key), OPTIONS)
-                if key in AXES:
-                    hint = f"; sizes go under axes, as axes: {{{key}: {config[key]}}}"
-                raise SpecError(f"{key}: unknown key, expected some of {', '.join(OPTIONS)}{hint}")
+        sizes = {
+            axis: f"; sizes go under axes, as axes: {{{axis}: {config[axis]}}}"
+            for axis in AXES
+            if axis in config
+        }
+        refuse_unknown("", config, OPTIONS, sizes)
         if "axes" not in config:
             raise SpecError("axes: missing; expected a mapping of axis names to sizes")
         given = {} if config.get("regions") is None else config["regions"]
@@ -220,10 +222,7 @@ class GridSpec:
         Raises:
             SpecError: the file is not there, not YAML, not a mapping, or describes no grid.
         """
-        try:
-            return cls.from_dict(changed(load_yaml(Path(path)), changes or {}))
-        except SpecError as error:
-            raise SpecError(f"{path}: {error}") from error
+        return from_file(path, lambda config: cls.from_dict(changed(config, changes or {})))
 
     @classmethod
     def from_preset(
@@ -439,7 +438,7 @@ class GridSpec:
                 raise SpecError(f"world_size={world_size!r}: expected at most {MOST_RANK}")
             covered = range(size)
         elif size is not None and _highest(covered) >= size:
-            raise SpecError(f"ranks={_span(covered)}: the world has only ranks 0 to {size - 1}")
+            raise SpecError(f"ranks={listed_ranks(covered)}: the world has only ranks 0-{size - 1}")
         dense = self.regions[0].resolve(len(covered), {})
         rest = [r.resolve(len(covered), dict(dense.numbers)) for r in self.regions[1:]]
         everyone = ranks is None and self.ranks is None
@@ -511,8 +510,8 @@ class GridSpec:
             strange = [r for ranks in entry.lists or () for r in ranks if r not in covered]
             if strange:
                 raise SpecError(
-                    f"groups.{entry.name}.ranks: {RankTuple(strange).describe()} outside this "
-                    f"grid, which covers {self.layout('dense').ranks.describe()}; list global "
+                    f"groups.{entry.name}.ranks: {describe_ranks(RankTuple(strange))} outside this "
+                    f"grid, which covers {describe_ranks(self.layout('dense').ranks)}; list global "
                     "ranks of the grid"
                 )
 
@@ -562,13 +561,6 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 def _highest(ranks: range | tuple[int, ...]) -> int:
     return ranks[-1] if isinstance(ranks, range) else max(ranks)
-
-
-def _span(ranks: range | tuple[int, ...]) -> str:
-    if not isinstance(ranks, range):
-        return RankTuple(ranks).describe().split(" ", 1)[1]
-    every = "" if ranks.step == 1 else f" in steps of {ranks.step}"
-    return f"{ranks[0]} to {ranks[-1]}{every}"
 
 
 def _axes(axes: Iterable[str]) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from commgrid.planning.ranks import Ranks, RankTuple, runs_of
+from commgrid.planning.rank_lists import listed_ranks
+from commgrid.planning.ranks import Ranks, runs_of
 
 if TYPE_CHECKING:
     from commgrid.planning.plan import GroupPlan
@@ -21,8 +22,7 @@ def of_spec(spec: GridSpec) -> str:
     """The sizes of every region, and what is created of it."""
     head = "grid of any number of ranks"
     if spec.ranks is not None:
-        described = RankTuple(spec.ranks).describe()
-        head = f"grid of {several(len(spec.ranks), 'rank')}: {described.split(' ', 1)[1]}"
+        head = f"grid of {several(len(spec.ranks), 'rank')}: {listed_ranks(spec.ranks)}"
     elif spec.is_resolved:
         head = f"grid of {several(spec.world_size, 'rank')}"
     choices = [f"{key}={listed(getattr(spec, key))}" for key in ("create", "connect", "share")]
@@ -81,7 +81,8 @@ def around(members: Ranks, rank: int, is_far: Callable[[int], bool] | None = Non
     ('1 [3] 5', '0-36 [37] 38-39 (40 ranks)')
     >>> around(RankTuple((1, 3, 5)), 3, lambda rank: rank > 4)
     '1 [3] 5*'
-    >>> from commgrid.planning.ranks import Mode, RankSet
+    >>> from commgrid.planning.rank_lists import listed_ranks
+from commgrid.planning.ranks import Mode, RankSet
     >>> every_second_8 = RankSet(0, (Mode(8, 1), Mode(32, 16)))
     >>> around(every_second_8, 37), around(every_second_8, 0)
     ('0-7, 16-23, 32-36 [37] 38-39, … 496-503, step 16 (256 ranks)', \
@@ -90,7 +91,7 @@ def around(members: Ranks, rank: int, is_far: Callable[[int], bool] | None = Non
     if len(members) <= _RANKS:
         far = is_far or (lambda _: False)
         return " ".join(f"[{r}]" if r == rank else f"{r}{'*' * far(r)}" for r in members)
-    runs = runs_of(members)
+    runs = list(runs_of(members))
     own = next(place for place, (first, last) in enumerate(runs) if first <= rank <= last)
     keep = sorted({*range(min(len(runs), _RUNS)), own, len(runs) - 1})
     shown = ""

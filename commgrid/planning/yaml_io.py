@@ -39,7 +39,10 @@ def _loaded(text: str) -> Any:
         raise NotYamlError(f"an invalid value: {error}") from error
 
 
-def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, Any]:
+_SUCH_AS = "axes: {tp: 2, dp: -1}"
+
+
+def load_yaml(path: Path, such_as: str = _SUCH_AS) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Args:
@@ -66,6 +69,21 @@ def load_yaml(path: Path, such_as: str = "axes: {tp: 2, dp: -1}") -> dict[str, A
         kind = "nothing" if loaded is None else type(loaded).__name__
         raise SpecError(f"expected a mapping such as `{such_as}`, found {kind}")
     return loaded
+
+
+def from_file(path: str | Path, read: Callable[[dict[str, Any]], T], such_as: str = _SUCH_AS) -> T:
+    """What `read` makes of the mapping in a YAML file.
+
+    Args:
+        path, such_as: as of `load_yaml`.
+
+    Raises:
+        SpecError: beginning with the path; that of `load_yaml`, or of `read`.
+    """
+    try:
+        return read(load_yaml(Path(path), such_as))
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}") from error
 
 
 class Table(Mapping[str, T]):

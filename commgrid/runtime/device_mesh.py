@@ -41,6 +41,7 @@ from commgrid.errors import NotInGridError, SpecError, UnknownGroupError
 from commgrid.planning.group_rows import GroupEntry
 from commgrid.planning.group_table import find_name
 from commgrid.planning.groups import GroupDef
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.ranks import RankTuple
 from commgrid.planning.region import Region
 from commgrid.planning.spec import GridSpec
@@ -256,7 +257,7 @@ def read_mesh(mesh: DeviceMesh) -> tuple[GridSpec, dict[str, ProcessGroup]]:
             "make it with mesh_dim_names="
         )
     if mesh.get_coordinate() is None:
-        covered = RankTuple(ranks).describe()
+        covered = describe_ranks(RankTuple(ranks))
         raise NotInGridError(f"rank {get_rank()} is not in this mesh, which covers {covered}")
     groups = {name: mesh.get_group(name) for name in names}
     for name in names:

@@ -82,7 +82,7 @@ def conclude(spec: GridSpec, hosts: Mapping[int, str]) -> dict[str, str]:
             found["order"] = pack_order([places[rank] for rank in order])
             found["said"] = (
                 f"place='by_host' has ordered the ranks by their {len(set(hosts.values()))} hosts: "
-                f"{RankTuple(order).describe()}; {moved} of {len(order)} have another place"
+                f"{describe_ranks(RankTuple(order))}; {moved} of {len(order)} have another place"
             )
     found["refused"] = next(
         filter(None, (_refusal(placed, n, hosts) for n in spec.constraints)), ""
@@ -105,8 +105,8 @@ def _refusal(spec: GridSpec, name: str, hosts: Mapping[int, str]) -> str:
     listed = [f"{host} ({describe_ranks(each)})" for host, each in list(held.items())[:_NAMED]]
     more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
     said = (
-        f"within.{name}={level!r}: {RankTuple(ranks).describe()}, a group of {name}, run on hosts "
-        f"{', '.join(listed)}{more}; "
+        f"within.{name}={level!r}: {describe_ranks(RankTuple(ranks))}, a group of {name}, run on "
+        f"hosts {', '.join(listed)}{more}; "
     )
     if level != "node":
         return said + (

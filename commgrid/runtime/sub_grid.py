@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from commgrid.errors import NotInGroupError, UnknownGroupError
 from commgrid.planning.layout import RankLayout
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.spec import GridSpec
 
 if TYPE_CHECKING:
@@ -81,9 +82,9 @@ class SubGrid:
         if not self.is_member:
             raise NotInGroupError(
                 f"rank {self._rank} is not in this sub-grid, which has "
-                f"{self.layout.ranks.describe()}"
+                f"{describe_ranks(self.layout.ranks)}"
             )
         return self._find(name)
 
     def __repr__(self) -> str:
-        return f"SubGrid({self._fixed}; {self.layout.ranks.describe()})"
+        return f"SubGrid({self._fixed}; {describe_ranks(self.layout.ranks)})"

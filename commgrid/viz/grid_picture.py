@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
-from commgrid.planning.summary import several
+from commgrid.planning.plan import GroupPlan
+from commgrid.planning.summary import several, where
 from commgrid.viz.figure import ALERT, FAINT, INK, colour, ink_on, new_figure
 from commgrid.viz.view import GridView
 
@@ -92,8 +93,7 @@ def _title(view: GridView) -> str:
         title += f" on {several(len(view.nodes), 'node')}"
     if view.rank is None:
         return title
-    where = ", ".join(f"{axis} {index}" for axis, index in view.coordinate(view.rank).items())
-    return f"{title}\nrank {view.rank} is {where}"
+    return f"{title}\nrank {view.rank} is {where(GroupPlan.for_rank(view.spec, view.rank))}"
 
 
 def _panel(axes: Axes, view: GridView, places: Places, name: str) -> None:

@@ -31,19 +31,6 @@ def read_json(path: Path, expected: str, read: Callable[[Mapping[str, Any]], T])
         raise SpecError(f"{path}: expected {expected}: {type(error).__name__}: {error}") from error
 
 
-def filled(rows: Any) -> list[Any]:
-    """The rows of a file.
-
-    Raises:
-        TypeError, ValueError: they are no list, or none.
-    """
-    if not isinstance(rows, list):
-        raise TypeError(f"{rows!r} is no list")
-    if not rows:
-        raise ValueError("it has no rows")
-    return rows
-
-
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number of JSON's")
 

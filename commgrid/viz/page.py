@@ -10,6 +10,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.pipeline.simulator import Simulation
+from commgrid.planning.plan import GroupPlan
 from commgrid.planning.summary import several
 from commgrid.version import VERSION
 from commgrid.viz.view import GridView
@@ -52,7 +53,7 @@ def _coordinates(view: GridView, ranks: list[int]) -> dict[str, list[int]]:
     """Axis to the index of every rank."""
     found: dict[str, list[int]] = {}
     for rank in ranks:
-        for axis, index in view.coordinate(rank).items():
+        for axis, index in GroupPlan.for_rank(view.spec, rank).coordinate.items():
             found.setdefault(axis, []).append(index)
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.planning.rank_lists import listed_ranks
 from commgrid.resharding.traffic import VERSION, Traffic, as_table, bytes_of
 from commgrid.viz.figure import ALERT, FAINT, INK, PAPER, ink_on, new_figure
 from commgrid.viz.json_lines import read_json
@@ -118,7 +118,7 @@ def _label(axes: Axes, rows: Sequence[Block], columns: Sequence[Block]) -> None:
     for blocks, axis in ((rows, axes.yaxis), (columns, axes.xaxis)):
         step = -(-len(blocks) // _LABELS)
         shown = range(0, len(blocks), step)
-        names = [describe_ranks(blocks[i]).split(" ", 1)[1] for i in shown]
+        names = [listed_ranks(blocks[i]) for i in shown]
         axis.set_ticks([i + 0.5 for i in shown], names)
     if any(len(block) > 1 for block in columns):
         axes.tick_params(axis="x", labelrotation=90)

@@ -10,6 +10,7 @@ from functools import cached_property
 from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.crossing import Crossing, find_crossings
 from commgrid.errors import SpecError
+from commgrid.planning.rank_lists import describe_ranks
 from commgrid.planning.ranks import as_index
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
@@ -66,7 +67,7 @@ class GridView:
         if not self.spec.is_resolved:
             raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
         if self.rank is not None and self.rank not in self.spec.grid_ranks:
-            held = self.spec.layout("dense").ranks.describe()
+            held = describe_ranks(self.spec.layout("dense").ranks)
             raise SpecError(f"rank {self.rank} is not in this grid, which covers {held}")
 
     @cached_property
@@ -145,13 +146,6 @@ class GridView:
             return told
         unit = crossing.levels[crossing.place - 1].name
         return f"{told}, {several(crossing.at_once, 'group')} on a {unit}'s link"
-
-    def coordinate(self, rank: int) -> dict[str, int]:
-        """Axis to index of a rank, of every region."""
-        found: dict[str, int] = {}
-        for layout in self.spec.layouts.values():
-            found.update(layout.coordinate(rank))
-        return found
 
     def as_text(self) -> str:
         """A table of the shown names."""

@@ -83,7 +83,7 @@ def test_yaml_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("layer: 2", r"layer: unknown key of a model; did you mean 'layers'\?"),
+        ("layer: 2", r"layer: unknown key, expected some of .*; did you mean 'layers'\?"),
         ("heads: 3", "heads=3: does not divide hidden=8; give head_size"),
         ("kv_heads: 4", "kv_heads=4: does not divide heads=2"),
         ("layers: 0", "layers=0: expected a whole number from 1 on"),
@@ -107,7 +107,7 @@ def test_bad_models_are_refused(tmp_path: Path, change: str, said: str) -> None:
 
 
 def test_what_is_missing_or_unknown_is_named() -> None:
-    with pytest.raises(SpecError, match="batch: missing; a model needs name, layers, hidden"):
+    with pytest.raises(SpecError, match="batch: missing; expected name, layers, hidden"):
         Model.from_dict({"name": "a", "layers": 1, "hidden": 8, "heads": 1, "vocabulary": 1,
                          "sequence": 1})  # fmt: skip
     with pytest.raises(SpecError, match=r"did you mean 'llama3-70b'\?"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError
 from commgrid.viz.figure import INK, colour, new_figure
-from commgrid.viz.json_lines import filled, read_json
+from commgrid.viz.json_lines import read_json
 from tests.benchmarks.report import Row
 
 if TYPE_CHECKING:
@@ -30,13 +30,26 @@ def read_benchmark(path: Path, wanted: Sequence[str] = ()) -> list[Row]:
         path,
         "the object that a benchmark prints with --json, "
         '{"machine": …, "versions": …, "rows": […]}',
-        lambda found: [_row(row) for row in filled(found["rows"])],
+        lambda found: [_row(row) for row in _filled(found["rows"])],
     )
     kept = [r for r in rows if not wanted or any(w in r.metric or w in r.case for w in wanted)]
     if not kept:
         metrics = ", ".join(sorted({repr(row.metric) for row in rows})) or "none"
         raise SpecError(f"{path}: no row of {', '.join(wanted)}; its metrics are {metrics}")
     return kept
+
+
+def _filled(rows: Any) -> list[Any]:
+    """The rows, of which there is one at least.
+
+    Raises:
+        TypeError, ValueError: they are no list, or none.
+    """
+    if not isinstance(rows, list):
+        raise TypeError(f"{rows!r} is no list")
+    if not rows:
+        raise ValueError("it has no rows")
+    return rows
 
 
 def _row(row: Any) -> Row:

@@ -76,7 +76,7 @@ def test_ranks_are_lists_and_spans(
 
 def test_listed_ranks_are_shown_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "plan", "--tp", "2", "--ranks", "0-2,4,5,7")
-    assert text.startswith("6 ranks: 0-2, 4, 5, 7\n")
+    assert text.startswith("6 ranks: 0-2, 4-5, 7\n")
     text = output(capsys, "explain", "--tp", "2", "--pp", "2", "--ranks", "5,2,0,7", "--rank", "7")
     assert text.startswith("rank 7 of 4: tp 1, cp 0, dp 0, pp 1\n")
     assert "  pp             2 [7]\n" in text

@@ -105,7 +105,7 @@ def test_some_ranks_of_1024(tmp_path: Path) -> None:
         ),
         (
             ["--dry", str(SCRIPT), "--grid", "tp=2", "-o", "x", "--ranks", "7"],
-            "rank 7: the job has ranks 0 to 1",
+            "rank 7: the job has ranks 0-1",
         ),
         ([str(SCRIPT), "--grids", "tp=2", "--world-size", "8"], "--world-size is about --dry"),
     ],

@@ -109,7 +109,7 @@ def test_what_commands_cannot_take_is_said(
 ) -> None:
     saved(tmp_path, 0)
     for argv, said in (
-        (["trace", str(tmp_path), "-o", str(tmp_path / "a.txt")], "expected a name that ends in"),
+        (["trace", str(tmp_path), "-o", str(tmp_path / "a.txt")], "expected a file that ends in"),
         (["trace", str(tmp_path), "--top", "0"], "--top 0: expected a whole number from 1 on"),
         (["diagnose", str(tmp_path), "--patience", "-1"], "--patience -1: expected seconds"),
         (["diagnose", str(tmp_path), "--patience", "nan"], "--patience nan: expected seconds"),

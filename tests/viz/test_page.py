@@ -88,7 +88,7 @@ def test_a_hover_lights_up_the_ranks_of_the_plan(tmp_path: Path) -> None:
         assert lit == sorted(GroupPlan.for_rank(spec, rank).groups[name]), (name, rank)
     last, rank = asked[-1]
     assert f"rank {rank} on node {rank // 8}: " in found["words"]
-    for axis, index in GridView(spec).coordinate(rank).items():
+    for axis, index in GroupPlan.for_rank(spec, rank).coordinate.items():
         assert f"{axis} {index}" in found["words"]
     assert f"{last} ({len(found['lit'][-1])} ranks" in found["words"]
 

@@ -111,7 +111,7 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
     [
         (["--tp", "2", "--world-size", "4", "-o", "grid.bmp"], "expected a file that ends in .svg"),
         (["--tp", "2", "--world-size", "4", "-o", "no/such/grid.svg"], "cannot be written"),
-        (["--tp", "2", "--world-size", "4", "-o", "no/such/g.html"], "cannot be written: No such"),
+        (["--tp", "2", "--world-size", "4", "-o", "no/such/g.html"], "there is no such folder"),
         (["--tp", "2", "--world-size", "4", "--names", "tpp"], "no group is named 'tpp'"),
         (["--tp", "2", "--world-size", "4", "--rank", "x"],
          "--rank x: expected a whole number from 0 on"),

@@ -57,7 +57,7 @@ def test_wrong_input_is_named() -> None:
     for size in (0, -1, "8", 2.5):
         with pytest.raises(SpecError, match=r"gpus_per_node=.*expected how many"):
             GridView(spec, size)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"rank 4 is not in this grid, which covers ranks 0 to 3"):
+    with pytest.raises(SpecError, match=r"rank 4 is not in this grid, which covers ranks 0-3"):
         GridView(spec, rank=4)
     with pytest.raises(SpecError, match="open sizes"):
         GridView(GridSpec.build(tp=2))
