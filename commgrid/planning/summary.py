@@ -77,12 +77,11 @@ def around(members: Ranks, rank: int, is_far: Callable[[int], bool] | None = Non
         rank: this one.
         is_far: which members get a `*`; of many none does.
 
+    >>> from commgrid.planning.ranks import Mode, RankSet, RankTuple
     >>> around(RankTuple((1, 3, 5)), 3), around(RankTuple(range(40)), 37)
     ('1 [3] 5', '0-36 [37] 38-39 (40 ranks)')
     >>> around(RankTuple((1, 3, 5)), 3, lambda rank: rank > 4)
     '1 [3] 5*'
-    >>> from commgrid.planning.rank_lists import listed_ranks
-from commgrid.planning.ranks import Mode, RankSet
     >>> every_second_8 = RankSet(0, (Mode(8, 1), Mode(32, 16)))
     >>> around(every_second_8, 37), around(every_second_8, 0)
     ('0-7, 16-23, 32-36 [37] 38-39, … 496-503, step 16 (256 ranks)', \
