@@ -94,7 +94,8 @@ def find_crossings(
     for name, group in spec.definitions.items():
         if name in spec.created_names:
             span, size = places.span(group), group.size(dict(spec.layouts[group.region].shape))
-            found[name] = Crossing(name, size, span.spread, cluster.levels, places.at_once(group))
+            at_once = places.load(group).groups
+            found[name] = Crossing(name, size, span.spread, cluster.levels, at_once)
     return found
 
 

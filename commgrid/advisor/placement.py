@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from commgrid.advisor.cluster import Cluster, Hosts, Span, widest
 from commgrid.advisor.config import ORDERS, ParallelConfig
@@ -21,6 +22,19 @@ Axes = tuple[tuple[int, int], ...]
 """Size and stride of each axis that a group runs along."""
 
 
+class Load(NamedTuple):
+    """What uses the link that leaves a unit, of the unit with most; units are those of the level
+    below the highest that groups cross.
+
+    Args:
+        groups: that use it at once; 1 where none crosses a level.
+        outward: of their ranks in the unit, the sum of the shares of their groups that are outside.
+    """
+
+    groups: int
+    outward: float
+
+
 @dataclass(frozen=True)
 class Placement:
     """A grid on a cluster.
@@ -28,10 +42,12 @@ class Placement:
     Args:
         spans: of each group that a step communicates on, by name.
         held: for each level, the most of the grid's ranks that a unit has.
+        load_of: the load of the groups of a name, which may have to be counted.
     """
 
     spans: Mapping[str, Span]
     held: tuple[int, ...]
+    load_of: Callable[[str], Load] = field(compare=False, repr=False)
 
     @property
     def spreads(self) -> dict[str, Spread]:
@@ -43,8 +59,19 @@ class Placement:
 
         Experts that are split as all else is have the groups of the dense layers.
         """
-        span = self.spans.get(name) or self.spans.get(_INSTEAD.get(name, ""))
+        span = self.spans.get(self._placed(name))
         return () if span is None else span.narrow
+
+    def place(self, name: str) -> int:
+        """The place of the highest level that the groups of a name cross."""
+        return self.spans[self._placed(name)].place
+
+    def load(self, name: str) -> Load:
+        """What the groups of a name put on the link of a unit."""
+        return self.load_of(self._placed(name))
+
+    def _placed(self, name: str) -> str:
+        return name if name in self.spans else _INSTEAD.get(name, name)
 
 
 _INSTEAD = {"etp": "tp", "edp": "dp_cp", "edp_shard": "dp_shard_cp"}
@@ -68,6 +95,46 @@ def span_of(cluster: Cluster, axes: Axes, world: int) -> Span:
     """How the groups along axes lie; arguments as of `spread_of`."""
     axes = tuple((size, stride) for size, stride in axes if size > 1)
     return _closed(cluster, axes) or _counted(cluster, axes, world)
+
+
+def load_along(cluster: Cluster, axes: Axes, world: int) -> Load:
+    """The load of the groups along axes; arguments as of `spread_of`."""
+    axes = tuple((size, stride) for size, stride in axes if size > 1)
+    span = _closed(cluster, axes)
+    if span is not None:
+        return _even_load(span, held_by(cluster, world))
+    check_counted(world)
+    place = _counted(cluster, axes, world).place
+    return _load(_groups_along(axes, world), place, lambda rank: cluster.unit(place - 1, rank))
+
+
+def _even_load(span: Span, held: Sequence[int]) -> Load:
+    """Of groups that lie alike."""
+    if span.place == 0:
+        return Load(1, 0.0)
+    inside, ranks = math.prod(span.spread[: span.place]), math.prod(span.spread)
+    groups = held[span.place - 1] // inside
+    return Load(groups, groups * inside * (ranks - inside) / ranks)
+
+
+def _load(groups: Iterable[Sequence[int]], place: int, unit: Callable[[int], int]) -> Load:
+    """Count the groups that leave each unit of the level below a place."""
+    if place == 0:
+        return Load(1, 0.0)
+    leaving: Counter[int] = Counter()
+    outward: defaultdict[int, float] = defaultdict(float)
+    for ranks in groups:
+        inside = Counter(map(unit, ranks))
+        if len(inside) > 1:
+            leaving.update(inside.keys())
+            for at, count in inside.items():
+                outward[at] += count * (len(ranks) - count) / len(ranks)
+    return Load(max(leaving.values()), max(outward.values()))
+
+
+def held_by(cluster: Cluster, world: int) -> tuple[int, ...]:
+    """For each level, the most ranks that a unit has, of ranks that are numbered as devices."""
+    return tuple(int(min(cluster.unit_size(at), world)) for at in range(len(cluster.levels)))
 
 
 def _closed(cluster: Cluster, axes: Axes) -> Span | None:
@@ -96,20 +163,26 @@ def _counted(cluster: Cluster, axes: Axes, world: int) -> Span:
     Of tp 6 on nodes of 8 ranks 0 to 5 share a node, and 6 to 11 do not. Groups whose first ranks
     are a multiple of the largest unit apart lie alike.
     """
+    check_counted(math.prod(size for size, _ in axes))
     largest = max(
         (int(size) for level in range(len(cluster.levels))
          if math.isfinite(size := cluster.unit_size(level))),
         default=1,
     )  # fmt: skip
+    spans: dict[int, Span] = {}
+    for ranks in _groups_along(axes, world):
+        if ranks[0] % largest not in spans:
+            spans[ranks[0] % largest] = cluster.span(ranks)
+            if len(spans) == largest:
+                break
+    return widest(spans.values())
+
+
+def _groups_along(axes: Axes, world: int) -> Iterator[list[int]]:
+    """The ranks of every group along axes."""
     offsets = RankSet(0, tuple(Mode(*axis) for axis in axes))[:]
-    starts: dict[int, int] = {}
     for start in RankSet(0, tuple(_between(axes, world))):
-        starts.setdefault(start % largest, start)
-        if len(starts) == largest:
-            break
-    return widest(
-        {cluster.span([start + offset for offset in offsets]) for start in starts.values()}
-    )
+        yield [start + offset for offset in offsets]
 
 
 def _between(axes: Axes, world: int) -> Iterator[Mode]:
@@ -143,18 +216,18 @@ class Places:
             cluster.check_ranks(spec.grid_ranks)
         self.spec, self.cluster, self.hosts = spec, cluster, hosts
         self._is_numbered = hosts is None and spec.ranks is None
-        self._known: dict[Hashable, tuple[Span, int]] = {}
+        self._known: dict[Hashable, tuple[Span, Load]] = {}
         self._unit_of: dict[int, dict[int, int]] = {}
 
     @cached_property
     def held(self) -> tuple[int, ...]:
         """For each level, the most of the grid's ranks that a unit has."""
-        levels = range(len(self.cluster.levels))
         if self._is_numbered:
-            return tuple(
-                int(min(self.cluster.unit_size(level), self.spec.world_size)) for level in levels
-            )
-        return tuple(max(Counter(self._units(level).values()).values()) for level in levels)
+            return held_by(self.cluster, self.spec.world_size)
+        return tuple(
+            max(Counter(self._units(level).values()).values())
+            for level in range(len(self.cluster.levels))
+        )
 
     def span(self, group: GroupDef) -> Span:
         """The span of the groups of a name, of the one that crosses most."""
@@ -163,15 +236,12 @@ class Places:
             return self._counted(group)[0]
         return span_of(self.cluster, modes, self.spec.world_size)
 
-    def at_once(self, group: GroupDef) -> int:
-        """How many groups of a name use the same link of a node, or of what they cross, at once."""
+    def load(self, group: GroupDef) -> Load:
+        """What the groups of a name put on the link of a unit."""
         modes = self._modes(group)
-        span = None if modes is None else _closed(self.cluster, modes)
-        if span is None:
+        if modes is None:
             return self._counted(group)[1]
-        if span.place == 0:
-            return 1
-        return self.held[span.place - 1] // math.prod(span.spread[: span.place])
+        return load_along(self.cluster, modes, self.spec.world_size)
 
     def _modes(self, group: GroupDef) -> Axes | None:
         """The axes of a group of numbered ranks; None: its ranks have to be counted."""
@@ -190,7 +260,7 @@ class Places:
                 return ranks, len(units)
         raise AssertionError("a group that crosses a level has ranks in two of its units")
 
-    def _counted(self, group: GroupDef) -> tuple[Span, int]:
+    def _counted(self, group: GroupDef) -> tuple[Span, Load]:
         layout = self.spec.layouts[group.region]
         # Names with equal keys have the same ranks, since axes of size 1 change nothing.
         axes = tuple(axis for axis in group.axes if layout.shape[axis] > 1)
@@ -199,18 +269,13 @@ class Places:
             self._known[key] = self._count(replace(group, axes=axes), layout)
         return self._known[key]
 
-    def _count(self, group: GroupDef, layout: RankLayout) -> tuple[Span, int]:
+    def _count(self, group: GroupDef, layout: RankLayout) -> tuple[Span, Load]:
         unit = self._units(0)
         groups = list(members_of(group, layout))
-        spans = [Span.of([unit[rank] for rank in ranks], self.cluster.levels) for ranks in groups]
-        span = widest(set(spans))
-        if span.place == 0:
-            return span, 1
-        unit, sharing = self._units(span.place - 1), Counter[int]()
-        for ranks, each in zip(groups, spans, strict=True):
-            if each.spread[span.place] > 1:
-                sharing.update({unit[rank] for rank in ranks})
-        return span, max(sharing.values())
+        spans = {Span.of([unit[rank] for rank in ranks], self.cluster.levels) for ranks in groups}
+        span = widest(spans)
+        below = self._units(max(span.place - 1, 0))
+        return span, _load(groups, span.place, below.__getitem__)
 
     def _units(self, level: int) -> dict[int, int]:
         """The unit of a level that each rank is in.
@@ -224,11 +289,7 @@ class Places:
 
     def _looked_up(self, level: int) -> dict[int, int]:
         ranks = self.spec.grid_ranks
-        if len(ranks) > MOST_COUNTED:
-            raise SpecError(
-                f"world_size={len(ranks)}: more than {MOST_COUNTED:,} ranks are not counted one by "
-                "one, as these groups need; leave the cluster out"
-            )
+        check_counted(len(ranks))
         if level == 0:
             return dict(zip(ranks, self.cluster.lowest_units(ranks, self.hosts), strict=True))
         size = self.cluster.levels[level].size
@@ -236,8 +297,21 @@ class Places:
         return {rank: 0 if size is None else unit // size for rank, unit in below.items()}
 
 
-MOST_COUNTED = 2_000_000
-"""The most ranks to look up one by one; a million take 9 s."""
+MOST_COUNTED = 500_000
+"""The most ranks to look up one by one, for each name; so many take about 5 s."""
+
+
+def check_counted(ranks: int) -> None:
+    """Refuse to look up too many ranks one by one.
+
+    Raises:
+        SpecError: they are more than `MOST_COUNTED`.
+    """
+    if ranks > MOST_COUNTED:
+        raise SpecError(
+            f"world_size={ranks}: more than {MOST_COUNTED:,} ranks are not counted one by one, as "
+            "groups that do not fill nodes need; leave the cluster out"
+        )
 
 
 def members_of(definition: GroupDef, layout: RankLayout) -> Iterator[Sequence[int]]:
@@ -279,13 +353,14 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
         groups.append(GroupDef("edp", "expert", copies))
         if (replicas := shape.get("dp_replicate", 1)) > 1:
             groups.append(_shards(spec, copies, replicas))
-    found: dict[str, Span] = {}
+    found: dict[str, GroupDef] = {}
     for group in groups:
         layout = spec.layouts.get(group.region)
         if layout is not None:
             axes = tuple(axis for axis in group.axes if axis in layout.shape)
-            found[group.name] = places.span(replace(group, axes=axes))
-    return Placement(found, places.held)
+            found[group.name] = replace(group, axes=axes)
+    spans = {name: places.span(group) for name, group in found.items()}
+    return Placement(spans, places.held, lambda name: places.load(found[name]))
 
 
 def _expert_copies(spec: GridSpec) -> tuple[str, ...]:
@@ -334,7 +409,6 @@ def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:
             axes["edp_shard"] = ((config.expert_shard_size, axes["edp"][0][1]),)
     world = config.world_size
     spans = {name: span_of(cluster, along, world) for name, along in axes.items()}
-    held = (
-        int(min(cluster.unit_size(level), world)) for level in range(len(cluster.levels))
-    )  # fmt: skip
-    return Placement(spans, tuple(held))
+    return Placement(
+        spans, held_by(cluster, world), lambda name: load_along(cluster, axes[name], world)
+    )

@@ -11,7 +11,6 @@ Time, traffic and the reasons for both are sums and views of the same terms.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +44,7 @@ class Term:
         ranks: of the group.
         spread: of the group over the cluster's levels.
         sends: how many of them a rank takes part in.
+        placed: the group's name in the placement; "": the same.
     """
 
     part: str
@@ -57,6 +57,7 @@ class Term:
     ranks: int = 1
     spread: Spread = ()
     sends: float = 0.0
+    placed: str = ""
 
     @property
     def seconds(self) -> float:
@@ -214,6 +215,7 @@ class _Sum(NamedTuple):
     ranks: int
     spread: Spread
     of_gradients: bool
+    placed: str
 
 
 def _sums(job: Job) -> Iterator[_Sum]:
@@ -228,14 +230,15 @@ def _sums(job: Job) -> Iterator[_Sum]:
     ):
         spread = job.placement.timed(placed or group)
         if count and ranks > 1:
-            yield _Sum(group, reduce, count * config.gradient_bytes, ranks, spread, True)
+            yield _Sum(group, reduce, count * config.gradient_bytes, ranks, spread, True, placed)
             if config.zero_stage:
-                yield _Sum(group, "all_gather", count * LINEAR_BYTES, ranks, spread, False)
+                size = count * LINEAR_BYTES
+                yield _Sum(group, "all_gather", size, ranks, spread, False, placed)
     if copied:  # of the gradients' shards
         count = rest / config.shard_size + experts / config.expert_shard_size
         spread = job.placement.timed("dp_replicate")
         size = count * config.gradient_bytes
-        yield _Sum("dp_replicate", "all_reduce", size, config.dp_replicate, spread, True)
+        yield _Sum("dp_replicate", "all_reduce", size, config.dp_replicate, spread, True, "")
 
 
 def _data_parallel(job: Job, layer: LayerCost) -> Iterator[Term]:
@@ -259,7 +262,7 @@ def _data_parallel(job: Job, layer: LayerCost) -> Iterator[Term]:
         yield Term(
             "dp", f"{often}{hidden}{what}", times,
             share * _visible(job, layer, total, each.of_gradients), each.group, each.collective,
-            each.bytes, each.ranks, each.spread, times * (1 + twice),
+            each.bytes, each.ranks, each.spread, times * (1 + twice), each.placed,
         )  # fmt: skip
 
 
@@ -327,18 +330,14 @@ def traffic(cost: StepCost) -> tuple[Traffic, ...]:
             found.setdefault(term.group, []).append(term)
     made = []
     for name, terms in found.items():
-        level = max(highest(term.spread) for term in terms)
-        link = sum(_link(cost, term, level) for term in terms)
+        placed = terms[0].placed or name
+        level, load = cost.placement.place(placed), cost.placement.load(placed)
+        link = sum(
+            term.sends * term.bytes * load.outward
+            if term.collective == "all_to_all"
+            else term.sent * load.groups
+            for term in terms
+            if 0 < level <= highest(term.spread)
+        )
         made.append(Traffic(name, sum(term.sent for term in terms), level, link))
     return tuple(sorted(made, key=lambda each: -each.sent))
-
-
-def _link(cost: StepCost, term: Term, level: int) -> float:
-    """Bytes over the link of one unit below a level, of all groups that share it."""
-    if level == 0 or highest(term.spread) < level:
-        return 0.0
-    unit = cost.placement.held[level - 1]
-    if term.collective == "all_to_all":
-        units = term.spread[level]
-        return term.sends * term.bytes * (units - 1) / units * unit
-    return term.sent * unit / math.prod(term.spread[:level])

@@ -18,7 +18,7 @@ from commgrid.advisor.fitting import Measured, fit
 from commgrid.advisor.forms import Fit
 from commgrid.advisor.layer import Machine
 from commgrid.advisor.model import MODELS
-from commgrid.advisor.placement import Placement, of_config, of_spec, spread_of
+from commgrid.advisor.placement import of_config, of_spec, spread_of
 from commgrid.advisor.search import search
 from commgrid.advisor.step import PARTS, StepCost, step_cost, traffic
 from commgrid.advisor.why import why
@@ -106,7 +106,7 @@ def test_order_and_ranks_change_the_step() -> None:
         "all_gather", 1e9, (8, 1), H100
     )
     inside_node = of_config(config, H100)
-    between = Placement({**inside_node.spans, "tp": Span((1, 8), (1, 8))}, inside_node.held)
+    between = replace(inside_node, spans={**inside_node.spans, "tp": Span((1, 8), (1, 8))})
     tp = [
         sum(t.seconds for t in step_cost(model, config, H100, placement=p).terms if t.part == "tp")
         for p in (between, inside_node)

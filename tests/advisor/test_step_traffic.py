@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from commgrid.advisor.cluster import CLUSTERS
 from commgrid.advisor.config import ParallelConfig
+from commgrid.advisor.crossing import find_crossings
 from commgrid.advisor.model import find_model
+from commgrid.advisor.placement import of_spec
 from commgrid.advisor.step import Traffic, step_cost, traffic
+from commgrid.planning.spec import GridSpec
 
 GPT = replace(find_model("gpt-175b"), batch=64)
 H100 = CLUSTERS["h100"]
@@ -55,6 +59,30 @@ def test_a_group_over_two_nodes_sends_over_their_link_once() -> None:
     found = of("gpt", tp=16, pp=4)["tp"]
     assert found.level == 1
     assert found.link == pytest.approx(found.sent)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "per_node", "sizes", "name"),
+    [
+        ("gb200", None, {"tp": 8, "cp": 2, "pp": 4, "dp": 8}, "cp"),
+        ("gb200", None, {"tp": 8, "cp": 2, "pp": 4, "dp": 8}, "dp_cp"),
+        ("h100", 6, {"tp": 2, "cp": 2, "pp": 4, "dp": 3}, "cp"),
+        ("h100", 3, {"tp": 8, "pp": 2, "dp": 3}, "tp"),
+        ("h100", 8, {"tp": 4, "pp": 2, "dp": 8}, "dp_cp"),
+    ],
+)
+def test_a_link_carries_what_the_groups_that_cross_it_send(
+    cluster: str, per_node: int | None, sizes: dict[str, int], name: str
+) -> None:
+    """Where units are not filled, some of their ranks are in groups that stay inside."""
+    runs_on = CLUSTERS[cluster] if per_node is None else CLUSTERS[cluster].with_node(per_node)
+    spec = GridSpec.build(**sizes, order="tp-cp-ep-dp-pp").resolve(math.prod(sizes.values()))
+    at_once = find_crossings(spec, runs_on)[name].at_once
+    model = replace(find_model("llama3-70b"), batch=96)
+    cost = step_cost(model, ParallelConfig(**sizes), runs_on)  # type: ignore[arg-type]
+    for placed in (cost, replace(cost, placement=of_spec(spec, runs_on))):
+        (found,) = [each for each in traffic(placed) if each.name == name]
+        assert found.link == pytest.approx(at_once * found.sent)
 
 
 def test_experts_send_their_tokens_there_and_back() -> None:
