@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commgrid.advisor.forms import Fit, fits_from, highest
 from commgrid.errors import SpecError
 from commgrid.planning.checks import above_zero, check_keys, flag, named
 from commgrid.planning.names import nearest
 from commgrid.planning.yaml_io import Table, from_file
+
+if TYPE_CHECKING:
+    from commgrid.planning.spec import GridSpec
 
 Hosts = Mapping[int, int] | Sequence[int]
 """By rank, the number of the node that it runs on."""
@@ -246,13 +249,25 @@ class Cluster:
                 f"out the size of its highest level, {self.levels[-1].name!r}, where it has more"
             )
 
+    def check_placed(self, spec: GridSpec) -> None:
+        """Refuse a grid of which rank r does not run on device r: see the two others.
+
+        Raises:
+            SpecError: its ranks do not fill nodes, or are more than there are devices.
+        """
+        if spec.ranks is None:
+            self.check_world(spec.world_size)
+        else:
+            self.check_ranks(spec.grid_ranks)
+
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """Refuse listed ranks beyond the cluster's devices.
 
         Raises:
             SpecError: naming the highest.
         """
-        largest, highest = self.unit_size(len(self.levels) - 1), max(ranks)
+        largest = self.unit_size(len(self.levels) - 1)
+        highest = ranks[-1] if isinstance(ranks, range) else max(ranks)
         if highest >= largest:
             raise SpecError(
                 f"ranks: rank {highest} is beyond the {int(largest)} devices of cluster "
@@ -279,7 +294,7 @@ class Cluster:
             last = place == len(levels) - 1
             check_keys(key, level, _LEVEL, ("size", "measured") if last else ("measured",))
             size = level.get("size")
-            if size is not None and (type(size) is not int or size < 1):
+            if not (size is None and last) and (type(size) is not int or size < 1):
                 raise SpecError(f"{key}size={size!r}: expected a whole number from 1 on")
             made.append(
                 Level(
@@ -389,7 +404,7 @@ class Cluster:
         """
         node = self.node_level
         below = int(self.unit_size(node - 1)) if node else 1
-        if devices < 1 or devices % below:
+        if type(devices) is not int or devices < 1 or devices % below:
             inner = f", in whole {self.levels[node - 1].name}s of {below}" if node else ""
             raise SpecError(f"gpus_per_node={devices}: expected a whole number from 1 on{inner}")
         levels = list(self.levels)
@@ -432,7 +447,7 @@ above 1."""
 
 def _node_size(variable: str, value: str) -> int:
     """A number, or SLURM's list such as `8(x2)`, of nodes that are alike."""
-    parts = [re.fullmatch(r"(\d+)(?:\(x\d+\))?", part) for part in value.split(",")]
+    parts = [re.fullmatch(r"([0-9]{1,9})(?:\(x\d+\))?", part) for part in value.split(",")]
     sizes = {int(part[1]) for part in parts if part}
     if None in parts or 0 in sizes:
         raise SpecError(f"environment: {variable}={value!r}: expected a number above 0")

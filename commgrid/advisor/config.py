@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
+from commgrid.planning.summary import several
 
 if TYPE_CHECKING:
     from commgrid.advisor.model import Model
@@ -155,7 +156,9 @@ class ParallelConfig:
         if self.sequence_parallel and model.sequence // self.cp % tp:
             return f"tp={tp}: does not divide a rank's {model.sequence // self.cp} tokens"
         if self.pp > model.layers:
-            return f"pp={self.pp}: more stages than the {model.layers} layers"
+            return f"pp={self.pp}: more stages than the {several(model.layers, 'layer')}"
+        if self.dp % self.dp_replicate:
+            return f"dp_replicate={self.dp_replicate}: does not divide dp={self.dp}"
         if model.batch % (self.dp * self.microbatch):
             times = f"times {self.microbatch} sequences of a microbatch"
             return f"dp={self.dp}: {times} does not divide the batch of {model.batch}"

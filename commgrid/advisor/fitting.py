@@ -65,10 +65,15 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
         cluster: with the levels that the rows' spreads are of.
 
     Raises:
-        SpecError: no row is of a group on one level alone.
+        SpecError: no row is of a group on one level alone, or one has no size or time.
     """
     sets: dict[tuple[int, str], list[Measured]] = {}
     for row in rows:
+        if not (0 < row.size < math.inf and 0 < row.seconds < math.inf):
+            raise SpecError(
+                f"{row.collective} of {row.group}: {row.size} bytes in {row.seconds} s; expected "
+                "both above 0"
+            )
         crossed = [place for place, n in enumerate(row.spread) if n > 1]
         if len(crossed) == 1:
             sets.setdefault((crossed[0], row.collective), []).append(row)

@@ -249,9 +249,13 @@ class Model:
         return 3 if self.gated else 2
 
 
+_MOST = 10**12  # of anything that a model has
+
+
 def _check_whole(key: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise SpecError(f"{key}={value!r}: expected a whole number from {least} on")
+    if type(value) is not int or not least <= value <= _MOST:
+        most = f", {_MOST:,} at most" if type(value) is int and value > _MOST else ""
+        raise SpecError(f"{key}={value!r}: expected a whole number from {least} on{most}")
 
 
 MODELS = Table(

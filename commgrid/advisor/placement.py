@@ -210,10 +210,8 @@ class Places:
     """
 
     def __init__(self, spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> None:
-        if hosts is None and spec.ranks is None:
-            cluster.check_world(spec.world_size)
-        elif hosts is None:
-            cluster.check_ranks(spec.grid_ranks)
+        if hosts is None:
+            cluster.check_placed(spec)
         self.spec, self.cluster, self.hosts = spec, cluster, hosts
         self._is_numbered = hosts is None and spec.ranks is None
         self._known: dict[Hashable, tuple[Span, Load]] = {}
@@ -348,11 +346,10 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
         GroupDef("dp_shard_cp", "dense", ("dp_shard", "cp")),
     ]
     if "expert" in spec.layouts:
-        groups += [GroupDef(axis, "expert", (axis,)) for axis in ("etp", "ep")]
-        copies = _expert_copies(spec)
-        groups.append(GroupDef("edp", "expert", copies))
+        experts = expert_axes(spec)
+        groups += [GroupDef(name, "expert", axes) for name, axes in experts.items()]
         if (replicas := shape.get("dp_replicate", 1)) > 1:
-            groups.append(_shards(spec, copies, replicas))
+            groups.append(_shards(spec, experts["edp"], replicas))
     found: dict[str, GroupDef] = {}
     for group in groups:
         layout = spec.layouts.get(group.region)
@@ -363,12 +360,19 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
     return Placement(spans, places.held, lambda name: places.load(found[name]))
 
 
-def _expert_copies(spec: GridSpec) -> tuple[str, ...]:
-    """The axes of the expert region along which ranks hold the same experts, by any names: edp,
-    torchtitan's efsdp and dp_replicate; all but ep, etp and what is pp."""
-    region = next(region for region in spec.regions if region.name == "expert")
-    stages = {"pp", *(axis for axis, dense in region.inherited if dense == "pp")}
-    return tuple(axis for axis in region.axes if axis not in ("ep", "etp", *stages))
+def expert_axes(spec: GridSpec) -> dict[str, tuple[str, ...]]:
+    """The axes of a resolved spec's expert region that are etp, ep and edp, by any names.
+
+    Splitting an expert is `etp`, or `tp` where the region has none. Stages have pp's ranks.
+    Along all others, such as torchtitan's efsdp and dp_replicate, ranks hold the same experts.
+    """
+    layout, dense = spec.layouts["expert"], spec.layouts["dense"]
+    inner = "etp" if "etp" in layout.shape else "tp"
+    stages = {"pp"}
+    if "pp" in dense.shape:
+        stages |= {axis.name for axis in layout.axes if axis.modes == dense.axis("pp").modes}
+    copies = tuple(axis for axis in layout.shape if axis not in ("ep", inner, *stages))
+    return {"etp": (inner,), "ep": ("ep",), "edp": copies}
 
 
 def _shards(spec: GridSpec, copies: tuple[str, ...], replicas: int) -> GroupDef:
@@ -385,8 +389,13 @@ def _shards(spec: GridSpec, copies: tuple[str, ...], replicas: int) -> GroupDef:
 
 
 def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:
-    """The placement of a grid whose ranks are numbered as its order says, one of `ORDERS`."""
-    assert config.order in ORDERS, config.order
+    """The placement of a grid whose ranks are numbered as its order says.
+
+    Raises:
+        SpecError: it is none of `ORDERS`; `of_spec` takes any.
+    """
+    if config.order not in ORDERS:
+        raise SpecError(f"order={config.order!r}: expected {' or '.join(ORDERS)}")
     first = config.order == ORDERS[0]
     tp, cp, pp, dp = config.tp, config.cp, config.pp, config.dp
     dp_stride, pp_stride = (tp * cp, tp * cp * dp) if first else (tp * cp * pp, tp * cp)

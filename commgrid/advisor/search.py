@@ -18,7 +18,7 @@ from commgrid.advisor.placement import Placement, of_config
 from commgrid.advisor.step import StepCost, step_cost
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
-from commgrid.planning.ranks import divisors
+from commgrid.planning.ranks import MOST_RANK, divisors
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 SEARCHED = (*AXES, "order", "microbatch", "virtual_stages", "recompute")
@@ -26,6 +26,8 @@ SEARCHED = (*AXES, "order", "microbatch", "virtual_stages", "recompute")
 MICROBATCHES = (1, 2, 4, 8, 16)
 LARGEST_TP = 64
 FAR = 1.5
+
+_COUNTS = (*AXES, "microbatch", "virtual_stages", "dp_replicate", "gradient_bytes")
 
 Fixed = Mapping[str, Any]
 """Fields of `ParallelConfig` that are given."""
@@ -39,7 +41,7 @@ def _check(fixed: Fixed) -> None:
                 f"{key}={value!r}: no field of ParallelConfig{nearest(key, known)}; expected some "
                 f"of {', '.join(known)}"
             )
-        if key in (*AXES, "microbatch", "virtual_stages") and (type(value) is not int or value < 1):
+        if key in _COUNTS and (type(value) is not int or value < 1):
             raise SpecError(f"{key}={value!r}: expected a whole number from 1 on")
 
 
@@ -114,11 +116,13 @@ def fastest(
 
     Args:
         placement: of the grid's ranks.
-        max_memory, **fixed: as of `search`; all sizes are given.
+        max_memory, **fixed: as of `search`; sizes that are not given are 1.
 
     Raises:
         SpecError: no way is valid.
     """
+    fixed = {**dict.fromkeys(("tp", "cp", "pp", "dp"), 1), **fixed}
+    _check(fixed)
     world_size = math.prod(fixed[axis] for axis in ("tp", "cp", "pp", "dp"))
     searching = _searched(
         _Request(model, world_size, cluster, max_memory, fixed), CALIBRATION, placement
@@ -139,8 +143,13 @@ class _Request:
     fixed: Fixed
 
     def __post_init__(self) -> None:
-        if self.max_memory is not None and not self.max_memory > 0:
-            raise SpecError(f"max_memory={self.max_memory!r}: expected bytes above 0")
+        if type(self.world_size) is not int or not 1 <= self.world_size <= MOST_RANK:
+            raise SpecError(
+                f"world_size={self.world_size!r}: expected a whole number from 1 to {MOST_RANK}"
+            )
+        limit = self.max_memory
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            raise SpecError(f"max_memory={limit!r}: expected bytes above 0")
         _check(self.fixed)
         _ = self.base  # which checks the rest
 

@@ -25,6 +25,7 @@ from commgrid.advisor.layer import LINEAR_BYTES, Job, LayerCost, Machine, layer_
 from commgrid.advisor.memory import Memory, fullest_parameters, memory_of
 from commgrid.advisor.model import Model
 from commgrid.advisor.placement import Placement, Spread, of_config
+from commgrid.errors import SpecError
 
 PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")
 """The parts of a step's time."""
@@ -139,7 +140,12 @@ def step_cost(
         memory: where it is known.
         placement: of a grid, from `placement.of_spec`; None: of ranks that are numbered as the
             config's order says.
+
+    Raises:
+        SpecError: the model cannot run so.
     """
+    if machine is None and (why := config.refusal(model)):
+        raise SpecError(why)
     machine = machine or Machine(cluster, calibration)
     job = Job(model, config, machine, placement or of_config(config, cluster))
     terms = tuple(_terms(job, layer_cost(job)))

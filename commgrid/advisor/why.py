@@ -95,15 +95,15 @@ def _of_step(cost: StepCost) -> Iterator[Why]:
     )
     yield Why(
         "tokens/s",
-        f"{cost.tokens_per_second:,.0f}",
+        _rate(cost.tokens_per_second),
         f"{model.batch:,} sequences · {model.sequence:,} tokens / step",
         "arithmetic",
     )
     yield Why(
         "MFU",
         f"{cost.mfu:.1%}",
-        f"{model.flops_per_token:.3g} operations a token · tokens/s / ({config.world_size:,} "
-        f"devices · {cost.cluster.device.flops / 1e12:,.0f} TFLOP/s)",
+        f"{model.flops_per_token:.6g} operations a token · tokens/s / ({config.world_size:,} "
+        f"devices · {cost.cluster.device.flops / 1e12:,.6g} TFLOP/s)",
         f"{_KORTHIKANTI}, appendix A; nothing computed again is counted, attention as not causal",
     )
 
@@ -111,7 +111,7 @@ def _of_step(cost: StepCost) -> Iterator[Why]:
 def _of_time(cost: StepCost) -> Iterator[Why]:
     """A line for each term: how often, and what each takes."""
     for term in cost.terms:
-        formula = f"{term.what}: {term.times:,g} · {term.each * 1e3:.6g} ms"
+        formula = f"{term.what}: {term.times:,.9g} · {term.each * 1e3:.9g} ms"
         source = _SOURCES[term.part]
         if term.group:
             level = cost.cluster.levels[highest(term.spread)]
@@ -160,6 +160,10 @@ def _constants(cost: StepCost) -> Iterator[Why]:
         yield Why("share of links", f"{share:g}", f"of a {level.name}'s", SOURCES["network"])
     yield Why("cluster", cluster.name, "devices, bandwidths, latencies", cluster.source)
     yield Why("model", cost.model.name, "sizes", cost.model.source or "as given")
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def _seconds(seconds: float) -> str:

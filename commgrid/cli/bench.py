@@ -92,7 +92,7 @@ def _collectives(text: str) -> list[str]:
 
 
 def _sizes(text: str) -> list[int]:
-    return [count_of_bytes(each) for each in names(text)]
+    return [count_of_bytes(each) for each in text.strip(",").split(",")]
 
 
 def run(args: argparse.Namespace) -> int:

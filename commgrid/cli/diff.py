@@ -11,6 +11,7 @@ from commgrid.cli.flags import whole
 from commgrid.cli.grid_options import (
     add_cluster_options,
     new_command,
+    read_changes,
     read_nodes,
     refuse_unused,
     resolve,
@@ -21,7 +22,6 @@ from commgrid.planning.diff import compare
 from commgrid.planning.names import nearest
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.yaml_io import read_change
 
 _EXAMPLES = """examples:
   commgrid diff old.yaml new.yaml --world-size 64
@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     read_nodes(args)
-    changes = dict(map(read_change, args.changes))
+    changes = read_changes(args.changes)
     if args.after is None and not changes:
         raise SpecError(
             f"diff {args.before}: there is nothing to compare it with; give AFTER, or --set "
@@ -91,7 +91,11 @@ def run(args: argparse.Namespace) -> int:
 def _read(given: str, changes: dict[str, Any]) -> GridSpec:
     if given in PRESETS:  # a file of this name is ./NAME
         return GridSpec.from_preset(given, changes=changes)
-    if not Path(given).is_file():
+    try:
+        is_file = Path(given).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        is_file = False
+    if not is_file:
         raise SpecError(
             f"{given or repr(given)}: neither a file nor a preset; expected GRID.yaml, or one of "
             f"{', '.join(PRESETS)}{nearest(given, PRESETS)}"

@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     spec, cluster = resolve(read_spec(args), args.world_size), read_cluster(args)
     plan = GroupPlan.for_rank(spec, args.rank)
     if cluster is not None:
-        if spec.ranks is None:
-            cluster.check_world(spec.world_size)
+        cluster.check_placed(spec)
         check_within(spec, cluster)
     give(args, lambda: as_json(plan, cluster), lambda: as_text(plan, cluster))
     return 0

@@ -58,7 +58,10 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 def names(text: str) -> list[str]:
     """Names with commas between."""
-    return [name for name in text.split(",") if name]
+    found = [name for name in text.split(",") if name]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected names with commas")
+    return found
 
 
 def pair(text: str, *, such_as: str) -> tuple[str, str]:
@@ -91,7 +94,11 @@ def file_of(*suffixes: str) -> Callable[[str], Path]:
         if path.suffix not in suffixes:
             listed = ", ".join(suffixes)
             raise argparse.ArgumentTypeError(f"{text}: expected a file that ends in {listed}")
-        if not path.absolute().parent.is_dir():
+        try:
+            is_there = path.absolute().parent.is_dir()
+        except (OSError, ValueError):  # a name that no file can have
+            is_there = False
+        if not is_there:
             raise argparse.ArgumentTypeError(
                 f"{text}: cannot be written: there is no such folder; make it first"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -180,6 +180,10 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
     """
     sizes: dict[str, Any] = {**read_sizes(args)}
     for name, size in args.axis:
+        if name in _ARGUMENTS:
+            raise SpecError(
+                f"--axis {name}={size}: {name} is an argument of its own; choose another name"
+            )
         if name in sizes:
             raise SpecError(f"--axis {name}={size}: {name} is {sizes[name]} already; give it once")
         sizes[name] = size
@@ -188,10 +192,14 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         for key, option in OPTIONS.items()
         if option.metavar and key != "ranks" and is_given(args, key)
     }
-    changes = dict(map(read_change, args.changes))
+    changes = read_changes(args.changes)
     if args.preset is not None:
         if args.yaml is not None:
             raise SpecError(f"--preset {args.preset} beside {args.yaml}: give one of them")
+        for key in (*sizes, *options):
+            if (changed := f"axes.{key}" if key in sizes else key) in changes:
+                raise SpecError(f"{flag_of(key)} beside --set {changed}: give one of them")
+        _refuse_ranks_twice(args, changes)
         return GridSpec.from_preset(
             args.preset, ranks=args.ranks, changes={**options, **changes}, **sizes
         )
@@ -210,8 +218,33 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
             f"{beside} beside {args.yaml}: the file describes the whole grid; change it with "
             "--set, as --set axes.tp=2"
         )
+    _refuse_ranks_twice(args, changes)
     spec = GridSpec.from_yaml(args.yaml, changes=changes)
     return spec if args.ranks is None else replace(spec, ranks=as_ranks(args.ranks))
+
+
+_ARGUMENTS = {*OPTIONS, "name", "changes", "cls"} - {"axes", "regions"}
+"""Of `GridSpec.build` and `GridSpec.from_preset`, beside sizes."""
+
+
+def read_changes(given: Iterable[str]) -> dict[str, Any]:
+    """The values of `--set` by key.
+
+    Raises:
+        SpecError: one is no KEY=VALUE, or a key is there twice.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        key, value = read_change(text)
+        if key in found:
+            raise SpecError(f"--set {text}: {key} is set already; give it once")
+        found[key] = value
+    return found
+
+
+def _refuse_ranks_twice(args: argparse.Namespace, changes: Mapping[str, Any]) -> None:
+    if args.ranks is not None and "ranks" in changes:
+        raise SpecError(f"--ranks {args.ranks} beside --set ranks: give one of them")
 
 
 def _value(key: str, given: Any) -> Any:
@@ -223,9 +256,10 @@ def _value(key: str, given: Any) -> Any:
         return dict(given)
     if key not in ("create", "connect") or given in OPTIONS[key].words:
         return given
-    if not (listed := names(given)):
-        raise SpecError(f"{flag_of(key)} {given!r}: expected names with commas")
-    return listed
+    try:
+        return names(given)
+    except argparse.ArgumentTypeError as error:
+        raise SpecError(f"{flag_of(key)} {error}") from error
 
 
 def resolve(spec: GridSpec, world_size: int | None) -> GridSpec:

@@ -59,7 +59,8 @@ def write_grid(path: Path, spec: GridSpec, source: str) -> None:
         SpecError: it cannot be written.
     """
     try:
-        path.write_text(f"# {source}\n{spec.to_yaml()}", encoding="utf-8")
+        comment = "\n# ".join(source.splitlines())
+        path.write_text(f"# {comment}\n{spec.to_yaml()}", encoding="utf-8")
     except OSError as error:
         raise SpecError(f"-o {path}: cannot be written: {error.strerror or error}") from error
 

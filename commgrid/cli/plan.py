@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
         return plan_model.run(args)
     refuse_unused(args, plan_options.FLAGS, "says how a step of a model is run; give --model NAME")
     spec = resolve(read_spec(args), args.world_size)
-    backend, cluster = _checked(args.backend or "nccl"), read_cluster(args)
+    backend = "nccl" if args.backend is None else _checked(args.backend)
+    cluster = read_cluster(args)
     if cluster is not None:
         from commgrid.advisor.crossing import check_within
 
@@ -111,12 +112,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+_OPENS = ("nccl", "gloo", "cpu:gloo", "cuda:nccl", "cuda:gloo")
+
+
 def _checked(backend: str) -> str:
-    for pair in backend.split(","):
-        if pair.rpartition(":")[2] not in ("nccl", "gloo"):
+    pairs = backend.split(",")
+    devices = [pair.partition(":")[0] for pair in pairs]
+    for pair, device in zip(pairs, devices, strict=True):
+        alone = ":" not in pair and len(pairs) > 1
+        if pair not in _OPENS or alone or devices.count(device) > 1:
             raise SpecError(
-                f"--backend {backend}: what {pair!r} opens is not known; expected nccl, gloo, or "
-                "cpu:gloo,cuda:nccl"
+                f"--backend {backend or repr(backend)}: what {pair!r} opens is not known; "
+                "expected nccl, gloo, or cpu:gloo,cuda:nccl"
             )
     return backend
 
@@ -250,8 +257,8 @@ def _cost(spec: GridSpec) -> list[str]:
     low, high = (connecting * gb for gb in NCCL_GB)
     lines = [
         "Start-up, per rank:",
-        f"  {held} communicators, {connecting} of which connect (create={_show(spec.create)}, "
-        f"connect={_show(spec.connect)}, share={spec.share})",
+        f"  {several(held, 'communicator')}, {connecting} of which connect "
+        f"(create={_show(spec.create)}, connect={_show(spec.connect)}, share={spec.share})",
         f"  over NCCL about {low:.1f} to {high:.1f} GB of device memory ({NCCL_GB[0]} to "
         f"{NCCL_GB[1]} GB each has been reported), and as much again for each later connection",
     ]
@@ -261,7 +268,8 @@ def _cost(spec: GridSpec) -> list[str]:
         return [*lines, "  no other create, connect or share would save anything"]
     change, fewer, connects = savings[0]
     less = f", {_gb(connecting - connects)} less at start" if connecting > connects else ""
-    return [*lines, f"  {change} saves most: {fewer} communicators, {connects} connect{less}"]
+    left = several(fewer, "communicator")
+    return [*lines, f"  {change} saves most: {left}, {connects} connect{less}"]
 
 
 def _most_needed(spec: GridSpec, backend: str) -> tuple[sockets.GroupNeed, ...]:
@@ -346,21 +354,29 @@ def _show(choice: str | tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=16)  # tables and sums of one output ask again
 def _plans(spec: GridSpec) -> tuple[GroupPlan, ...]:
-    """Plans of the first rank and, since picks and lists leave ranks out, of one rank for each
-    position, and for each way of being in lists."""
-    first = spec.grid_ranks[0]
-    ranks = {first}
-    for definition in spec.definitions.values():
-        if definition.pick:
-            ranks.update(definition.ranks(spec.layout(definition.region), first))
+    """Plans of one rank for each way of being in picks and lists, which leave ranks out."""
+    layouts = spec.layouts
+    picks = [d for d in spec.definitions.values() if d.pick and d.lists is None]
     sizes: dict[int, dict[str, int]] = {}
     for definition in spec.definitions.values():
         for members in definition.lists or ():
-            for position, rank in enumerate(members):
-                if position in definition.places(len(members)):
-                    sizes.setdefault(rank, {})[definition.name] = len(members)
-    alike = {tuple(found.items()): rank for rank, found in sizes.items()}
-    return tuple(GroupPlan.for_rank(spec, rank) for rank in sorted({*ranks, *alike.values()}))
+            for position in definition.places(len(members)):
+                sizes.setdefault(members[position], {})[definition.name] = len(members)
+
+    def way(rank: int) -> tuple[object, ...]:
+        picked = (rank in d.ranks(layouts[d.region], rank) for d in picks)
+        return (*picked, *sizes.get(rank, {}).items())
+
+    first = spec.grid_ranks[0]
+    waiting = [first, *sizes]
+    found: dict[tuple[object, ...], int] = {}
+    while waiting:
+        rank = waiting.pop()
+        if (known := way(rank)) not in found:
+            found[known] = rank
+            for definition in picks:
+                waiting += definition.ranks(layouts[definition.region], rank)
+    return tuple(GroupPlan.for_rank(spec, rank) for rank in sorted({first, *found.values()}))
 
 
 def _kinds(spec: GridSpec) -> list[PlannedCommunicator]:

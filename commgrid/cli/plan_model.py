@@ -14,7 +14,7 @@ from commgrid.advisor.config import ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.advisor.crossing import check_within
 from commgrid.advisor.memory import MEMORY_PARTS
 from commgrid.advisor.model import Model, find_model
-from commgrid.advisor.placement import of_spec
+from commgrid.advisor.placement import expert_axes, of_spec
 from commgrid.advisor.search import AXES, Found, describe, fastest, memory_limit, search
 from commgrid.advisor.step import StepCost, traffic
 from commgrid.advisor.why import NAMES, as_lines, limits, why, why_worse
@@ -29,6 +29,7 @@ from commgrid.cli.grid_options import (
 from commgrid.cli.output import give, write_grid, written
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.summary import several
 from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.steps_picture import draw_steps
 
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Of `commgrid plan` with `--model` or `--auto`."""
     refuse_unused(args, ["backend"], "counts open files of a grid alone; leave out --model")
     model, cluster = read_job(args)
+    if not model.experts:
+        refuse_unused(args, ["etp"], f"is of experts, which model {model.name} does not have")
     max_memory = None if args.max_memory is None else args.max_memory * 1e9
     fixed = {key: getattr(args, key) for key in _OF_A_STEP if is_given(args, key)}
     if not args.auto:
@@ -160,7 +163,8 @@ def _sizes(spec: GridSpec, model: Model) -> dict[str, Any]:
             f"axes.{other[0]}: a step's model knows tp, cp, ep, dp and pp; leave out --model"
         )
     if "expert" in regions and (model.experts or regions["expert"].get("ep", 1) > 1):
-        sizes |= {"ep": regions["expert"].get("ep", 1), "etp": regions["expert"].get("etp", 1)}
+        (inner,) = expert_axes(spec)["etp"]
+        sizes |= {"ep": regions["expert"].get("ep", 1), "etp": regions["expert"].get(inner, 1)}
     else:  # experts are split over tp as all else is
         sizes |= {"ep": 1, "etp": sizes["tp"]} if model.experts else {"ep": 1}
     return sizes
@@ -180,11 +184,12 @@ def _order(spec: GridSpec) -> str:
 
 def found_text(found: Found, limit: float, top: int) -> list[str]:
     """The best grids as a table, and how to start the first."""
-    best = found.best[0]
+    best, within = found.best[0], f"in {limit / 1e9:.0f} GB and"
+    fit = f"fits {within} is" if len(found.best) == 1 else f"fit {within} are"
     lines = [
         f"{_title(best)} on {best.config.world_size:,} devices of {best.cluster.name}",
-        f"  {found.grids:,} grids are valid: {len(found.best):,} fit in {limit / 1e9:.0f} GB and "
-        f"are near the best, {found.far:,} take far longer, "
+        f"  {several(found.grids, 'grid')} {'is' if found.grids == 1 else 'are'} valid: "
+        f"{len(found.best):,} {fit} near the best, {found.far:,} take far longer, "
         f"{found.grids - len(found.best) - found.far:,} do not fit",
         "",
         f"  {'step':>8} {'tokens/s':>12} {'MFU':>6} {'memory':>7}  grid, and how a step is run",
@@ -212,7 +217,7 @@ def job_flags(args: argparse.Namespace) -> str:
     keys = ("model", "batch", "sequence", "cluster", "gpus_per_node", "zero_stage", "max_memory")
     given = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
     return "".join(
-        f" {flag_of(key)} {f'{value:g}' if isinstance(value, float) else value}"
+        f" {flag_of(key)} {f'{value:g}' if isinstance(value, float) else shlex.quote(str(value))}"
         for key, value in given.items()
     )
 

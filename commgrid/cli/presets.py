@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         refuse_unused(args, SIZED, "is a size of one preset; give its NAME")
     chosen = list(PRESETS.values()) if args.name is None else [find_preset(args.name)]
     sizes = read_sizes(args)
+    for one in chosen:
+        GridSpec.from_dict(one.with_sizes(sizes))  # refuses sizes that are none
     found = {
         "presets": [
             {"name": one.name, "summary": one.summary, "source": one.source,
@@ -75,7 +77,6 @@ def as_yaml(preset: Preset, sizes: Mapping[str, int]) -> str:
     import yaml
 
     config = preset.with_sizes(sizes)
-    GridSpec.from_dict(config)  # refuses sizes that are none
     text = str(yaml.safe_dump(config, sort_keys=False, default_flow_style=None)).rstrip()
     return f"# {preset.name}: {preset.summary}\n# after {preset.source}\n{text}"
 

@@ -89,9 +89,12 @@ def _is_earlier(one: tuple[Path, Trace], other: tuple[Path, Trace]) -> bool:
 
 
 def _what_is_there(folder: Path) -> str:
-    if folder.is_dir():
-        return f"has no {_PATTERN}"
-    return "is a file" if folder.exists() else "there is no such folder"
+    try:
+        if folder.is_dir():
+            return f"has no {_PATTERN}"
+        return "is a file" if folder.exists() else "there is no such folder"
+    except OSError as error:
+        return f"cannot be read, {error.strerror}"
 
 
 def _folders_within(folder: Path) -> str:

@@ -68,6 +68,10 @@ def named(where: str, given: Mapping[str, Any]) -> str:
     return str(given["name"])
 
 
+_LEAST, _MOST = 1e-15, 1e15
+"""Of numbers, whose products with units stay finite."""
+
+
 def above_zero(where: str, given: Mapping[Any, Any], key: Any) -> float:
     """A number of a mapping.
 
@@ -75,8 +79,9 @@ def above_zero(where: str, given: Mapping[Any, Any], key: Any) -> float:
         SpecError: it is none, or not above 0.
     """
     value = given[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        fix = ""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 < value < math.inf and _LEAST <= value <= _MOST):
+        fix = f" ({_LEAST:g} to {_MOST:g})" if is_number and value > 0 else ""
         if isinstance(value, str) and re.fullmatch(r"[\d.]+(e\d+)?", value):  # YAML 1.1's text
             fix = "; without quotes, and as 1000 or 1.0e+3, not 1e3"
         raise SpecError(f"{where}{key}={value!r}: expected a number above 0{fix}")

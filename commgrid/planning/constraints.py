@@ -51,7 +51,8 @@ def check_place(place: object, ranks: range | Sequence[int] | None) -> None:
         raise SpecError(
             f"place={place!r}: expected {' or '.join(words)}{nearest(str(place), words)}"
         )
-    if place == BY_HOST and ranks is not None and list(ranks) != sorted(ranks):
+    rises = isinstance(ranks, range) or ranks is None or list(ranks) == sorted(ranks)
+    if place == BY_HOST and not rises:
         raise SpecError(
             "place='by_host' beside ranks that do not rise: both say the order of the grid's "
             "ranks; sort ranks, or leave place out"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from commgrid.errors import SpecError
 from commgrid.planning.group_table import find_name
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.rank_lists import describe_ranks, pack
@@ -69,15 +68,15 @@ class GridDiff:
 
     def __str__(self) -> str:
         """The difference in words, a few lines however many ranks there are."""
-        lines = [_arrow(*self.ranks) + " ranks"]
+        lines = [f"{_arrow(*self.ranks)} rank{'s' * (self.ranks != (1, 1))}"]
         if self.axes:
             sizes = (f"{axis} {_arrow(*sizes)}" for axis, sizes in self.axes.items())
             lines.append(f"  {', '.join(sizes)}")
         lines += [f"  order of {r}: {_arrow(*orders)}" for r, orders in self.orders.items()]
         lines += [f"  {key}: {_arrow(*rules)}" for key, rules in self.placing.items()]
         lines.append(
-            f"  {_arrow(*self.communicators)} communicators a rank, {_arrow(*self.connecting)} of "
-            "which connect at start"
+            f"  {_arrow(*self.communicators)} communicator{'s' * (self.communicators != (1, 1))} a "
+            f"rank, {_arrow(*self.connecting)} of which connect at start"
         )
         if self.is_empty:
             return "\n".join([*lines, "", "the same groups under the same names"])
@@ -121,8 +120,7 @@ def compare(before: GridSpec, after: GridSpec) -> GridDiff:
         ('cp', 'pp')
     """
     for spec in (before, after):
-        if not spec.is_resolved:
-            raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
+        spec.check_resolved()
     plans = [GroupPlan.for_rank(spec, spec.grid_ranks[0]) for spec in (before, after)]
     names = [plan.created for plan in plans]
     # Another order spells combinations otherwise, pp_dp as dp_pp; each grid knows both.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from commgrid.errors import NotInGridError, SpecError
+from commgrid.errors import NotInGridError
 from commgrid.planning import summary
 from commgrid.planning.group_rows import GroupOptions
 from commgrid.planning.groups import GroupDef
@@ -94,8 +94,7 @@ class GroupPlan:
             SpecError: the spec has open sizes; `resolve` it first.
             NotInGridError: the rank is not one of the grid's.
         """
-        if not spec.is_resolved:
-            raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
+        spec.check_resolved()
         number = as_index(rank)
         if number is None or number not in spec.grid_ranks:
             held = describe_ranks(spec.layout("dense").ranks)

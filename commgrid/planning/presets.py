@@ -77,15 +77,27 @@ class Preset:
                     f"from its YAML: commgrid presets {self.name}"
                 )
             region["axes"][name] = size
-        made = changed(made, changes or {})
-        axes = {axis for region in regions for axis in region["axes"]} | made["axes"].keys()
-        if set(made.get("groups", {})) & axes:  # a group gives way to an axis of its name
-            made["groups"] = {n: row for n, row in made["groups"].items() if n not in axes}
+        made = changed(made, {self._placed(key): value for key, value in (changes or {}).items()})
+        dense: Any = made["axes"]
+        rows: Any = made.get("groups")
+        if not isinstance(dense, Mapping):
+            return made  # which is refused where it is read
+        axes = {axis for region in regions for axis in region["axes"]} | dense.keys()
+        if isinstance(rows, Mapping):  # a group gives way to an axis of its name
+            made["groups"] = {name: row for name, row in rows.items() if name not in axes}
         if self.drops_ones is not None and "create" not in (changes or {}):
             made["create"] = [
-                name for name, n in made["axes"].items() if n != 1 or name in self.drops_ones
+                name for name, n in dense.items() if n != 1 or name in self.drops_ones
             ]
         return made
+
+    def _placed(self, key: str) -> str:
+        """The key of a size in the region that has the axis, as `axes.ep` is the experts'."""
+        axis = key.removeprefix("axes.")
+        for name, region in self.config.get("regions", {}).items():
+            if axis != key and axis in region["axes"] and axis not in self.config["axes"]:
+                return f"regions.{name}.{key}"
+        return key
 
 
 def _preset(name: str, row: Mapping[str, Any]) -> Preset:

@@ -194,6 +194,11 @@ def make_region(
         checked[axis] = check_size(f"{prefix}{axis}", size, dense)
     if name == "dense":
         checked = _stand_in_for_dp(checked, prefix)
+        if order is not None and {"dp", *HSDP} <= {*order} and "dp" not in checked:
+            raise SpecError(
+                f"{order_key}={'-'.join(order)!r}: dp stands for dp_shard and dp_replicate, which "
+                "it has as well; leave dp out"
+            )
     filled = [axis for axis, size in checked.items() if size == -1]
     if len(filled) > 1:
         both = " and ".join(f"{prefix}{axis}=-1" for axis in filled)
@@ -252,13 +257,13 @@ def _stand_in_for_dp(sizes: dict[str, Size], prefix: str) -> dict[str, Size]:
 
 def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) -> Region:
     """Megatron's expert region: tp becomes etp, dp becomes edp, the rest but pp folds into edp."""
-    sizes: dict[str, object] = {
-        "etp": "tp" if etp is None else etp,
-        "ep": ep,
-        "edp": -1,
-        "pp": "pp",
-    }
+    inherited = "tp" if "tp" in dense.axes else 1
+    sizes: dict[str, object] = {"etp": inherited if etp is None else etp, "ep": ep, "edp": -1}
+    if "pp" in dense.axes:
+        sizes["pp"] = "pp"
     check_size("ep", ep)
+    if etp is not None:
+        check_size("etp", etp)
     if ep == -1 or etp == -1:
         raise SpecError(
             f"ep={ep}, etp={etp}: -1 cannot be filled here, edp already fills the expert region"
@@ -272,7 +277,7 @@ def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) 
         if name in sizes and name not in axes:
             axes.append(name)
     made = make_region("expert", sizes, axes, prefix="", dense=("tp", "pp"))
-    return Region(made.name, made.sizes, (("etp", "tp"),) if etp is None else ())
+    return Region(made.name, made.sizes, (("etp", "tp"),) if sizes["etp"] == "tp" else ())
 
 
 def without_experts(
@@ -291,9 +296,9 @@ def without_experts(
             f"axes.{key}={sizes[key]!r}: the region expert is given as well; give {key} there"
         )
     rest = {axis: size for axis, size in sizes.items() if axis not in ("ep", "etp")}
-    if sizes.get("ep", 1) == 1 and sizes.get("etp") is None:
-        return rest, None
-    return rest, (sizes.get("ep", 1), sizes.get("etp"))
+    ep, etp = check_size("axes.ep", sizes.get("ep", 1)), sizes.get("etp")
+    experts = None if ep == 1 and etp is None else (ep, etp)
+    return rest or {"dp": -1}, experts
 
 
 def dense_from(sizes: object, order: object) -> Region:

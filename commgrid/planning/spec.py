@@ -198,14 +198,14 @@ class GridSpec:
         if "axes" not in config:
             raise SpecError("axes: missing; expected a mapping of axis names to sizes")
         given = {} if config.get("regions") is None else config["regions"]
+        if not isinstance(given, Mapping):
+            raise SpecError(f"regions={given!r}: expected a mapping of region names")
         axes, experts = without_experts(config["axes"], given)
         order = config.get("order")
         regions = [dense_from(axes, order)]
         if experts is not None:
             placed = DEFAULT_ORDER if order is None else order
             regions.append(expert_region(regions[0], str(placed).split("-"), *experts))
-        if not isinstance(given, Mapping):
-            raise SpecError(f"regions={given!r}: expected a mapping of region names")
         for name, entry in given.items():
             regions.append(region_from(name, entry, regions[0].axes))
         rest = {k: v for k, v in config.items() if k not in _OF_REGIONS and v is not None}
@@ -301,8 +301,22 @@ class GridSpec:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in the grid; needs a resolved spec."""
+        """The number of ranks in the grid.
+
+        Raises:
+            SpecError: the spec is not resolved.
+        """
+        self.check_resolved()
         return self.regions[0].product
+
+    def check_resolved(self) -> None:
+        """Refuse a spec with open sizes.
+
+        Raises:
+            SpecError: it has some.
+        """
+        if not self.is_resolved:
+            raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
 
     @property
     def grid_ranks(self) -> range | tuple[int, ...]:

@@ -58,7 +58,7 @@ def load_yaml(path: Path, such_as: str = _SUCH_AS) -> dict[str, Any]:
         raise SpecError("there is no such file") from None
     except OSError as error:
         raise SpecError(f"cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:  # not text, or a path that no file can have
         raise SpecError(f"cannot be read: {error}") from error
     try:
         loaded = _loaded(text)

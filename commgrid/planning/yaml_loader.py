@@ -9,6 +9,7 @@ import yaml
 from commgrid.errors import SpecError
 
 _DEEPEST = 50  # far more than anything has that means something
+_LARGEST = 10**30  # Python does not even print numbers of thousands of digits
 
 
 class Loader(yaml.SafeLoader):
@@ -31,6 +32,12 @@ class Loader(yaml.SafeLoader):
         finally:
             self._depth -= 1
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        number: int = super().construct_yaml_int(node)
+        if abs(number) > _LARGEST:
+            raise SpecError(f"line {node.start_mark.line + 1}: a number of more than 30 digits")
+        return number
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
@@ -45,3 +52,6 @@ class Loader(yaml.SafeLoader):
 
 def _too_deep(line: int) -> SpecError:
     return SpecError(f"line {line + 1}: nested more than {_DEEPEST} deep; a bracket is not closed")
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)

@@ -64,8 +64,7 @@ class GridView:
                 f"gpus_per_node={self.gpus_per_node!r}: expected how many ranks a node has, as 8"
             )
         object.__setattr__(self, "gpus_per_node", size)
-        if not self.spec.is_resolved:
-            raise SpecError("the spec has open sizes (-1); call spec.resolve(world_size=…) first")
+        self.spec.check_resolved()
         if self.rank is not None and self.rank not in self.spec.grid_ranks:
             held = describe_ranks(self.spec.layout("dense").ranks)
             raise SpecError(f"rank {self.rank} is not in this grid, which covers {held}")
