@@ -163,7 +163,8 @@ def _counted(cluster: Cluster, axes: Axes, world: int) -> Span:
     Of tp 6 on nodes of 8 ranks 0 to 5 share a node, and 6 to 11 do not. Groups whose first ranks
     are a multiple of the largest unit apart lie alike.
     """
-    check_counted(math.prod(size for size, _ in axes))
+    if math.prod(size for size, _ in axes) > MOST_COUNTED:
+        check_counted(world)
     largest = max(
         (int(size) for level in range(len(cluster.levels))
          if math.isfinite(size := cluster.unit_size(level))),
@@ -295,8 +296,8 @@ class Places:
         return {rank: 0 if size is None else unit // size for rank, unit in below.items()}
 
 
-MOST_COUNTED = 500_000
-"""The most ranks to look up one by one, for each name; so many take about 5 s."""
+MOST_COUNTED = 200_000
+"""The most ranks to look up one by one, for each name; so many take about 6 s."""
 
 
 def check_counted(ranks: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from commgrid.advisor.cluster import Cluster
@@ -17,8 +18,9 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import give
+from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.ranks import Ranks
+from commgrid.planning.ranks import Ranks, RankSet
 from commgrid.planning.summary import around, several, where
 
 _EXAMPLES = """examples:
@@ -48,8 +50,16 @@ def run(args: argparse.Namespace) -> int:
     if cluster is not None:
         cluster.check_placed(spec)
         check_within(spec, cluster)
+    if args.json and (listed := sum(map(len, plan.members.values()))) > _MOST_LISTED:
+        raise SpecError(
+            f"--json: would list {listed:,} ranks, and at most {_MOST_LISTED:,} are listed; leave "
+            "it out"
+        )
     give(args, lambda: as_json(plan, cluster), lambda: as_text(plan, cluster))
     return 0
+
+
+_MOST_LISTED = 20_000_000
 
 
 def as_json(plan: GroupPlan, cluster: Cluster | None = None) -> dict[str, Any]:
@@ -71,7 +81,8 @@ def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
     """The rank as a table: one line a communicator, this rank in brackets."""
     lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {where(plan)}"]
     if cluster is not None:
-        nodes = cluster.node(max(plan.spec.grid_ranks)) + 1
+        ranks = plan.spec.grid_ranks
+        nodes = cluster.node(ranks[-1] if isinstance(ranks, range) else max(ranks)) + 1
         lines.append(f"on node {cluster.node(plan.rank)} of {nodes:,}; *: on another node")
     lines.append("")
     width = min(44, max((len(", ".join(c.names)) for c in plan.communicators), default=0))
@@ -92,7 +103,9 @@ def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
 
 def _level(cluster: Cluster, ranks: Ranks) -> str:
     """The lowest level of which one unit holds the whole group."""
-    return cluster.levels[cluster.span(ranks).place].name
+    # All others are between these two, and units have no gaps.
+    ends = (ranks[0], ranks[-1]) if isinstance(ranks, RankSet) else (min(ranks), max(ranks))
+    return cluster.levels[cluster.span(ends).place].name
 
 
 def _around(cluster: Cluster, members: Ranks, rank: int) -> str:
@@ -101,5 +114,9 @@ def _around(cluster: Cluster, members: Ranks, rank: int) -> str:
     text = around(members, rank, lambda other: cluster.node(other) != node)
     if not text.endswith(" ranks)"):
         return text
-    here = sum(cluster.node(other) == node for other in members)
+    unit = cluster.unit_size(cluster.node_level)
+    if math.isinf(unit):
+        return text
+    held = members if isinstance(members, RankSet) else frozenset(members)
+    here = sum(other in held for other in range(node * int(unit), (node + 1) * int(unit)))
     return f"{text[:-1]}, {here} on this node)"

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from commgrid.errors import SpecError
 from commgrid.planning.group_table import find_name
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.rank_lists import describe_ranks, pack
+from commgrid.planning.ranks import RankSet
 from commgrid.planning.spec import GridSpec
+
+MOST_RANKS = 500_000
+"""Of grids whose groups differ: the ranks of each name are compared one by one."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,10 @@ def compare(before: GridSpec, after: GridSpec) -> GridDiff:
     spelled = {name: find_name(name, after.definitions, after.words) for name in names[0]}
     both = {name: other for name, other in spelled.items() if other in names[1]}
     changes = {}
-    if same_ranks := set(before.grid_ranks) == set(after.grid_ranks):
+    ranks = [spec.grid_ranks for spec in (before, after)]
+    if same_ranks := ranks[0] == ranks[1] or (
+        len(ranks[0]) == len(ranks[1]) and {*ranks[0]} == {*ranks[1]}
+    ):
         changes = {name: _groups_of(name, other, before, after) for name, other in both.items()}
     options = {
         name: (names[0][name].options.to_dict(), names[1][other].options.to_dict())
@@ -186,6 +194,18 @@ def _orders(before: GridSpec, after: GridSpec) -> dict[str, tuple[str, str]]:
 def _groups_of(name: str, other: str, before: GridSpec, after: GridSpec) -> GroupChange | None:
     """How the groups of a name, which `after` may spell otherwise, change; None if they do not."""
     definitions = ((before, before.definitions[name]), (after, after.definitions[other]))
+    if before.grid_ranks == after.grid_ranks and all(d.is_whole for _, d in definitions):
+        modes = [
+            RankSet(0, tuple(m for a in d.axes for m in spec.layout(d.region).axis(a).modes))
+            for spec, d in definitions
+        ]
+        if modes[0] == modes[1]:
+            return None
+    if before.world_size > MOST_RANKS:
+        raise SpecError(
+            f"world_size={before.world_size}: {name} has other ranks, and more than "
+            f"{MOST_RANKS:,} are not compared one by one; compare fewer"
+        )
     old, new = (
         {*definition.all_ranks(spec.layout(definition.region))} for spec, definition in definitions
     )

@@ -105,13 +105,52 @@ class RankSet(Sequence[int]):
         """Short and unambiguous: the first rank, then size x stride of each mode."""
         return "+".join([str(self.offset), *(f"{m.size}x{m.stride}" for m in self.modes)])
 
-    def take(self, places: Iterable[int]) -> Ranks:
+    @property
+    def runs(self) -> tuple[RankSet, int]:
+        """The first ranks of its runs of neighbours, and how many ranks each run has.
+
+        >>> RankSet(8, (Mode(4, 1), Mode(2, 16))).runs
+        (RankSet(offset=8, modes=(Mode(size=2, stride=16),)), 4)
+        """
+        if self.modes and self.modes[0].stride == 1:
+            return RankSet(self.offset, self.modes[1:]), self.modes[0].size
+        return self, 1
+
+    @property
+    def steps(self) -> set[int]:
+        """The distances between neighbours in the set."""
+        found, reach = set(), 0
+        for size, stride in self.modes:
+            found.add(stride - reach)
+            reach += (size - 1) * stride
+        return found
+
+    def take(self, places: Sequence[int]) -> Ranks:
         """The members at these places, which ascend.
 
         >>> RankSet(8, (Mode(4, 2),)).take([0, 3])
         RankSet(offset=8, modes=(Mode(size=2, stride=6),))
+        >>> len(RankSet(0, (Mode(10**9, 1), Mode(10**9, 10**10))).take(range(5, 10**18, 10**8)))
+        10000000000
         """
-        return RankSet.of(self[place] for place in places)
+        even = self._every(places) if isinstance(places, range) else None
+        return RankSet.of(self[place] for place in places) if even is None else even
+
+    def _every(self, places: range) -> RankSet | None:
+        """The members at evenly spaced places, where few modes hold them; else None."""
+        modes, step, left = [], places.step, len(places)
+        for size, stride in self.modes:
+            if step % size == 0:
+                step //= size
+            elif size % step == 0 and (left % (size // step) == 0 or left < size // step):
+                count = min(left, size // step)
+                modes.append(Mode(count, stride * step))
+                step, left = 1, left // count
+            else:
+                return None
+        made = RankSet(self[places[0]], tuple(modes))
+        ends = made[-1] == self[places[-1]]
+        return made if ends and len(made) == len(places) else None
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> Ranks:
@@ -289,8 +328,8 @@ def runs_of(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
     if isinstance(ranks, range) and ranks.step > 0:
         ranks = RankSet(ranks.start, (Mode(len(ranks), ranks.step),))
     if isinstance(ranks, RankSet):
-        size = ranks.modes[0].size if ranks.modes and ranks.modes[0].stride == 1 else 1
-        yield from ((ranks[at], ranks[at] + size - 1) for at in range(0, len(ranks), size))
+        starts, size = ranks.runs
+        yield from ((start, start + size - 1) for start in starts)
         return
     run: tuple[int, int] | None = None
     for rank in ranks:

@@ -34,6 +34,9 @@ SIZED = tuple(axis for axis in AXES if axis != "edp")
 HSDP = ("dp_replicate", "dp_shard")
 """The two parts of dp, slower one first, where it has two."""
 
+MOST_AXES = 16
+"""Of a region: n axes have 2 to the power of n - 1 names."""
+
 Size = int | str
 
 
@@ -203,6 +206,11 @@ def make_region(
     if len(filled) > 1:
         both = " and ".join(f"{prefix}{axis}=-1" for axis in filled)
         raise SpecError(f"{both}: only one size can be filled; give numbers for the others")
+    if len(checked) > MOST_AXES:
+        raise SpecError(
+            f"{prefix.rstrip('.') or 'axes'}: {len(checked)} axes, of which every combination has "
+            f"a name; expected at most {MOST_AXES}"
+        )
     places = _place(list(order) if order is not None else [], checked)
     for axis in places:
         if order is None and axis not in STANDARD:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from commgrid.planning.rank_lists import listed_ranks
-from commgrid.planning.ranks import Ranks, runs_of
+from commgrid.planning.ranks import Ranks, RankSet, runs_of
 
 if TYPE_CHECKING:
     from commgrid.planning.plan import GroupPlan
@@ -90,14 +90,25 @@ def around(members: Ranks, rank: int, is_far: Callable[[int], bool] | None = Non
     if len(members) <= _RANKS:
         far = is_far or (lambda _: False)
         return " ".join(f"[{r}]" if r == rank else f"{r}{'*' * far(r)}" for r in members)
-    runs = list(runs_of(members))
-    own = next(place for place, (first, last) in enumerate(runs) if first <= rank <= last)
-    keep = sorted({*range(min(len(runs), _RUNS)), own, len(runs) - 1})
+    if isinstance(members, RankSet):  # which may be very large
+        starts, length = members.runs
+        own, count, steps = members.index(rank) // length, len(starts), starts.steps
+
+        def run_at(place: int) -> tuple[int, int]:
+            return starts[place], starts[place] + length - 1
+
+    else:
+        runs = list(runs_of(members))
+        own = next(place for place, (first, last) in enumerate(runs) if first <= rank <= last)
+        alike = len({last - first for first, last in runs}) == 1
+        steps = {b[0] - a[0] for a, b in pairwise(runs)} if alike else set()
+        count, run_at = len(runs), runs.__getitem__  # type: ignore[assignment]
+    keep = sorted({*range(min(count, _RUNS)), own, count - 1})
     shown = ""
     for before, place in zip([-1, *keep], keep, strict=False):
         gap = "" if not shown else ", " if place == before + 1 else ", … "
-        shown += gap + _run(runs[place], rank if place == own else None)
-    return f"{shown}{_steps(runs)} ({len(members):,} ranks)"
+        shown += gap + _run(run_at(place), rank if place == own else None)
+    return f"{shown}{_apart(steps)} ({len(members):,} ranks)"
 
 
 def _run(run: tuple[int, int], rank: int | None) -> str:
@@ -110,11 +121,9 @@ def _run(run: tuple[int, int], rank: int | None) -> str:
     return " ".join(parts + ([_run((rank + 1, last), None)] if rank < last else []))
 
 
-def _steps(runs: Sequence[tuple[int, int]]) -> str:
+def _apart(steps: set[int]) -> str:
     """How far runs that are alike are apart, where two numbers say it."""
-    if len({last - first for first, last in runs}) > 1:
-        return ""
-    apart = sorted({b[0] - a[0] for a, b in pairwise(runs)})
+    apart = sorted(steps)
     if not apart or apart[0] < 0 or len(apart) > 2:
         return ""
     return f", step {apart[0]}" if len(apart) == 1 else f", steps {apart[0]} and {apart[1]}"

@@ -16,6 +16,8 @@ from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
 
 DEFAULT_GPUS_PER_NODE = 8
+MOST_RANKS = 200_000
+"""Of a view, which looks at each."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class GridView:
             )
         object.__setattr__(self, "gpus_per_node", size)
         self.spec.check_resolved()
+        if self.spec.world_size > MOST_RANKS:
+            raise SpecError(
+                f"world_size={self.spec.world_size}: more than {MOST_RANKS:,} ranks are not shown "
+                "one by one; `commgrid plan` describes any number"
+            )
         if self.rank is not None and self.rank not in self.spec.grid_ranks:
             held = describe_ranks(self.spec.layout("dense").ranks)
             raise SpecError(f"rank {self.rank} is not in this grid, which covers {held}")
