@@ -406,7 +406,7 @@ class Cluster:
         below = int(self.unit_size(node - 1)) if node else 1
         if type(devices) is not int or devices < 1 or devices % below:
             inner = f", in whole {self.levels[node - 1].name}s of {below}" if node else ""
-            raise SpecError(f"gpus_per_node={devices}: expected a whole number from 1 on{inner}")
+            raise SpecError(f"gpus_per_node={devices!r}: expected a whole number from 1 on{inner}")
         levels = list(self.levels)
         levels[node] = replace(levels[node], size=devices // below)
         if node + 1 < len(levels) and levels[node + 1].size is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 from typing import Any
 
 from commgrid.cli import plan_model
@@ -91,11 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(given: str, changes: dict[str, Any]) -> GridSpec:
     if given in PRESETS:  # a file of this name is ./NAME
         return GridSpec.from_preset(given, changes=changes)
-    try:
-        is_file = Path(given).is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        is_file = False
-    if not is_file:
+    if not os.path.isfile(given):  # unlike pathlib's, of any name
         raise SpecError(
             f"{given or repr(given)}: neither a file nor a preset; expected GRID.yaml, or one of "
             f"{', '.join(PRESETS)}{nearest(given, PRESETS)}"

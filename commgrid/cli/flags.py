@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -94,11 +95,7 @@ def file_of(*suffixes: str) -> Callable[[str], Path]:
         if path.suffix not in suffixes:
             listed = ", ".join(suffixes)
             raise argparse.ArgumentTypeError(f"{text}: expected a file that ends in {listed}")
-        try:
-            is_there = path.absolute().parent.is_dir()
-        except (OSError, ValueError):  # a name that no file can have
-            is_there = False
-        if not is_there:
+        if not os.path.isdir(path.absolute().parent):  # unlike pathlib's, of any name
             raise argparse.ArgumentTypeError(
                 f"{text}: cannot be written: there is no such folder; make it first"
             )

@@ -256,10 +256,9 @@ def _value(key: str, given: Any) -> Any:
         return dict(given)
     if key not in ("create", "connect") or given in OPTIONS[key].words:
         return given
-    try:
-        return names(given)
-    except argparse.ArgumentTypeError as error:
-        raise SpecError(f"{flag_of(key)} {error}") from error
+    if not given.strip(","):
+        raise SpecError(f"{flag_of(key)} {given!r}: expected names with commas")
+    return names(given)
 
 
 def resolve(spec: GridSpec, world_size: int | None) -> GridSpec:

@@ -8,6 +8,7 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def read(folder: Path) -> list[Trace]:
     Raises:
         SpecError: there are none, or a file is something else.
     """
-    if not folder.is_dir() or trace_files.has_traces(folder):
+    if not os.path.isdir(folder) or trace_files.has_traces(folder):
         return trace_files.read(folder)  # which says what is wrong with it
     paths = sorted(
         path for path in folder.iterdir()

@@ -7,6 +7,7 @@ left there, would have one rank blamed for what it never did.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ _RINGS = "rank_*.ring"
 
 def has_traces(folder: Path) -> bool:
     """Whether ranks have saved traces there."""
-    return folder.is_dir() and bool(paths(folder))
+    return os.path.isdir(folder) and bool(paths(folder))
 
 
 def paths(folder: Path) -> list[Path]:
@@ -89,19 +90,16 @@ def _is_earlier(one: tuple[Path, Trace], other: tuple[Path, Trace]) -> bool:
 
 
 def _what_is_there(folder: Path) -> str:
-    try:
-        if folder.is_dir():
-            return f"has no {_PATTERN}"
-        return "is a file" if folder.exists() else "there is no such folder"
-    except OSError as error:
-        return f"cannot be read, {error.strerror}"
+    if os.path.isdir(folder):  # unlike pathlib's, of any name
+        return f"has no {_PATTERN}"
+    return "is a file" if os.path.exists(folder) else "there is no such folder"
 
 
 def _folders_within(folder: Path) -> str:
     """Where one step further down traces are."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         near = folder.parent
-        return f", such as {near}" if folder.is_file() and has_traces(near) else ""
+        return f", such as {near}" if os.path.isfile(folder) and has_traces(near) else ""
     near = next((each for each in sorted(folder.iterdir()) if has_traces(each)), folder)
     return f", such as {near}" if near is not folder else ""
 

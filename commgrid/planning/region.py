@@ -144,7 +144,7 @@ def check_size(key: str, value: object, names: Iterable[str] = ()) -> Size:
     hint = ""
     if isinstance(value, float | str) and not isinstance(value, bool):
         digits = str(value).removesuffix(".0")
-        hint = f"; write {digits}" if digits.isdecimal() and int(digits) > 0 else ""
+        hint = f"; write {digits}" if digits.isdecimal() and digits.strip("0") else ""
     raise SpecError(f"{key}={value!r}: expected a positive integer, or -1 to fill it{also}{hint}")
 
 
@@ -284,6 +284,10 @@ def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) 
         name = renamed.get(axis, axis)
         if name in sizes and name not in axes:
             axes.append(name)
+    if "edp" not in axes:  # of axes of the user's own alone
+        axes.insert(axes.index("pp") if "pp" in axes else len(axes), "edp")
+    if "etp" not in axes:
+        axes.insert(0, "etp")
     made = make_region("expert", sizes, axes, prefix="", dense=("tp", "pp"))
     return Region(made.name, made.sizes, (("etp", "tp"),) if sizes["etp"] == "tp" else ())
 
