@@ -23,12 +23,14 @@ Axes = tuple[tuple[int, int], ...]
 
 
 class Load(NamedTuple):
-    """What uses the link that leaves a unit, of the unit with most; units are those of the level
-    below the highest that groups cross.
+    """What the groups of a name put on the link that leaves a unit, of the unit with most.
+
+    Units are those of the level just below the highest that the groups cross.
 
     Args:
-        groups: that use it at once; 1 where none crosses a level.
-        outward: of their ranks in the unit, the sum of the shares of their groups that are outside.
+        groups: that use the link at once; 1 where none crosses a level.
+        outward: summed over the unit's ranks, the share of a rank's group that is outside the unit:
+            what an all-to-all sends out for each byte of a rank.
     """
 
     groups: int
@@ -77,28 +79,23 @@ class Placement:
 _INSTEAD = {"etp": "tp", "edp": "dp_cp", "edp_shard": "dp_shard_cp"}
 
 
-def spread_of(cluster: Cluster, axes: Axes, world: int) -> Spread:
-    """`Cluster.spread` of the groups along axes; the group that crosses most counts.
+def span_of(cluster: Cluster, axes: Axes, world: int) -> Span:
+    """How the groups along axes lie; the group that crosses most counts.
 
     Args:
         axes: size and stride of each.
         world: ranks there are.
 
     >>> from commgrid.advisor.cluster import CLUSTERS
-    >>> spread_of(CLUSTERS["h100"], ((4, 8), (2, 1)), 32)
+    >>> span_of(CLUSTERS["h100"], ((4, 8), (2, 1)), 32).spread
     (2, 4)
     """
-    return span_of(cluster, axes, world).spread
-
-
-def span_of(cluster: Cluster, axes: Axes, world: int) -> Span:
-    """How the groups along axes lie; arguments as of `spread_of`."""
     axes = tuple((size, stride) for size, stride in axes if size > 1)
     return _closed(cluster, axes) or _counted(cluster, axes, world)
 
 
 def load_along(cluster: Cluster, axes: Axes, world: int) -> Load:
-    """The load of the groups along axes; arguments as of `spread_of`."""
+    """The load of the groups along axes; arguments as of `span_of`."""
     axes = tuple((size, stride) for size, stride in axes if size > 1)
     span = _closed(cluster, axes)
     if span is not None:
@@ -170,24 +167,31 @@ def _counted(cluster: Cluster, axes: Axes, world: int) -> Span:
          if math.isfinite(size := cluster.unit_size(level))),
         default=1,
     )  # fmt: skip
-    spans: dict[int, Span] = {}
-    for ranks in _groups_along(axes, world):
-        if ranks[0] % largest not in spans:
-            spans[ranks[0] % largest] = cluster.span(ranks)
-            if len(spans) == largest:
-                break
-    return widest(spans.values())
+    starts: dict[int, int] = {}
+    for start in _starts(axes, world):
+        starts.setdefault(start % largest, start)
+        if len(starts) == largest:
+            break
+    offsets = RankSet(0, tuple(Mode(*axis) for axis in axes))[:]
+    return widest(
+        {cluster.span([start + offset for offset in offsets]) for start in starts.values()}
+    )
 
 
 def _groups_along(axes: Axes, world: int) -> Iterator[list[int]]:
     """The ranks of every group along axes."""
     offsets = RankSet(0, tuple(Mode(*axis) for axis in axes))[:]
-    for start in RankSet(0, tuple(_between(axes, world))):
+    for start in _starts(axes, world):
         yield [start + offset for offset in offsets]
 
 
+def _starts(axes: Axes, world: int) -> RankSet:
+    """The first rank of every group along axes."""
+    return RankSet(0, tuple(_between(axes, world)))
+
+
 def _between(axes: Axes, world: int) -> Iterator[Mode]:
-    """Modes of the groups' first ranks, which the axes leave."""
+    """The modes that axes leave of so many ranks."""
     stride = 1
     for size, at in sorted(axes, key=lambda axis: axis[1]):
         yield Mode(at // stride, stride)
@@ -253,9 +257,10 @@ class Places:
         """The ranks of a group that is in several units of a level, and how many; None: none is."""
         if self.span(group).place <= level:
             return None
-        unit = self._units(level)
+        unit = self._units(level).__getitem__ if self._modes(group) is None else None
         for ranks in members_of(group, self.spec.layouts[group.region]):
-            if len(units := {unit[rank] for rank in ranks}) > 1:
+            units = {unit(rank) if unit else self.cluster.unit(level, rank) for rank in ranks}
+            if len(units) > 1:
                 return ranks, len(units)
         raise AssertionError("a group that crosses a level has ranks in two of its units")
 

@@ -18,7 +18,7 @@ from commgrid.advisor.fitting import Measured, fit
 from commgrid.advisor.forms import Fit
 from commgrid.advisor.layer import Machine
 from commgrid.advisor.model import MODELS
-from commgrid.advisor.placement import of_config, of_spec, spread_of
+from commgrid.advisor.placement import of_config, of_spec, span_of
 from commgrid.advisor.search import search
 from commgrid.advisor.step import PARTS, StepCost, step_cost, traffic
 from commgrid.advisor.why import why
@@ -86,8 +86,8 @@ def test_every_group_lies_as_counted(seed: int) -> None:
 
 def test_every_start_of_a_group_counts() -> None:
     """Nodes of 400: of tp 6 ranks 0 to 5 share one, and 396 to 401 do not."""
-    assert spread_of(on(400, None), ((6, 1),), 2400) == (4, 2)
-    assert spread_of(on(400, None), ((6, 1),), 396) == (6, 1)
+    assert span_of(on(400, None), ((6, 1),), 2400).spread == (4, 2)
+    assert span_of(on(400, None), ((6, 1),), 396).spread == (6, 1)
 
 
 def test_order_and_ranks_change_the_step() -> None:
