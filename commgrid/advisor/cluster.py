@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commgrid.advisor.forms import Fit, fits_from, highest
+from commgrid.advisor.forms import Fit, Link, fits_from, highest
 from commgrid.errors import SpecError
 from commgrid.planning.checks import above_zero, check_keys, flag, named
 from commgrid.planning.names import nearest
@@ -53,16 +53,31 @@ class Level:
         name: of a unit, such as `node`.
         size: how many units of the level below it holds, of the lowest how many devices; None, of
             the highest alone: as many as there are.
-        bandwidth: bytes a second that a device sends to others in its unit while all send.
-        latency: seconds until the first byte of a message is there.
+        bandwidth: bytes a second that a device sends to others in its unit while all send; None:
+            not known.
+        latency: seconds until the first byte of a message is there; None: not known.
         measured: whether bandwidth and latency were, so that nothing is deducted from them.
     """
 
     name: str
     size: int | None
-    bandwidth: float
-    latency: float
+    bandwidth: float | None = None
+    latency: float | None = None
     measured: bool = False
+
+    @property
+    def link(self) -> Link:
+        """Latency and bandwidth.
+
+        Raises:
+            SpecError: they are not known.
+        """
+        if self.latency is None or self.bandwidth is None:
+            raise SpecError(
+                f"level {self.name!r}: latency and bandwidth are not known; take a cluster that "
+                "has them, such as h100"
+            )
+        return Link(self.latency, self.bandwidth)
 
 
 class Span(NamedTuple):
@@ -132,7 +147,7 @@ class Cluster:
 
     Args:
         name: what it is called.
-        device: what each rank has.
+        device: what each rank has; None: not known.
         levels: the lowest first, most often nodes.
         source: where the numbers are from.
         fits: of collectives that were measured on a level; `commgrid bench -o` writes them.
@@ -146,10 +161,24 @@ class Cluster:
     """
 
     name: str
-    device: Device
+    device: Device | None
     levels: tuple[Level, ...]
     source: str
     fits: tuple[Fit, ...] = ()
+
+    @property
+    def accelerator(self) -> Device:
+        """The device, where it is known.
+
+        Raises:
+            SpecError: it is not.
+        """
+        if self.device is None:
+            raise SpecError(
+                f"cluster {self.name!r}: its device is not known; take a cluster that has one, "
+                "such as h100"
+            )
+        return self.device
 
     @property
     def node_level(self) -> int:
@@ -373,22 +402,25 @@ class Cluster:
         return base
 
     def to_dict(self) -> dict[str, Any]:
-        """The mapping that `from_dict` reads, in units people use."""
+        """The mapping that `from_dict` reads, in units people use; None where not known."""
+        device = self.device
         return {
             "name": self.name,
             "source": self.source,
-            "device": {
-                "name": self.device.name,
-                "peak_tflops": self.device.flops / 1e12,
-                "memory_gb": self.device.memory / 1e9,
-                "memory_gb_per_s": self.device.memory_bandwidth / 1e9,
+            "device": None
+            if device is None
+            else {
+                "name": device.name,
+                "peak_tflops": device.flops / 1e12,
+                "memory_gb": device.memory / 1e9,
+                "memory_gb_per_s": device.memory_bandwidth / 1e9,
             },
             "levels": [
                 {
                     "name": level.name,
                     **({} if level.size is None else {"size": level.size}),
-                    "gb_per_s": level.bandwidth / 1e9,
-                    "latency_us": level.latency * 1e6,
+                    "gb_per_s": None if level.bandwidth is None else level.bandwidth / 1e9,
+                    "latency_us": None if level.latency is None else level.latency * 1e6,
                     **({"measured": True} if level.measured else {}),
                 }
                 for level in self.levels
@@ -421,18 +453,12 @@ class Cluster:
 
 
 def nodes_of(devices: int) -> Cluster:
-    """A cluster of which only the size of its nodes is known; its other numbers are NaN.
+    """A cluster of which only the size of its nodes is known.
 
     Raises:
         SpecError: the size is below 1.
     """
-    unknown = math.nan
-    return Cluster(
-        name="nodes",
-        device=Device("", unknown, unknown, unknown),
-        levels=(Level("node", 1, unknown, unknown), Level("cluster", None, unknown, unknown)),
-        source="",
-    ).with_node(devices)
+    return Cluster("nodes", None, (Level("node", 1), Level("cluster", None)), "").with_node(devices)
 
 
 _NODE_SIZES = (

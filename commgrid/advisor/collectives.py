@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.forms import KINDS, Spread, highest
+from commgrid.advisor.forms import KINDS, Link, Spread, highest
 from commgrid.errors import SpecError
 from commgrid.planning.names import nearest
 
@@ -56,8 +56,12 @@ def collective_time(
     if algorithm == HIERARCHICAL:
         return _hierarchical(collective, size, spread, cluster)
     kind = KINDS[collective]
+    links = [
+        level.link if n > 1 else Link(0.0, math.inf)  # of levels that it does not cross any
+        for n, level in zip(spread, cluster.levels, strict=True)
+    ]
     if algorithm is not None:
-        return kind.forms[algorithm](size, spread, cluster.levels)
+        return kind.forms[algorithm](size, spread, links)
     if collective == "send_recv":
         return _on_level(collective, size, spread[crossed[-1]], crossed[-1], cluster)
     cheapest = math.inf
@@ -68,7 +72,7 @@ def collective_time(
         names = [cluster.levels[place].name for place in crossed]
         if any(fit.collective in used and fit.level in names for fit in cluster.fits):
             return cheapest
-    return min(cheapest, *(form(size, spread, cluster.levels) for form in kind.forms.values()))
+    return min(cheapest, *(form(size, spread, links) for form in kind.forms.values()))
 
 
 HIERARCHICAL = "hierarchical"
@@ -165,4 +169,4 @@ def _on_level(collective: str, size: float, ranks: int, place: int, cluster: Clu
     for fit in cluster.fits:
         if fit.collective == collective and fit.level == level.name:
             return fit.seconds(size, ranks)
-    return min(form(size, (ranks,), (level,)) for form in KINDS[collective].forms.values())
+    return min(form(size, (ranks,), (level.link,)) for form in KINDS[collective].forms.values())

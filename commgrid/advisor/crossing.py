@@ -56,8 +56,8 @@ class Crossing:
         return self.levels[self.place]
 
     @property
-    def bandwidth(self) -> float:
-        """Bytes a second that each device sends there while all do."""
+    def bandwidth(self) -> float | None:
+        """Bytes a second that each device sends there while all do; None: not known."""
         return self.level.bandwidth
 
     def describe(self) -> str:
@@ -135,10 +135,10 @@ devices, so that tp=8 stays within one
         if crossing is None or crossing.place == 0:
             continue
         # The largest units below with the fastest links are where it should be.
-        speeds = [level.bandwidth for level in cluster.levels[: crossing.place]]
+        speeds = [level.bandwidth or 0.0 for level in cluster.levels[: crossing.place]]
         at = max(range(len(speeds)), key=lambda place: (speeds[place], place))
         fast, slow = speeds[at], crossing.bandwidth
-        if slow >= fast:  # NaN, where speeds are not known, is not
+        if slow is not None and slow >= fast:
             continue
         unit, inner = int(cluster.unit_size(at)), _inner(spec, axis)
         if inner and math.prod(inner.values()) * crossing.size > unit:
@@ -146,7 +146,7 @@ devices, so that tp=8 stays within one
         what = cluster.levels[at].name
         over = (
             f"goes between {what}s"
-            if math.isnan(fast)
+            if slow is None
             else f"goes over {slow / 1e9:g} GB/s instead of {fast / 1e9:g}"
         )
         count = math.prod(crossing.spread[at + 1 :])

@@ -22,20 +22,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from commgrid.errors import SpecError
 from commgrid.planning.checks import above_zero, check_keys
 from commgrid.planning.names import nearest
 
 
-class Link(Protocol):
+class Link(NamedTuple):
     """The two numbers of a level: seconds, and bytes a second."""
 
-    @property
-    def latency(self) -> float: ...
-    @property
-    def bandwidth(self) -> float: ...
+    latency: float
+    bandwidth: float
 
 
 Spread = Sequence[int]
@@ -158,11 +156,6 @@ all-gather and reduce-scatter, n times a rank's part; all-to-all, a rank's whole
 among it; send/receive, the message."""
 
 
-class _Level(NamedTuple):
-    latency: float
-    bandwidth: float
-
-
 def one_level_time(
     collective: str, algorithm: str, size: float, ranks: int, latency: float, bandwidth: float
 ) -> float:
@@ -172,7 +165,7 @@ def one_level_time(
     7.007
     """
     form = KINDS[collective].forms[algorithm]
-    return form(size, (ranks,), (_Level(latency, bandwidth),))
+    return form(size, (ranks,), (Link(latency, bandwidth),))
 
 
 # ---- what was measured --------------------------------------------------------------------------

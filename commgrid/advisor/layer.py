@@ -81,7 +81,7 @@ class Machine:
         """The cluster with the bandwidth that is reached of a stated one; measured levels stay."""
         share = self.calibration.network
         levels = (
-            level if level.measured else replace(level, bandwidth=level.bandwidth * share)
+            level if level.measured else replace(level, bandwidth=level.link.bandwidth * share)
             for level in self.cluster.levels
         )
         return replace(self.cluster, levels=tuple(levels))
@@ -100,13 +100,13 @@ class Machine:
         """Arithmetic and memory at once (Williams et al. 2009), the corner between them rounded:
         where both take as long, a kernel takes √2 of either. This is what makes small matrices
         slow, and a weight's gradient of few tokens."""
-        device = self.cluster.device
+        device = self.cluster.accelerator
         work = flops / (device.flops * self.calibration.gemm_share(device.name))
         return math.hypot(work, self.bytes(moved))
 
     def bytes(self, count: float) -> float:
         """Seconds in which so many bytes go through the device's memory."""
-        return count / (self.cluster.device.memory_bandwidth * self.calibration.memory)
+        return count / (self.cluster.accelerator.memory_bandwidth * self.calibration.memory)
 
     def collective(self, name: str, size: float, spread: Spread) -> float:
         """Seconds of a collective at the share of its links that is reached."""
@@ -207,7 +207,7 @@ def _attention(job: Job) -> tuple[float, float]:
     model, machine = job.model, job.machine
     heads = model.heads / job.config.tp
     if model.attention == "flash":
-        device = machine.cluster.device
+        device = machine.cluster.accelerator
         work = 4 * job.tokens * model.sequence * heads * model.head / 2
         forward = work / (device.flops * machine.calibration.flash)
         return forward, 2.5 * forward

@@ -294,7 +294,7 @@ class _Search:
 
 def memory_limit(cluster: Cluster, max_memory: float | None) -> float:
     """Bytes that a rank may need."""
-    return HEADROOM * cluster.device.memory if max_memory is None else max_memory
+    return HEADROOM * cluster.accelerator.memory if max_memory is None else max_memory
 
 
 def _grids(request: _Request) -> Iterator[ParallelConfig]:
@@ -413,7 +413,7 @@ def _what_would(request: _Request) -> list[str]:
         f"without {key}={fixed[key]}": _without(request, key) for key in SEARCHED if key in fixed
     }
     if request.max_memory is None:
-        whole = request.cluster.device.memory
+        whole = request.cluster.accelerator.memory
         changes[f"with --max-memory {whole / 1e9:g}, all of it,"] = replace(
             request, max_memory=whole
         )

@@ -120,7 +120,7 @@ class StepCost:
     @property
     def mfu(self) -> float:
         """Share of the devices' peak (model FLOPs utilization)."""
-        return self.flops_per_device / self.cluster.device.flops
+        return self.flops_per_device / self.cluster.accelerator.flops
 
 
 def step_cost(

@@ -103,7 +103,7 @@ def _of_step(cost: StepCost) -> Iterator[Why]:
         "MFU",
         f"{cost.mfu:.1%}",
         f"{model.flops_per_token:.6g} operations a token · tokens/s / ({config.world_size:,} "
-        f"devices · {cost.cluster.device.flops / 1e12:,.6g} TFLOP/s)",
+        f"devices · {cost.cluster.accelerator.flops / 1e12:,.6g} TFLOP/s)",
         f"{_KORTHIKANTI}, appendix A; nothing computed again is counted, attention as not causal",
     )
 
@@ -117,7 +117,7 @@ def _of_time(cost: StepCost) -> Iterator[Why]:
             level = cost.cluster.levels[highest(term.spread)]
             formula += (
                 f", {term.collective} of {_bytes(term.bytes)} on {term.group}, over "
-                f"{level.bandwidth / 1e9:.0f} GB/s of a {level.name}"
+                f"{level.link.bandwidth / 1e9:.0f} GB/s of a {level.name}"
             )
             source = f"{source}; {_FORMS}"
         yield Why(_NAMES[term.part], _seconds(term.seconds), formula, source)
@@ -145,11 +145,11 @@ def _bytes(count: float) -> str:
 
 def _constants(cost: StepCost) -> Iterator[Why]:
     cluster, calibration = cost.cluster, cost.calibration
-    known = cluster.device.name in dict(calibration.gemm)
+    known = cluster.accelerator.name in dict(calibration.gemm)
     yield Why(
         "share of the peak",
-        f"{calibration.gemm_share(cluster.device.name)}",
-        f"of matrix products on {cluster.device.name}",
+        f"{calibration.gemm_share(cluster.accelerator.name)}",
+        f"of matrix products on {cluster.accelerator.name}",
         SOURCES["gemm" if known else "gemm_other"],
     )
     if cost.model.attention == "flash":
@@ -227,7 +227,7 @@ def _crossing(group: str, *axes: str) -> _Reason:
             return f" ({group_of})"
         return (
             f" ({group_of} leaves the {levels[place - 1].name}: "
-            f"{levels[place].bandwidth / 1e9:.0f} GB/s)"
+            f"{levels[place].link.bandwidth / 1e9:.0f} GB/s)"
         )
 
     return reason

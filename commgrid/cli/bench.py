@@ -263,7 +263,7 @@ def _write(path: Path, cluster: Cluster, rows: Sequence[Measured]) -> None:
     import yaml
 
     for level in cluster.levels:
-        if not level.bandwidth > 0:
+        if level.bandwidth is None:
             raise SpecError(
                 f"--output {path}: no measured group is within level {level.name!r} alone; "
                 "measure one, or give numbers with --cluster"

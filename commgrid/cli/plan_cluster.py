@@ -34,14 +34,14 @@ def as_lines(
 
 def _head(cluster: Cluster) -> str:
     """How far apart devices are, and how fast each level is for one of them."""
-    if math.isnan(cluster.levels[0].bandwidth):  # of `--gpus-per-node` alone
+    if cluster.levels[0].bandwidth is None:  # of `--gpus-per-node` alone
         return f"On nodes of {cluster.per_node} devices:"
     parts = []
     for place, level in enumerate(cluster.levels):
         size = cluster.unit_size(place)
         where = f"within a {level.name} of {size:g}" if math.isfinite(size) else "beyond"
         alone = f"within a {level.name}" if place == 0 and math.isinf(size) else where
-        parts.append(f"{level.bandwidth / 1e9:g} GB/s {alone}")
+        parts.append(f"{level.link.bandwidth / 1e9:g} GB/s {alone}")
     speeds = f"On {cluster.name} a device sends {', '.join(parts)}."
     return f"{speeds}\n  numbers: {cluster.source}" if cluster.source else speeds
 
@@ -57,7 +57,7 @@ def as_json(spec: GridSpec, cluster: Cluster) -> dict[str, Any]:
                 "within": crossing.level.name,
                 "spread": dict(zip(names, crossing.spread, strict=True)),
                 "at_once": crossing.at_once,
-                "gb_per_s": crossing.bandwidth / 1e9,
+                "gb_per_s": None if crossing.bandwidth is None else crossing.bandwidth / 1e9,
             }
             for name, crossing in found.items()
         },

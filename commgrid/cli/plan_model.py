@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         check_within(spec, cluster)
         cost = given_step(spec, model, cluster, max_memory=max_memory, **fixed)
         _write(args, read_spec(args), [cost], _comment(args, cost.config))
-        limit = max_memory or cluster.device.memory
+        limit = max_memory or cluster.accelerator.memory
         give(
             args,
             lambda: {**_about(model, cluster, cost.config.world_size, limit),
@@ -140,7 +140,7 @@ def given_step(
         fixed["dp_replicate"] = spec.shape.get("dp_replicate", 1)
     fixed |= {"order": _order(spec), **_sizes(spec, model)}
     placement = of_spec(spec, cluster)
-    for limit in dict.fromkeys((max_memory, max_memory or cluster.device.memory)):
+    for limit in dict.fromkeys((max_memory, max_memory or cluster.accelerator.memory)):
         found = fastest(model, placement, cluster, max_memory=limit, **fixed)
         if found is not None:
             return found
@@ -316,7 +316,7 @@ def change_text(before: StepCost, after: StepCost) -> list[str]:
         f"  takes {_time(before.seconds)} → {_time(after.seconds)} ({seconds:+.1%}), "
         f"{before.tokens_per_second:,.0f} → {after.tokens_per_second:,.0f} tokens/s",
         f"  needs {memory[0]:.1f} → {memory[1]:.1f} GB a rank, of "
-        f"{before.cluster.device.memory / 1e9:.0f}",
+        f"{before.cluster.accelerator.memory / 1e9:.0f}",
         f"  {_way(before)} → {_way(after)}",
     ]
     for part, old in before.parts.items():

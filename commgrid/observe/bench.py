@@ -289,7 +289,7 @@ def find_hosts(grid: HyperCommGrid) -> list[int]:
 def find_cluster(grid: HyperCommGrid) -> Cluster:
     """The nodes that the grid runs on, and their device as it is or was measured; all ranks call.
 
-    The latencies and bandwidths of its levels are NaN until `commgrid.advisor.fitting.fit`.
+    `commgrid.advisor.fitting.fit` finds the latencies and bandwidths of its levels.
 
     Args:
         grid: with a group of all its ranks.
@@ -298,10 +298,9 @@ def find_cluster(grid: HyperCommGrid) -> Cluster:
     hosts = find_hosts(grid)
     per_node = max(Counter(hosts[rank] for rank in grid.get_ranks(whole_name(grid))).values())
     device = torch_groups.devices_of(everyone)[0]
-    unknown = float("nan")
-    levels = [Level("node", per_node, unknown, unknown)]
+    levels = [Level("node", per_node)]
     if everyone.size() > per_node:
-        levels.append(Level("cluster", None, unknown, unknown))
+        levels.append(Level("cluster", None))
     told = torch.tensor(_speeds(device), dtype=torch.float64, device=device)
     dist.all_reduce(told, group=everyone)
     flops, copied = (float(each) / everyone.size() for each in told)
@@ -311,8 +310,9 @@ def find_cluster(grid: HyperCommGrid) -> Cluster:
         name = torch.cuda.get_device_name(device)
         memory = float(torch.cuda.get_device_properties(device).total_memory)
         for known in CLUSTERS.values():
-            if known.device.name.split("-")[0] in name.replace(" ", ""):
-                flops, copied = known.device.flops, known.device.memory_bandwidth
+            like = known.accelerator
+            if like.name.split("-")[0] in name.replace(" ", ""):
+                flops, copied = like.flops, like.memory_bandwidth
                 source = f"the device as its maker states it, {known.name}"
     return Cluster(
         name="measured",

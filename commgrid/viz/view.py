@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -145,7 +144,7 @@ class GridView:
     def _speed(self, name: str) -> str:
         """The slowest links that a name's groups use, and how many groups share them."""
         crossing = self.crossings.get(name)
-        if crossing is None or crossing.size == 1 or math.isnan(crossing.bandwidth):
+        if crossing is None or crossing.size == 1 or crossing.bandwidth is None:
             return ""
         told = f"; {crossing.bandwidth / 1e9:g} GB/s"
         if crossing.place == 0:

@@ -15,7 +15,7 @@ from commgrid.advisor.fitting import Measured, fit, too_fast
 from commgrid.advisor.forms import Fit, one_level_time
 from commgrid.errors import SpecError
 
-LEVELS = (Level("node", 8, math.nan, math.nan), Level("cluster", None, math.nan, math.nan))
+LEVELS = (Level("node", 8), Level("cluster", None))
 TWO = Cluster("two", Device("any", 1e12, 1e9, 1e9), LEVELS, "a test")
 SIZES = tuple(1 << k for k in range(10, 27, 2))
 

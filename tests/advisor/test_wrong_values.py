@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from commgrid.advisor.cluster import CLUSTERS, Cluster
+from commgrid.advisor.cluster import CLUSTERS, Cluster, nodes_of
+from commgrid.advisor.collectives import collective_time
 from commgrid.advisor.config import ParallelConfig
 from commgrid.advisor.fitting import Measured, fit
 from commgrid.advisor.model import MODELS, Model
@@ -57,6 +58,12 @@ WRONG: dict[str, Callable[[], object]] = {
         None, {"LOCAL_WORLD_SIZE": "1" * 5000}
     ),
     "layers=10": lambda: Model.from_dict({**SMALL.to_dict(), "layers": 10**13}),
+    "level 'node': latency and bandwidth are not known": lambda: collective_time(
+        "all_reduce", 1e6, (8, 1), nodes_of(8)
+    ),
+    "cluster 'nodes': its device is not known": lambda: step_cost(
+        SMALL, ParallelConfig(tp=8), nodes_of(8)
+    ),
     "open sizes (-1); call spec.resolve": lambda: of_spec(GridSpec.build(tp=2), H100),
 }
 
