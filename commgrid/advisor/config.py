@@ -171,6 +171,8 @@ class ParallelConfig:
             return f"etp={self.expert_tp}: does not divide expert_ffn {model.expert_width}"
         if experts and tp * self.cp * self.dp % (self.ep * self.expert_tp):
             return f"ep={self.ep}: times etp={self.expert_tp} does not divide tp · cp · dp"
+        if experts and self.edp % self.dp_replicate:
+            return f"dp_replicate={self.dp_replicate}: does not divide edp={self.edp}"
         if experts and self.order == ORDERS[1] and tp * self.cp != self.ep * self.expert_tp:
             unless = "experts and the rest have other pp groups, unless tp · cp is ep · etp"
             return f"order={self.order}: {unless}"

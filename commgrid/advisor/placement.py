@@ -391,6 +391,11 @@ def _shards(spec: GridSpec, copies: tuple[str, ...], replicas: int) -> GroupDef:
             "step's model does not know; put dp_shard before dp_replicate"
         )
     size = math.prod(spec.layouts["expert"].shape[axis] for axis in copies)
+    if size % replicas:
+        raise SpecError(
+            f"dp_replicate={replicas}: does not divide the {size} ranks with the same experts, so "
+            "that a step's model does not know how experts are sharded"
+        )
     return GroupDef("edp_shard", "expert", copies, part=(size // replicas, 1))
 
 

@@ -41,7 +41,8 @@ def _check(fixed: Fixed) -> None:
                 f"{key}={value!r}: no field of ParallelConfig{nearest(key, known)}; expected some "
                 f"of {', '.join(known)}"
             )
-        if key in _COUNTS and (type(value) is not int or value < 1):
+        is_default = key == "etp" and value is None
+        if key in _COUNTS and not is_default and (type(value) is not int or value < 1):
             raise SpecError(f"{key}={value!r}: expected a whole number from 1 on")
 
 

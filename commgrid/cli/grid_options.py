@@ -196,9 +196,9 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
     if args.preset is not None:
         if args.yaml is not None:
             raise SpecError(f"--preset {args.preset} beside {args.yaml}: give one of them")
-        for key in (*sizes, *options):
-            if (changed := f"axes.{key}" if key in sizes else key) in changes:
-                raise SpecError(f"{flag_of(key)} beside --set {changed}: give one of them")
+        for key in options:
+            if key in changes:
+                raise SpecError(f"{flag_of(key)} beside --set {key}: give one of them")
         _refuse_ranks_twice(args, changes)
         return GridSpec.from_preset(
             args.preset, ranks=args.ranks, changes={**options, **changes}, **sizes

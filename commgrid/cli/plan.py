@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-_OPENS = ("nccl", "gloo", "cpu:gloo", "cuda:nccl", "cuda:gloo")
+_OPENS = ("nccl", "gloo", "cuda:nccl", *(f"{on}:gloo" for on in ("cpu", "cuda", "xpu", "hpu")))
 
 
 def _checked(backend: str) -> str:
@@ -390,12 +390,9 @@ def _kinds(spec: GridSpec) -> list[PlannedCommunicator]:
 
 
 def _counts(spec: GridSpec) -> tuple[int, int]:
-    """Communicators of the rank that holds most, and how many of its connect."""
-    counts = [
-        (len(plan.communicators), sum(c.connect for c in plan.communicators))
-        for plan in _plans(spec)
-    ]
-    return max(counts)
+    """The most communicators that a rank holds, and the most that connect."""
+    held = [plan.communicators for plan in _plans(spec)]
+    return max(map(len, held)), max(sum(c.connect for c in each) for each in held)
 
 
 def _savings(spec: GridSpec) -> list[tuple[str, int, int]]:

@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Of `commgrid plan` with `--model` or `--auto`."""
     refuse_unused(args, ["backend"], "counts open files of a grid alone; leave out --model")
     model, cluster = read_job(args)
-    if not model.experts:
-        refuse_unused(args, ["etp"], f"is of experts, which model {model.name} does not have")
+    if args.etp is not None and not model.experts:
+        raise SpecError(f"--etp {args.etp}: model {model.name} has no experts; leave it out")
     max_memory = None if args.max_memory is None else args.max_memory * 1e9
     fixed = {key: getattr(args, key) for key in _OF_A_STEP if is_given(args, key)}
     if not args.auto:

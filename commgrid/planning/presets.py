@@ -77,7 +77,13 @@ class Preset:
                     f"from its YAML: commgrid presets {self.name}"
                 )
             region["axes"][name] = size
-        made = changed(made, {self._placed(key): value for key, value in (changes or {}).items()})
+        placed: dict[str, Any] = {}
+        for key, value in (changes or {}).items():
+            for other in (*(f"axes.{axis}" for axis in sizes), *placed):
+                if _overlap(self._placed(key), self._placed(other)):
+                    raise SpecError(f"{key}={value!r} beside {other}: give one of them")
+            placed[self._placed(key)] = value
+        made = changed(made, placed)
         dense: Any = made["axes"]
         rows: Any = made.get("groups")
         if not isinstance(dense, Mapping):
@@ -98,6 +104,11 @@ class Preset:
             if axis != key and axis in region["axes"] and axis not in self.config["axes"]:
                 return f"regions.{name}.{key}"
         return key
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two keys are the same, or one is inside the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _preset(name: str, row: Mapping[str, Any]) -> Preset:

@@ -106,15 +106,17 @@ class RankSet(Sequence[int]):
         return "+".join([str(self.offset), *(f"{m.size}x{m.stride}" for m in self.modes)])
 
     @property
-    def runs(self) -> tuple[RankSet, int]:
-        """The first ranks of its runs of neighbours, and how many ranks each run has.
+    def runs(self) -> tuple[RankSet, int] | None:
+        """The first ranks of its runs of neighbours, and how many ranks each run has; None: its
+        runs may differ.
 
         >>> RankSet(8, (Mode(4, 1), Mode(2, 16))).runs
         (RankSet(offset=8, modes=(Mode(size=2, stride=16),)), 4)
         """
+        starts, length = self, 1
         if self.modes and self.modes[0].stride == 1:
-            return RankSet(self.offset, self.modes[1:]), self.modes[0].size
-        return self, 1
+            starts, length = RankSet(self.offset, self.modes[1:]), self.modes[0].size
+        return None if length in starts.steps else (starts, length)
 
     @property
     def steps(self) -> set[int]:
@@ -325,11 +327,11 @@ def runs_of(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
     >>> [*runs_of([4, 5, 6, 0, 2])], next(runs_of(range(10**12)))
     ([(4, 6), (0, 0), (2, 2)], (0, 999999999999))
     """
-    if isinstance(ranks, range) and ranks.step > 0:
+    if isinstance(ranks, range) and ranks and ranks.step > 0:
         ranks = RankSet(ranks.start, (Mode(len(ranks), ranks.step),))
-    if isinstance(ranks, RankSet):
-        starts, size = ranks.runs
-        yield from ((start, start + size - 1) for start in starts)
+    if isinstance(ranks, RankSet) and ranks.runs is not None:
+        starts, length = ranks.runs
+        yield from ((start, start + length - 1) for start in starts)
         return
     run: tuple[int, int] | None = None
     for rank in ranks:

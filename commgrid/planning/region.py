@@ -196,7 +196,7 @@ def make_region(
             raise SpecError(f"{prefix}{axis}: an axis needs a name of letters, digits and _")
         checked[axis] = check_size(f"{prefix}{axis}", size, dense)
     if name == "dense":
-        checked = _stand_in_for_dp(checked, prefix)
+        checked = _stand_in_for_dp(checked, prefix, order)
         if order is not None and {"dp", *HSDP} <= {*order} and "dp" not in checked:
             raise SpecError(
                 f"{order_key}={'-'.join(order)!r}: dp stands for dp_shard and dp_replicate, which "
@@ -243,13 +243,19 @@ def _place(order: list[str], sizes: Mapping[str, Size]) -> list[str]:
     return places
 
 
-def _stand_in_for_dp(sizes: dict[str, Size], prefix: str) -> dict[str, Size]:
-    """Sizes in which dp_replicate and dp_shard, where one is given, replace dp."""
+def _stand_in_for_dp(
+    sizes: dict[str, Size], prefix: str, order: Sequence[str] | None
+) -> dict[str, Size]:
+    """Sizes in which dp_replicate and dp_shard, where one is given, replace dp.
+
+    The other one takes what is left, where the order has a place for it, and else 1.
+    """
     shard, replicate = sizes.get("dp_shard"), sizes.get("dp_replicate")
     if shard is None and replicate is None:
         return sizes
     whole = sizes.pop("dp", -1)
-    other = -1 if -1 not in (shard, replicate) else 1
+    has_place = order is None or "dp" in order or {*HSDP} <= {*order}
+    other = -1 if has_place and -1 not in (shard, replicate) else 1
     parts: dict[str, Size] = {
         "dp_shard": other if shard is None else shard,
         "dp_replicate": other if replicate is None else replicate,

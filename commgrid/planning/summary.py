@@ -90,8 +90,9 @@ def around(members: Ranks, rank: int, is_far: Callable[[int], bool] | None = Non
     if len(members) <= _RANKS:
         far = is_far or (lambda _: False)
         return " ".join(f"[{r}]" if r == rank else f"{r}{'*' * far(r)}" for r in members)
-    if isinstance(members, RankSet):  # which may be very large
-        starts, length = members.runs
+    even = members.runs if isinstance(members, RankSet) else None
+    if even is not None:  # of a set that may be very large
+        starts, length = even
         own, count, steps = members.index(rank) // length, len(starts), starts.steps
 
         def run_at(place: int) -> tuple[int, int]:

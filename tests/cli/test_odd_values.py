@@ -26,7 +26,10 @@ LONG = "n" * 300
         ([*MEGATRON, "--set", "axes=null"], "axes=None: expected a mapping"),
         ([*MEGATRON, "--set", "groups=3"], "groups=3: expected a mapping"),
         ([*PLAN, "--preset", "kempnerforge", "--set", "axes=[tp]"], "expected a mapping"),
-        ([*MEGATRON, "--tp", "2", "--set", "axes.tp=4"], "--tp beside --set axes.tp: give one"),
+        ([*MEGATRON, "--tp", "2", "--set", "axes.tp=4"], "axes.tp=4 beside axes.tp: give one of"),
+        ([*MEGATRON, "--tp", "2", "--set", "axes={dp: -1}"], "beside axes.tp: give one of them"),
+        ([*MEGATRON, "--ep", "2", "--set", "regions.expert.axes.ep=4"], "beside axes.ep: give one"),
+        ([*MEGATRON, "--set", "axes.ep=2", "--set", "regions.expert.axes.ep=4"], "give one of"),
         ([*MEGATRON, "--share", "all", "--set", "share=all"], "--share beside --set share"),
         ([*MEGATRON, "--set", "axes.tp=2", "--set", "axes.tp=4"], "axes.tp is set already"),
         ([*MEGATRON, "--ranks", "0-3", "--set", "ranks=4-7"], "--ranks 0-3 beside --set ranks"),
@@ -40,7 +43,12 @@ LONG = "n" * 300
         ([*PLAN, "--backend", "foo:nccl"], "what 'foo:nccl' opens is not known"),
         ([*PLAN, "--backend", "nccl,nccl"], "what 'nccl' opens is not known"),
         ([*PLAN, "--backend", ""], "what '' opens is not known"),
-        ([*PLAN, *JOB, "--etp", "1"], "--etp 1: would change nothing; it is of experts"),
+        (["plan", "--dp-shard", "7", "--dp-replicate", "8", "--ep", "2", "--world-size", "56",
+          "--model", "mixtral-8x7b", "--batch", "112", "--cluster", "h100"],
+         "dp_replicate=8: does not divide the 28 ranks"),
+        (["plan", "--dp-shard", "2", "--ep", "8", "--world-size", "16", "--model", "mixtral-8x7b",
+          "--cluster", "h100"], "dp_replicate=8: does not divide the 2 ranks"),
+        ([*PLAN, *JOB, "--etp", "1"], "--etp 1: model llama3-8b has no experts"),
         (["presets", "hsdp", "--dp-shard", "0", "--json"], "dp_shard=0: expected a positive"),
         (["presets", "megatron", "--tp", "-3", "--json"], "tp=-3: expected a positive"),
     ],
@@ -109,6 +117,26 @@ def test_a_presets_experts_are_set_as_their_flag_does(capsys: pytest.CaptureFixt
         assert main(["plan", "--preset", "megatron", "--world-size", "8", *given]) == 0
         told.append(capsys.readouterr().out)
     assert told[0] == told[1]
+
+
+def test_the_preset_of_one_part_of_dp_takes_its_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The other part has no place in its order, and was to be filled."""
+    assert main(["plan", "--preset", "fsdp", "--dp-shard", "8", "--world-size", "8"]) == 0
+    assert main(["presets", "fsdp", "--dp-shard", "8"]) == 0
+
+
+def test_memory_is_that_of_the_rank_with_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(
+        "axes: {tp: 1, dp: -1}\ncreate: [tp]\nconnect: [c]\n"
+        "groups: {a: {ranks: [[0, 1]]}, b: {ranks: [[0, 2]]}, c: {ranks: [[3, 4]]}}\n"
+    )
+    assert main(["plan", str(path), "--world-size", "8"]) == 0
+    assert "3 communicators, 1 of which connect" in capsys.readouterr().out
 
 
 def test_experts_alone_are_axes(tmp_path: Path) -> None:
