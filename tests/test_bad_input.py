@@ -203,7 +203,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "ranks empty range": (lambda: build(ranks=range(3, 3)), r"ranks=range\(3, 3\): expected at"),
     "ranks as falling text": (
         lambda: build(ranks="0-3,7-5"),
-        r"ranks='0-3,7-5': '7-5' is neither a rank nor rising ones; expected such as 0,1,2,4",
+        r"ranks='0-3,7-5': '7-5' is neither a rank nor a rising range; expected such as 0,1,2,4",
     ),
     "ranks as text without step": (lambda: build(ranks="0-6/0"), r"'0-6/0' is neither"),
     "ranks as no text": (lambda: build(ranks="first"), r"ranks='first': 'first' is neither"),

@@ -117,3 +117,13 @@ def test_rules_of_placing_are_compared() -> None:
     assert found.placing == {"within": (None, "tp=node"), "place": ("by_rank", "by_host")}
     assert "within: – → tp=node" in str(found)
     assert compare(kept, kept).placing == {}
+
+
+def test_other_ranks_of_the_same_number_are_a_difference() -> None:
+    """They were called the same groups, since all of their names are there in both."""
+    one, other = (GridSpec.build(tp=2, ranks=ranks).resolve() for ranks in ("0-7", "8-15"))
+    found = compare(one, other)
+    assert not found.is_empty
+    assert not found.same_ranks
+    assert "0-7 → 8-15" in str(found)
+    assert "same" not in str(found)

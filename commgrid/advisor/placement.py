@@ -57,7 +57,7 @@ class Placement:
         return {name: span.spread for name, span in self.spans.items()}
 
     def timed(self, name: str) -> Spread:
-        """The spread that a group's collectives take as long as: that of its narrowest units.
+        """The spread that a group's collectives are timed with: where units hold fewest of it.
 
         Experts that are split as all else is have the groups of the dense layers.
         """
@@ -254,7 +254,8 @@ class Places:
         return tuple(mode for axis in group.axes for mode in layout.axis(axis).modes)
 
     def leaving(self, group: GroupDef, level: int) -> tuple[Sequence[int], int] | None:
-        """The ranks of a group that is in several units of a level, and how many; None: none is."""
+        """The first group that is in several units of a level: its ranks, and how many units; None
+        if no group is."""
         if self.span(group).place <= level:
             return None
         unit = self._units(level).__getitem__ if self._modes(group) is None else None
@@ -314,7 +315,7 @@ def check_counted(ranks: int) -> None:
     if ranks > MOST_COUNTED:
         raise SpecError(
             f"world_size={ranks}: more than {MOST_COUNTED:,} ranks are not counted one by one, as "
-            "groups that do not fill nodes need; leave the cluster out"
+            "listed ranks, picks and groups that do not fill nodes need; leave the cluster out"
         )
 
 
@@ -369,7 +370,7 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
 def expert_axes(spec: GridSpec) -> dict[str, tuple[str, ...]]:
     """The axes of a resolved spec's expert region that are etp, ep and edp, by any names.
 
-    Splitting an expert is `etp`, or `tp` where the region has none. Stages have pp's ranks.
+    `etp` splits an expert, or `tp` where the region has no etp. Stages have pp's ranks.
     Along all others, such as torchtitan's efsdp and dp_replicate, ranks hold the same experts.
     """
     layout, dense = spec.layouts["expert"], spec.layouts["dense"]

@@ -30,18 +30,18 @@ _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198"
 _ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
 _FORMS = "commgrid/advisor/forms.py (ring, tree) and collectives.py (hierarchical)"
-_NAMES = {"compute": "kernels", "pp": "sends"} | {
+_SHORT_NAMES = {"compute": "kernels", "pp": "sends"} | {
     part: part for part in ("bubble", "tp", "cp", "ep", "dp", "optimizer")
 }
 _SOURCES = {
-    "compute": "Williams et al. 2009 (roofline): a matrix product takes the root of the squares of "
-    "arithmetic and memory; the shares of the peak: see constants",
+    "compute": "Williams et al. 2009 (roofline): a matrix product takes "
+    "sqrt(arithmetic² + memory²); the shares of the peak: see constants",
     "bubble": f"{_NARAYANAN}, section 2.2; the pipeline simulator agrees",
     "pp": f"{_NARAYANAN}, section 4.1; none is hidden",
     "tp": f"{_KORTHIKANTI}, section 4.2.2; none is hidden",
     "cp": "Liu et al. 2023, arXiv 2310.01889: the part of a ring that attention does not hide",
     "ep": "DeepEP's dispatch: copies of a token in a node, and one for each further node; all "
-    "experts get as many tokens, none is hidden",
+    "experts are taken to get as many tokens; none is hidden",
     "dp": f"{_ZERO}, section 7",
     "optimizer": "Adam in mixed precision: gradient and 12 bytes of a parameter read, 14 written; "
     "the share of memory's bandwidth: see constants",
@@ -104,7 +104,8 @@ def _of_step(cost: StepCost) -> Iterator[Why]:
         f"{cost.mfu:.1%}",
         f"{model.flops_per_token:.6g} operations a token · tokens/s / ({config.world_size:,} "
         f"devices · {cost.cluster.accelerator.flops / 1e12:,.6g} TFLOP/s)",
-        f"{_KORTHIKANTI}, appendix A; nothing computed again is counted, attention as not causal",
+        f"{_KORTHIKANTI}, appendix A; without what is computed again, and with attention as if it "
+        "were not causal",
     )
 
 
@@ -120,7 +121,7 @@ def _of_time(cost: StepCost) -> Iterator[Why]:
                 f"{level.link.bandwidth / 1e9:.0f} GB/s of a {level.name}"
             )
             source = f"{source}; {_FORMS}"
-        yield Why(_NAMES[term.part], _seconds(term.seconds), formula, source)
+        yield Why(_SHORT_NAMES[term.part], _seconds(term.seconds), formula, source)
 
 
 def _of_memory(cost: StepCost) -> Iterator[Why]:
@@ -180,7 +181,7 @@ _Reason = Callable[[StepCost, StepCost], str]
 
 
 def limits(cost: StepCost) -> str:
-    """Parts of a step beside arithmetic, the largest first."""
+    """The two largest parts of a step beside arithmetic, in words."""
     shares = {part: cost.parts[part] / cost.seconds for part in PARTS if part != "compute"}
     largest = sorted(shares.items(), key=lambda item: -item[1])[:2]
     told = [f"{NAMES[part]} {share:.0%}" for part, share in largest if share >= 0.01]
@@ -244,6 +245,8 @@ _REASONS: Mapping[str, _Reason] = {
     "cp": _crossing("cp", "cp"),
     "ep": _crossing("ep", "ep"),
     "pp": _crossing("pp", "pp"),
-    "dp": _crossing("dp_cp", "dp", "cp"),
+    "dp": lambda cost, best: _crossing(
+        "dp_cp" if cost.config.dp_replicate == 1 else "dp_shard_cp", "dp", "cp"
+    )(cost, best),
     "optimizer": lambda cost, best: f" (its state over {_shards(cost.config)})",
 }

@@ -41,7 +41,7 @@ ASKS = {
     "all": "all ranks of a group to issue collectives, asynchronous ones too, in one order on all "
     "names that have the same ranks",
 }
-"""Requirements of each `share` on the program."""
+"""What each `share` asks of the program."""
 
 _EXAMPLES = """examples:
   commgrid plan --tp 8 --pp 4 --world-size 1024
@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
 
         return plan_model.run(args)
     refuse_unused(args, plan_options.FLAGS, "says how a step of a model is run; give --model NAME")
-    spec = resolve(read_spec(args), args.world_size)
+    given = read_spec(args)
+    spec = resolve(given, args.world_size)
     backend = "nccl" if args.backend is None else _checked(args.backend)
     cluster = read_cluster(args)
     if cluster is not None:
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
         check_within(spec, cluster)
     for path in args.output:
-        write_grid(path, read_spec(args), f"of `commgrid {shlex.join(args.words)}`")
+        write_grid(path, given, f"of `commgrid {shlex.join(args.words)}`")
     give(
         args,
         lambda: as_json(spec, backend, cluster, why=args.why),
@@ -118,13 +119,17 @@ _OPENS = ("nccl", "gloo", "cuda:nccl", *(f"{on}:gloo" for on in ("cpu", "cuda", 
 def _checked(backend: str) -> str:
     pairs = backend.split(",")
     devices = [pair.partition(":")[0] for pair in pairs]
-    for pair, device in zip(pairs, devices, strict=True):
-        alone = ":" not in pair and len(pairs) > 1
-        if pair not in _OPENS or alone or devices.count(device) > 1:
+    for pair in pairs:
+        if pair not in _OPENS:
             raise SpecError(
                 f"--backend {backend or repr(backend)}: what {pair!r} opens is not known; "
                 "expected nccl, gloo, or cpu:gloo,cuda:nccl"
             )
+    if len(pairs) > 1 and (len(set(devices)) < len(pairs) or not all(":" in p for p in pairs)):
+        raise SpecError(
+            f"--backend {backend}: of several backends each is for another device; expected such "
+            "as cpu:gloo,cuda:nccl"
+        )
     return backend
 
 
@@ -203,9 +208,10 @@ def as_text(
             numbers = f"  {communicator.size:7,} {count:8,}  {when:<9} "
             lines.append(f"{numbers}{_within(level, found)}{names}")
     if small:
-        names = ", ".join(name for c in small for name in c.names)
-        numbers = f"  {1:7} {spec.world_size:8,}  {'never':<9} "
-        lines.append(f"{numbers}{_within('', found)}{names}")
+        alone = [name for c in small for name in c.names]
+        count = max(_group_count(spec, name, 1) for name in alone)
+        numbers = f"  {1:7} {count:8,}  {'never':<9} "
+        lines.append(f"{numbers}{_within('', found)}{', '.join(alone)}")
     lines += [*below, "", *_sockets(spec, backend, width), "", *_cost(spec)]
     if why:
         from commgrid.advisor.why import as_lines
@@ -233,7 +239,7 @@ def _why(spec: GridSpec, backend: str) -> list[Why]:
             "device memory",
             f"{low:.1f}-{high:.1f} GB",
             f"{connecting} communicators that connect · {NCCL_GB[0]} to {NCCL_GB[1]} GB; what "
-            "another create, connect or share saves is reckoned in the same way",
+            "another create, connect or share saves is computed in the same way",
             SOURCES["nccl"],
         ),
         Why(
@@ -312,7 +318,7 @@ def _show_need(need: sockets.Need) -> str:
 
 
 def _told(spec: GridSpec, each: dict[str, Any]) -> list[str]:
-    """Savings of a `share` over aliases, and its requirement, as lines."""
+    """What a `share` saves over aliases, and what it asks of the program, as lines."""
     share, saves = each["share"], each["saves"]
     verb = "saves" if spec.share == share else "would save"
     fewer, connects = saves["communicators"], saves["connect"]
@@ -380,12 +386,15 @@ def _plans(spec: GridSpec) -> tuple[GroupPlan, ...]:
 
 
 def _kinds(spec: GridSpec) -> list[PlannedCommunicator]:
-    """One communicator of each kind that any rank holds, in creation order."""
+    """One communicator of each kind in creation order, with the names that it has on any rank."""
+    order = list(spec.definitions)
     found: dict[tuple[str, int], PlannedCommunicator] = {}
     for plan in _plans(spec):
         for communicator in plan.communicators:
-            found.setdefault((communicator.name, communicator.size), communicator)
-    order = list(spec.definitions)
+            key = (communicator.name, communicator.size)
+            known = found.setdefault(key, communicator)
+            names = {*known.names, *communicator.names}
+            found[key] = replace(known, names=tuple(name for name in order if name in names))
     return sorted(found.values(), key=lambda c: (order.index(c.name), -c.size))
 
 
@@ -396,13 +405,15 @@ def _counts(spec: GridSpec) -> tuple[int, int]:
 
 
 def _savings(spec: GridSpec) -> list[tuple[str, int, int]]:
-    """Changes of create, connect and share that save something, most first, with their counts."""
+    """Changes of create, connect and share that save something, with their counts; those with
+    fewest connections at start come first."""
     axes = tuple(dict.fromkeys(axis for region in spec.regions for axis in region.axes))
+    connects = "" if spec.connect == "axes" else " with connect=axes"
     other: dict[str, GridSpec] = {
         "connect=none": replace(spec, connect="none"),
         "share=region": replace(spec, share="region"),
         "share=all": replace(spec, share="all"),
-        f"create={','.join(axes)}": replace(spec, create=axes, connect="axes"),
+        f"create={','.join(axes)}{connects}": replace(spec, create=axes, connect="axes"),
     }
     held, connecting = _counts(spec)
     counted = [(change, *_counts(tried)) for change, tried in other.items()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -204,13 +203,13 @@ def _view(args: argparse.Namespace) -> GridView:
         check_within(spec, nodes_of(DEFAULT_GPUS_PER_NODE))
         return GridView(spec, DEFAULT_GPUS_PER_NODE, args.names or [], args.rank)
     check_within(spec, cluster)
-    node = cluster.unit_size(cluster.node_level)
-    per_node = spec.world_size if math.isinf(node) else int(node)
     notes: dict[str, str] = {}
     if args.model is not None:
         model, cluster = plan_model.read_job(args)
         notes = plan_model.traffic_notes(plan_model.given_step(spec, model, cluster))
-    return GridView(spec, per_node, args.names or [], args.rank, cluster, notes)
+    return GridView(
+        spec, names=args.names or [], rank=args.rank, cluster=cluster, notes=notes
+    )  # fmt: skip
 
 
 def _presets_beside(view: GridView) -> dict[str, GridView]:

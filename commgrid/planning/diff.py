@@ -8,22 +8,22 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.planning.group_table import find_name
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.rank_lists import describe_ranks, pack
+from commgrid.planning.rank_lists import describe_ranks, listed_ranks, pack
 from commgrid.planning.ranks import RankSet
 from commgrid.planning.spec import GridSpec
 
 MOST_RANKS = 500_000
-"""Of grids whose groups differ: the ranks of each name are compared one by one."""
+"""Of the largest grids whose differing groups are compared, rank by rank."""
 
 
 @dataclass(frozen=True)
 class GroupChange:
-    """A name whose groups are others.
+    """A name whose groups differ between the two grids.
 
     Args:
         name: which.
         sizes: of its groups, before and after; of the largest where they differ.
-        moved: how many ranks have other peers under it.
+        moved: how many ranks have another group under it, or the same in another order.
         rank: the first of them.
         before, after: its group, () where it is in none.
     """
@@ -42,6 +42,8 @@ class GridDiff:
 
     Args:
         ranks: how many each has.
+        covers: which, in words.
+        same_ranks: whether they are the same.
         axes: the sizes that differ, before and after, by axis; None where there is no such axis.
         orders: by region, where they differ; the region's axes before and after.
         same: names of the same groups.
@@ -53,6 +55,8 @@ class GridDiff:
     """
 
     ranks: tuple[int, int]
+    covers: tuple[str, str]
+    same_ranks: bool
     axes: dict[str, tuple[int | None, int | None]]
     orders: dict[str, tuple[str, str]]
     same: tuple[str, ...]
@@ -69,11 +73,13 @@ class GridDiff:
         """Whether nothing differs, but for how communicators are shared."""
         differs = (self.axes, self.orders, self.changed, self.gone, self.new, self.options,
                    self.placing)  # fmt: skip
-        return not any(differs) and self.ranks[0] == self.ranks[1]
+        return not any(differs) and self.same_ranks
 
     def __str__(self) -> str:
         """The difference in words, a few lines however many ranks there are."""
         lines = [f"{_arrow(*self.ranks)} rank{'s' * (self.ranks != (1, 1))}"]
+        if not self.same_ranks:
+            lines.append(f"  {_arrow(*self.covers)}")
         if self.axes:
             sizes = (f"{axis} {_arrow(*sizes)}" for axis, sizes in self.axes.items())
             lines.append(f"  {', '.join(sizes)}")
@@ -85,7 +91,7 @@ class GridDiff:
         )
         if self.is_empty:
             return "\n".join([*lines, "", "the same groups under the same names"])
-        if self.ranks[0] == self.ranks[1]:
+        if self.same_ranks:
             lines += ["", f"same ranks ({len(self.same)}){_listed(self.same)}"]
         if self.changed:
             lines += ["", f"other ranks ({len(self.changed)})"]
@@ -144,6 +150,8 @@ def compare(before: GridSpec, after: GridSpec) -> GridDiff:
     held = [plan.communicators for plan in plans]
     return GridDiff(
         ranks=(before.world_size, after.world_size),
+        covers=(listed_ranks(ranks[0]), listed_ranks(ranks[1])),
+        same_ranks=same_ranks,
         axes=_sizes(before, after),
         orders=_orders(before, after),
         same=tuple(name for name in both if same_ranks and changes[name] is None),
@@ -212,7 +220,6 @@ def _groups_of(name: str, other: str, before: GridSpec, after: GridSpec) -> Grou
     if old == new:
         return None
     moved = {rank for group in old ^ new for rank in group}
-    moved -= {rank for group in old & new for rank in group}
     first = min(moved)
     mine = [next((group for group in groups if first in group), ()) for groups in (old, new)]
     sizes = [max(map(len, groups), default=0) for groups in (old, new)]

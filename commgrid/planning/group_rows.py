@@ -194,11 +194,13 @@ def _parse_lists(name: str, row: Mapping[str, Any]) -> tuple[RankTuple, ...]:
 
 def _parse_options(name: str, value: Mapping[str, Any]) -> GroupOptions:
     backend, timeout = value.get("backend"), value.get("timeout")
-    nccl = value.get("nccl", {})
+    nccl = {} if value.get("nccl") is None else value["nccl"]
     if backend is not None and not isinstance(backend, str):
         raise SpecError(f"groups.{name}.backend={backend!r}: expected a string such as nccl")
     if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < 1e9):
-        raise SpecError(f"groups.{name}.timeout={timeout!r}: expected seconds above 0")
+        raise SpecError(
+            f"groups.{name}.timeout={timeout!r}: expected seconds above 0 and below 1e9"
+        )
     if not isinstance(nccl, Mapping):
         raise SpecError(f"groups.{name}.nccl={nccl!r}: expected a mapping of NCCL options")
     refuse_unknown(f"groups.{name}.nccl.", nccl, NCCL_OPTIONS)

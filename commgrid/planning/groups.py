@@ -96,11 +96,11 @@ class GroupDef:
     def key(self, share: str, layout: RankLayout, rank: int) -> tuple[object, ...]:
         """Names with equal keys share one communicator.
 
-        The key tells the same names apart on every member of a group, so all of them agree who
-        shares. Groups of one rank communicate nothing and share under any name; that
-        rank decides alone. Of the others, `share="aliases"` leaves only mere aliases equal;
-        `"region"` drops axes of size 1; `"all"` looks at nothing but the ranks. Listed groups are
-        their own (`own`), and share with groups made of them alone.
+        All members of a group have the same names with equal keys. Groups of one rank communicate
+        nothing, and share if `own` and `options` are the same. Of the others, `share="aliases"`
+        leaves only mere aliases equal; `"region"` drops axes of size 1; `"all"` looks at nothing
+        but the ranks. Listed groups are their own (`own`), and share with groups made of them
+        alone.
         """
         sizes = layout.shape
         if self.lists is not None:
@@ -123,7 +123,7 @@ class GroupDef:
         """The group that a row without split makes of this one of `size` (None: not known yet).
 
         Raises:
-            SpecError: a pick outside `size`, or this is itself a pick or part.
+            SpecError: the row picks a position outside `size`, or of what is a pick or part itself.
         """
         if entry.pick is not None and (self.pick or self.part):
             raise SpecError(

@@ -41,8 +41,8 @@ def _coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
 class RankSet(Sequence[int]):
     """A set of ranks in ascending order, stored in a few integers however many they are.
 
-    Behaves like a tuple of ranks (as `range` does for one stride); two sets are equal
-    exactly when they hold the same ranks.
+    Behaves like a tuple of ranks (as `range` does for one stride), but equals no tuple; two sets
+    are equal exactly when they hold the same ranks.
 
     >>> halves = RankSet(8, (Mode(2, 1), Mode(2, 4)))
     >>> tuple(halves), halves[2], halves.index(13), 12 in halves, len(halves)
@@ -176,7 +176,7 @@ class RankSet(Sequence[int]):
 
 
 class RankTuple(tuple[int, ...]):
-    """Distinct ranks in an order that counts: a tuple that says itself in few words.
+    """Distinct ranks in an order that counts: a tuple with a short `str`.
 
     >>> listed = RankTuple((5, 2, 0, 7))
     >>> listed.places[0], listed.take([0, 2]), str(listed)
@@ -226,7 +226,7 @@ def divisors(number: int) -> list[int]:
 
 
 def as_index(value: object) -> int | None:
-    """The int that anything with `__index__` is (NumPy's, torch's); None: it is none, or a bool."""
+    """The int that anything with `__index__` is (NumPy's, torch's); None of others, and of a bool."""
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return None
     try:
@@ -243,7 +243,7 @@ def as_ranks(ranks: object) -> range | RankTuple:
             `0-3,6` and `0-14/2`.
 
     Raises:
-        SpecError: none at all, repeated or negative ones, or what is no integer.
+        SpecError: there are none, one is repeated or negative, or is no integer.
 
     Example:
         >>> as_ranks([0, 2, 4]), as_ranks("0-2,4"), as_ranks([3, 2, 1])
@@ -275,10 +275,10 @@ def check_ranks(key: str, ranks: object) -> RankTuple:
         ranks: as a user gave them.
 
     Raises:
-        SpecError: none at all, repeated or negative ones, or what is no integer.
+        SpecError: there are none, one is repeated or negative, or is no integer.
     """
     if isinstance(ranks, range) and len(ranks[: _MOST_LISTED + 1]) > _MOST_LISTED:
-        raise SpecError(f"{key}={_cut(ranks)}: more than {_MOST_LISTED} ranks in falling order")
+        raise SpecError(f"{key}={_cut(ranks)}: at most {_MOST_LISTED} ranks are listed one by one")
     unordered = isinstance(ranks, str | bytes | Mapping | set | frozenset)
     try:
         items = None if unordered else list(ranks)  # type: ignore[call-overload]
@@ -353,7 +353,7 @@ def parse_ranks(text: str) -> Iterable[int]:
         first, last, step = (found[1], found[2] or found[1], found[3] or 1) if found else (1, 0, 0)
         if int(last) < int(first) or int(step) < 1:
             raise SpecError(
-                f"ranks={_cut(text)}: {_cut(piece)} is neither a rank nor rising ones; expected "
+                f"ranks={_cut(text)}: {_cut(piece)} is neither a rank nor a rising range; expected "
                 "such as 0,1,2,4 or 0-3,6 or 0-14/2"
             )
         spans.append(range(int(first), int(last) + 1, int(step)))

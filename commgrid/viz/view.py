@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ from commgrid.planning.summary import several
 
 DEFAULT_GPUS_PER_NODE = 8
 MOST_RANKS = 200_000
-"""Of a view, which looks at each."""
+"""Of the largest view, which looks at each."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class GridView:
 
     Args:
         spec: resolved.
-        gpus_per_node: ranks of a node.
+        gpus_per_node: ranks of a node; with a cluster its own number counts.
         names: the groups to show, in any spelling; empty: every axis of a size above 1, and the
             groups table.
         rank: the global rank to point out; None: none.
@@ -36,9 +37,8 @@ class GridView:
         notes: further words on a name, such as its traffic in a step.
 
     Raises:
-        SpecError: nodes of no ranks, a spec with open sizes, a rank that is not the grid's, or a
-            name that is not created.
-        UnknownGroupError: a name that no group has.
+        SpecError: nodes of no ranks, a spec with open sizes or too many ranks, or a rank that is
+            not the grid's.
 
     Example:
         >>> view = GridView(GridSpec.build(tp=2, pp=2).resolve(16))
@@ -59,25 +59,33 @@ class GridView:
     )
 
     def __post_init__(self) -> None:
-        size = as_index(self.gpus_per_node)
-        if size is None or size < 1:
-            raise SpecError(
-                f"gpus_per_node={self.gpus_per_node!r}: expected how many ranks a node has, as 8"
-            )
-        object.__setattr__(self, "gpus_per_node", size)
         self.spec.check_resolved()
         if self.spec.world_size > MOST_RANKS:
             raise SpecError(
                 f"world_size={self.spec.world_size}: more than {MOST_RANKS:,} ranks are not shown "
                 "one by one; `commgrid plan` describes any number"
             )
+        size = as_index(self.gpus_per_node)
+        if self.cluster is not None:
+            node = self.cluster.unit_size(self.cluster.node_level)
+            size = max(self.spec.grid_ranks) + 1 if math.isinf(node) else int(node)
+        if size is None or size < 1:
+            raise SpecError(
+                f"gpus_per_node={self.gpus_per_node!r}: expected how many ranks a node has, as 8"
+            )
+        object.__setattr__(self, "gpus_per_node", size)
         if self.rank is not None and self.rank not in self.spec.grid_ranks:
             held = describe_ranks(self.spec.layout("dense").ranks)
             raise SpecError(f"rank {self.rank} is not in this grid, which covers {held}")
 
     @cached_property
     def shown(self) -> tuple[str, ...]:
-        """The canonical names that are shown."""
+        """The canonical names that are shown.
+
+        Raises:
+            SpecError: one is not created.
+            UnknownGroupError: no group has it.
+        """
         created = self.spec.created_names
         if self.names:
             asked = dict.fromkeys(self.spec.resolve_name(name) for name in self.names)

@@ -1,4 +1,4 @@
-"""Bytes of a step against papers' counts and real ranks."""
+"""Bytes of a step against papers' counts, and against groups counted rank by rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_data_parallel_bytes_are_a_rings(zero_stage: int, each: float) -> None:
 
 
 def test_a_group_over_two_nodes_sends_over_their_link_once() -> None:
-    """tp 16 has a node to itself: the link carries what one rank sends, of one group."""
+    """tp 16 fills two nodes, so a node's link carries what one rank of one group sends."""
     found = of("gpt", tp=16, pp=4)["tp"]
     assert found.level == 1
     assert found.link == pytest.approx(found.sent)

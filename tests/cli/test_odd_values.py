@@ -41,7 +41,7 @@ LONG = "n" * 300
         (["show", "--tp", "2", "--world-size", "4", "--names", ""], "expected names with commas"),
         (["bench", "--sizes", ","], "expected bytes"),
         ([*PLAN, "--backend", "foo:nccl"], "what 'foo:nccl' opens is not known"),
-        ([*PLAN, "--backend", "nccl,nccl"], "what 'nccl' opens is not known"),
+        ([*PLAN, "--backend", "nccl,nccl"], "of several backends each is for another device"),
         ([*PLAN, "--backend", ""], "what '' opens is not known"),
         (["plan", "--dp-shard", "7", "--dp-replicate", "8", "--ep", "2", "--world-size", "56",
           "--model", "mixtral-8x7b", "--batch", "112", "--cluster", "h100"],
@@ -125,6 +125,16 @@ def test_the_preset_of_one_part_of_dp_takes_its_size(
     """The other part has no place in its order, and was to be filled."""
     assert main(["plan", "--preset", "fsdp", "--dp-shard", "8", "--world-size", "8"]) == 0
     assert main(["presets", "fsdp", "--dp-shard", "8"]) == 0
+
+
+def test_names_of_one_rank_are_those_of_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last stage alone has a group `tail`, which shares its communicator of one rank."""
+    path = tmp_path / "grid.yaml"
+    path.write_text("axes: {tp: 2, pp: 2, dp: -1}\ngroups: {tail: {of: pp, pick: [last]}}\n")
+    assert main(["plan", str(path), "--world-size", "8"]) == 0
+    assert "        1        8  never     cp, tail\n" in capsys.readouterr().out
 
 
 def test_memory_is_that_of_the_rank_with_most(

@@ -48,7 +48,7 @@ def test_cases_are_of_all_commands_and_the_same_each_time(tmp_path: Path) -> Non
         ("axes: {dp: -1}\nranks: 0-99999999999", "is no rank; they go up to 2147483647"),
         ("axes: {dp: -1}\nranks: 0-2000000000,5", "several spans of more than 16777216 ranks"),
         ("axes: {dp: -1}\nranks: [0, 1, 2000000000000]", "is no rank"),
-        ("axes: {dp: -1}\nranks: {start: 2000000000, stop: 0, step: -1}", "falling order"),
+        ("axes: {dp: -1}\nranks: {start: 2000000000, stop: 0, step: -1}", "listed one by one"),
     ],
     ids=range(11),
 )
