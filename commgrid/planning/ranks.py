@@ -226,7 +226,7 @@ def divisors(number: int) -> list[int]:
 
 
 def as_index(value: object) -> int | None:
-    """The int that anything with `__index__` is (NumPy's, torch's); None of others, and of a bool."""
+    """The int that anything with `__index__` is (NumPy's, torch's); of others and of bool, None."""
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return None
     try:
