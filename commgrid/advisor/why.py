@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from commgrid.advisor.calibration import SOURCES
 from commgrid.advisor.config import RECOMPUTE, ParallelConfig
@@ -12,40 +13,10 @@ from commgrid.advisor.forms import highest
 from commgrid.advisor.step import PARTS, StepCost
 from commgrid.planning.summary import several
 
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "compute": "kernels",
-        "bubble": "bubble",
-        "tp": "tp's collectives",
-        "cp": "cp's ring",
-        "ep": "experts' all-to-all",
-        "pp": "sends between stages",
-        "dp": "gradients and weights of dp",
-        "optimizer": "optimizer",
-    }
-)
-"""Names of the parts of a step."""
-
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198"
 _ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
 _FORMS = "commgrid/advisor/forms.py (ring, tree) and collectives.py (hierarchical)"
-_SHORT_NAMES = {"compute": "kernels", "pp": "sends"} | {
-    part: part for part in ("bubble", "tp", "cp", "ep", "dp", "optimizer")
-}
-_SOURCES = {
-    "compute": "Williams et al. 2009 (roofline): a matrix product takes "
-    "sqrt(arithmetic² + memory²); the shares of the peak: see constants",
-    "bubble": f"{_NARAYANAN}, section 2.2; the pipeline simulator agrees",
-    "pp": f"{_NARAYANAN}, section 4.1; none is hidden",
-    "tp": f"{_KORTHIKANTI}, section 4.2.2; none is hidden",
-    "cp": "Liu et al. 2023, arXiv 2310.01889: the part of a ring that attention does not hide",
-    "ep": "DeepEP's dispatch: copies of a token in a node, and one for each further node; all "
-    "experts are taken to get as many tokens; none is hidden",
-    "dp": f"{_ZERO}, section 7",
-    "optimizer": "Adam in mixed precision: gradient and 12 bytes of a parameter read, 14 written; "
-    "the share of memory's bandwidth: see constants",
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +84,7 @@ def _of_time(cost: StepCost) -> Iterator[Why]:
     """A line for each term: how often, and what each takes."""
     for term in cost.terms:
         formula = f"{term.what}: {term.times:,.9g} · {term.each * 1e3:.9g} ms"
-        source = _SOURCES[term.part]
+        source = _PARTS[term.part].source
         if term.group:
             level = cost.cluster.levels[highest(term.spread)]
             formula += (
@@ -121,7 +92,7 @@ def _of_time(cost: StepCost) -> Iterator[Why]:
                 f"{level.link.bandwidth / 1e9:.0f} GB/s of a {level.name}"
             )
             source = f"{source}; {_FORMS}"
-        yield Why(_SHORT_NAMES[term.part], _seconds(term.seconds), formula, source)
+        yield Why(_PARTS[term.part].short, _seconds(term.seconds), formula, source)
 
 
 def _of_memory(cost: StepCost) -> Iterator[Why]:
@@ -193,7 +164,7 @@ def why_worse(cost: StepCost, best: StepCost) -> str:
     more = cost.seconds / best.seconds - 1
     grown = {part: (cost.parts[part] - best.parts[part]) / best.seconds for part in PARTS}
     part = max(grown, key=lambda each: grown[each])
-    reason = _REASONS[part](cost, best)
+    reason = _PARTS[part].reason(cost, best)
     return f"+{more:.1%}: {NAMES[part]} +{grown[part]:.1%}{reason}"
 
 
@@ -238,15 +209,71 @@ def _shards(config: ParallelConfig) -> str:
     return several(config.shard_size if config.zero_stage else 1, "rank")
 
 
-_REASONS: Mapping[str, _Reason] = {
-    "compute": _of_compute,
-    "bubble": _of_bubble,
-    "tp": _crossing("tp", "tp"),
-    "cp": _crossing("cp", "cp"),
-    "ep": _crossing("ep", "ep"),
-    "pp": _crossing("pp", "pp"),
-    "dp": lambda cost, best: _crossing(
-        "dp_cp" if cost.config.dp_replicate == 1 else "dp_shard_cp", "dp", "cp"
-    )(cost, best),
-    "optimizer": lambda cost, best: f" (its state over {_shards(cost.config)})",
-}
+def _of_data_parallel(cost: StepCost, best: StepCost) -> str:
+    group = "dp_cp" if cost.config.dp_replicate == 1 else "dp_shard_cp"
+    return _crossing(group, "dp", "cp")(cost, best)
+
+
+# ---- the parts ----------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """A part of a step.
+
+    Args:
+        name: in tables.
+        source: of its formula.
+        reason: why it takes longer on a grid than on the best one.
+        short: its name beside a formula.
+    """
+
+    name: str
+    source: str
+    reason: _Reason
+    short: str
+
+
+_PARTS: Mapping[str, _Part] = MappingProxyType(
+    {
+        "compute": _Part(
+            "kernels",
+            "Williams et al. 2009 (roofline): a matrix product takes sqrt(arithmetic² + memory²); "
+            "the shares of the peak: see constants",
+            _of_compute, "kernels",
+        ),
+        "bubble": _Part(
+            "bubble", f"{_NARAYANAN}, section 2.2; the pipeline simulator agrees", _of_bubble,
+            "bubble",
+        ),
+        "tp": _Part(
+            "tp's collectives", f"{_KORTHIKANTI}, section 4.2.2; none is hidden",
+            _crossing("tp", "tp"), "tp",
+        ),
+        "cp": _Part(
+            "cp's ring",
+            "Liu et al. 2023, arXiv 2310.01889: the part of a ring that attention does not hide",
+            _crossing("cp", "cp"), "cp",
+        ),
+        "ep": _Part(
+            "experts' all-to-all",
+            "DeepEP's dispatch: copies of a token in a node, and one for each further node; all "
+            "experts are taken to get as many tokens; none is hidden",
+            _crossing("ep", "ep"), "ep",
+        ),
+        "pp": _Part(
+            "sends between stages", f"{_NARAYANAN}, section 4.1; none is hidden",
+            _crossing("pp", "pp"), "sends",
+        ),
+        "dp": _Part(
+            "gradients and weights of dp", f"{_ZERO}, section 7", _of_data_parallel, "dp"
+        ),
+        "optimizer": _Part(
+            "optimizer",
+            "Adam in mixed precision: gradient and 12 bytes of a parameter read, 14 written; the "
+            "share of memory's bandwidth: see constants",
+            lambda cost, best: f" (its state over {_shards(cost.config)})", "optimizer",
+        ),
+    }
+)  # fmt: skip
+NAMES: Mapping[str, str] = MappingProxyType({part: each.name for part, each in _PARTS.items()})
+"""Names of the parts of a step."""
