@@ -25,7 +25,11 @@ from tests.waiting import until
 
 def refused(how: dict[str, Any]) -> str:
     """The operation of a call that torch refuses, where commgrid hears of the call first."""
+    is_suspended = how.pop("suspended", False)
     grid = commgrid.initialize(**how)
+    if is_suspended:
+        grid.suspend(["dp"])
+        grid.resume(["dp"])
     with pytest.raises(RuntimeError) as raised:
         dist.all_gather([torch.empty(3)] * 2, torch.ones(2), group=grid.get_group("dp"))
     where = whereabouts(raised.value)
@@ -34,7 +38,11 @@ def refused(how: dict[str, Any]) -> str:
     return where.operation
 
 
-@pytest.mark.parametrize("how", [{"trace": True}, {"verify": "order"}], ids=["trace", "verify"])
+@pytest.mark.parametrize(
+    "how",
+    [{"trace": True}, {"verify": "order"}, {"suspended": True}],
+    ids=["trace", "verify", "suspended"],
+)
 def test_an_error_names_the_operation_and_not_the_listener(how: dict[str, Any]) -> None:
     assert run_on_ranks(refused, 2, how, check=False) == ["all_gather"] * 2
 

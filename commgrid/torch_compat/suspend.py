@@ -280,10 +280,11 @@ def _guard_calls() -> None:
 
 def _asking(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
-    def ask_first(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
-        if group in _given_up:
-            return getattr(_now(group), name)(*args, **named)
-        return call(group, *args, **named)
+    def ask_first(called: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+        # It has no argument `group`: errors are told to come from the function that has one.
+        if called in _given_up:
+            return getattr(_now(called), name)(*args, **named)
+        return call(called, *args, **named)
 
     ask_first.asks_if_given_up = True  # type: ignore[attr-defined]
     return ask_first
