@@ -35,6 +35,12 @@ const press = (element, key) =>
 const choose = (id, value) => { $(id).value = value; $(id).dispatchEvent(new Event("change")); };
 const type = text => { $("rank").value = text; $("rank").dispatchEvent(new Event("input")); };
 const told = () => $("told").textContent;
+// Without a window a page is sometimes loaded before it has the focus, which delays this event.
+const focus = HTMLElement.prototype.focus;
+HTMLElement.prototype.focus = function () {
+  focus.call(this);
+  if (!document.hasFocus()) this.dispatchEvent(new FocusEvent("focusin", { bubbles: true }));
+};
 function report(found) {
   found.wrong = wrong;
   found.requests = performance.getEntriesByType("resource").map(entry => entry.name);
