@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -127,26 +128,28 @@ def test_the_preset_of_one_part_of_dp_takes_its_size(
     assert main(["presets", "fsdp", "--dp-shard", "8"]) == 0
 
 
-def test_names_of_one_rank_are_those_of_any(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The last stage alone has a group `tail`, which shares its communicator of one rank."""
-    path = tmp_path / "grid.yaml"
-    path.write_text("axes: {tp: 2, pp: 2, dp: -1}\ngroups: {tail: {of: pp, pick: [last]}}\n")
-    assert main(["plan", str(path), "--world-size", "8"]) == 0
-    assert "        1        8  never     cp, tail\n" in capsys.readouterr().out
+COUNTED = {
+    "axes: {tp: 2, pp: 2, dp: -1}\ngroups: {tail: {of: pp, pick: [last]}}":
+        "        1        8  never     cp, tail\n",
+    "axes: {tp: 1, dp: -1}\ncreate: [tp]\nconnect: [c]\n"
+    "groups: {a: {ranks: [[0, 1]]}, b: {ranks: [[0, 2]]}, c: {ranks: [[3, 4]]}}":
+        "  3 communicators, 1 of which connect",
+    "axes: {tp: 4, dp: -1}\ncreate: [tp]\n"
+    "groups: {emb: {of: dp, pick: [1, last]}, odd: {ranks: [[5, 2, 0]]}}":
+        "  3 communicators, 2 of which connect",
+}  # fmt: skip
+"""A name of the last stage alone, with others of one rank; connections of ranks that hold fewer
+communicators than others; a rank that is in a pick and in a list."""
 
 
-def test_memory_is_that_of_the_rank_with_most(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("text", COUNTED, ids=["names", "connections", "pick and list"])
+def test_a_plan_counts_what_any_rank_has(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "grid.yaml"
-    path.write_text(
-        "axes: {tp: 1, dp: -1}\ncreate: [tp]\nconnect: [c]\n"
-        "groups: {a: {ranks: [[0, 1]]}, b: {ranks: [[0, 2]]}, c: {ranks: [[3, 4]]}}\n"
-    )
+    path.write_text(text)
     assert main(["plan", str(path), "--world-size", "8"]) == 0
-    assert "3 communicators, 1 of which connect" in capsys.readouterr().out
+    assert COUNTED[text] in capsys.readouterr().out
 
 
 def test_experts_alone_are_axes(tmp_path: Path) -> None:
@@ -174,8 +177,6 @@ def test_a_line_to_paste_is_quoted(
     (line,) = [
         each for each in capsys.readouterr().out.splitlines() if each.startswith("commgrid plan")
     ]
-    import shlex
-
     assert main(shlex.split(line)[1:]) == 0
 
 
@@ -194,18 +195,6 @@ def test_ranks_beyond_the_devices_are_not_explained(
     argv = ["explain", "--tp", "2", "--ranks", "100-103", "--rank", "101", "--cluster", str(path)]
     assert "rank 103 is beyond the 16 devices" in refused(capsys, *argv)
     assert CLUSTERS["h100"].levels[-1].size is None
-
-
-def test_a_rank_in_a_pick_and_in_a_list_holds_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "grid.yaml"
-    path.write_text(
-        "axes: {tp: 4, dp: -1}\ncreate: [tp]\n"
-        "groups: {emb: {of: dp, pick: [1, last]}, odd: {ranks: [[5, 2, 0]]}}\n"
-    )
-    assert main(["plan", str(path), "--world-size", "8"]) == 0
-    assert "  3 communicators, 2 of which connect" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
