@@ -19,6 +19,7 @@ from commgrid.advisor.forms import Fit, Link, fits_from, highest
 from commgrid.errors import SpecError
 from commgrid.planning.checks import above_zero, check_keys, flag, named
 from commgrid.planning.names import nearest
+from commgrid.planning.ranks import highest_rank
 from commgrid.planning.yaml_io import Table, from_file
 
 if TYPE_CHECKING:
@@ -289,17 +290,16 @@ class Cluster:
         else:
             self.check_ranks(spec.grid_ranks)
 
-    def check_ranks(self, ranks: Sequence[int]) -> None:
+    def check_ranks(self, ranks: range | tuple[int, ...]) -> None:
         """Refuse listed ranks beyond the cluster's devices.
 
         Raises:
             SpecError: naming the highest.
         """
-        largest = self.unit_size(len(self.levels) - 1)
-        highest = ranks[-1] if isinstance(ranks, range) else max(ranks)
-        if highest >= largest:
+        largest, last = self.unit_size(len(self.levels) - 1), highest_rank(ranks)
+        if last >= largest:
             raise SpecError(
-                f"ranks: rank {highest} is beyond the {int(largest)} devices of cluster "
+                f"ranks: rank {last} is beyond the {int(largest)} devices of cluster "
                 f"{self.name!r}; leave out the size of its highest level, "
                 f"{self.levels[-1].name!r}, where it has more"
             )

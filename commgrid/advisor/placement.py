@@ -1,4 +1,4 @@
-"""Where a grid's ranks lie on a cluster: which levels each group spans, and what a unit holds."""
+"""Where a grid's ranks lie on a cluster: the levels that each group spans, and shared links."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from commgrid.advisor.cluster import Cluster, Hosts, Span, widest
@@ -23,9 +23,9 @@ Axes = tuple[tuple[int, int], ...]
 
 
 class Load(NamedTuple):
-    """What the groups of a name put on the link that leaves a unit, of the unit with most.
+    """Load on the link that leaves the most loaded unit.
 
-    Units are those of the level just below the highest that the groups cross.
+    Units are of the level just below the highest that the groups of a name cross.
 
     Args:
         groups: that use the link at once; 1 where none crosses a level.
@@ -43,12 +43,10 @@ class Placement:
 
     Args:
         spans: of each group that a step communicates on, by name.
-        held: for each level, the most of the grid's ranks that a unit has.
         load_of: the load of the groups of a name, which may have to be counted.
     """
 
     spans: Mapping[str, Span]
-    held: tuple[int, ...]
     load_of: Callable[[str], Load] = field(compare=False, repr=False)
 
     @property
@@ -69,7 +67,7 @@ class Placement:
         return self.spans[self._placed(name)].place
 
     def load(self, name: str) -> Load:
-        """What the groups of a name put on the link of a unit."""
+        """The load of the groups of a name."""
         return self.load_of(self._placed(name))
 
     def _placed(self, name: str) -> str:
@@ -99,18 +97,18 @@ def load_along(cluster: Cluster, axes: Axes, world: int) -> Load:
     axes = tuple((size, stride) for size, stride in axes if size > 1)
     span = _closed(cluster, axes)
     if span is not None:
-        return _even_load(span, held_by(cluster, world))
+        return _even_load(span, cluster, world)
     check_counted(world)
     place = _counted(cluster, axes, world).place
     return _load(_groups_along(axes, world), place, lambda rank: cluster.unit(place - 1, rank))
 
 
-def _even_load(span: Span, held: Sequence[int]) -> Load:
+def _even_load(span: Span, cluster: Cluster, world: int) -> Load:
     """Of groups that lie alike."""
     if span.place == 0:
         return Load(1, 0.0)
     inside, ranks = math.prod(span.spread[: span.place]), math.prod(span.spread)
-    groups = held[span.place - 1] // inside
+    groups = int(min(cluster.unit_size(span.place - 1), world)) // inside
     return Load(groups, groups * inside * (ranks - inside) / ranks)
 
 
@@ -127,11 +125,6 @@ def _load(groups: Iterable[Sequence[int]], place: int, unit: Callable[[int], int
             for at, count in inside.items():
                 outward[at] += count * (len(ranks) - count) / len(ranks)
     return Load(max(leaving.values()), max(outward.values()))
-
-
-def held_by(cluster: Cluster, world: int) -> tuple[int, ...]:
-    """For each level, the most ranks that a unit has, of ranks that are numbered as devices."""
-    return tuple(int(min(cluster.unit_size(at), world)) for at in range(len(cluster.levels)))
 
 
 def _closed(cluster: Cluster, axes: Axes) -> Span | None:
@@ -222,16 +215,6 @@ class Places:
         self._known: dict[Hashable, tuple[Span, Load]] = {}
         self._unit_of: dict[int, dict[int, int]] = {}
 
-    @cached_property
-    def held(self) -> tuple[int, ...]:
-        """For each level, the most of the grid's ranks that a unit has."""
-        if self._is_numbered:
-            return held_by(self.cluster, self.spec.world_size)
-        return tuple(
-            max(Counter(self._units(level).values()).values())
-            for level in range(len(self.cluster.levels))
-        )
-
     def span(self, group: GroupDef) -> Span:
         """The span of the groups of a name, of the one that crosses most."""
         modes = self._modes(group)
@@ -240,7 +223,7 @@ class Places:
         return span_of(self.cluster, modes, self.spec.world_size)
 
     def load(self, group: GroupDef) -> Load:
-        """What the groups of a name put on the link of a unit."""
+        """The load of the groups of a name."""
         modes = self._modes(group)
         if modes is None:
             return self._counted(group)[1]
@@ -364,7 +347,7 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
             axes = tuple(axis for axis in group.axes if axis in layout.shape)
             found[group.name] = replace(group, axes=axes)
     spans = {name: places.span(group) for name, group in found.items()}
-    return Placement(spans, places.held, lambda name: places.load(found[name]))
+    return Placement(spans, lambda name: places.load(found[name]))
 
 
 def expert_axes(spec: GridSpec) -> dict[str, tuple[str, ...]]:
@@ -430,6 +413,4 @@ def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:
             axes["edp_shard"] = ((config.expert_shard_size, axes["edp"][0][1]),)
     world = config.world_size
     spans = {name: span_of(cluster, along, world) for name, along in axes.items()}
-    return Placement(
-        spans, held_by(cluster, world), lambda name: load_along(cluster, axes[name], world)
-    )
+    return Placement(spans, lambda name: load_along(cluster, axes[name], world))

@@ -20,7 +20,7 @@ from commgrid.cli.grid_options import (
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.ranks import Ranks, RankSet
+from commgrid.planning.ranks import Ranks, RankSet, highest_rank
 from commgrid.planning.summary import around, several, where
 
 _EXAMPLES = """examples:
@@ -81,8 +81,7 @@ def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
     """The rank as a table: one line a communicator, this rank in brackets."""
     lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {where(plan)}"]
     if cluster is not None:
-        ranks = plan.spec.grid_ranks
-        nodes = cluster.node(ranks[-1] if isinstance(ranks, range) else max(ranks)) + 1
+        nodes = cluster.node(highest_rank(plan.spec.grid_ranks)) + 1
         lines.append(f"on node {cluster.node(plan.rank)} of {nodes:,}; *: on another node")
     lines.append("")
     width = min(44, max((len(", ".join(c.names)) for c in plan.communicators), default=0))
@@ -104,7 +103,7 @@ def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
 def _level(cluster: Cluster, ranks: Ranks) -> str:
     """The lowest level of which one unit holds the whole group."""
     # All others are between these two, and units have no gaps.
-    ends = (ranks[0], ranks[-1]) if isinstance(ranks, RankSet) else (min(ranks), max(ranks))
+    ends = (min(ranks) if isinstance(ranks, tuple) else ranks[0], highest_rank(ranks))
     return cluster.levels[cluster.span(ends).place].name
 
 

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = None if args.cluster is None else find_cluster(args.cluster)
     price = None
     if cluster is not None:
-        cluster.check_ranks([priced.world_size(found) - 1])
+        cluster.check_ranks((priced.world_size(found) - 1,))
         price = priced.pricer(cluster)
     sums = traces.summed(found, price)
     unknown = _without_price(found, price)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,8 +21,8 @@ def refuse_unknown(
     Args:
         where: what they stand under with a dot, such as `device.`; "": nothing.
         given: the keys.
-        known: all that there are.
-        hints: ends of the error for some that are often given there.
+        known: every key that there is.
+        hints: for some keys, how the error ends.
 
     Raises:
         SpecError: naming the key.
@@ -80,7 +79,7 @@ def above_zero(where: str, given: Mapping[Any, Any], key: Any) -> float:
     """
     value = given[key]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and 0 < value < math.inf and _LEAST <= value <= _MOST):
+    if not (is_number and _LEAST <= value <= _MOST):
         fix = f" ({_LEAST:g} to {_MOST:g})" if is_number and value > 0 else ""
         if isinstance(value, str) and re.fullmatch(r"[\d.]+(e\d+)?", value):  # YAML 1.1's text
             fix = "; without quotes, and as 1000 or 1.0e+3, not 1e3"

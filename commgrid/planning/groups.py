@@ -123,7 +123,7 @@ class GroupDef:
         """The group that a row without split makes of this one of `size` (None: not known yet).
 
         Raises:
-            SpecError: the row picks a position outside `size`, or of what is a pick or part itself.
+            SpecError: the row picks a position outside `size`, or from another pick or a part.
         """
         if entry.pick is not None and (self.pick or self.part):
             raise SpecError(

@@ -78,11 +78,13 @@ class Preset:
                 )
             region["axes"][name] = size
         placed: dict[str, Any] = {}
+        said = {self._placed(key): key for key in (f"axes.{axis}" for axis in sizes)}
         for key, value in (changes or {}).items():
-            for other in (*(f"axes.{axis}" for axis in sizes), *placed):
-                if _overlap(self._placed(key), self._placed(other)):
-                    raise SpecError(f"{key}={value!r} beside {other}: give one of them")
-            placed[self._placed(key)] = value
+            at = self._placed(key)
+            for other, spelled in said.items():
+                if _overlap(at, other):
+                    raise SpecError(f"{key}={value!r} beside {spelled}: give one of them")
+            placed[at], said[at] = value, key
         made = changed(made, placed)
         dense: Any = made["axes"]
         rows: Any = made.get("groups")

@@ -262,6 +262,15 @@ def as_ranks(ranks: object) -> range | RankTuple:
     return even if len(even) == len(listed) and tuple(even) == listed else listed
 
 
+def highest_rank(ranks: Ranks | range | tuple[int, ...]) -> int:
+    """The highest of some ranks, which is the last of a range or a set.
+
+    >>> highest_rank(range(10**12)), highest_rank((5, 7, 2))
+    (999999999999, 7)
+    """
+    return max(ranks) if isinstance(ranks, tuple) else ranks[-1]
+
+
 def _refuse_above(given: object, rank: int) -> None:
     if rank > MOST_RANK:
         raise SpecError(f"ranks={_cut(given)}: {_cut(rank)} is no rank; they go up to {MOST_RANK}")

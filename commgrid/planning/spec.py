@@ -24,7 +24,7 @@ from commgrid.planning.groups import GroupDef
 from commgrid.planning.layout import RankLayout
 from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS
 from commgrid.planning.rank_lists import describe_ranks, listed_ranks
-from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks
+from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks, highest_rank
 from commgrid.planning.region import (
     AXES,
     HSDP,
@@ -189,12 +189,12 @@ class GridSpec:
         """
         if not isinstance(config, Mapping):
             raise SpecError(f"config: expected a mapping, got {type(config).__name__}")
-        sizes = {
+        hints = {
             axis: f"; sizes go under axes, as axes: {{{axis}: {config[axis]}}}"
             for axis in AXES
             if axis in config
         }
-        refuse_unknown("", config, OPTIONS, sizes)
+        refuse_unknown("", config, OPTIONS, hints)
         if "axes" not in config:
             raise SpecError("axes: missing; expected a mapping of axis names to sizes")
         given = {} if config.get("regions") is None else config["regions"]
@@ -451,7 +451,7 @@ class GridSpec:
             if size > MOST_RANK:
                 raise SpecError(f"world_size={world_size!r}: expected at most {MOST_RANK}")
             covered = range(size)
-        elif size is not None and _highest(covered) >= size:
+        elif size is not None and highest_rank(covered) >= size:
             raise SpecError(f"ranks={listed_ranks(covered)}: the world has only ranks 0-{size - 1}")
         dense = self.regions[0].resolve(len(covered), {})
         rest = [r.resolve(len(covered), dict(dense.numbers)) for r in self.regions[1:]]
@@ -571,10 +571,6 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "within": parse_within,
 }  # fmt: skip
 """By option, from a given value to the one in a spec."""
-
-
-def _highest(ranks: range | tuple[int, ...]) -> int:
-    return ranks[-1] if isinstance(ranks, range) else max(ranks)
 
 
 def _axes(axes: Iterable[str]) -> str:

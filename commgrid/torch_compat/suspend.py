@@ -281,7 +281,7 @@ def _guard_calls() -> None:
 def _asking(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def ask_first(called: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
-        # It has no argument `group`: errors are told to come from the function that has one.
+        # Not called `group`: an error names the innermost function with an argument of that name.
         if called in _given_up:
             return getattr(_now(called), name)(*args, **named)
         return call(called, *args, **named)

@@ -11,7 +11,7 @@ from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.crossing import Crossing, find_crossings
 from commgrid.errors import SpecError
 from commgrid.planning.rank_lists import describe_ranks
-from commgrid.planning.ranks import as_index
+from commgrid.planning.ranks import as_index, highest_rank
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
 
@@ -68,7 +68,7 @@ class GridView:
         size = as_index(self.gpus_per_node)
         if self.cluster is not None:
             node = self.cluster.unit_size(self.cluster.node_level)
-            size = max(self.spec.grid_ranks) + 1 if math.isinf(node) else int(node)
+            size = highest_rank(self.spec.grid_ranks) + 1 if math.isinf(node) else int(node)
         if size is None or size < 1:
             raise SpecError(
                 f"gpus_per_node={self.gpus_per_node!r}: expected how many ranks a node has, as 8"
