@@ -327,7 +327,7 @@ def dense_from(sizes: object, order: object) -> Region:
     if set(given) & set(STANDARD):
         listed = order.split("-") if isinstance(order, str) else ["dp"]
         if not set(given) & {"dp", "dp_shard", "dp_replicate"}:
-            given["dp"] = -1 if "dp" in listed else 1
+            given["dp"] = -1 if "dp" in listed and -1 not in given.values() else 1
         given = {"tp": 1, "cp": 1, **given, **({} if "pp" in given else {"pp": 1})}
     axes = (
         None if order is None

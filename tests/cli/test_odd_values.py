@@ -68,6 +68,7 @@ GRIDS = {
     "axes: {ep: 2, dp: -1}\nregions: expert": "regions='expert': expected a mapping",
     "axes: {ep: true}": "axes.ep=True: expected a positive integer",
     "axes: {ep: 1.0}": "axes.ep=1.0: expected a positive integer",
+    "axes: {tp: 2, dpp: -1}": "order: missing; needed to place axis 'dpp'; did you mean",
     "axes: {etp: pp}": "etp='pp': expected a positive integer",
     "axes: {" + ", ".join(f"a{n}: 1" for n in range(24)) + "}\norder: "
     + "-".join(f"a{n}" for n in range(24)): "expected at most 16",
